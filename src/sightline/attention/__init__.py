@@ -1,0 +1,1 @@
+"""The attention contract: specs, capabilities, selection, planning, the oracle, and the backends."""

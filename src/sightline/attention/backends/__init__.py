@@ -1,0 +1,1 @@
+"""One file a backend; `registry` lists them. Backends do not inherit from each other."""

@@ -1,0 +1,114 @@
+"""What a backend can do, as frozen rows, and why a row does not fit a need.
+
+Selection, error text and documents read these rows; nothing probes a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
+
+import torch
+
+from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.core.device import Device, DeviceKind
+
+
+class Wildcard(Enum):
+    """`ANY` in a capability row: every value is served."""
+
+    ANY = "any"
+
+
+ANY = Wildcard.ANY
+
+
+class GraphLevel(Enum):
+    """What of a plan a CUDA graph can hold."""
+
+    NONE = "none"
+    RUN = "run"
+
+
+class HostLengths(Enum):
+    """Which lengths planning needs on the host."""
+
+    EXACT = "exact"
+    BOUND = "bound"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One row: every combination of its values is served."""
+
+    spec_kinds: frozenset[SpecKind]
+    devices: frozenset[DeviceKind]
+    compute_capabilities: frozenset[tuple[int, int]] | Wildcard
+    """Listed, never compared with >=; of no matter on a CPU."""
+    dtypes: frozenset[torch.dtype]
+    cache_dtypes: frozenset[torch.dtype] | Wildcard
+    head_dims: frozenset[int] | Wildcard
+    page_sizes: frozenset[int] | Wildcard
+    features: frozenset[Feature]
+    graph: GraphLevel
+    host_lengths: HostLengths
+    package: str | None = None
+    """What must be installed for this row, beyond Sightline's own dependencies."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What one layer group needs of a backend on this machine."""
+
+    spec: SoftmaxSpec
+    device: Device
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    page_size: int
+    extra_features: frozenset[Feature] = frozenset()
+    """Needed by the way the engine will call it, beyond the spec."""
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        return self.spec.features | self.extra_features
+
+
+def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
+    """Every reason why the row does not serve the need; empty where it does."""
+    reasons = []
+    if capability.package is not None and find_spec(capability.package) is None:
+        reasons.append(f"package {capability.package} is not installed")
+    if need.spec.kind not in capability.spec_kinds:
+        reasons.append(f"serves {_names(capability.spec_kinds)} attention, not {need.spec.kind.value}")
+    if need.device.kind not in capability.devices:
+        reasons.append(f"runs on {_names(capability.devices)}, not {need.device.kind.value}")
+    elif not _serves(capability.compute_capabilities, need.device.compute_capability) and (
+        need.device.kind is DeviceKind.CUDA
+    ):
+        reasons.append(f"does not list compute capability {need.device.compute_capability}")
+    if need.dtype not in capability.dtypes:
+        reasons.append(f"computes in {_dtypes(capability.dtypes)}, not {need.dtype}")
+    if not _serves(capability.cache_dtypes, need.cache_dtype):
+        reasons.append(f"does not read a {need.cache_dtype} cache")
+    if not _serves(capability.head_dims, need.spec.head_dim):
+        reasons.append(f"does not list head dimension {need.spec.head_dim}")
+    if not _serves(capability.page_sizes, need.page_size):
+        reasons.append(f"does not list page size {need.page_size}")
+    missing = need.features - capability.features
+    if missing:
+        reasons.append(f"lacks {_names(missing)}")
+    return tuple(reasons)
+
+
+def _serves(values: Set[object] | Wildcard, value: object) -> bool:
+    return values is ANY or value in values
+
+
+def _names(values: Set[Enum]) -> str:
+    return ", ".join(sorted(str(value.value) for value in values))
+
+
+def _dtypes(values: Set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(value) for value in values))

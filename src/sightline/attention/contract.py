@@ -1,0 +1,116 @@
+"""The contract between the engine and an attention backend. No optional hook, no inheritance between backends.
+
+    Batch ── Planner ──▶ AttentionBackend.plan (host) ──▶ AttentionPlan.prepare (device, once a step)
+                                                          AttentionPlan.run     (device, once a layer)
+
+A backend is built once per layer group with everything that it will ever need (`BackendContext`). A plan owns the
+cache write as well as the read, under one `CachePolicy`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import Capability
+from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.workspace import Lane, Workspace
+from sightline.cache.pools import GroupCache
+from sightline.core.batch import Batch
+
+InputsT = TypeVar("InputsT")
+
+Lse: TypeAlias = Tensor
+"""[num_tokens, num_q_heads] fp32, natural logarithm; -inf where a query saw nothing."""
+
+
+class CachePolicy(Enum):
+    """The law: every slot that a plan reads was committed before the step, or is written by that plan."""
+
+    PAGED = "paged"
+    """Writes the new entries, reads them and the context."""
+    TRANSIENT = "transient"
+    """Touches no pool: the new entries are all there is, and nothing keeps them."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest step that a backend will be asked to plan."""
+
+    max_rows: int
+    max_step_tokens: int
+    max_seq_len: int
+    lanes: tuple[Lane, ...]
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """Everything that a backend may need, complete before it is built."""
+
+    group: str
+    spec: SoftmaxSpec
+    cache: GroupCache
+    workspace: Workspace
+    limits: Limits
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What a backend sees of a step."""
+
+    batch: Batch
+    policy: CachePolicy
+    lane: Lane
+    needs: frozenset[Feature]
+    """What this step asks for beyond the spec: LSE, non-causal or tree masks."""
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxInputs:
+    """One layer's inputs. Padding tokens come last and belong to no row."""
+
+    q: Tensor
+    """[num_tokens, num_q_heads, head_dim]."""
+    k: Tensor
+    """[num_tokens, num_kv_heads, head_dim]."""
+    v: Tensor
+    """[num_tokens, num_kv_heads, head_dim]."""
+    sinks: Tensor | None
+    """[num_q_heads] exactly where the spec has sinks."""
+
+
+class AttentionPlan(ABC, Generic[InputsT]):
+    """One step of one group, decided."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Device work that all layers share; once a step, before the first layer."""
+
+    @abstractmethod
+    def run(self, layer: int, inputs: InputsT, out: Tensor) -> Lse | None:
+        """Writes the cache as the policy says, and `out` [num_tokens, num_q_heads, head_dim]; `layer` is the group's.
+
+        Returns the LSE exactly where the step needs it. `out` and the LSE of padding tokens are left as they are.
+        """
+
+
+class AttentionBackend(ABC, Generic[InputsT]):
+    """Serves one layer group."""
+
+    capabilities: ClassVar[tuple[Capability, ...]]
+
+    @abstractmethod
+    def __init__(self, context: BackendContext) -> None:
+        """Takes every lease that any plan may need."""
+
+    @abstractmethod
+    def plan(self, step: StepView, buffers: PlanBuffers) -> AttentionPlan[InputsT]:
+        """Host work only. Everything that the plan derives lies in `buffers` or in the plan."""

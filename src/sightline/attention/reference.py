@@ -1,0 +1,55 @@
+"""The oracle: softmax attention for one row in fp32, one head at a time, written to be read.
+
+Every backend is compared with this. It knows a row's keys and values as dense tensors and nothing of pages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sightline.attention.spec import SoftmaxSpec
+from sightline.core.batch import MaskKind, RowMask
+
+
+def visible_keys(spec: SoftmaxSpec, mask: RowMask, context_len: int, positions: Tensor) -> Tensor:
+    """[query_len, seq_len] bool: True where query i sees key j. `positions` [query_len] are the new tokens' own."""
+    query_len = positions.shape[0]
+    context_positions = torch.arange(context_len)
+    key_positions = torch.cat([context_positions, positions.cpu()])
+    visible = torch.ones(query_len, context_len + query_len, dtype=torch.bool)
+    for query in range(query_len):
+        if mask.kind is MaskKind.CAUSAL:
+            visible[query, context_len + query + 1 :] = False
+        elif mask.tree is not None:
+            visible[query, context_len:] = mask.tree[query]
+    if spec.window is not None:
+        distance = (positions.cpu()[:, None] - key_positions[None, :]).abs()
+        visible &= distance < spec.window
+    return visible
+
+
+def attend_row(
+    spec: SoftmaxSpec, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of one row: q [query_len, q_heads, d], k and v [seq_len, kv_heads, d], visible [query_len, seq_len].
+
+    Returns the output [query_len, q_heads, d] and the natural log-sum-exp [query_len, q_heads], fp32.
+    """
+    group_size = spec.num_q_heads // spec.num_kv_heads
+    out = torch.zeros(q.shape[0], spec.num_q_heads, spec.head_dim, device=q.device)
+    lse = torch.full((q.shape[0], spec.num_q_heads), -torch.inf, device=q.device)
+    for query in range(q.shape[0]):
+        seen = visible[query].nonzero().squeeze(1).to(q.device)
+        for head in range(spec.num_q_heads):
+            keys = k[seen, head // group_size].float()
+            values = v[seen, head // group_size].float()
+            scores = keys @ q[query, head].float() * spec.scale
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            logits = scores if sinks is None else torch.cat([scores, sinks[head].float().view(1)])
+            if logits.numel() == 0:
+                continue
+            lse[query, head] = torch.logsumexp(logits, dim=0)
+            out[query, head] = torch.exp(scores - lse[query, head]) @ values
+    return out, lse

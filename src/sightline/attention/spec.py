@@ -1,0 +1,98 @@
+"""What a layer's attention is, as data. Layers with equal specs form a group.
+
+Knows the mathematics that a layer asks for. Does not know who computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+
+
+class SpecKind(Enum):
+    """Families of attention; each has its own inputs and pools."""
+
+    SOFTMAX = "softmax"
+
+
+class Feature(Enum):
+    """What a spec, a batch or a caller may need beyond plain causal attention."""
+
+    WINDOW = "window"
+    SOFTCAP = "softcap"
+    SINKS = "sinks"
+    NON_CAUSAL = "non-causal"
+    TREE_MASK = "tree-mask"
+    LSE = "lse"
+
+
+@dataclass(frozen=True)
+class SoftmaxSpec:
+    """Softmax attention over keys and values with grouped queries."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    """A query sees keys less than `window` positions away (itself counts); None sees all."""
+    softcap: float | None = None
+    """Scores become cap * tanh(score / cap)."""
+    sinks: bool = False
+    """Each head has a learned logit that takes weight and gives no value."""
+
+    def __post_init__(self) -> None:
+        if self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"expected q heads in whole groups, got {self.num_q_heads} q heads on {self.num_kv_heads} kv heads"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"expected a window of at least 1, got {self.window}")
+
+    @property
+    def kind(self) -> SpecKind:
+        return SpecKind.SOFTMAX
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What a backend must have to compute this at all."""
+        needed = {
+            Feature.WINDOW: self.window is not None,
+            Feature.SOFTCAP: self.softcap is not None,
+            Feature.SINKS: self.sinks,
+        }
+        return frozenset(feature for feature, wanted in needed.items() if wanted)
+
+    def pools(self, num_layers: int, dtype: torch.dtype) -> tuple[PoolSpec, ...]:
+        """The cache that `num_layers` layers of this spec need."""
+        entry = (self.num_kv_heads, self.head_dim)
+        planes = (PlaneSpec("k", entry, dtype), PlaneSpec("v", entry, dtype))
+        return (PoolSpec("kv", planes, num_layers),)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers with the same spec: they share pools, a backend and a plan."""
+
+    name: str
+    spec: SoftmaxSpec
+    layers: tuple[int, ...]
+    """Model layer indices, in order; a layer's place in here is its index in the pools."""
+
+    def cache_spec(self, dtype: torch.dtype) -> GroupCacheSpec:
+        return GroupCacheSpec(self.name, self.spec.pools(len(self.layers), dtype))
+
+
+def group_layers(specs: Sequence[SoftmaxSpec]) -> tuple[LayerGroup, ...]:
+    """Groups layers by equal spec, in order of first appearance."""
+    members: dict[SoftmaxSpec, list[int]] = {}
+    for layer, spec in enumerate(specs):
+        members.setdefault(spec, []).append(layer)
+    return tuple(
+        LayerGroup(f"group{index}", spec, tuple(layers)) for index, (spec, layers) in enumerate(members.items())
+    )

@@ -1,0 +1,72 @@
+"""Scratch memory: one arena of named leases, taken when backends are built, counted in a ledger.
+
+A lease's address never changes. Does not know what a lease is used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+import torch
+from torch import Tensor
+
+from sightline.core.errors import ConfigError
+
+Lane = NewType("Lane", int)
+"""A stream of steps with its own scratch memory and plan buffers."""
+MAIN_LANE = Lane(0)
+
+
+@dataclass(frozen=True)
+class LeaseEntry:
+    """One line of the memory ledger."""
+
+    owner: str
+    name: str
+    lane: Lane
+    num_bytes: int
+
+
+class Workspace:
+    """Hands out leases until `limit_bytes` is reached."""
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        self._device = device
+        self._limit_bytes = limit_bytes
+        self._leases: dict[tuple[str, str, Lane], Tensor] = {}
+
+    def lease(
+        self,
+        owner: str,
+        name: str,
+        lane: Lane,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        zeroed: bool = False,
+    ) -> Tensor:
+        """A tensor that belongs to (`owner`, `name`, `lane`) for good. `zeroed` says that it starts as zeros."""
+        key = (owner, name, lane)
+        if key in self._leases:
+            raise ValueError(f"lease {key} was taken already; keep the tensor that it returned")
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if self.num_bytes + num_bytes > self._limit_bytes:
+            raise ConfigError(
+                f"expected at most {self._limit_bytes:,} bytes of scratch memory, got {self.num_bytes:,} and "
+                f"{num_bytes:,} more for {owner}.{name}; lower max_model_len or max_num_batched_tokens"
+            )
+        allocate = torch.zeros if zeroed else torch.empty
+        self._leases[key] = allocate(tuple(shape), dtype=dtype, device=self._device)
+        return self._leases[key]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._leases.values())
+
+    def ledger(self) -> tuple[LeaseEntry, ...]:
+        """Every lease, in the order taken."""
+        return tuple(
+            LeaseEntry(owner, name, lane, tensor.nbytes) for (owner, name, lane), tensor in self._leases.items()
+        )

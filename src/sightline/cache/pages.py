@@ -1,0 +1,72 @@
+"""The free list: which pages of a pool are owned, and by how many.
+
+Every page is free, or owned with a positive reference count, or the padding page. Does not know what a page holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sightline.core.config import PADDING_PAGES
+from sightline.core.errors import OutOfPages
+
+
+class PageAllocator:
+    """Hands out pages 1 .. num_pages - 1; page 0 is the padding page and never leaves."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages <= PADDING_PAGES:
+            raise ValueError(f"expected more than {PADDING_PAGES} pages, got {num_pages}")
+        self._num_pages = num_pages
+        self._free = list(range(num_pages - 1, PADDING_PAGES - 1, -1))
+        self._owners = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        """Pages that can be owned at all."""
+        return self._num_pages - PADDING_PAGES
+
+    def owners(self, page: int) -> int:
+        """The reference count of a page; 0 when it is free."""
+        return self._owners[page]
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        """`count` pages with one owner each; all of them or `OutOfPages`."""
+        if count < 0:
+            raise ValueError(f"expected a count of at least 0, got {count}")
+        if count > len(self._free):
+            raise OutOfPages(f"expected {count} free pages, got {len(self._free)} of {self.num_usable}")
+        pages = tuple(self._free.pop() for _ in range(count))
+        for page in pages:
+            self._owners[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds an owner to pages that already have one."""
+        pages = tuple(pages)
+        self._require_owned(pages)
+        for page in pages:
+            self._owners[page] += 1
+
+    def release(self, pages: Iterable[int]) -> tuple[int, ...]:
+        """Takes an owner away; returns the pages that became free."""
+        pages = tuple(pages)
+        self._require_owned(pages)
+        freed = []
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                freed.append(page)
+        self._free.extend(reversed(freed))
+        return tuple(freed)
+
+    def _require_owned(self, pages: tuple[int, ...]) -> None:
+        for page in set(pages):
+            if not PADDING_PAGES <= page < self._num_pages:
+                raise ValueError(f"expected a page from {PADDING_PAGES} to {self._num_pages - 1}, got {page}")
+            if self._owners[page] < pages.count(page):
+                raise ValueError(f"page {page} has {self._owners[page]} owners and is named {pages.count(page)} times")

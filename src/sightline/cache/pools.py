@@ -1,0 +1,149 @@
+"""Pools of cache entries and the store that holds every group's.
+
+Owns the tensors, and the life of a sequence's row: opened, grown, closed. Does not know what attention
+does with an entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sightline.cache.pages import PageAllocator
+from sightline.cache.spec import GroupCacheSpec, PoolSpec
+from sightline.cache.table import PageTable
+from sightline.core.errors import OutOfPages
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """Sizes that every pool shares."""
+
+    num_pages: int
+    page_size: int
+    max_rows: int
+    max_seq_len: int
+
+
+class Pool:
+    """Pages of entries for one group, with their own free list and page table."""
+
+    def __init__(self, key: str, spec: PoolSpec, limits: CacheLimits, device: torch.device, *, poison: bool) -> None:
+        self.key = key
+        self.spec = spec
+        self.page_size = limits.page_size
+        self.allocator = PageAllocator(limits.num_pages)
+        self.table = PageTable(limits.max_rows, -(-limits.max_seq_len // limits.page_size), device)
+        self._poison = poison
+        num_slots = limits.num_pages * limits.page_size
+        self._planes = {
+            plane.name: torch.empty(spec.num_layers, num_slots, *plane.shape, dtype=plane.dtype, device=device)
+            for plane in spec.planes
+        }
+
+    def plane(self, name: str) -> Tensor:
+        """[num_layers, num_slots, ...]: one tensor of the entries."""
+        return self._planes[name]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(plane.nbytes for plane in self._planes.values())
+
+    def grow(self, row: int, num_pages: int) -> None:
+        """Gives a row pages until it has `num_pages`."""
+        missing = num_pages - self.table.num_owned(row)
+        if missing > 0:
+            pages = self.allocator.allocate(missing)
+            self._poison_pages(pages)
+            self.table.append(row, pages)
+
+    def clear(self, row: int) -> None:
+        """Takes a row's pages back."""
+        self._poison_pages(self.allocator.release(self.table.clear(row)))
+
+    def _poison_pages(self, pages: tuple[int, ...]) -> None:
+        """Fills pages with NaN where asked, so that an entry read before it is written, or after it is freed, shows."""
+        if not self._poison or not pages:
+            return
+        for plane in self._planes.values():
+            paged = plane.view(plane.shape[0], -1, self.page_size, *plane.shape[2:])
+            paged[:, list(pages)] = torch.nan
+
+
+@dataclass(frozen=True)
+class GroupCache:
+    """The named pools of one layer group."""
+
+    group: str
+    pools: Mapping[str, Pool]
+
+
+class CacheStore:
+    """Every group's cache, and the rows that sequences hold in all of them at once."""
+
+    def __init__(
+        self,
+        specs: Sequence[GroupCacheSpec],
+        limits: CacheLimits,
+        device: torch.device,
+        *,
+        poison: bool = False,
+    ) -> None:
+        self.limits = limits
+        self.device = device
+        self.groups = tuple(
+            GroupCache(
+                spec.group,
+                {
+                    pool.name: Pool(f"{spec.group}.{pool.name}", pool, limits, device, poison=poison)
+                    for pool in spec.pools
+                },
+            )
+            for spec in specs
+        )
+        self.pools = tuple(pool for group in self.groups for pool in group.pools.values())
+        self._free_rows = list(range(limits.max_rows, 0, -1))
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages free in the fullest pool."""
+        return min(pool.allocator.num_free for pool in self.pools)
+
+    @property
+    def num_usable_pages(self) -> int:
+        return min(pool.allocator.num_usable for pool in self.pools)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that a row of `num_tokens` needs in each pool."""
+        return -(-num_tokens // self.limits.page_size)
+
+    def open_row(self) -> int:
+        """A row that no sequence holds."""
+        if not self._free_rows:
+            raise OutOfPages(f"expected a free page-table row, got none of {self.limits.max_rows}")
+        return self._free_rows.pop()
+
+    def grow_row(self, row: int, num_tokens: int) -> None:
+        """Makes room for `num_tokens` in every pool; all pools or none."""
+        pages = self.pages_for(num_tokens)
+        for pool in self.pools:
+            missing = pages - pool.table.num_owned(row)
+            if missing > pool.allocator.num_free:
+                raise OutOfPages(f"expected {missing} free pages in pool {pool.key}, got {pool.allocator.num_free}")
+        for pool in self.pools:
+            pool.grow(row, pages)
+
+    def close_row(self, row: int) -> None:
+        """Takes the row and its pages back."""
+        if row in self._free_rows:
+            raise ValueError(f"row {row} is closed already")
+        for pool in self.pools:
+            pool.clear(row)
+        self._free_rows.append(row)

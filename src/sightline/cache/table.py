@@ -1,0 +1,74 @@
+"""Page tables: which pages a sequence's row reads, with a version that says when that changed.
+
+Owns the mapping and its versions. Does not own pages: the allocator does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sightline.core.batch import PADDING_ROW
+
+_table_ids = itertools.count(1)
+
+
+class PageTable:
+    """Rows of page numbers. Row 0 is the padding row: it holds the padding page and never changes."""
+
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+        self.table_id = next(_table_ids)
+        self.pages = torch.zeros(num_rows + 1, max_pages, dtype=torch.int64, device=device)
+        """[num_rows + 1, max_pages]: entries beyond a row's pages hold the padding page."""
+        self._owned: list[list[int]] = [[] for _ in range(num_rows + 1)]
+        self._versions = [0] * (num_rows + 1)
+
+    @property
+    def max_pages(self) -> int:
+        return self.pages.shape[1]
+
+    def owned(self, row: int) -> tuple[int, ...]:
+        """The pages of a row, in order."""
+        return tuple(self._owned[row])
+
+    def num_owned(self, row: int) -> int:
+        return len(self._owned[row])
+
+    def version(self, row: int) -> int:
+        """Changes whenever the row's pages do."""
+        return self._versions[row]
+
+    def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
+        versions = self._versions
+        return tuple([versions[row] for row in rows])
+
+    def append(self, row: int, pages: Sequence[int]) -> None:
+        """Adds pages at the row's end."""
+        self._require_writable(row)
+        owned = self._owned[row]
+        if len(owned) + len(pages) > self.max_pages:
+            raise ValueError(f"expected at most {self.max_pages} pages in a row, got {len(owned)} + {len(pages)}")
+        self.pages[row, len(owned) : len(owned) + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+        owned.extend(pages)
+        self._versions[row] += 1
+
+    def clear(self, row: int) -> tuple[int, ...]:
+        """Empties a row and returns the pages it had."""
+        self._require_writable(row)
+        pages = tuple(self._owned[row])
+        self.pages[row].zero_()
+        self._owned[row] = []
+        self._versions[row] += 1
+        return pages
+
+    def slots(self, rows: Tensor, entries: Tensor, page_size: int) -> Tensor:
+        """Slots of entries: `rows` and `entries` have one shape; entry e lies in its row's page e // page_size."""
+        page = self.pages[rows, entries.div(page_size, rounding_mode="floor")]
+        return page * page_size + entries.remainder(page_size)
+
+    def _require_writable(self, row: int) -> None:
+        if not PADDING_ROW < row < len(self._owned):
+            raise ValueError(f"expected a row from 1 to {len(self._owned) - 1}, got {row}")

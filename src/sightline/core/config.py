@@ -1,0 +1,148 @@
+"""What the user asked for, and what it resolved to on this machine for this model.
+
+`EngineConfig` holds wishes; `resolve` turns it into `ResolvedConfig`, once, with everything decided.
+Neither is ever mutated. Knows nothing of tensors' contents or of how a model is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sightline.core.device import Device, DeviceKind, available_bytes
+from sightline.core.errors import ConfigError
+from sightline.core.ledger import Ledger
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PADDING_PAGES = 1
+"""Pages of every pool that no sequence ever owns: padding tokens write there, nobody reads."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The user's wishes. None means: let Sightline decide."""
+
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    cache_tokens: int | None = None
+    """Tokens that the cache must hold in all; None sizes it from the memory that is there."""
+    memory_fraction: float = 0.5
+    """Share of the memory left after the weights that the cache may take."""
+    attention_backend: str | None = None
+    seed: int | None = None
+    skip_tokenizer_init: bool = False
+    strict: bool = False
+    paranoid: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"expected dtype auto, {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name, value in (
+            ("max_num_seqs", self.max_num_seqs),
+            ("max_num_batched_tokens", self.max_num_batched_tokens),
+            ("page_size", self.page_size),
+            ("max_model_len", self.max_model_len),
+            ("cache_tokens", self.cache_tokens),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"expected {name} of at least 1, got {value}")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"expected memory_fraction in (0, 1], got {self.memory_fraction}")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What `resolve` needs to know of a model, read from its headers before any weight is loaded."""
+
+    max_positions: int
+    weight_elements: int
+    cache_elements_per_token: int
+    """Over all layers and pools."""
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """Every decision, made. What runs is exactly this."""
+
+    device: Device
+    dtype: torch.dtype
+    max_model_len: int
+    max_rows: int
+    max_step_tokens: int
+    page_size: int
+    num_pages: int
+    """Pages of each pool, the padding page included."""
+    attention_backend: str | None
+    seed: int | None
+    paranoid: bool
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that sequences can hold in the cache at once."""
+        return (self.num_pages - PADDING_PAGES) * self.page_size
+
+
+def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
+    """Decides everything that the config left open. Raises `ConfigError` for what cannot work."""
+    dtype = _resolve_dtype(config.dtype, device)
+    asked_len = config.max_model_len
+    if asked_len is not None and asked_len > facts.max_positions:
+        raise ConfigError(
+            f"expected max_model_len of at most {facts.max_positions}, the model's trained positions, "
+            f"got {asked_len}; lower it"
+        )
+    model_len = asked_len or facts.max_positions
+    num_pages = _resolve_pages(config, facts, device, dtype, model_len)
+    capacity = num_pages * config.page_size
+    if capacity < model_len:
+        if asked_len is not None:
+            raise ConfigError(
+                f"expected a cache of at least max_model_len = {asked_len} tokens, got room for {capacity}; "
+                "lower max_model_len, or raise cache_tokens or memory_fraction"
+            )
+        ledger.record(
+            "max_model_len",
+            f"lowered from the model's {model_len} to {capacity}, what the cache holds",
+            "raise cache_tokens or memory_fraction, or ask for a smaller max_model_len",
+        )
+        model_len = capacity
+    return ResolvedConfig(
+        device=device,
+        dtype=dtype,
+        max_model_len=model_len,
+        max_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_step_tokens=config.max_num_batched_tokens,
+        page_size=config.page_size,
+        num_pages=num_pages + PADDING_PAGES,
+        attention_backend=config.attention_backend,
+        seed=config.seed,
+        paranoid=config.paranoid,
+    )
+
+
+def _resolve_dtype(name: str, device: Device) -> torch.dtype:
+    if name != "auto":
+        return DTYPES[name]
+    return torch.float32 if device.kind is DeviceKind.CPU else torch.bfloat16
+
+
+def _resolve_pages(config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype, model_len: int) -> int:
+    """Pages for sequences: as asked, else what the memory allows, never more than can be used."""
+    if config.cache_tokens is not None:
+        return -(-config.cache_tokens // config.page_size)
+    useful = config.max_num_seqs * -(-model_len // config.page_size)
+    left = available_bytes(device) - facts.weight_elements * dtype.itemsize
+    page_bytes = facts.cache_elements_per_token * dtype.itemsize * config.page_size
+    affordable = int(max(0, left) * config.memory_fraction) // page_bytes - PADDING_PAGES
+    if affordable < 1:
+        raise ConfigError(
+            f"expected memory for at least one cache page of {page_bytes:,} bytes beside the weights, "
+            f"got {left:,} bytes left; use a smaller model or dtype, or free memory"
+        )
+    return min(useful, affordable)

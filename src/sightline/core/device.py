@@ -1,0 +1,85 @@
+"""What the machine is and what memory it really has left.
+
+Owns detection. Does not know what the memory is for.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+from sightline.core.errors import ConfigError
+
+
+class DeviceKind(Enum):
+    """Kinds of device that a capability row can name."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, identified once at start-up."""
+
+    kind: DeviceKind
+    torch_device: torch.device
+    name: str
+    compute_capability: tuple[int, int] | None
+    """CUDA's (major, minor); None on a CPU."""
+
+
+def detect_device(requested: str) -> Device:
+    """Turns `--device` into a `Device`; raises `ConfigError` where it is not there."""
+    if requested in ("auto", "cpu"):
+        return Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
+    if requested == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "expected a CUDA device for --device cuda, got none that torch can use; "
+                "use --device cpu, or install a CUDA build of torch"
+            )
+        index = torch.cuda.current_device()
+        return Device(
+            DeviceKind.CUDA,
+            torch.device("cuda", index),
+            torch.cuda.get_device_name(index),
+            torch.cuda.get_device_capability(index),
+        )
+    raise ConfigError(f"expected --device auto, cpu or cuda, got {requested!r}")
+
+
+def available_bytes(device: Device) -> int:
+    """Memory that can be taken on `device` now without swapping."""
+    if device.kind is DeviceKind.CUDA:
+        free, _ = torch.cuda.mem_get_info(device.torch_device)
+        return int(free)
+    return min(_host_available_bytes(Path("/proc/meminfo")), _cgroup_headroom_bytes(Path("/sys/fs/cgroup")))
+
+
+def _host_available_bytes(meminfo: Path) -> int:
+    """`MemAvailable` where the kernel says it, else the physical memory."""
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_headroom_bytes(root: Path) -> int:
+    """What the container's limit leaves; a very large number where there is no limit."""
+    unlimited = 1 << 62
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit_file, usage_file = root / limit_name, root / usage_name
+        if limit_file.exists() and usage_file.exists():
+            limit = limit_file.read_text().strip()
+            if limit != "max":
+                return max(0, min(unlimited, int(limit)) - int(usage_file.read_text()))
+    return unlimited

@@ -1,0 +1,73 @@
+"""Every error that Sightline raises on purpose.
+
+    SightlineError
+    ├── ConfigError              a setting, or a combination of settings, cannot work
+    │   └── NoBackendError       no attention backend can serve a layer group; lists every candidate's reasons
+    ├── ModelError               what is on disk cannot be run faithfully
+    │   ├── CheckpointError      a file is truncated, inconsistent or hostile
+    │   └── UnsupportedModelError  an architecture, or a config field that changes the result, is not supported
+    ├── RequestError             one request is invalid; others are unaffected
+    ├── PlanError                the plan contract was broken
+    │   ├── UnplannedBatchError  a forward was given something that carries no plan
+    │   └── StalePlanError       what a plan or its batch was made from has changed since
+    ├── OutOfPages               a pool has fewer free pages than asked for
+    └── EngineClosedError        work was given to an engine that has been shut down
+
+A message says what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class SightlineError(Exception):
+    """Root of the tree: catch this to catch everything that Sightline raises on purpose."""
+
+
+class ConfigError(SightlineError):
+    """A setting, or a combination of settings, cannot work."""
+
+
+class NoBackendError(ConfigError):
+    """No attention backend can serve a layer group."""
+
+
+class ModelError(SightlineError):
+    """What is on disk cannot be run faithfully."""
+
+
+class CheckpointError(ModelError):
+    """A file is truncated, inconsistent or hostile."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture, or a config field that changes the result, is not supported."""
+
+
+class RequestError(SightlineError):
+    """One request is invalid; others are unaffected."""
+
+
+class PlanError(SightlineError):
+    """The plan contract was broken by the caller."""
+
+
+class UnplannedBatchError(PlanError, TypeError):
+    """A forward was given something that carries no plan."""
+
+
+class StalePlanError(PlanError):
+    """What a plan or its batch was made from has changed since."""
+
+    def __init__(self, changes: Sequence[str], remedy: str) -> None:
+        self.changes = tuple(changes)
+        super().__init__(f"the plan is stale: {'; '.join(self.changes)}. {remedy}")
+
+
+class OutOfPages(SightlineError):  # noqa: N818 - the name is the condition, as in MemoryError's kin
+    """A pool has fewer free pages than asked for."""
+
+
+class EngineClosedError(SightlineError):
+    """Work was given to an engine that has been shut down."""

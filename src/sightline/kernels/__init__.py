@@ -1,0 +1,1 @@
+"""Tensors in, tensors out. Knows nothing of batches, plans or models."""

@@ -1,0 +1,45 @@
+"""The softmax attention layer: projections and positions around what the plan computes.
+
+Knows its own spec and its layer number. Does not know pools, pages or backends: the planned batch does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sightline.attention.contract import SoftmaxInputs
+from sightline.attention.planner import PlannedBatch
+from sightline.attention.spec import SoftmaxSpec
+from sightline.layers.linear import Linear
+from sightline.layers.norm import RmsNorm
+from sightline.layers.rotary import RotaryTable
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxAttention:
+    """One layer."""
+
+    layer: int
+    """In the model."""
+    spec: SoftmaxSpec
+    qkv: Linear
+    """Queries, keys and values side by side."""
+    output: Linear
+    q_norm: RmsNorm | None
+    k_norm: RmsNorm | None
+
+    def __call__(self, hidden: Tensor, planned: PlannedBatch, rotary: RotaryTable) -> Tensor:
+        spec = self.spec
+        heads = self.qkv(hidden).view(hidden.shape[0], -1, spec.head_dim)
+        q, k, v = torch.split(heads, [spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        q, k = rotary.rotate(q), rotary.rotate(k)
+        attended = q.new_empty(q.shape)
+        planned.attend(self.layer, SoftmaxInputs(q, k, v, sinks=None), attended)
+        return self.output(attended.view(hidden.shape[0], -1))

@@ -1,0 +1,242 @@
+"""Offline generation for people who write Python: `LLM`.
+
+Owns prompts' shapes, progress and streams. The engine owns everything that runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sightline.core.config import EngineConfig
+from sightline.core.errors import ConfigError, RequestError
+from sightline.core.ledger import Ledger
+from sightline.core.request import (
+    CompletionOutput,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    TextDelta,
+)
+from sightline.engine import Engine
+from sightline.models.loading.default_model import default_model_path
+from sightline.models.loading.opening import open_checkpoint
+from sightline.runner.build import build_runtime
+from sightline.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("sightline")
+_InputT = TypeVar("_InputT")
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids: run exactly as they are."""
+
+    prompt_token_ids: Sequence[int]
+
+
+Prompt: TypeAlias = str | TextPrompt | TokensPrompt
+Message: TypeAlias = Mapping[str, object]
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of `EngineConfig` that `LLM` takes by keyword."""
+
+    device: str
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    cache_tokens: int | None
+    memory_fraction: float
+    attention_backend: str | None
+    seed: int | None
+    skip_tokenizer_init: bool
+    strict: bool
+    paranoid: bool
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Opens the model and builds an engine for it, with a progress bar on a terminal."""
+    ledger = Ledger(strict=config.strict)
+    checkpoint = open_checkpoint(config.model or default_model_path(), ledger)
+    with _progress_bar(enabled=True) as bar:
+        task = bar.add_task(f"Loading {checkpoint.location.name}", total=len(checkpoint.tensors))
+        runtime = build_runtime(
+            config, checkpoint, ledger, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
+    return Engine(runtime, tokenizer, checkpoint.generation, ledger)
+
+
+class LLM:
+    """A model that answers. Not safe for use from several threads, except `cancel`."""
+
+    def __init__(self, model: str | None = None, **settings: Unpack[EngineSettings]) -> None:
+        """`model` is a folder, a .gguf file, or None for the default model."""
+        unknown = set(settings) - EngineSettings.__annotations__.keys()
+        if unknown:
+            known = ", ".join(sorted(EngineSettings.__annotations__))
+            raise ConfigError(f"expected settings out of {known}, got {', '.join(sorted(unknown))}")
+        self.engine = build_engine(EngineConfig(model=model, **settings))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continues every prompt, all in one batch. A prompt that cannot run fails alone: see `RequestOutput.error`."""
+        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        return self._run(listed, self._encode_prompt, sampling_params, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of several, through the model's chat template."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
+        return self._run(conversations, self._encode_chat, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
+        """Continues a prompt piece by piece. Closing the iterator cancels the request and frees its pages."""
+        return self._stream(*self._encode_prompt(prompt), sampling_params)
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[TextDelta]:
+        """Answers a conversation piece by piece; as `stream` otherwise."""
+        return self._stream(*self._encode_chat(messages), sampling_params)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request before the next step. Any thread may call it."""
+        self.engine.cancel(request_id)
+
+    def close(self) -> None:
+        """Ends everything; a closed LLM refuses work."""
+        self.engine.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; an error where it was not loaded."""
+        if self.engine.tokenizer is None:
+            raise RequestError(
+                "expected prompt_token_ids, got text: the tokenizer was not loaded (skip_tokenizer_init)"
+            )
+        return self.engine.tokenizer
+
+    def _encode_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        match prompt:
+            case str(text) | {"prompt": str(text)}:
+                return text, self.tokenizer.encode_prompt(text)
+            case {"prompt_token_ids": [*token_ids]}:
+                return None, cast("list[int]", token_ids)
+            case _:
+                raise RequestError(
+                    "expected a prompt as text, {'prompt': text} or {'prompt_token_ids': [ids]}, "
+                    f"got {type(prompt).__name__}"
+                )
+
+    def _encode_chat(self, messages: Sequence[Message]) -> tuple[str | None, Sequence[int]]:
+        template = self.tokenizer.chat_template
+        if template is None:
+            raise RequestError("expected a model with a chat template, got one without; use generate")
+        rendered = template.render(messages)
+        return rendered, self.tokenizer.encode_rendered(rendered)
+
+    def _run(
+        self,
+        inputs: Sequence[_InputT],
+        encode: Callable[[_InputT], tuple[str | None, Sequence[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _spread(sampling_params, len(inputs))
+        outputs: dict[int, RequestOutput] = {}
+        running: dict[str, int] = {}
+        try:
+            for index, (item, wanted) in enumerate(zip(inputs, params, strict=True)):
+                try:
+                    text, token_ids = encode(item)
+                    running[self.engine.submit(token_ids, wanted, text)] = index
+                except RequestError as error:
+                    logger.warning("request %d was refused: %s", index, error)
+                    outputs[index] = _refused(item, error)
+            with _progress_bar(enabled=use_tqdm) as bar:
+                task = bar.add_task("Generating", total=len(inputs), completed=len(outputs))
+                while running:
+                    self.engine.step()
+                    for request_id in [name for name in running if self.engine.is_finished(name)]:
+                        outputs[running.pop(request_id)] = self.engine.pop_output(request_id)
+                    bar.update(task, completed=len(outputs))
+        finally:
+            for request_id in running:
+                self.engine.forget(request_id)
+        return [outputs[index] for index in range(len(inputs))]
+
+    def _stream(
+        self, text: str | None, token_ids: Sequence[int], sampling_params: SamplingParams | None
+    ) -> Iterator[TextDelta]:
+        request_id = self.engine.submit(token_ids, sampling_params or SamplingParams(), text)
+        try:
+            while True:
+                delta = self.engine.take_delta(request_id)
+                if delta is None:
+                    self.engine.step()
+                    continue
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self.engine.forget(request_id)
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    """One set of parameters for each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"expected one SamplingParams or {count}, one for each prompt, got {len(params)}")
+    return params
+
+
+def _refused(item: object, error: RequestError) -> RequestOutput:
+    return RequestOutput(
+        request_id="refused",
+        prompt=item if isinstance(item, str) else None,
+        prompt_token_ids=(),
+        outputs=(CompletionOutput(0, "", (), FinishReason.ERROR.value),),
+        finished=True,
+        params=None,
+        error=str(error),
+    )
+
+
+def _progress_bar(*, enabled: bool) -> Progress:
+    """A bar on a terminal's standard error; silent elsewhere."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not (enabled and console.is_terminal),
+        transient=True,
+    )

@@ -1,0 +1,132 @@
+"""Reading a Hugging Face style config with types checked and no field ignored unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sightline.core.errors import UnsupportedModelError
+from sightline.core.ledger import Ledger
+
+_INFORMATIONAL = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "_sliding_window_pattern",
+        "add_cross_attention",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "dtype",
+        "eos_token_id",
+        "finetuning_task",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_length",
+        "model_type",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "rope_interleaved",
+        "sep_token_id",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "use_cache",
+    }
+)
+"""Fields that do not change what a forward computes."""
+
+
+class ConfigReader:
+    """Typed access to a config; `finish` accounts for the fields that nobody read."""
+
+    def __init__(self, config: Mapping[str, object], family: str) -> None:
+        self._config = config
+        self._family = family
+        self._read: set[str] = set()
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._unexpected(name, "an integer", value)
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        return None if self._get(name, None) is None else self.integer(name)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._unexpected(name, "a number", value)
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self._get(name, None) is None else self.number(name)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._unexpected(name, "true or false", value)
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self._unexpected(name, "a string", value)
+        return value
+
+    def optional_list(self, name: str) -> list[object] | None:
+        value = self._get(name, None)
+        if value is not None and not isinstance(value, (list, tuple)):
+            raise self._unexpected(name, "a list", value)
+        return None if value is None else list(value)
+
+    def optional_section(self, name: str) -> Mapping[str, object] | None:
+        value = self._get(name, None)
+        if value is not None and not isinstance(value, Mapping):
+            raise self._unexpected(name, "an object", value)
+        return value
+
+    def require(self, name: str, *neutral: object) -> None:
+        """Raises unless the field is absent or has a value under which the result does not change."""
+        if name in self._config and self._get(name, None) not in neutral:
+            raise UnsupportedModelError(
+                f"{self._family}: config field {name} = {self._config[name]!r} changes the result and is not "
+                f"supported; supported: {', '.join(repr(value) for value in neutral)}"
+            )
+
+    def finish(self, ledger: Ledger) -> None:
+        """Every field that was neither read nor known to be informational goes into the ledger."""
+        for name in sorted(set(self._config) - self._read - _INFORMATIONAL):
+            ledger.record(
+                f"config field {name}",
+                f"is not known to the {self._family} family and was not used",
+                "check that it does not change the model's output",
+            )
+
+    def _get(self, name: str, default: object) -> object:
+        self._read.add(name)
+        value = self._config.get(name)
+        return default if value is None else value
+
+    def _unexpected(self, name: str, expected: str, value: object) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self._family}: expected config field {name} to be {expected}, got {value!r}")

@@ -1,0 +1,39 @@
+"""What the engine knows about any model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from sightline.attention.planner import PlannedBatch
+from sightline.attention.spec import SoftmaxSpec
+from sightline.models.weights import WeightReader
+
+
+class Model(ABC):
+    """A network with its weights. Its forward takes nothing but a planned batch."""
+
+    @abstractmethod
+    def forward(self, planned: PlannedBatch) -> Tensor:
+        """Logits of the batch's wanted tokens: [num_logits, vocab_size]."""
+
+
+class ModelDefinition(ABC):
+    """What a config describes, known before any weight is read."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def max_positions(self) -> int: ...
+
+    @abstractmethod
+    def attention_specs(self) -> tuple[SoftmaxSpec, ...]:
+        """One spec for each layer, in order."""
+
+    @abstractmethod
+    def load(self, weights: WeightReader) -> Model:
+        """Builds the network. Every tensor of the checkpoint must be taken."""

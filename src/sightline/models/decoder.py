@@ -1,0 +1,178 @@
+"""The dense decoder: one network for every family whose difference is data.
+
+Owns the forward. A family's file says what its config means in these terms; it does not repeat this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sightline.attention.planner import PlannedBatch
+from sightline.attention.spec import SoftmaxSpec
+from sightline.layers.attention import SoftmaxAttention
+from sightline.layers.linear import Linear, fuse
+from sightline.layers.mlp import Activation, GatedMlp
+from sightline.layers.norm import RmsNorm
+from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
+from sightline.models.contract import Model, ModelDefinition
+from sightline.models.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class LayerDefinition:
+    """What may differ from layer to layer."""
+
+    attention: SoftmaxSpec
+    rotary: RotarySpec
+
+
+@dataclass(frozen=True)
+class DecoderDefinition(ModelDefinition):
+    """A dense decoder, described."""
+
+    num_tokens: int
+    """Of the vocabulary."""
+    num_positions: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[LayerDefinition, ...]
+    norm_epsilon: float
+    activation: Activation
+    tied_embedding: bool
+    norm_offset: float = 0.0
+    """Added to every stored norm weight."""
+    embedding_scale: float = 1.0
+    qk_norm: bool = False
+    """Queries and keys are normalised per head before the rotation."""
+    sandwich_norms: bool = False
+    """Attention and feed-forward outputs are normalised before they are added."""
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    logit_softcap: float | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.num_tokens
+
+    @property
+    def max_positions(self) -> int:
+        return self.num_positions
+
+    def attention_specs(self) -> tuple[SoftmaxSpec, ...]:
+        return tuple(layer.attention for layer in self.layers)
+
+    def load(self, weights: WeightReader) -> Decoder:
+        """Builds the network from tensors with Hugging Face names."""
+        embedding = weights.take("model.embed_tokens.weight", (self.num_tokens, self.hidden_size))
+        layers = tuple(_load_layer(self, weights, index) for index in range(len(self.layers)))
+        final_norm = _norm(self, weights, "model.norm")
+        if self.tied_embedding:
+            head = Linear(embedding)
+            weights.finish(ignorable=("lm_head.weight",))
+        else:
+            head = weights.linear("lm_head", self.num_tokens, self.hidden_size, bias=False)
+            weights.finish()
+        rotaries = {spec: Rotary(spec, embedding.device) for spec in {layer.rotary for layer in self.layers}}
+        return Decoder(self, embedding, layers, final_norm, head, rotaries)
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """One layer. The norms after a sub-layer are there in sandwich models only."""
+
+    rotary: RotarySpec
+    attention_norm: RmsNorm
+    attention: SoftmaxAttention
+    attention_out_norm: RmsNorm | None
+    mlp_norm: RmsNorm
+    mlp: GatedMlp
+    mlp_out_norm: RmsNorm | None
+
+    def __call__(self, hidden: Tensor, planned: PlannedBatch, rotary: RotaryTable) -> Tensor:
+        attended = self.attention(self.attention_norm(hidden), planned, rotary)
+        hidden = hidden + (attended if self.attention_out_norm is None else self.attention_out_norm(attended))
+        fed = self.mlp(self.mlp_norm(hidden))
+        return hidden + (fed if self.mlp_out_norm is None else self.mlp_out_norm(fed))
+
+
+@dataclass(frozen=True, eq=False)
+class Decoder(Model):
+    """The network with its weights."""
+
+    definition: DecoderDefinition
+    embedding: Tensor
+    """[vocab_size, hidden_size]."""
+    layers: tuple[DecoderLayer, ...]
+    final_norm: RmsNorm
+    head: Linear
+    rotaries: dict[RotarySpec, Rotary]
+
+    def forward(self, planned: PlannedBatch) -> Tensor:
+        batch = planned.batch
+        hidden = F.embedding(batch.tokens, self.embedding)
+        if self.definition.embedding_scale != 1.0:
+            hidden = hidden * torch.tensor(self.definition.embedding_scale, dtype=hidden.dtype)
+        tables = {spec: rotary.table(batch.positions, hidden.dtype) for spec, rotary in self.rotaries.items()}
+        for layer in self.layers:
+            hidden = layer(hidden, planned, tables[layer.rotary])
+        logits = self.head(self.final_norm(hidden.index_select(0, batch.logit_indices))).float()
+        if self.definition.logit_softcap is not None:
+            logits = self.definition.logit_softcap * torch.tanh(logits / self.definition.logit_softcap)
+        return logits
+
+
+def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int) -> DecoderLayer:
+    prefix = f"model.layers.{index}"
+    hidden, sandwich = definition.hidden_size, definition.sandwich_norms
+    mlp_names = ("mlp.gate_proj", "mlp.up_proj")
+    gate_up = fuse(
+        [
+            weights.linear(f"{prefix}.{name}", definition.intermediate_size, hidden, bias=definition.mlp_bias)
+            for name in mlp_names
+        ]
+    )
+    down = weights.linear(f"{prefix}.mlp.down_proj", hidden, definition.intermediate_size, bias=definition.mlp_bias)
+    after_attention = _norm(definition, weights, f"{prefix}.post_attention_layernorm")
+    return DecoderLayer(
+        rotary=definition.layers[index].rotary,
+        attention_norm=_norm(definition, weights, f"{prefix}.input_layernorm"),
+        attention=_load_attention(definition, weights, index),
+        # The same stored name stands for the norm before the feed-forward in plain models and for the one after
+        # attention in sandwich models.
+        attention_out_norm=after_attention if sandwich else None,
+        mlp_norm=(_norm(definition, weights, f"{prefix}.pre_feedforward_layernorm") if sandwich else after_attention),
+        mlp=GatedMlp(gate_up, down, definition.activation),
+        mlp_out_norm=(_norm(definition, weights, f"{prefix}.post_feedforward_layernorm") if sandwich else None),
+    )
+
+
+def _load_attention(definition: DecoderDefinition, weights: WeightReader, index: int) -> SoftmaxAttention:
+    prefix = f"model.layers.{index}.self_attn"
+    spec = definition.layers[index].attention
+    q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    bias = definition.attention_bias
+    projections = [
+        weights.linear(f"{prefix}.{name}", size, definition.hidden_size, bias=bias)
+        for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
+    ]
+    q_norm = k_norm = None
+    if definition.qk_norm:
+        q_norm = _norm(definition, weights, f"{prefix}.q_norm", spec.head_dim)
+        k_norm = _norm(definition, weights, f"{prefix}.k_norm", spec.head_dim)
+    return SoftmaxAttention(
+        layer=index,
+        spec=spec,
+        qkv=fuse(projections),
+        output=weights.linear(f"{prefix}.o_proj", definition.hidden_size, q_size, bias=bias),
+        q_norm=q_norm,
+        k_norm=k_norm,
+    )
+
+
+def _norm(definition: DecoderDefinition, weights: WeightReader, name: str, features: int | None = None) -> RmsNorm:
+    weight = weights.take(f"{name}.weight", (features or definition.hidden_size,), dtype=torch.float32)
+    return RmsNorm(weight + definition.norm_offset, definition.norm_epsilon)

@@ -1,0 +1,66 @@
+"""What the engine knows about a model on disk, whatever the file format.
+
+Owns the contract. Does not know formats, nor which models can be run.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sightline.core.errors import CheckpointError
+from sightline.models.loading.generation import GenerationDefaults
+from sightline.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor's description, known without reading its data."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """What `Checkpoint.load` returns: the stored dtype, or fp32 where the stored one is decoded."""
+    stored_as: str
+    """The format's own name of the stored type: "BF16", "Q4_1"."""
+
+
+class Checkpoint(ABC):
+    """A model on disk. Names, layouts and config keys are those of Hugging Face for every format."""
+
+    def __init__(
+        self,
+        location: Path,
+        config: Mapping[str, object],
+        tensors: Mapping[str, TensorInfo],
+        generation: GenerationDefaults,
+    ) -> None:
+        self.location = location
+        self.config = config
+        """As in a Hugging Face config.json."""
+        self.tensors = tensors
+        """By Hugging Face name, in file order. A tied output projection is absent."""
+        self.generation = generation
+
+    def load(self, name: str) -> torch.Tensor:
+        """The tensor `name` on the CPU, as `tensors[name]` describes it.
+
+        May share memory with the file's pages.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(
+                f"{self.location}: expected a tensor {name!r}, got {len(self.tensors)} tensors without it. "
+                "The checkpoint does not fit its config: get it again."
+            )
+        return self._read(name)
+
+    @abstractmethod
+    def load_tokenizer(self) -> Tokenizer:
+        """Builds the tokenizer that belongs to the model."""
+
+    @abstractmethod
+    def _read(self, name: str) -> torch.Tensor:
+        """The tensor's data; `name` is one of `tensors`."""

@@ -1,0 +1,127 @@
+"""A model in a Hugging Face folder: config.json, generation_config.json and safetensors files.
+
+Owns the finding of the files and the checks that they belong together. Does not know what the config means,
+and never unpickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.core.ledger import Ledger
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.models.loading.generation import read_generation_defaults
+from sightline.models.loading.safetensors_file import SafetensorsFile
+from sightline.text.folder_tokenizer import TOKENIZER_FILE, tokenizer_from_folder
+from sightline.text.json_file import read_json_object
+from sightline.text.tokenizer import Tokenizer
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class FolderCheckpoint(Checkpoint):
+    """Tensors keep their stored dtype and share the pages of their memory-mapped file."""
+
+    def __init__(self, folder: Path, ledger: Ledger) -> None:
+        config = _read_config(folder)
+        weight_map = _read_weight_map(folder)
+        self._files = {name: SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
+        _check_index(folder, weight_map, self._files)
+        self._owners = {name: file for file in self._files.values() for name in file.names}
+        self._owners.update({name: self._files[file] for name, file in weight_map.items() if name in self._owners})
+        generation = folder / GENERATION_FILE
+        super().__init__(
+            location=folder,
+            config=MappingProxyType(config),
+            tensors=MappingProxyType({name: file.describe(name) for name, file in self._owners.items()}),
+            generation=read_generation_defaults(
+                read_json_object(generation) if generation.exists() else {},
+                config,
+                lambda: _tokenizer_eos(folder),
+                ledger,
+            ),
+        )
+
+    def load_tokenizer(self) -> Tokenizer:
+        return tokenizer_from_folder(self.location)
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._owners[name].read(name)
+
+
+def _read_config(folder: Path) -> dict[str, object]:
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise CheckpointError(
+            f"expected a folder with {CONFIG_FILE} and *.safetensors, got no {CONFIG_FILE} in {folder}. "
+            "Give the folder that holds the model itself, or a .gguf file."
+        )
+    config = read_json_object(path)
+    if config.get("quantization_config") is not None:
+        raise UnsupportedModelError(
+            f"{path}: expected no 'quantization_config', got one: the stored tensors are not the weights "
+            "themselves. Use the unquantised model, or a GGUF file."
+        )
+    return config
+
+
+def _read_weight_map(folder: Path) -> dict[str, str]:
+    """File by tensor name; for a single file without an index, one entry under the empty name."""
+    if (folder / INDEX_FILE).is_file():
+        return _read_index(folder / INDEX_FILE)
+    if (folder / WEIGHTS_FILE).is_file():
+        return {"": WEIGHTS_FILE}
+    candidates = sorted(path.name for path in folder.glob("*.safetensors"))
+    if len(candidates) == 1:
+        return {"": candidates[0]}
+    if candidates:
+        raise CheckpointError(
+            f"expected {INDEX_FILE} beside {len(candidates)} safetensors files, got none in {folder}: "
+            "without it a missing part cannot be noticed. Get the index."
+        )
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"expected *.safetensors in {folder}, got only {pickles[0]}: it is a pickle, and opening one can "
+            "run any code that its author put there. Get or convert the model as safetensors."
+        )
+    raise CheckpointError(f"expected *.safetensors in {folder}, got none. Get the weights, or give a .gguf file.")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: expected an object 'weight_map' with entries, got none. Get the file again.")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+            raise CheckpointError(
+                f"{path}: expected the name of a file in the same folder for {name!r}, got {str(file)[:80]!r}."
+            )
+    for file in sorted(set(weight_map.values())):
+        if not (path.parent / file).is_file():
+            raise CheckpointError(f"{path}: expected the file {file!r} beside it, got none. Get the missing part.")
+    return weight_map
+
+
+def _check_index(folder: Path, weight_map: Mapping[str, str], files: Mapping[str, SafetensorsFile]) -> None:
+    held = {name: set(file.names) for name, file in files.items()}
+    for tensor, file in weight_map.items():
+        if tensor and tensor not in held[file]:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: expected {tensor!r} in {file!r}, got a file without it. "
+                "The parts are from different versions: get them all again."
+            )
+
+
+def _tokenizer_eos(folder: Path) -> frozenset[int]:
+    if not (folder / TOKENIZER_FILE).is_file():
+        return frozenset()
+    return tokenizer_from_folder(folder).eos_ids

@@ -1,0 +1,170 @@
+"""A model's own defaults for generation.
+
+Owns the reading of generation_config.json, and the rule that a field which would change the output is
+honoured or recorded, never dropped. Does not know what a user asks for: that comes on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from sightline.core.errors import CheckpointError
+from sightline.core.ledger import Ledger
+
+_HONOURED = frozenset({"eos_token_id", "do_sample", "temperature", "top_p", "top_k", "min_p"})
+
+_INFORMATIONAL = frozenset(
+    {
+        "transformers_version",
+        "_from_model_config",
+        "_commit_hash",
+        "bos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "cache_implementation",
+        "cache_config",
+        "use_cache",
+        "return_dict_in_generate",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "output_logits",
+        "max_length",
+        "max_new_tokens",
+        "max_time",
+        "return_legacy_cache",
+        "disable_compile",
+        "compile_config",
+        "low_memory",
+        "prefill_chunk_size",
+        "trust_remote_code",
+        "chat_format",
+    }
+)
+"""Fields that do not change which tokens come out, or only bound how many. The engine has its own bound."""
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "repetition_penalty": (1,),
+        "encoder_repetition_penalty": (1,),
+        "length_penalty": (1,),
+        "diversity_penalty": (0,),
+        "num_beams": (1,),
+        "num_beam_groups": (1,),
+        "num_return_sequences": (1,),
+        "typical_p": (1,),
+        "epsilon_cutoff": (0,),
+        "eta_cutoff": (0,),
+        "no_repeat_ngram_size": (0,),
+        "encoder_no_repeat_ngram_size": (0,),
+        "min_length": (0,),
+        "min_new_tokens": (0,),
+        "early_stopping": (False,),
+        "renormalize_logits": (False,),
+        "remove_invalid_values": (False,),
+        "token_healing": (False,),
+        "guidance_scale": (1,),
+        "is_assistant": (False,),
+    }
+)
+"""Values under which a field does nothing.
+
+None, and an empty list, are neutral for every field. A field that is in no table here
+and is not neutral is recorded.
+"""
+
+_ASSISTED = (
+    "assistant_",
+    "num_assistant_tokens",
+    "prompt_lookup_",
+    "max_matching_ngram_size",
+    "target_lookbehind",
+)
+"""Prefixes of settings for assisted decoding, which does not change the distribution."""
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What the model's authors recommend; None where they say nothing."""
+
+    eos_token_ids: frozenset[int]
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+
+def read_generation_defaults(
+    generation_config: Mapping[str, object],
+    model_config: Mapping[str, object],
+    tokenizer_eos: Callable[[], frozenset[int]],
+    ledger: Ledger,
+) -> GenerationDefaults:
+    """The defaults of a Hugging Face folder.
+
+    `tokenizer_eos` is called only where both configs name no end token.
+    """
+    _record_ignored(generation_config, ledger)
+    eos_token_ids = _token_ids(generation_config) or _token_ids(model_config) or tokenizer_eos()
+    top_k = _number(generation_config, "top_k")
+    if top_k is not None and not top_k.is_integer():
+        raise _wrong("top_k", "a whole number", top_k)
+    return GenerationDefaults(
+        eos_token_ids=eos_token_ids,
+        do_sample=_flag(generation_config, "do_sample"),
+        temperature=_number(generation_config, "temperature"),
+        top_p=_number(generation_config, "top_p"),
+        top_k=None if top_k is None else int(top_k),
+        min_p=_number(generation_config, "min_p"),
+    )
+
+
+def _record_ignored(generation_config: Mapping[str, object], ledger: Ledger) -> None:
+    for field, value in generation_config.items():
+        if field in _HONOURED or field in _INFORMATIONAL or field.startswith(_ASSISTED):
+            continue
+        if value is None or value in ([], {}) or value in _NEUTRAL.get(field, ()):
+            continue
+        ledger.record(
+            f"generation_config.json: {field} = {value!r}"[:200],
+            "is ignored: this sampler does not have it, so output differs from what the model's authors set",
+            "remove the field to accept that, or set an equivalent sampling parameter on each request",
+        )
+
+
+def _token_ids(config: Mapping[str, object]) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    if value is None:
+        return frozenset()
+    found: set[int] = set()
+    for token_id in value if isinstance(value, list) else [value]:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise _wrong("eos_token_id", "a token id or a list of them", value)
+        found.add(token_id)
+    return frozenset(found)
+
+
+def _number(config: Mapping[str, object], field: str) -> float | None:
+    value = config.get(field)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _wrong(field, "a finite number", value)
+    return float(value)
+
+
+def _flag(config: Mapping[str, object], field: str) -> bool | None:
+    value = config.get(field)
+    if value is None or isinstance(value, bool):
+        return value
+    raise _wrong(field, "true or false", value)
+
+
+def _wrong(field: str, expected: str, value: object) -> CheckpointError:
+    return CheckpointError(
+        f"generation defaults: expected {expected} under {field!r}, got {str(value)[:80]}. Correct the model's files."
+    )

@@ -1,0 +1,67 @@
+"""One safetensors file: the names, shapes and data of its tensors.
+
+Owns the typed face of the `safetensors` package, which checks the header against the file. Does not know
+folders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.models.loading.checkpoint import TensorInfo
+
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }
+)
+"""By the name that the files use."""
+
+
+class SafetensorsFile:
+    """An open, memory-mapped file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._handle = cast(Any, safe_open(path, framework="pt"))  # the package's stubs are untyped
+            self.names: list[str] = list(self._handle.keys())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path}: expected a readable safetensors file, got: {error}. The file is damaged or not "
+                "complete: get it again."
+            ) from error
+
+    def describe(self, name: str) -> TensorInfo:
+        view = self._handle.get_slice(name)
+        stored_as = str(view.get_dtype())
+        dtype = _DTYPES.get(stored_as)
+        if dtype is None:
+            raise UnsupportedModelError(
+                f"{self._path}: expected {name!r} in one of {', '.join(_DTYPES)}, got {stored_as}. "
+                "Use an unquantised version of the model."
+            )
+        return TensorInfo(tuple(view.get_shape()), dtype, stored_as)
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = self._handle.get_tensor(name)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor

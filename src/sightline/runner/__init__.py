@@ -1,0 +1,1 @@
+"""From rows to logits to tokens: assembling batches, running forwards, sampling; and the composition root."""

@@ -1,0 +1,129 @@
+"""The composition root: device, model, specs, groups, pools, workspace, backends, planner, runner, in that order.
+
+Each constructor takes what it needs and keeps it. Nothing is bound late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sightline.attention.backends.registry import CANDIDATES
+from sightline.attention.capability import Requirement
+from sightline.attention.contract import BackendContext, Limits
+from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.selection import Candidate, Selection, select_backend
+from sightline.attention.spec import LayerGroup, group_layers
+from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.core.config import EngineConfig, ModelFacts, ResolvedConfig, resolve
+from sightline.core.device import available_bytes, detect_device
+from sightline.core.ledger import Ledger
+from sightline.models.contract import Model, ModelDefinition
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.models.registry import define_model
+from sightline.models.weights import WeightReader
+from sightline.runner.runner import Runner
+
+WORKSPACE_SHARE = 4
+"""Scratch memory may take one part in so many of what is free after weights and cache."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Everything that runs steps, built."""
+
+    config: ResolvedConfig
+    definition: ModelDefinition
+    store: CacheStore
+    workspace: Workspace
+    bindings: tuple[GroupBinding, ...]
+    selections: tuple[Selection, ...]
+    """By group: which backend, and why not the others."""
+    planner: Planner
+    runner: Runner
+
+
+def build_runtime(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    ledger: Ledger,
+    on_progress: Callable[[int, int], None],
+) -> Runtime:
+    """Builds a runtime for a checkpoint. Whatever cannot work is refused before the weights are read."""
+    device = detect_device(config.device)
+    definition = define_model(checkpoint.config, ledger)
+    groups = group_layers(definition.attention_specs())
+    resolved = resolve(config, _facts(checkpoint, definition, groups), device, ledger)
+    selections = select_backends(resolved, groups, CANDIDATES)
+    reader = WeightReader(checkpoint, resolved.dtype, device.torch_device, on_progress)
+    return assemble_runtime(resolved, definition, definition.load(reader), groups, selections)
+
+
+def select_backends(
+    config: ResolvedConfig, groups: Sequence[LayerGroup], candidates: Sequence[Candidate]
+) -> tuple[Selection, ...]:
+    """A backend for each group."""
+    return tuple(
+        select_backend(
+            candidates,
+            Requirement(group.spec, config.device, config.dtype, config.dtype, config.page_size),
+            config.attention_backend,
+            group.name,
+        )
+        for group in groups
+    )
+
+
+def assemble_runtime(
+    config: ResolvedConfig,
+    definition: ModelDefinition,
+    model: Model,
+    groups: Sequence[LayerGroup],
+    selections: Sequence[Selection],
+) -> Runtime:
+    """The straight line from pools to runner."""
+    device = config.device.torch_device
+    limits = Limits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
+    store = CacheStore(
+        [group.cache_spec(config.dtype) for group in groups],
+        CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
+        device,
+        poison=config.paranoid,
+    )
+    workspace = Workspace(device, available_bytes(config.device) // WORKSPACE_SHARE)
+    bindings = tuple(
+        GroupBinding(
+            group,
+            cache,
+            selection.candidate.backend(
+                BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device)
+            ),
+            selection.capability,
+        )
+        for group, cache, selection in zip(groups, store.groups, selections, strict=True)
+    )
+    planner = Planner(bindings, limits, device, paranoid=config.paranoid)
+    return Runtime(
+        config=config,
+        definition=definition,
+        store=store,
+        workspace=workspace,
+        bindings=bindings,
+        selections=tuple(selections),
+        planner=planner,
+        runner=Runner(model, planner),
+    )
+
+
+def _facts(checkpoint: Checkpoint, definition: ModelDefinition, groups: Sequence[LayerGroup]) -> ModelFacts:
+    return ModelFacts(
+        max_positions=definition.max_positions,
+        weight_elements=sum(math.prod(info.shape) for info in checkpoint.tensors.values()),
+        cache_elements_per_token=sum(
+            pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
+        ),
+    )

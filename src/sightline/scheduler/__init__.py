@@ -1,0 +1,1 @@
+"""Requests and pages in, a `Schedule` out. Sees `core` and `cache` only."""

@@ -1,0 +1,213 @@
+"""Text of a running sequence, piece by piece.
+
+Owns the rule that all pieces together are exactly what `Tokenizer.decode` gives for all ids together, at a
+cost that is linear in the number of tokens. Does not decode windows of tokens again and compare: it runs the
+steps of the tokenizer's own decoder as a stream, each step holding back only what later tokens can still
+change.
+
+    ids -> spellings, special tokens left out -> step -> step -> ... -> text
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from sightline.core.errors import UnsupportedModelError
+from sightline.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class IncrementalDetokenizer:
+    """Turns the ids of one sequence to text as they come."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._steps = _build_steps(json.loads(tokenizer.decoder_state))
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these ids.
+
+        Held back is an incomplete character at the end; with a byte-fallback vocabulary, the whole run of
+        byte tokens at the end, because one invalid byte turns every byte of its run into a replacement
+        character.
+        """
+        spellings = (self._tokenizer.token(token_id) for token_id in token_ids if token_id not in self._skipped)
+        pieces: list[str] = [spelling for spelling in spellings if spelling is not None]
+        for step in self._steps:
+            pieces = list(step.feed(pieces))
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """What was held back, decoded as it stands. The sequence ends here."""
+        pieces: list[str] = []
+        for step in self._steps:
+            pieces = [*step.feed(pieces), *step.finish()]
+        return "".join(pieces)
+
+
+class _Step(ABC):
+    """One step of a decoder, over a stream of pieces."""
+
+    @abstractmethod
+    def feed(self, pieces: Iterable[str]) -> Iterable[str]:
+        """What is certain after these pieces."""
+
+    def finish(self) -> Iterable[str]:
+        """What was held back."""
+        return ()
+
+
+class _Replace(_Step):
+    """Replaces a string within each piece."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old = old
+        self._new = new
+
+    def feed(self, pieces: Iterable[str]) -> Iterable[str]:
+        return [piece.replace(self._old, self._new) for piece in pieces]
+
+
+class _ByteLevel(_Step):
+    """Spellings in the 256-letter byte alphabet. Bytes that are not UTF-8 become replacement characters."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, pieces: Iterable[str]) -> Iterable[str]:
+        return [self._decoder.decode(_spelled_bytes(piece)) for piece in pieces]
+
+    def finish(self) -> Iterable[str]:
+        return [self._decoder.decode(b"", final=True)]
+
+
+class _ByteFallback(_Step):
+    """Tokens such as `<0x0A>` stand for bytes. A run of them is text if all of it is UTF-8."""
+
+    _SPELLING = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+    def __init__(self) -> None:
+        self._run = bytearray()
+        self._run_is_broken = False
+        self._check = codecs.getincrementaldecoder("utf-8")(errors="strict")
+
+    def feed(self, pieces: Iterable[str]) -> Iterable[str]:
+        out: list[str] = []
+        for piece in pieces:
+            match = self._SPELLING.fullmatch(piece)
+            if match is None:
+                out += [*self.finish(), piece]
+            else:
+                out.append(self._extend_run(int(match[1], 16)))
+        return out
+
+    def finish(self) -> Iterable[str]:
+        held = bytes(self._run)
+        self._run.clear()
+        self._run_is_broken = False
+        self._check.reset()
+        try:
+            return [held.decode("utf-8")]
+        except UnicodeDecodeError:
+            return [REPLACEMENT * len(held)]
+
+    def _extend_run(self, byte: int) -> str:
+        """Once a run is broken, each of its bytes is a replacement character for certain."""
+        self._run.append(byte)
+        if not self._run_is_broken:
+            try:
+                self._check.decode(bytes([byte]))
+                return ""
+            except UnicodeDecodeError:
+                self._run_is_broken = True
+        certain = REPLACEMENT * len(self._run)
+        self._run.clear()
+        return certain
+
+
+class _Metaspace(_Step):
+    """A mark stands for a space, and for nothing in the first piece if a space was prepended there."""
+
+    def __init__(self, mark: str, prepended: bool) -> None:
+        self._mark = mark
+        self._at_start = prepended
+
+    def feed(self, pieces: Iterable[str]) -> Iterable[str]:
+        for piece in pieces:
+            yield piece.replace(self._mark, "" if self._at_start else " ")
+            self._at_start = False
+
+
+class _StripLeft(_Step):
+    """Removes up to `count` characters from the start of the whole text."""
+
+    def __init__(self, character: str, count: int) -> None:
+        self._character = character
+        self._left = count
+
+    def feed(self, pieces: Iterable[str]) -> Iterable[str]:
+        for piece in pieces:
+            kept = piece
+            while self._left and kept.startswith(self._character):
+                kept = kept[1:]
+                self._left -= 1
+            if kept:
+                self._left = 0
+            yield kept
+
+
+def _build_steps(decoder: Any) -> list[_Step]:
+    """The steps of a decoder from its settings, which are JSON of the `tokenizers` library."""
+    entries: list[Any] = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder]
+    steps: list[_Step] = []
+    fused = False
+    for entry in entries:
+        match entry:
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "ByteLevel"}:
+                steps.append(_ByteLevel())
+                fused = True
+            case {"type": "ByteFallback"} if not fused:
+                steps.append(_ByteFallback())
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not fused:
+                steps.append(_Replace(old, new))
+            case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": scheme} if not fused:
+                steps.append(_Metaspace(mark, prepended=scheme != "never"))
+            case {"type": "Strip", "content": str(character), "start": int(count), "stop": 0} if fused:
+                steps.append(_StripLeft(character, count))
+            case _:
+                raise UnsupportedModelError(
+                    "expected a tokenizer whose decoder is made of ByteLevel, Replace, ByteFallback, Fuse, "
+                    f"Strip or Metaspace, got {json.dumps(entry)[:120]}: its text cannot be streamed without "
+                    "changing it."
+                )
+    return steps
+
+
+def _byte_alphabet() -> Mapping[str, int]:
+    """Byte by letter. Printable bytes of Latin-1 are their own letters; the rest follow from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    letters.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return MappingProxyType(letters)
+
+
+_BYTE_BY_LETTER = _byte_alphabet()
+
+
+def _spelled_bytes(spelling: str) -> bytes:
+    """A spelling with a letter outside of the alphabet is an added token, and stands for itself."""
+    try:
+        return bytes([_BYTE_BY_LETTER[letter] for letter in spelling])
+    except KeyError:
+        return spelling.encode("utf-8")

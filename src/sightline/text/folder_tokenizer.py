@@ -1,0 +1,142 @@
+"""Building of a tokenizer from a Hugging Face folder.
+
+Owns the joining of tokenizer.json with the files beside it. Does not know models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken
+
+from sightline.core.errors import CheckpointError
+from sightline.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+from sightline.text.json_file import read_json_object, read_text
+from sightline.text.tokenizer import PromptTokens, Tokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_JSON_FILE = "chat_template.json"
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder; a `CheckpointError` says what is missing from it."""
+    backend = _read_backend(folder / TOKENIZER_FILE)
+    config = _read_optional(folder / CONFIG_FILE)
+    special = {**_read_optional(folder / SPECIAL_TOKENS_FILE), **config}
+    _add_missing_tokens(backend, folder, config)
+    bos_token, eos_token = _token_text(special, "bos_token"), _token_text(special, "eos_token")
+    bos_id, eos_id = _token_id(backend, bos_token, "bos_token"), _token_id(backend, eos_token, "eos_token")
+    prefix, suffix = _surrounding_tokens(backend, config, bos_id, eos_id)
+    source = _template_source(folder, config)
+    return Tokenizer(
+        backend,
+        PromptTokens(bos_id, frozenset() if eos_id is None else frozenset({eos_id}), prefix, suffix),
+        None if source is None else ChatTemplate(source, bos_token, eos_token),
+    )
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise CheckpointError(
+            f"expected {path.name} in {path.parent}, got none. A tokenizer.model or vocab.txt alone is not "
+            "read: save the tokenizer once with a current version of transformers."
+        )
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{path}: expected a tokenizer, got a fault: {error}. Get the file again.") from error
+
+
+def _read_optional(path: Path) -> dict[str, object]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, object]) -> None:
+    """Adds what only the files beside tokenizer.json list, and checks that each gets the id they state."""
+    listed: dict[int, AddedToken] = {}
+    for content, token_id in _read_optional(folder / ADDED_TOKENS_FILE).items():
+        if isinstance(token_id, int):
+            listed[token_id] = AddedToken(content, special=False, normalized=False)
+    decoder = config.get("added_tokens_decoder")
+    for token_id_text, fields in decoder.items() if isinstance(decoder, dict) else ():
+        if not isinstance(fields, dict) or not isinstance(fields.get("content"), str) or not token_id_text.isdecimal():
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: expected ids with an object of 'content' under "
+                f"'added_tokens_decoder', got {token_id_text!r}: {str(fields)[:80]}. Get the file again."
+            )
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        stated = {flag: fields[flag] is True for flag in flags if flag in fields}
+        listed[int(token_id_text)] = AddedToken(fields["content"], **stated)
+    known = backend.get_added_tokens_decoder()
+    for token_id, token in sorted(listed.items()):
+        if token_id not in known:
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if backend.token_to_id(token.content) != token_id:
+            raise CheckpointError(
+                f"{folder}: expected the added token {token.content!r} to have id {token_id}, got "
+                f"{backend.token_to_id(token.content)} from {TOKENIZER_FILE}. The files are from different "
+                "versions."
+            )
+
+
+def _token_text(config: Mapping[str, object], name: str) -> str | None:
+    value = config.get(name)
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is None or isinstance(value, str):
+        return value
+    raise CheckpointError(f"{CONFIG_FILE}: expected a token's text under {name!r}, got {str(value)[:80]}.")
+
+
+def _token_id(backend: tokenizers.Tokenizer, token: str | None, name: str) -> int | None:
+    if token is None:
+        return None
+    token_id = backend.token_to_id(token)
+    if token_id is None:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: expected {name} {token!r} in the vocabulary of {TOKENIZER_FILE}, got no such "
+            "token. The files are from different versions: get them again."
+        )
+    return token_id
+
+
+def _surrounding_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, object], bos_id: int | None, eos_id: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What goes before and after a prompt: by the config's flags, else by tokenizer.json's post-processor."""
+    if "add_bos_token" in config or "add_eos_token" in config:
+        prefix = (bos_id,) if config.get("add_bos_token") is True and bos_id is not None else ()
+        suffix = (eos_id,) if config.get("add_eos_token") is True and eos_id is not None else ()
+        return prefix, suffix
+    probe = "a"
+    plain = backend.encode(probe, add_special_tokens=False).ids
+    framed = backend.encode(probe, add_special_tokens=True).ids
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return tuple(framed[:start]), tuple(framed[start + len(plain) :])
+    raise CheckpointError(
+        f"{TOKENIZER_FILE}: expected a post-processor that puts tokens around a text, got one that changes the text."
+    )
+
+
+def _template_source(folder: Path, config: Mapping[str, object]) -> str | None:
+    if (folder / TEMPLATE_FILE).is_file():
+        return read_text(folder / TEMPLATE_FILE, max_bytes=4 * MAX_TEMPLATE_CHARACTERS)
+    stated = config.get("chat_template") or _read_optional(folder / TEMPLATE_JSON_FILE).get("chat_template")
+    if isinstance(stated, list):
+        named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
+        if "default" not in named:
+            raise CheckpointError(
+                f"{CONFIG_FILE}: expected a chat template named 'default', got {sorted(map(str, named))}. "
+                "Put the one to use into chat_template.jinja."
+            )
+        stated = named["default"]
+    if stated is None or isinstance(stated, str):
+        return stated
+    raise CheckpointError(f"{CONFIG_FILE}: expected a template's text under 'chat_template', got {str(stated)[:80]}.")

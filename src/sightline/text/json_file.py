@@ -1,0 +1,41 @@
+"""Reading of the JSON files that describe a model.
+
+Owns the caps and the turning of every fault into a `CheckpointError`. Does not know what the files mean.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sightline.core.errors import CheckpointError
+
+MAX_JSON_BYTES = 1 << 26
+"""Larger than any index or tokenizer config; a vocabulary is not read with this."""
+
+
+def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """The UTF-8 text of a file of at most `max_bytes`."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"expected a readable file at {path}, got: {error.strerror}.") from error
+    if len(content) > max_bytes:
+        raise CheckpointError(f"expected {path} to have at most {max_bytes} bytes, got more. Get the file again.")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"expected UTF-8 text in {path}, got {error}. Get the file again.") from error
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The object at the top of a JSON file."""
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"expected valid JSON in {path}, got: {error}. Get the file again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"expected a JSON object in {path}, got {type(value).__name__}. Get the file again.")
+    return value

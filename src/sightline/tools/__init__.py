@@ -1,0 +1,1 @@
+"""Tools for people: what runs here, and why."""

@@ -1,0 +1,52 @@
+"""What a bug report needs to say about a machine. No names of users, hosts or paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+import torch
+
+from sightline.core.device import available_bytes, detect_device
+from sightline.version import __version__
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "gguf",
+    "tokenizers",
+    "jinja2",
+    "triton",
+    "flashinfer-python",
+    "transformers",
+)
+
+
+def collect_environment() -> dict[str, str]:
+    """Facts by name, in the order to print."""
+    facts = {
+        "sightline": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "torch threads": str(torch.get_num_threads()),
+        "memory available": f"{available_bytes(detect_device('cpu')) / 2**30:.1f} GiB",
+        "cuda": _cuda(),
+    }
+    return facts | {name: _version(name) for name in PACKAGES}
+
+
+def _cuda() -> str:
+    if not torch.cuda.is_available():
+        return "not available"
+    device = detect_device("cuda")
+    return f"{device.name}, compute capability {device.compute_capability}, CUDA {torch.version.cuda}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

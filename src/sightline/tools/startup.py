@@ -1,0 +1,28 @@
+"""The lines that an engine says about itself when it starts: what was decided, and what is not as asked."""
+
+from __future__ import annotations
+
+from sightline.engine import Engine
+
+
+def startup_report(engine: Engine) -> list[str]:
+    """A few lines for a person; every degradation has one of its own."""
+    runtime, config = engine.runtime, engine.runtime.config
+    cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
+    lines = [
+        f"{config.device.name} · {str(config.dtype).removeprefix('torch.')} · context {config.max_model_len:,} tokens",
+        f"cache of {_mebibytes(cache_bytes)}: {config.cache_tokens:,} tokens in pages of {config.page_size}"
+        f" · scratch {_mebibytes(runtime.workspace.num_bytes)}",
+    ]
+    for binding, selection in zip(runtime.bindings, runtime.selections, strict=True):
+        window = binding.group.spec.window
+        kind = "full" if window is None else f"window {window}"
+        lines.append(
+            f"{binding.group.name}: {len(binding.group.layers)} layers, {kind} attention on {selection.candidate.name}"
+        )
+    lines += [f"degraded: {entry}" for entry in engine.ledger]
+    return lines
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
