@@ -32,7 +32,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     _add_missing_tokens(backend, folder, config)
     bos_token, eos_token = _token_text(special, "bos_token"), _token_text(special, "eos_token")
     bos_id, eos_id = _token_id(backend, bos_token, "bos_token"), _token_id(backend, eos_token, "eos_token")
-    prefix, suffix = _surrounding_tokens(backend, config, bos_id, eos_id)
+    prefix, suffix = _surrounding_tokens(backend)
     source = _template_source(folder, config)
     return Tokenizer(
         backend,
@@ -106,14 +106,12 @@ def _token_id(backend: tokenizers.Tokenizer, token: str | None, name: str) -> in
     return token_id
 
 
-def _surrounding_tokens(
-    backend: tokenizers.Tokenizer, config: Mapping[str, object], bos_id: int | None, eos_id: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What goes before and after a prompt: by the config's flags, else by tokenizer.json's post-processor."""
-    if "add_bos_token" in config or "add_eos_token" in config:
-        prefix = (bos_id,) if config.get("add_bos_token") is True and bos_id is not None else ()
-        suffix = (eos_id,) if config.get("add_eos_token") is True and eos_id is not None else ()
-        return prefix, suffix
+def _surrounding_tokens(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tokenizer.json's post-processor puts before and after a prompt.
+
+    The flags `add_bos_token` and `add_eos_token` beside it do not count, as in transformers: they told an older
+    library how to build that post-processor.
+    """
     probe = "a"
     plain = backend.encode(probe, add_special_tokens=False).ids
     framed = backend.encode(probe, add_special_tokens=True).ids

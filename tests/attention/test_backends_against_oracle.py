@@ -1,0 +1,177 @@
+"""Every backend gives the oracle's answer, whatever the lengths, pages, masks and features."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.core.batch import FULL, MaskKind, RowMask
+from support.attention_cases import BACKENDS, Bench, Row, Step, map_inputs, walk_slots
+
+PLAIN = SoftmaxSpec(num_q_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)
+SPECS = {
+    "plain": PLAIN,
+    "multi-head": replace(PLAIN, num_kv_heads=6),
+    "multi-query": replace(PLAIN, num_kv_heads=1),
+    "window": replace(PLAIN, window=9),
+    "window of one": replace(PLAIN, window=1),
+    "softcap": replace(PLAIN, softcap=2.0),
+    "sinks": replace(PLAIN, sinks=True),
+    "everything": replace(PLAIN, window=20, softcap=3.0, sinks=True),
+    "odd head": replace(PLAIN, head_dim=24, scale=0.3),
+}
+TOLERANCE = 3e-5
+LSE = frozenset({Feature.LSE})
+
+all_backends = pytest.mark.parametrize("backend", BACKENDS)
+all_specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+
+
+def ragged(page: int) -> list[Row]:
+    """Contexts around a page's border, queries of one and many, in no order."""
+    contexts = [0, 1, max(page - 1, 0), page, page + 1, 3 * page + 2]
+    decode = [Row(context, 1) for context in contexts]
+    prefill = [Row(page + 1, 7), Row(0, 11), Row(0, 1), Row(1, 5), Row(0, 11)]
+    return [prefill[0], *decode[:3], prefill[1], *decode[3:], *prefill[2:]]
+
+
+@all_backends
+@all_specs
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_ragged_mixed_rows_equal_the_oracle(backend: str, spec: SoftmaxSpec, page_size: int) -> None:
+    step = Step(Bench([spec], backend, page_size), ragged(page_size))
+    out, lse = step.run()
+    expected, _ = step.expected()
+    torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert lse is None
+
+
+@all_backends
+@all_specs
+def test_lse_is_the_natural_log_of_the_weights_sum(backend: str, spec: SoftmaxSpec) -> None:
+    step = Step(Bench([spec], backend), ragged(16))
+    out, lse = step.run(LSE)
+    expected, expected_lse = step.expected()
+    torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert lse is not None
+    torch.testing.assert_close(lse, expected_lse, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@all_backends
+@all_specs
+@pytest.mark.parametrize("transient", [False, True], ids=["paged", "transient"])
+def test_full_masks_see_every_new_token(backend: str, spec: SoftmaxSpec, transient: bool) -> None:
+    contexts = [0, 0, 0] if transient else [5, 0, 17]
+    rows = [Row(context, query, FULL) for context, query in zip(contexts, [12, 30, 1], strict=True)]
+    step = Step(Bench([spec], backend), rows, transient=transient)
+    out, _ = step.run()
+    torch.testing.assert_close(out, step.expected()[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@all_backends
+@all_specs
+def test_tree_rows_follow_the_tree_and_its_positions(backend: str, spec: SoftmaxSpec) -> None:
+    # 0 ─┬─ 1 ── 3      depth is the position: 2 is 1's sibling, 4 is 2's child.
+    #    └─ 2 ── 4
+    parents = [None, 0, 0, 1, 2]
+    tree = torch.eye(5, dtype=torch.bool)
+    for child, parent in enumerate(parents):
+        if parent is not None:
+            tree[child] |= tree[parent]
+    mask = RowMask(MaskKind.TREE, tree)
+    rows = [Row(20, 5, mask, (20, 21, 21, 22, 22)), Row(3, 1), Row(0, 5, mask, (0, 1, 1, 2, 2))]
+    step = Step(Bench([spec], backend), rows)
+    out, _ = step.run()
+    torch.testing.assert_close(out, step.expected()[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@all_backends
+def test_a_very_long_row_beside_short_ones(backend: str) -> None:
+    bench = Bench([PLAIN], backend, max_seq_len=6000, max_rows=4)
+    step = Step(bench, [Row(2, 1), Row(5999, 1), Row(40, 1), Row(0, 3)])
+    torch.testing.assert_close(step.run()[0], step.expected()[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@all_backends
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_stays_within_its_rounding(backend: str, dtype: torch.dtype) -> None:
+    step = Step(Bench([SPECS["everything"], PLAIN], backend, dtype=dtype), ragged(16))
+    torch.testing.assert_close(step.run()[0].float(), step.expected()[0], atol=2e-2, rtol=2e-2)
+
+
+@all_backends
+def test_paged_writes_exactly_the_new_entries_where_the_page_table_says(backend: str) -> None:
+    step = Step(Bench([PLAIN], backend, page_size=4), ragged(4))
+    before = step.pool.plane("k").clone()
+    step.run()
+    start, written = 0, []
+    for row, table_row in zip(step.rows, step.table_rows, strict=True):
+        slots = walk_slots(step.pool, table_row, row.context_len + row.query_len)[row.context_len :]
+        written += slots
+        torch.testing.assert_close(step.pool.plane("k")[0][slots], step.inputs.k[start : start + row.query_len])
+        torch.testing.assert_close(step.pool.plane("v")[0][slots], step.inputs.v[start : start + row.query_len])
+        start += row.query_len
+    untouched = [slot for slot in range(before.shape[1]) if slot not in written]
+    torch.testing.assert_close(step.pool.plane("k")[:, untouched], before[:, untouched], equal_nan=True)
+
+
+@all_backends
+@all_specs
+def test_transient_touches_no_pool(backend: str, spec: SoftmaxSpec) -> None:
+    step = Step(Bench([spec], backend), [Row(0, 9), Row(0, 1), Row(0, 33)], transient=True)
+    out, _ = step.run()
+    torch.testing.assert_close(out, step.expected()[0], atol=TOLERANCE, rtol=TOLERANCE)
+    assert step.pool.plane("k").isnan().all()
+    assert step.pool.plane("v").isnan().all()
+
+
+@all_backends
+def test_padding_changes_no_row_and_its_output_is_left_alone(backend: str) -> None:
+    step = Step(Bench([PLAIN], backend), ragged(16))
+    real = step.batch.num_tokens
+    step.batch = step.batch.pad(step.batch.num_rows + 3, real + 5)
+    expected = step.expected()[0]
+    extra = torch.full((5, 6, 16), torch.nan)
+    step.inputs = map_inputs(step.inputs, lambda t: torch.cat([t, extra[:, : t.shape[1]]]))
+    out, _ = step.run()
+    torch.testing.assert_close(out[:real], expected, atol=TOLERANCE, rtol=TOLERANCE)
+    assert out[real:].isnan().all()
+
+
+@all_backends
+def test_an_idle_batch_runs_and_does_nothing(backend: str) -> None:
+    step = Step(Bench([PLAIN], backend), [Row(3, 2)])
+    step.batch = step.batch.idle()
+    step.inputs = map_inputs(step.inputs, lambda t: t[:0])
+    out, _ = step.run()
+    assert out.shape == (0, 6, 16)
+
+
+@all_backends
+def test_rows_that_share_pages_read_the_same_context(backend: str) -> None:
+    bench = Bench([PLAIN], backend)
+    step = Step(bench, [Row(32, 1)])
+    twin = bench.store.open_row()
+    shared = step.pool.table.owned(step.table_rows[0])[:2]
+    step.pool.allocator.share(shared)
+    step.pool.table.append(twin, shared)
+    bench.store.grow_row(twin, 33)
+    rows = [Row(32, 1), Row(32, 1)]
+    step.batch = bench.batch(rows, [step.table_rows[0], twin])
+    step.inputs = map_inputs(step.inputs, lambda t: t.repeat(2, 1, 1))
+    out, _ = step.run()
+    torch.testing.assert_close(out[0], out[1])
+    step.rows = rows[:1]
+    torch.testing.assert_close(out[:1], step.expected()[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_nan_in_one_row_reaches_no_other_row() -> None:
+    step = Step(Bench([PLAIN]), [Row(20, 1), Row(25, 1), Row(30, 1)])
+    step.inputs.k[1] = torch.nan
+    expected = step.expected()[0]
+    out, _ = step.run()
+    assert out[1].isnan().any()
+    torch.testing.assert_close(out[[0, 2]], expected[[0, 2]], atol=TOLERANCE, rtol=TOLERANCE)

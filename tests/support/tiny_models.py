@@ -1,0 +1,143 @@
+"""Tiny random models that transformers and Sightline both load, scaled so that no feature hides."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from sightline.core.config import EngineConfig
+from sightline.core.ledger import Ledger
+from sightline.models.loading.opening import open_checkpoint
+from sightline.runner.batching import RowWork, assemble
+from sightline.runner.build import Runtime, build_runtime
+from support.attention_cases import poison, shuffle_free_pages
+
+VOCAB = 101
+WEIGHT_SCALE = 0.3
+
+
+def _common() -> dict[str, object]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "attn_implementation": "eager",
+    }
+
+
+def _llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**_common(), num_hidden_layers=3, rope_theta=100.0, attention_bias=True))
+
+
+def _llama3() -> PreTrainedModel:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    config = LlamaConfig(
+        **_common(), num_hidden_layers=2, rope_parameters=rope, tie_word_embeddings=True, mlp_bias=True
+    )
+    return LlamaForCausalLM(config)
+
+
+def _gemma3() -> PreTrainedModel:
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    }
+    config = Gemma3TextConfig(
+        **_common(),
+        num_hidden_layers=4,
+        sliding_window=10,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters=rope,
+        query_pre_attn_scalar=5,
+        final_logit_softcapping=30.0,
+        attention_bias=True,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {"llama": _llama, "llama3": _llama3, "gemma3": _gemma3}
+
+
+def make_model(family: str) -> PreTrainedModel:
+    """A model with weights of a scale at which every feature matters."""
+    torch.manual_seed(11)
+    model = FAMILIES[family]().eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            centre = 0.0 if parameter.dim() > 1 else float(parameter.mean())
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(centre + noise * WEIGHT_SCALE)
+    return model
+
+
+def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """[len(tokens), vocab]: one full forward by transformers."""
+    with torch.no_grad():
+        logits: Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return logits
+
+
+def load_runtime(folder: Path, config: EngineConfig) -> Runtime:
+    """The runtime over poisoned, shuffled pools."""
+    ledger = Ledger(strict=True)
+    runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger, lambda done, total: None)
+    poison(runtime.store)
+    shuffle_free_pages(runtime.store, seed=3)
+    return runtime
+
+
+def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    order = random.Random(seed)
+    return [[order.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def stepped_logits(
+    runtime: Runtime, sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], chunk: int
+) -> list[Tensor]:
+    """Each sequence's logits from its prompt's last token on, computed in mixed steps.
+
+    Sequence i joins at step i: prompts go in chunks while earlier ones decode, one given token at a time.
+    """
+    store = runtime.store
+    rows = [store.open_row() for _ in sequences]
+    done = [0] * len(sequences)
+    logits: list[list[Tensor]] = [[] for _ in sequences]
+    step = 0
+    while any(count < len(sequence) for count, sequence in zip(done, sequences, strict=True)):
+        active = [i for i in range(min(step + 1, len(sequences))) if done[i] < len(sequences[i])]
+        work = []
+        for i in active:
+            count = min(chunk, prompt_lens[i] - done[i]) if done[i] < prompt_lens[i] else 1
+            store.grow_row(rows[i], done[i] + count)
+            new = sequences[i][done[i] : done[i] + count]
+            work.append(RowWork(rows[i], new, done[i], wants_logits=done[i] + count >= prompt_lens[i]))
+        batch = assemble(work, store)
+        result = runtime.runner.forward(runtime.planner.plan(batch))
+        for index, row in enumerate(batch.logit_rows):
+            logits[active[row]].append(result[index])
+        for i, row_work in zip(active, work, strict=True):
+            done[i] += len(row_work.tokens)
+        step += 1
+    for row in rows:
+        store.close_row(row)
+    return [torch.stack(rows_logits) for rows_logits in logits]
