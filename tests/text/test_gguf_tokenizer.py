@@ -58,9 +58,9 @@ def byte_level(tmp_path: Path, pre: str = "gpt-2", **extra: object) -> dict[str,
     return metadata_of(tmp_path / "tiny.gguf")
 
 
-def sentence_piece(tmp_path: Path, **extra: object) -> dict[str, object]:
+def sentence_piece(tmp_path: Path, **extra: bool) -> dict[str, object]:
     backend = train_sentence_piece(prefix_space=True)
-    sentence_piece_metadata(backend, tmp_path / "tiny.gguf", **extra)
+    sentence_piece_metadata(backend, tmp_path / "tiny.gguf", extra=extra)
     return metadata_of(tmp_path / "tiny.gguf")
 
 
@@ -195,7 +195,10 @@ def test_sentence_piece_vocabulary_equals_the_folder_it_came_from(tmp_path: Path
 def test_gemma_vocabulary_equals_the_transformers_loader(tmp_path: Path) -> None:
     backend = train_sentence_piece(prefix_space=False)
     sentence_piece_metadata(
-        backend, tmp_path / "tiny.gguf", architecture="gemma3", add_space_prefix=False, add_bos_token=False
+        backend,
+        tmp_path / "tiny.gguf",
+        architecture="gemma3",
+        extra={"add_space_prefix": False, "add_bos_token": False},
     )
     oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file="tiny.gguf")
     ours = tokenizer_from_gguf(metadata_of(tmp_path / "tiny.gguf"))

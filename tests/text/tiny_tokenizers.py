@@ -146,7 +146,9 @@ def byte_level_metadata(backend: Tokenizer, path: Path, *, pre: str, **extra: ob
     _close(writer)
 
 
-def sentence_piece_metadata(backend: Tokenizer, path: Path, *, architecture: str = "llama", **extra: object) -> None:
+def sentence_piece_metadata(
+    backend: Tokenizer, path: Path, *, architecture: str = "llama", extra: Mapping[str, object]
+) -> None:
     """Writes a GGUF file without tensors around a SentencePiece vocabulary."""
     writer = GGUFWriter(path, architecture)
     tokens = _tokens(backend)

@@ -1,0 +1,233 @@
+"""Requests in, tokens out: batching changes no answer, and one bad request harms no other."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from sightline import LLM, RequestOutput, SamplingParams
+from sightline.core.errors import ConfigError, EngineClosedError, RequestError
+from sightline.llm import EngineSettings, TokensPrompt
+from support.tiny_models import VOCAB, make_model, random_prompts, reference_logits
+
+LENGTHS = [3, 40, 1, 17, 64, 9]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(str(request.param))
+    make_model(str(request.param)).save_pretrained(path)
+    return path
+
+
+def tiny(folder: Path, **changes: object) -> LLM:
+    settings: EngineSettings = {"skip_tokenizer_init": True, "cache_tokens": 2048, "paranoid": True}
+    settings.update(changes)  # type: ignore[typeddict-item]
+    return LLM(str(folder), **settings)
+
+
+def tokens_of(lengths: list[int]) -> list[TokensPrompt]:
+    return [{"prompt_token_ids": prompt} for prompt in random_prompts(lengths)]
+
+
+def answers(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def at_baseline(llm: LLM) -> bool:
+    store = llm.engine.runtime.store
+    return store.num_free_pages == store.num_usable_pages and store.num_free_rows == store.limits.max_rows
+
+
+SAMPLED = SamplingParams(temperature=0.9, top_k=20, seed=3, max_tokens=24, ignore_eos=True)
+
+
+def test_greedy_tokens_are_the_argmax_of_transformers(tmp_path: Path) -> None:
+    model = make_model("gemma3")
+    model.save_pretrained(tmp_path)
+    [prompt] = random_prompts([12])
+    [output] = tiny(tmp_path).generate([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=20, ignore_eos=True))
+    sequence = [*prompt, *output.outputs[0].token_ids]
+    assert reference_logits(model, sequence)[11:-1].argmax(-1).tolist() == list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(max_tokens=24, ignore_eos=True), SAMPLED], ids=["greedy", "sampled"])
+def test_batch_chunks_pages_and_neighbours_change_no_token(folder: Path, params: SamplingParams) -> None:
+    prompts = tokens_of(LENGTHS)
+    alone = [answers(tiny(folder).generate(prompt, params))[0] for prompt in prompts]
+    assert answers(tiny(folder).generate(prompts, params)) == alone
+    assert answers(tiny(folder, max_num_batched_tokens=7, max_num_seqs=3).generate(prompts, params)) == alone
+    assert answers(tiny(folder, page_size=1, cache_tokens=100, max_model_len=100).generate(prompts, params)) == alone
+
+
+def test_a_pool_for_one_sequence_serves_them_one_after_another(folder: Path) -> None:
+    llm = tiny(folder, cache_tokens=96, max_model_len=96)
+    outputs = llm.generate(tokens_of(LENGTHS), SamplingParams(max_tokens=None, ignore_eos=True))
+    assert [len(output.outputs[0].token_ids) + length for output, length in zip(outputs, LENGTHS, strict=True)] == [
+        96
+    ] * 6
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+    assert at_baseline(llm)
+
+
+def test_the_seed_decides_and_is_echoed(folder: Path) -> None:
+    llm = tiny(folder)
+    prompts = tokens_of([5] * 4)[:1] * 4
+    free = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
+    outputs = llm.generate(prompts, free)
+    assert len(set(answers(outputs))) > 1, "without a seed each request draws its own"
+    params = outputs[0].params
+    assert params is not None
+    repeated = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, seed=params.seed)
+    assert answers(llm.generate(prompts, repeated)) == [outputs[0].outputs[0].token_ids] * 4
+
+
+def test_the_engines_seed_makes_a_whole_run_repeatable(folder: Path) -> None:
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    runs = [answers(tiny(folder, seed=5).generate(tokens_of(LENGTHS), params)) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_bad_requests_fail_alone_and_say_why(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llm = tiny(folder, max_model_len=64)
+    good = random_prompts([6])[0]
+    prompts: list[TokensPrompt] = [
+        {"prompt_token_ids": good},
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": [5] * 64},
+        {"prompt_token_ids": [5, VOCAB]},
+        {"prompt_token_ids": [5, -1]},
+        {"prompt_token_ids": good},
+    ]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert outputs[0].outputs[0].token_ids == outputs[5].outputs[0].token_ids
+    assert len(outputs[0].outputs[0].token_ids) == 8
+    errors = [str(output.error) for output in outputs[1:5]]
+    assert "at least one token" in errors[0]
+    assert "at most 63 tokens" in errors[1]
+    assert f"from 0 to {VOCAB - 1}, got {VOCAB} at position 1" in errors[2]
+    assert "got -1 at position 1" in errors[3]
+    assert [output.outputs[0].finish_reason for output in outputs[1:5]] == ["error"] * 4
+    assert caplog.text.count("was refused") == 4
+    assert at_baseline(llm)
+
+
+def test_text_without_a_tokenizer_is_a_clear_error(folder: Path) -> None:
+    [output] = tiny(folder).generate("hello")
+    assert "prompt_token_ids" in str(output.error)
+    with pytest.raises(RequestError, match="prompt_token_ids"):
+        tiny(folder).stream("hello")
+
+
+def test_a_nan_in_one_request_fails_that_request_alone(folder: Path) -> None:
+    prompts = tokens_of([4, 9])
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    healthy = answers(tiny(folder).generate(prompts, params))
+    llm = tiny(folder)
+    first, second = (llm.engine.submit(prompt["prompt_token_ids"], params) for prompt in prompts)
+    llm.engine.step()
+    for pool in llm.engine.runtime.store.pools:
+        page = pool.table.owned(1)[0]
+        pool.plane("k")[:, page * pool.page_size] = torch.nan
+    while llm.engine.has_work:
+        llm.engine.step()
+    broken, whole = llm.engine.pop_output(first), llm.engine.pop_output(second)
+    assert broken.outputs[0].finish_reason == "error"
+    assert "NaN" in str(broken.error)
+    assert whole.outputs[0].token_ids == healthy[1]
+    assert at_baseline(llm)
+
+
+def test_end_tokens_stop_and_are_not_run_past(folder: Path) -> None:
+    llm = tiny(folder)
+    [free] = llm.generate(tokens_of([8])[0], SamplingParams(max_tokens=24, ignore_eos=True))
+    stop = free.outputs[0].token_ids[5]
+    first = free.outputs[0].token_ids.index(stop)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=(stop,))
+    [stopped] = llm.generate(tokens_of([8])[0], params)
+    assert stopped.outputs[0].token_ids == free.outputs[0].token_ids[: first + 1]
+    assert stopped.outputs[0].finish_reason == "stop"
+
+
+def test_cancelling_frees_pages_in_every_phase(folder: Path) -> None:
+    llm = tiny(folder, max_num_batched_tokens=8, max_num_seqs=2)
+    engine = llm.engine
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    decoding, prefilling, waiting = (engine.submit(prompt, params) for prompt in random_prompts([4, 40, 5]))
+    engine.step()
+    engine.step()
+    for request_id in (decoding, prefilling, waiting):
+        thread = threading.Thread(target=engine.cancel, args=(request_id,))
+        thread.start()
+        thread.join()
+    engine.step()
+    outputs = [engine.pop_output(request_id) for request_id in (decoding, prefilling, waiting)]
+    assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 3
+    assert len(outputs[0].outputs[0].token_ids) == 2
+    assert outputs[1].outputs[0].token_ids == outputs[2].outputs[0].token_ids == ()
+    assert at_baseline(llm)
+    engine.cancel("no such request")
+    engine.step()
+
+
+def test_streams_interleave_and_closing_one_cancels_it(folder: Path) -> None:
+    llm = tiny(folder)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = tokens_of([5, 9])
+    expected = answers(llm.generate(prompts, params))
+    left, right = (llm.stream(prompt, params) for prompt in prompts)
+    head = [next(left), next(right), next(left)]
+    assert [delta.finish_reason for delta in head] == [None] * 3
+    rest = list(right)
+    left.close()  # type: ignore[attr-defined]
+    assert (*head[1].token_ids, *(token for delta in rest for token in delta.token_ids)) == expected[1]
+    assert at_baseline(llm)
+
+
+def test_an_interrupted_generate_gives_everything_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny(folder)
+    step = llm.engine.step
+
+    def interrupted() -> None:
+        step()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(tokens_of([5, 9]))
+    assert not llm.engine.has_work
+    assert at_baseline(llm)
+
+
+def test_a_closed_engine_refuses_work(folder: Path) -> None:
+    llm = tiny(folder)
+    llm.close()
+    with pytest.raises(EngineClosedError):
+        llm.generate(tokens_of([3]))
+
+
+def test_parameters_one_for_each_prompt(folder: Path) -> None:
+    llm = tiny(folder)
+    counts = [1, 5, 3]
+    outputs = llm.generate(
+        tokens_of([4, 4, 4]), [SamplingParams(max_tokens=count, ignore_eos=True) for count in counts]
+    )
+    assert [len(output.outputs[0].token_ids) for output in outputs] == counts
+    with pytest.raises(RequestError, match="one for each prompt"):
+        llm.generate(tokens_of([4, 4]), [SamplingParams()])
+
+
+def test_unknown_settings_and_shapes_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="got tensor_parallel"):
+        LLM(str(folder), tensor_parallel=2)  # type: ignore[call-arg]
+    [output] = tiny(folder).generate([{"tokens": [1]}])  # type: ignore[list-item]
+    assert "expected a prompt as text" in str(output.error)
+
+
+def test_low_precision_runs_end_to_end(folder: Path) -> None:
+    for dtype in ("bfloat16", "float16"):
+        [output] = tiny(folder, dtype=dtype).generate(tokens_of([9])[0], SamplingParams(max_tokens=6, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 6
