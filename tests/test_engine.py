@@ -182,7 +182,7 @@ def test_streams_interleave_and_closing_one_cancels_it(folder: Path) -> None:
     head = [next(left), next(right), next(left)]
     assert [delta.finish_reason for delta in head] == [None] * 3
     rest = list(right)
-    left.close()  # type: ignore[attr-defined]
+    left.close()
     assert (*head[1].token_ids, *(token for delta in rest for token in delta.token_ids)) == expected[1]
     assert at_baseline(llm)
 

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, TypeVar, Unpack
 
 import click
 from rich.console import Console
+from rich.markup import escape
 
-from sightline.core.errors import SightlineError
+from sightline.core.errors import RequestError, SightlineError
 from sightline.version import __version__
 
 if TYPE_CHECKING:
-    from sightline.core.request import SamplingParams, TextDelta
-    from sightline.llm import LLM, EngineSettings
+    from sightline.core.request import EffectiveParams, SamplingParams
+    from sightline.llm import LLM, EngineSettings, TextStream
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 _SUFFIXES = {"k": 1024, "m": 1024**2}
@@ -167,11 +168,10 @@ def generate(
     if as_json:
         [output] = llm.generate(text, params, use_tqdm=False)
         if output.error is not None:
-            raise click.ClickException(output.error)
+            raise RequestError(output.error)
         click.echo(json.dumps(asdict(output), default=_jsonable, ensure_ascii=False, indent=2))
         return
-    click.echo(text, nl=False)
-    _print_stream(llm.stream(text, params), quiet=quiet)
+    _print_stream(llm.stream(text, params), quiet=quiet, before=text)
 
 
 @app.command()
@@ -199,7 +199,14 @@ def chat(
     history: list[dict[str, object]] = [{"role": "system", "content": system}] if system is not None else []
     for said in _messages(message):
         history.append({"role": "user", "content": said})
-        answer = _print_stream(llm.stream_chat(history, params), quiet=quiet)
+        try:
+            answer = _print_stream(llm.stream_chat(history, params), quiet=quiet)
+        except RequestError as error:
+            if message is not None:
+                raise
+            _print_error(error)
+            history.pop()
+            continue
         history.append({"role": "assistant", "content": answer})
 
 
@@ -208,7 +215,7 @@ def main() -> None:
     try:
         app.main(prog_name="sightline", standalone_mode=True)
     except SightlineError as error:
-        notes.print(f"[bold red]error[/]: {_escaped(str(error))}", soft_wrap=True)
+        _print_error(error)
         sys.exit(1)
 
 
@@ -221,7 +228,7 @@ def _load(model: str | None, *, quiet: bool, **settings: Unpack[EngineSettings])
     llm = LLM(model, **settings)
     if not quiet:
         for line in startup_report(llm.engine):
-            notes.print(f"[dim]{_escaped(line)}[/]", soft_wrap=True)
+            notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
         notes.print(f"[dim]ready in {time.perf_counter() - started:.1f} s[/]")
     return llm
 
@@ -255,8 +262,11 @@ def _messages(first: str | None) -> Iterator[str]:
             yield said
 
 
-def _print_stream(stream: Iterator[TextDelta], *, quiet: bool) -> str:
-    """Prints pieces as they come and returns the whole; Ctrl-C ends the stream and keeps what came."""
+def _print_stream(stream: TextStream, *, quiet: bool, before: str = "") -> str:
+    """Prints `before`, then pieces as they come, and returns what came; Ctrl-C ends the stream and keeps what came."""
+    if not quiet:
+        notes.print(f"[dim]{_describe(stream.params)}[/]")
+    click.echo(before, nl=False)
     started, first, pieces, num_tokens = time.perf_counter(), 0.0, list[str](), 0
     error: str | None = None
     try:
@@ -267,14 +277,28 @@ def _print_stream(stream: Iterator[TextDelta], *, quiet: bool) -> str:
             num_tokens += len(delta.token_ids)
             error = delta.error
     except KeyboardInterrupt:
-        notes.print("[dim]stopped[/]")
+        stream.close()
     click.echo()
     if error is not None:
-        raise click.ClickException(error)
+        raise RequestError(error)
     if not quiet and num_tokens:
         rate = (num_tokens - 1) / max(time.perf_counter() - first, 1e-9)
         notes.print(f"[dim]{num_tokens} tokens · first after {first - started:.2f} s · then {rate:.1f} tokens/s[/]")
     return "".join(pieces)
+
+
+def _describe(params: EffectiveParams) -> str:
+    """What the answer is sampled with, as the model or the caller asked."""
+    if params.temperature == 0.0:
+        return f"greedy (temperature 0) · max_tokens {params.max_tokens}"
+    return (
+        f"temperature {params.temperature:g} · top_p {params.top_p:g} · top_k {params.top_k} · "
+        f"min_p {params.min_p:g} · seed {params.seed} · max_tokens {params.max_tokens}"
+    )
+
+
+def _print_error(error: SightlineError) -> None:
+    notes.print(f"[bold red]error[/]: {escape(str(error))}", soft_wrap=True)
 
 
 def _jsonable(value: object) -> object:
@@ -283,9 +307,3 @@ def _jsonable(value: object) -> object:
             return sorted(value)
         case _:
             raise TypeError(f"expected a value that JSON has, got {type(value).__name__}")
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -69,6 +69,7 @@ class Engine:
         self._scheduler = Scheduler(runtime.store, runtime.config.max_step_tokens)
         self._live: dict[str, LiveRequest] = {}
         self._cancelled: deque[str] = deque()
+        self._abandoned: deque[str] = deque()
         self._ids = itertools.count()
         seed = runtime.config.seed
         self._seeds = Random(secrets.randbits(64) if seed is None else seed)
@@ -121,6 +122,10 @@ class Engine:
         """Ends a request before the next step; an unknown or finished id is no error. Any thread may call it."""
         self._cancelled.append(request_id)
 
+    def abandon(self, request_id: str) -> None:
+        """As `cancel`, and nobody will ask for what it produced. Any thread, and a finaliser, may call it."""
+        self._abandoned.append(request_id)
+
     def step(self) -> None:
         """One forward pass over whatever can run."""
         self._end_cancelled()
@@ -147,6 +152,10 @@ class Engine:
             self._scheduler.commit(row)
         for row, token, finite in zip(completing, sampled.tokens, sampled.finite, strict=True):
             self._advance(self._live[row.sequence.request.request_id], token, finite=finite)
+
+    def params(self, request_id: str) -> EffectiveParams:
+        """What the request really runs with."""
+        return self._live[request_id].request.params
 
     def is_finished(self, request_id: str) -> bool:
         return self._live[request_id].finish_reason is not None
@@ -227,6 +236,8 @@ class Engine:
             live = self._live.get(self._cancelled.popleft())
             if live is not None and live.finish_reason is None:
                 self._finish(live, FinishReason.ABORT)
+        while self._abandoned:
+            self.forget(self._abandoned.popleft())
 
 
 def _first(*values: _T | None) -> _T:

@@ -113,15 +113,13 @@ class LLM:
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         return self._run(conversations, self._encode_chat, sampling_params, use_tqdm=use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextDelta]:
-        """Continues a prompt piece by piece. Closing the iterator cancels the request and frees its pages."""
-        return self._stream(*self._encode_prompt(prompt), sampling_params)
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
+        """Continues a prompt piece by piece. Closing the stream cancels the request and frees its pages."""
+        return self._submit(self._encode_prompt(prompt), sampling_params)
 
-    def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[TextDelta]:
+    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> TextStream:
         """Answers a conversation piece by piece; as `stream` otherwise."""
-        return self._stream(*self._encode_chat(messages), sampling_params)
+        return self._submit(self._encode_chat(messages), sampling_params)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step. Any thread may call it."""
@@ -139,6 +137,10 @@ class LLM:
                 "expected prompt_token_ids, got text: the tokenizer was not loaded (skip_tokenizer_init)"
             )
         return self.engine.tokenizer
+
+    def _submit(self, encoded: tuple[str | None, Sequence[int]], sampling_params: SamplingParams | None) -> TextStream:
+        text, token_ids = encoded
+        return TextStream(self.engine, self.engine.submit(token_ids, sampling_params or SamplingParams(), text))
 
     def _encode_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         match prompt:
@@ -190,21 +192,37 @@ class LLM:
                 self.engine.forget(request_id)
         return [outputs[index] for index in range(len(inputs))]
 
-    def _stream(
-        self, text: str | None, token_ids: Sequence[int], sampling_params: SamplingParams | None
-    ) -> Iterator[TextDelta]:
-        request_id = self.engine.submit(token_ids, sampling_params or SamplingParams(), text)
-        try:
-            while True:
-                delta = self.engine.take_delta(request_id)
-                if delta is None:
-                    self.engine.step()
-                    continue
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-        finally:
-            self.engine.forget(request_id)
+
+class TextStream(Iterator[TextDelta]):
+    """A running request, read piece by piece. Reading drives the engine; streams may be read in turns."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self._engine = engine
+        self._ended = False
+        self.request_id = request_id
+        self.params = engine.params(request_id)
+        """What the request really runs with."""
+
+    def __next__(self) -> TextDelta:
+        if self._ended:
+            raise StopIteration
+        delta = self._engine.take_delta(self.request_id)
+        while delta is None:
+            self._engine.step()
+            delta = self._engine.take_delta(self.request_id)
+        if delta.finish_reason is not None:
+            self.close()
+        return delta
+
+    def close(self) -> None:
+        """Ends the request if it runs, and frees its pages now."""
+        if not self._ended:
+            self._ended = True
+            self._engine.forget(self.request_id)
+
+    def __del__(self) -> None:
+        if not self._ended:
+            self._engine.abandon(self.request_id)
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models.loading.tiny_models import tiny_llama
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig
 
+from models.loading.tiny_models import tiny_llama
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.checkpoint import Checkpoint

@@ -10,6 +10,9 @@ import numpy
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
 from models.loading.tiny_models import (
     add_metadata,
     close,
@@ -18,14 +21,26 @@ from models.loading.tiny_models import (
     write_gemma3,
     write_llama,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
-
 from sightline.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
+
+SHARED_KEYS = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "intermediate_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "attention_bias",
+)
 
 
 def opened(path: Path) -> Checkpoint:
@@ -68,11 +83,7 @@ def test_default_model_equals_the_transformers_loader_bit_for_bit(tmp_path: Path
     rewrite(path, tmp_path / "weights.gguf", {}, leave_out=("tokens", "token_type", "merges"))
     config, weights = loaded_by_transformers(tmp_path / "weights.gguf")
     assert_same_weights(checkpoint, weights)
-    for key in (
-        "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
-        "intermediate_size rms_norm_eps max_position_embeddings tie_word_embeddings hidden_act attention_bias "
-        "mlp_bias bos_token_id eos_token_id"
-    ).split():
+    for key in (*SHARED_KEYS, "hidden_act", "mlp_bias", "bos_token_id", "eos_token_id"):
         assert checkpoint.config[key] == getattr(config, key), key
     assert checkpoint.config["architectures"] == ["LlamaForCausalLM"]
     assert checkpoint.config["rope_theta"] == config.rope_parameters["rope_theta"]
@@ -128,10 +139,13 @@ def test_gemma3_equals_the_transformers_loader(tmp_path: Path) -> None:
     checkpoint = opened(tmp_path / "tiny.gguf")
     assert_same_weights(checkpoint, weights)
     for key in (
-        "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
-        "intermediate_size rms_norm_eps max_position_embeddings tie_word_embeddings sliding_window layer_types "
-        "hidden_activation final_logit_softcapping attn_logit_softcapping attention_bias"
-    ).split():
+        *SHARED_KEYS,
+        "sliding_window",
+        "layer_types",
+        "hidden_activation",
+        "final_logit_softcapping",
+        "attn_logit_softcapping",
+    ):
         assert checkpoint.config[key] == getattr(config, key), key
     assert checkpoint.config["rope_theta"] == config.rope_parameters["full_attention"]["rope_theta"]
     local = config.rope_parameters["sliding_attention"]["rope_theta"]

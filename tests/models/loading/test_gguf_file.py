@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy
 import pytest
 from gguf import GGUFReader, GGUFWriter
-from models.loading.tiny_models import close, tiny_llama, write_llama
 
+from models.loading.tiny_models import close, tiny_llama, write_llama
 from sightline.core.errors import CheckpointError, SightlineError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.gguf_file import GgufFile
@@ -154,6 +154,7 @@ def test_a_damaged_model_gives_only_errors_of_ours(tmp_path: Path) -> None:
         (header(keys=1) + key_value("a", 9, struct.pack("<IQ", 9, 1) + bytes(64)), "array of arrays"),
         (header(keys=1) + key_value("general.alignment", 4, struct.pack("<I", 0)), "power of two"),
         (header(keys=1) + key_value("general.alignment", 4, struct.pack("<I", 24)), "power of two"),
+        (header(keys=1) + key_value("general.alignment", 4, struct.pack("<I", 4)), "power of two"),
         (header(keys=1) + key_value("general.alignment", 4, struct.pack("<I", 1 << 31)), "power of two"),
         (header(keys=1) + key_value("general.alignment", 8, text("32")), "power of two"),
         (header(tensors=1) + tensor("t", []) + bytes(64), "1 to 4 dimensions for 't', got 0"),

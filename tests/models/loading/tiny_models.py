@@ -119,11 +119,10 @@ def write_llama(
     _add_vocabulary(writer)
     add_metadata(writer, extra)
     for name, weight in _weights(model).items():
-        if "q_proj" in name:
-            weight = interleave_rows(weight, config.num_attention_heads)
-        if "k_proj" in name:
-            weight = interleave_rows(weight, config.num_key_value_heads)
-        _add_tensor(writer, gguf_name(name, LLAMA_TENSORS), weight, quantised)
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        projection = name.split(".")[-2]
+        stored = interleave_rows(weight, heads[projection]) if projection in heads else weight
+        _add_tensor(writer, gguf_name(name, LLAMA_TENSORS), stored, quantised)
     close(writer)
 
 

@@ -32,11 +32,12 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         config = _read_config(folder)
-        weight_map = _read_weight_map(folder)
-        self._files = {name: SafetensorsFile(folder / name) for name in sorted(set(weight_map.values()))}
-        _check_index(folder, weight_map, self._files)
-        self._owners = {name: file for file in self._files.values() for name in file.names}
-        self._owners.update({name: self._files[file] for name, file in weight_map.items() if name in self._owners})
+        weight_map = _read_index(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else {}
+        file_names = sorted(set(weight_map.values())) or [_single_file(folder)]
+        files = {name: SafetensorsFile(folder / name) for name in file_names}
+        _check_index(folder, weight_map, files)
+        self._owners = {name: file for file in files.values() for name in file.names}
+        self._owners.update({name: files[file] for name, file in weight_map.items()})
         generation = folder / GENERATION_FILE
         super().__init__(
             location=folder,
@@ -73,15 +74,13 @@ def _read_config(folder: Path) -> dict[str, object]:
     return config
 
 
-def _read_weight_map(folder: Path) -> dict[str, str]:
-    """File by tensor name; for a single file without an index, one entry under the empty name."""
-    if (folder / INDEX_FILE).is_file():
-        return _read_index(folder / INDEX_FILE)
+def _single_file(folder: Path) -> str:
+    """The one file of a folder without an index."""
     if (folder / WEIGHTS_FILE).is_file():
-        return {"": WEIGHTS_FILE}
+        return WEIGHTS_FILE
     candidates = sorted(path.name for path in folder.glob("*.safetensors"))
     if len(candidates) == 1:
-        return {"": candidates[0]}
+        return candidates[0]
     if candidates:
         raise CheckpointError(
             f"expected {INDEX_FILE} beside {len(candidates)} safetensors files, got none in {folder}: "
@@ -97,11 +96,12 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
+    """File by tensor name."""
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected an object 'weight_map' with entries, got none. Get the file again.")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or "\\" in file:
+        if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or "\\" in file:
             raise CheckpointError(
                 f"{path}: expected the name of a file in the same folder for {name!r}, got {str(file)[:80]!r}."
             )
@@ -114,7 +114,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _check_index(folder: Path, weight_map: Mapping[str, str], files: Mapping[str, SafetensorsFile]) -> None:
     held = {name: set(file.names) for name, file in files.items()}
     for tensor, file in weight_map.items():
-        if tensor and tensor not in held[file]:
+        if tensor not in held[file]:
             raise CheckpointError(
                 f"{folder / INDEX_FILE}: expected {tensor!r} in {file!r}, got a file without it. "
                 "The parts are from different versions: get them all again."

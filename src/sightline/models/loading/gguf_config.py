@@ -78,10 +78,11 @@ _SHARED_KEYS = frozenset(
         "rope.scaling.type",
         "rope.scaling.factor",
         "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
         "rope.scale_linear",
     }
 )
-"""Keys that `_common_config` uses, and the informational original context length."""
+"""Keys that every reader uses, and two that only tell of the model's training."""
 
 _UNSUPPORTED_UNLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -101,7 +102,6 @@ _UNSUPPORTED_UNLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "use_parallel_residual": (False,),
         "rope.scaling.attn_factor": (1,),
         "rope.scaling.yarn_log_multiplier": (0,),
-        "rope.scaling.finetuned": (False,),
         "pooling_type": (0,),
     }
 )
@@ -141,12 +141,6 @@ def _common_config(metadata: GgufMetadata, shapes: TensorShapes, prefix: str) ->
 def _llama_config(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, object]:
     config = _common_config(metadata, shapes, "llama")
     head_dim = _head_dim(metadata, "llama", _divided(config, "hidden_size", "num_attention_heads"))
-    rotated = metadata.integer("llama.rope.dimension_count")
-    if rotated not in (None, head_dim):
-        raise UnsupportedModelError(
-            f"GGUF metadata 'llama.rope.dimension_count': expected the head size {head_dim}, got {rotated}: "
-            "rotary embeddings on a part of the head are not supported for this architecture."
-        )
     config.update(
         architectures=["LlamaForCausalLM"],
         model_type="llama",
@@ -226,6 +220,12 @@ def _head_dim(metadata: GgufMetadata, prefix: str, default: int) -> int:
         raise UnsupportedModelError(
             f"GGUF metadata '{prefix}.attention.value_length': expected the key length {key_length}, "
             f"got {value_length}. Heads of two sizes are not supported."
+        )
+    rotated = metadata.integer(f"{prefix}.rope.dimension_count")
+    if rotated not in (None, key_length):
+        raise UnsupportedModelError(
+            f"GGUF metadata '{prefix}.rope.dimension_count': expected the head size {key_length}, got {rotated}. "
+            "Rotary embeddings on a part of the head are not supported for this architecture."
         )
     return key_length
 

@@ -26,6 +26,7 @@ from sightline.models.loading.gguf_types import STORAGE_BY_CODE, StorageType
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
+MIN_ALIGNMENT = 8
 MAX_ALIGNMENT = 1 << 20
 MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 1 << 10
@@ -34,8 +35,10 @@ MAX_STRING_BYTES = 1 << 24
 MAX_METADATA_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_ARRAY_ELEMENTS = 1 << 23
-"""Over all arrays of a file together. The largest vocabularies have about a million tokens and merges; parsed
-values take up to 60 bytes each, so this bounds memory to about half a gigabyte whatever the file claims."""
+"""Over all arrays of a file together. The largest vocabularies have about a million tokens and merges.
+
+Parsed values take up to 60 bytes each, so this bounds memory to about half a gigabyte whatever the file claims.
+"""
 
 _MIN_METADATA_BYTES = 8 + 4 + 1
 """An empty key, a type and the smallest value."""
@@ -251,11 +254,12 @@ class _HeaderParser:
 
     def _alignment(self, metadata: Mapping[str, object]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self.fault(
-                f"expected general.alignment as a power of two up to {MAX_ALIGNMENT}, got {str(alignment)[:40]}"
-            )
-        return alignment
+        if isinstance(alignment, int) and MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT and alignment.bit_count() == 1:
+            return alignment
+        raise self.fault(
+            f"expected general.alignment as a power of two from {MIN_ALIGNMENT} to {MAX_ALIGNMENT}, "
+            f"got {str(alignment)[:40]}"
+        )
 
     def _parse_directory(self, num_tensors: int, alignment: int) -> dict[str, GgufTensor]:
         entries = [self._directory_entry() for _ in range(num_tensors)]

@@ -3,8 +3,8 @@
 Owns the arithmetic. The common types are decoded with torch, in the operation order of the reference decoder,
 so results are equal bit for bit; the rest go through the `gguf` package. Does not know files or tensor names.
 
-A quantised row is a run of blocks of 32 or 256 elements. Each block has its
-own scale, and some types a minimum, in fp16.
+A quantised row is a run of blocks of 32 or 256 elements. Each block has its own scale, and some types a
+minimum, in fp16.
 """
 
 from __future__ import annotations

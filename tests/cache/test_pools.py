@@ -1,0 +1,277 @@
+"""Rows grow in every pool or in none, and give everything back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.core.errors import OutOfPages
+
+CPU = torch.device("cpu")
+LIMITS = CacheLimits(num_pages=9, page_size=4, max_rows=3, max_seq_len=24)
+KV = PoolSpec("kv", (PlaneSpec("k", (2, 3), torch.float32), PlaneSpec("v", (2, 5), torch.float16)), num_layers=2)
+INDEX = PoolSpec("index", (PlaneSpec("k", (4,), torch.bfloat16),), num_layers=1)
+SPECS = (GroupCacheSpec("group0", (KV, INDEX)), GroupCacheSpec("group1", (KV,)))
+
+
+def make_store(*, poison: bool = False) -> CacheStore:
+    return CacheStore(SPECS, LIMITS, CPU, poison=poison)
+
+
+def state(store: CacheStore) -> tuple[object, ...]:
+    """Everything that growing or closing a row may change, versions left out."""
+    return (
+        store.num_free_rows,
+        tuple(pool.allocator.num_free for pool in store.pools),
+        tuple(pool.table.owned(row) for pool in store.pools for row in range(LIMITS.max_rows + 1)),
+        tuple(tuple(pool.table.pages.flatten().tolist()) for pool in store.pools),
+    )
+
+
+def versions(store: CacheStore, row: int) -> list[int]:
+    return [pool.table.version(row) for pool in store.pools]
+
+
+def test_a_pool_spec_counts_the_elements_of_a_token_over_planes_and_layers() -> None:
+    assert KV.elements_per_token == 2 * (2 * 3 + 2 * 5)
+    assert INDEX.elements_per_token == 4
+
+
+def test_every_group_has_its_own_pools_under_its_own_keys() -> None:
+    store = make_store()
+    assert [pool.key for pool in store.pools] == ["group0.kv", "group0.index", "group1.kv"]
+    assert [group.group for group in store.groups] == ["group0", "group1"]
+    assert store.groups[0].pools["kv"] is not store.groups[1].pools["kv"]
+    assert len({pool.table.table_id for pool in store.pools}) == 3
+
+
+def test_a_pool_holds_its_planes_for_every_layer_and_slot() -> None:
+    pool = make_store().groups[0].pools["kv"]
+    assert pool.plane("k").shape == (2, 36, 2, 3)
+    assert pool.plane("v").shape == (2, 36, 2, 5)
+    assert (pool.plane("k").dtype, pool.plane("v").dtype) == (torch.float32, torch.float16)
+    assert pool.num_bytes == 2 * 36 * (6 * 4 + 10 * 2)
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (24, 6)])
+def test_a_row_grows_to_whole_pages_in_every_pool(tokens: int, pages: int) -> None:
+    store = make_store()
+    row = store.open_row()
+    store.grow_row(row, tokens)
+    assert store.pages_for(tokens) == pages
+    assert [pool.table.num_owned(row) for pool in store.pools] == [pages] * 3
+    assert store.num_free_pages == store.num_usable_pages - pages == 8 - pages
+
+
+def test_growing_to_what_a_row_has_already_changes_nothing() -> None:
+    store = make_store()
+    row = store.open_row()
+    store.grow_row(row, 8)
+    before, before_versions = state(store), versions(store, row)
+    for tokens in (8, 5, 0):
+        store.grow_row(row, tokens)
+    assert state(store) == before
+    assert versions(store, row) == before_versions
+
+
+def test_growing_keeps_the_pages_that_a_row_has() -> None:
+    store = make_store()
+    row = store.open_row()
+    store.grow_row(row, 6)
+    first = [pool.table.owned(row) for pool in store.pools]
+    store.grow_row(row, 20)
+    assert [pool.table.owned(row)[:2] for pool in store.pools] == first
+
+
+@pytest.mark.parametrize("scarce", [0, 1, 2])
+def test_a_row_grows_in_all_pools_or_in_none(scarce: int) -> None:
+    store = make_store()
+    row = store.open_row()
+    store.grow_row(row, 4)
+    store.pools[scarce].allocator.allocate(6)
+    before, before_versions = state(store), versions(store, row)
+    with pytest.raises(OutOfPages, match=f"expected 2 free pages in pool {store.pools[scarce].key}, got 1"):
+        store.grow_row(row, 12)
+    assert state(store) == before
+    assert versions(store, row) == before_versions
+    store.grow_row(row, 8)
+    assert store.num_free_pages == 0
+
+
+# FAILS: pages are taken from the free list before the page table refuses them, and belong to nobody then.
+def test_growing_beyond_the_longest_sequence_is_refused_and_loses_no_page() -> None:
+    store = make_store()
+    row = store.open_row()
+    before = state(store)
+    with pytest.raises((ValueError, OutOfPages)):
+        store.grow_row(row, LIMITS.max_seq_len + 1)
+    assert state(store) == before
+
+
+# FAILS: as above for the padding row; a row on the free list is even grown, and opened with pages later.
+@pytest.mark.parametrize("row", [0, 1, 4])
+def test_growing_a_row_that_nobody_opened_is_refused_and_loses_no_page(row: int) -> None:
+    store = make_store()
+    before = state(store)
+    with pytest.raises((ValueError, IndexError)):
+        store.grow_row(row, 4)
+    assert state(store) == before
+
+
+def test_rows_are_handed_out_once_and_never_the_padding_row() -> None:
+    store = make_store()
+    assert {store.open_row() for _ in range(3)} == {1, 2, 3}
+    with pytest.raises(OutOfPages, match="expected a free page-table row, got none of 3"):
+        store.open_row()
+
+
+def test_closing_every_row_returns_to_the_beginning() -> None:
+    store = make_store()
+    fresh = state(store)
+    rows = [store.open_row() for _ in range(3)]
+    for row, tokens in zip(rows, (3, 20, 4), strict=True):
+        store.grow_row(row, tokens)
+    for row in (rows[1], rows[2], rows[0]):
+        store.close_row(row)
+    assert state(store) == fresh
+
+
+@pytest.mark.parametrize("row", [0, 4, -1])
+def test_a_row_that_does_not_exist_cannot_be_closed(row: int) -> None:
+    store = make_store()
+    fresh = state(store)
+    with pytest.raises(ValueError, match=f"got {row}"):
+        store.close_row(row)
+    assert state(store) == fresh
+
+
+def test_closing_a_row_twice_is_refused_and_frees_nothing_twice() -> None:
+    store = make_store()
+    row = store.open_row()
+    store.grow_row(row, 8)
+    store.close_row(row)
+    before = state(store)
+    with pytest.raises(ValueError, match=f"row {row} is closed already"):
+        store.close_row(row)
+    assert state(store) == before
+
+
+def test_a_reused_row_has_versions_that_it_never_had() -> None:
+    store = make_store()
+    row = store.open_row()
+    seen = {tuple(versions(store, row))}
+    for round_number in range(1, 4):
+        store.grow_row(row, 8)
+        seen.add(tuple(versions(store, row)))
+        store.close_row(row)
+        assert store.open_row() == row
+        seen.add(tuple(versions(store, row)))
+        assert len(seen) == 1 + 2 * round_number
+
+
+def test_pages_that_another_row_shares_outlive_the_row() -> None:
+    store = make_store()
+    first, second = store.open_row(), store.open_row()
+    store.grow_row(first, 8)
+    for pool in store.pools:
+        pool.allocator.share(pool.table.owned(first))
+        pool.table.append(second, pool.table.owned(first))
+    store.close_row(first)
+    assert store.num_free_pages == 6
+    store.close_row(second)
+    assert store.num_free_pages == 8
+
+
+def row_slots(store: CacheStore, pool_index: int, row: int) -> list[int]:
+    pool = store.pools[pool_index]
+    return [page * pool.page_size + offset for page in pool.table.owned(row) for offset in range(pool.page_size)]
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_pages_are_poisoned_when_they_are_handed_out(poison: bool) -> None:
+    store = make_store(poison=poison)
+    for pool in store.pools:
+        for plane in pool.spec.planes:
+            pool.plane(plane.name).zero_()
+    row = store.open_row()
+    store.grow_row(row, 7)
+    for index, pool in enumerate(store.pools):
+        slots = row_slots(store, index, row)
+        others = [slot for slot in range(36) if slot not in slots]
+        assert len(slots) == 8
+        for plane in pool.spec.planes:
+            assert bool(pool.plane(plane.name)[:, slots].isnan().all()) is poison
+            assert pool.plane(plane.name)[:, others].count_nonzero() == 0, "a page of nobody's was touched"
+
+
+@pytest.mark.parametrize("poison", [True, False])
+def test_pages_are_poisoned_when_they_are_given_back(poison: bool) -> None:
+    store = make_store(poison=poison)
+    row, other = store.open_row(), store.open_row()
+    store.grow_row(row, 8)
+    store.grow_row(other, 4)
+    for pool in store.pools:
+        for plane in pool.spec.planes:
+            pool.plane(plane.name).zero_()
+    slots = [row_slots(store, index, row) for index in range(3)]
+    kept = [row_slots(store, index, other) for index in range(3)]
+    store.close_row(row)
+    for pool, freed, held in zip(store.pools, slots, kept, strict=True):
+        for plane in pool.spec.planes:
+            assert bool(pool.plane(plane.name)[:, freed].isnan().all()) is poison
+            assert pool.plane(plane.name)[:, held].count_nonzero() == 0, "another row's page was touched"
+
+
+def test_growing_poisons_only_the_new_pages() -> None:
+    store = make_store(poison=True)
+    row = store.open_row()
+    store.grow_row(row, 4)
+    plane = store.pools[0].plane("k")
+    plane[:, row_slots(store, 0, row)] = 1.0
+    store.grow_row(row, 8)
+    slots = row_slots(store, 0, row)
+    assert plane[:, slots[:4]].eq(1.0).all()
+    assert plane[:, slots[4:]].isnan().all()
+
+
+def test_a_page_that_is_still_shared_keeps_its_entries_when_one_owner_leaves() -> None:
+    store = make_store(poison=True)
+    row = store.open_row()
+    store.grow_row(row, 4)
+    pool = store.pools[0]
+    pages = pool.table.owned(row)
+    slots = row_slots(store, 0, row)
+    pool.plane("k")[:, slots] = 1.0
+    pool.allocator.share(pages)
+    store.close_row(row)
+    assert pool.plane("k")[:, slots].eq(1.0).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 24)), max_size=25))
+def test_whatever_rows_do_no_page_has_two_owners_and_none_is_lost(changes: list[tuple[int, int]]) -> None:
+    store = make_store()
+    rows: list[int | None] = [None, None, None]
+    for place, tokens in changes:
+        row = rows[place]
+        if row is None:
+            rows[place] = store.open_row()
+        elif tokens == 0:
+            store.close_row(row)
+            rows[place] = None
+        else:
+            needed = store.pages_for(tokens) - store.pools[0].table.num_owned(row)
+            if needed > store.num_free_pages:
+                with pytest.raises(OutOfPages):
+                    store.grow_row(row, tokens)
+            else:
+                store.grow_row(row, tokens)
+        for pool in store.pools:
+            owned = [page for table_row in range(1, 4) for page in pool.table.owned(table_row)]
+            assert len(owned) == len(set(owned))
+            assert len(owned) + pool.allocator.num_free == pool.allocator.num_usable
+            assert 0 not in owned

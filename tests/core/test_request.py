@@ -1,0 +1,150 @@
+"""A request is checked before anything runs, and whatever is wrong with it is its own `RequestError`."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sightline.core.errors import RequestError
+from sightline.core.request import MAX_SEED, FinishReason, SamplingParams, check_prompt
+
+NAN, INFINITY = float("nan"), float("inf")
+NUMBERS = {"temperature": (0.0, 1e4), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0)}
+INTEGERS = {"top_k": (0, 2**31 - 1), "seed": (0, MAX_SEED), "max_tokens": (1, 2**31 - 1)}
+NO_NUMBERS = [NAN, INFINITY, -INFINITY, True, False, "0.5", [0.5], 1j]
+NO_INTEGERS = [1.0, NAN, True, False, "5", [5]]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_taken_at_both_ends_of_its_range(name: str) -> None:
+    for value in NUMBERS[name]:
+        assert getattr(SamplingParams(**{name: value}), name) == value  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+def test_what_is_no_finite_number_is_refused(name: str, value: object) -> None:
+    settings: dict[str, Any] = {name: value}
+    with pytest.raises(RequestError, match=f"expected {name} to be a finite number, got "):
+        SamplingParams(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -0.1), ("temperature", 10001), ("top_p", -0.1), ("top_p", 1.1), ("min_p", -1), ("min_p", 1.1)],
+)
+def test_a_number_out_of_range_is_refused_with_the_range(name: str, value: float) -> None:
+    settings: dict[str, Any] = {name: value}
+    with pytest.raises(RequestError, match=rf"expected {name} between 0 and \d+, got {value}"):
+        SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, -0.0])
+def test_top_p_of_zero_is_refused_with_the_way_to_say_greedy(zero: float) -> None:
+    with pytest.raises(RequestError, match=r"top_p in \(0, 1\], got 0.0; use temperature 0"):
+        SamplingParams(top_p=zero)
+
+
+def test_an_integer_stands_for_a_number() -> None:
+    assert SamplingParams(temperature=1, top_p=1, min_p=0).temperature == 1
+
+
+# FAILS: an integer too large for a float leaves `math.isfinite` with OverflowError.
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_integer_too_large_for_a_float_is_refused(name: str) -> None:
+    settings: dict[str, Any] = {name: 10**400}
+    with pytest.raises(RequestError, match=f"expected {name}"):
+        SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_an_integer_is_taken_at_both_ends_of_its_range_and_refused_beyond(name: str) -> None:
+    low, high = INTEGERS[name]
+    for value in (low, high):
+        assert getattr(SamplingParams(**{name: value}), name) == value  # type: ignore[arg-type]
+    for value in (low - 1, high + 1):
+        settings: dict[str, Any] = {name: value}
+        with pytest.raises(RequestError, match=f"expected {name} between {low} and {high}, got {value}"):
+            SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
+def test_what_is_no_integer_is_refused(name: str, value: object) -> None:
+    settings: dict[str, Any] = {name: value}
+    with pytest.raises(RequestError, match=f"expected {name} to be an integer, got "):
+        SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, *INTEGERS])
+def test_every_choice_can_be_left_open(name: str) -> None:
+    assert getattr(SamplingParams(**{name: None}), name) is None  # type: ignore[arg-type]
+
+
+def test_stop_tokens_become_a_tuple_of_their_own() -> None:
+    given = [3, 5]
+    params = SamplingParams(stop_token_ids=given)  # type: ignore[arg-type]
+    given.append(7)
+    assert params.stop_token_ids == (3, 5)
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, True, 1.0, "5"], ids=repr)
+def test_a_stop_token_that_is_no_token_is_refused(token: object) -> None:
+    with pytest.raises(RequestError, match="expected every stop_token_ids entry"):
+        SamplingParams(stop_token_ids=(3, token))  # type: ignore[arg-type]
+
+
+# FAILS: None is let through by the check that lets optional fields stay open.
+def test_none_is_no_stop_token() -> None:
+    with pytest.raises(RequestError, match="expected every stop_token_ids entry"):
+        SamplingParams(stop_token_ids=(3, None))  # type: ignore[arg-type]
+
+
+# FAILS: `tuple()` raises TypeError before anything is checked.
+@pytest.mark.parametrize("tokens", [None, 5], ids=repr)
+def test_stop_tokens_that_are_no_sequence_are_refused(tokens: object) -> None:
+    with pytest.raises(RequestError, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=tokens)  # type: ignore[arg-type]
+
+
+# FAILS: any truthy value passes as a flag: the string "false" ignores the end of the text.
+@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens"])
+def test_a_flag_that_is_no_boolean_is_refused(name: str) -> None:
+    settings: dict[str, Any] = {name: "false"}
+    with pytest.raises(RequestError, match=f"expected {name}"):
+        SamplingParams(**settings)
+
+
+def test_sampling_params_are_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = 1.0  # type: ignore[misc]
+
+
+def test_finish_reasons_are_the_words_that_clients_know() -> None:
+    assert {str(reason) for reason in FinishReason} == {"stop", "length", "abort", "error"}
+
+
+def test_a_prompt_may_fill_the_context_less_one() -> None:
+    check_prompt([0, 9] * 4 + [3], vocab_size=10, max_model_len=10)
+    with pytest.raises(RequestError, match=r"at most 9 tokens \(max_model_len 10 less one to generate\), got 10"):
+        check_prompt([0] * 10, vocab_size=10, max_model_len=10)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(RequestError, match="expected a prompt of at least one token"):
+        check_prompt([], vocab_size=10, max_model_len=10)
+
+
+@pytest.mark.parametrize("token", [-1, 10, True, 1.0, NAN, "1", None], ids=repr)
+def test_a_token_outside_the_vocabulary_is_named_with_its_position(token: object) -> None:
+    with pytest.raises(RequestError, match=r"token ids from 0 to 9, got .* at position 2"):
+        check_prompt([1, 2, token, 4], vocab_size=10, max_model_len=10)
+
+
+# FAILS: `not token_ids` is ambiguous for an array: ValueError reaches the caller.
+def test_a_prompt_that_is_an_array_is_a_request_error() -> None:
+    with pytest.raises(RequestError):
+        check_prompt(np.array([1, 2, 30]), vocab_size=10, max_model_len=10)  # type: ignore[arg-type]

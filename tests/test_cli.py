@@ -1,0 +1,90 @@
+"""The command line as a person meets it: in its own process, with its own streams and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sightline.version import __version__
+
+QUICK = ["--max-model-len", "1k", "--max-tokens", "6", "--temperature", "0"]
+
+
+def sightline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sightline", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200"},
+    )
+
+
+def test_version() -> None:
+    assert sightline("version").stdout.strip() == __version__
+
+
+def test_help_names_every_command() -> None:
+    text = sightline("--help").stdout
+    for command in ("generate", "chat", "collect-env", "version"):
+        assert command in text
+
+
+def test_collect_env_is_json_on_request() -> None:
+    facts = json.loads(sightline("collect-env", "--json").stdout)
+    assert facts["sightline"] == __version__
+    assert facts["torch"][0].isdigit()
+    assert facts["flashinfer-python"] == "not installed" or facts["flashinfer-python"][0].isdigit()
+
+
+def test_generate_prints_the_text_and_says_the_rest_on_standard_error() -> None:
+    result = sightline("generate", "The capital of France is", *QUICK)
+    assert result.returncode == 0
+    assert result.stdout.startswith("The capital of France is Paris.")
+    assert "full attention on torch" in result.stderr
+    assert "temperature 0" in result.stderr
+    assert "tokens/s" in result.stderr
+
+
+def test_generate_json_echoes_effective_parameters() -> None:
+    result = sightline("generate", "The capital of France is", *QUICK, "--seed", "9", "--json")
+    assert result.stderr == ""
+    output = json.loads(result.stdout)
+    assert output["outputs"][0]["text"].startswith(" Paris")
+    assert output["outputs"][0]["finish_reason"] == "length"
+    assert output["params"]["temperature"] == 0.0
+    assert output["params"]["seed"] == 9
+    assert output["params"]["max_tokens"] == 6
+
+
+def test_chat_talks_until_the_input_ends_and_remembers() -> None:
+    result = sightline("chat", "-q", *QUICK, stdin="My name is Ada.\n\nWhat is my name?\n")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert len([line for line in result.stdout.splitlines() if line]) >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "--model", "no/such/folder"], "expected a folder with config.json"),
+        (["generate", "x", "--attention-backend", "flash"], "expected an attention backend out of torch, reference"),
+        (["generate", "x", "--top-p", "3"], "expected top_p between 0 and 1, got 3.0"),
+        (["generate", "x", "--dtype", "int7"], "expected dtype auto, float32"),
+        (["generate", "x", "--max-model-len", "9k"], "expected max_model_len of at most 8192"),
+        (["generate", "x", "--max-model-len", "many"], "expected a whole number such as 4096 or 4k"),
+        (["generate", ""], "expected a prompt of at least one token"),
+        (["generate", "", "--json"], "expected a prompt of at least one token"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_a_failing_exit_code(arguments: list[str], message: str) -> None:
+    result = sightline(*arguments)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
