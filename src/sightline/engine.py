@@ -47,13 +47,14 @@ class LiveRequest:
     text: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
-    num_read: int = 0
-    """Pieces of text that the stream has taken."""
+    num_read_pieces: int = 0
+    """Pieces of text that a stream has taken."""
     num_read_tokens: int = 0
+    """Generated tokens that a stream has taken."""
 
-    @property
-    def generated(self) -> tuple[int, ...]:
-        return tuple(self.sequence.tokens[len(self.request.prompt_token_ids) :])
+    def generated(self, start: int = 0) -> tuple[int, ...]:
+        """The generated tokens from the `start`-th on."""
+        return tuple(self.sequence.tokens[len(self.request.prompt_token_ids) + start :])
 
 
 class Engine:
@@ -163,10 +164,10 @@ class Engine:
     def take_delta(self, request_id: str) -> TextDelta | None:
         """What the request gained since the last call; None where nothing is new."""
         live = self._live[request_id]
-        pieces, tokens = live.text[live.num_read :], live.generated[live.num_read_tokens :]
+        pieces, tokens = live.text[live.num_read_pieces :], live.generated(live.num_read_tokens)
         if not tokens and not pieces and live.finish_reason is None:
             return None
-        live.num_read += len(pieces)
+        live.num_read_pieces += len(pieces)
         live.num_read_tokens += len(tokens)
         return TextDelta(request_id, "".join(pieces), tokens, live.finish_reason, live.error)
 
@@ -176,7 +177,7 @@ class Engine:
         if live.finish_reason is None:
             raise ValueError(f"expected a finished request, got {request_id}, which is running")
         del self._live[request_id]
-        completion = CompletionOutput(0, "".join(live.text), live.generated, live.finish_reason.value)
+        completion = CompletionOutput(0, "".join(live.text), live.generated(), live.finish_reason.value)
         return RequestOutput(
             request_id=request_id,
             prompt=live.request.prompt,

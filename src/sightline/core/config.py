@@ -112,11 +112,18 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
             "raise cache_tokens or memory_fraction, or ask for a smaller max_model_len",
         )
         model_len = capacity
+    max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    if max_rows < config.max_num_seqs:
+        ledger.record(
+            "max_num_seqs",
+            f"lowered from {config.max_num_seqs} to {max_rows}: each running sequence needs a token of every step",
+            "raise max_num_batched_tokens or lower max_num_seqs",
+        )
     return ResolvedConfig(
         device=device,
         dtype=dtype,
         max_model_len=model_len,
-        max_rows=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_rows=max_rows,
         max_step_tokens=config.max_num_batched_tokens,
         page_size=config.page_size,
         num_pages=num_pages + PADDING_PAGES,
@@ -134,11 +141,18 @@ def _resolve_dtype(name: str, device: Device) -> torch.dtype:
 
 def _resolve_pages(config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype, model_len: int) -> int:
     """Pages for sequences: as asked, else what the memory allows, never more than can be used."""
-    if config.cache_tokens is not None:
-        return -(-config.cache_tokens // config.page_size)
-    useful = config.max_num_seqs * -(-model_len // config.page_size)
     left = available_bytes(device) - facts.weight_elements * dtype.itemsize
     page_bytes = facts.cache_elements_per_token * dtype.itemsize * config.page_size
+    if config.cache_tokens is not None:
+        asked = -(-config.cache_tokens // config.page_size)
+        needed = (asked + PADDING_PAGES) * page_bytes
+        if needed > left:
+            raise ConfigError(
+                f"expected a cache that fits the {max(0, left):,} bytes left beside the weights, got cache_tokens = "
+                f"{config.cache_tokens}, which takes {needed:,}; lower cache_tokens"
+            )
+        return asked
+    useful = config.max_num_seqs * -(-model_len // config.page_size)
     affordable = int(max(0, left) * config.memory_fraction) // page_bytes - PADDING_PAGES
     if affordable < 1:
         raise ConfigError(

@@ -42,7 +42,6 @@ _INFORMATIONAL = frozenset(
         "pretraining_tp",
         "problem_type",
         "return_dict",
-        "rope_interleaved",
         "sep_token_id",
         "task_specific_params",
         "tokenizer_class",

@@ -13,6 +13,7 @@ def llama(config: ConfigReader) -> DecoderDefinition:
     """What a Llama config describes."""
     config.require("hidden_act", "silu")
     config.require("quantization_config", None)
+    config.require("rope_interleaved", None, False)
     hidden_size, num_heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     head_dim = config.optional_integer("head_dim") or hidden_size // num_heads
     theta = config.number("rope_theta", DEFAULT_THETA)

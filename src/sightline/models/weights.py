@@ -11,6 +11,9 @@ from sightline.core.errors import CheckpointError
 from sightline.layers.linear import Linear
 from sightline.models.loading.checkpoint import Checkpoint
 
+DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
+"""Tensors that older checkpoints store although the config determines them."""
+
 
 class WeightReader:
     """Hands out tensors in the compute dtype and remembers which were taken."""
@@ -54,7 +57,8 @@ class WeightReader:
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         """Raises where the checkpoint holds tensors that the model did not take: they would change the result."""
-        left = set(self._checkpoint.tensors) - self._taken - set(ignorable)
+        left = {name for name in self._checkpoint.tensors if not name.endswith(DERIVED_SUFFIXES)}
+        left -= self._taken | set(ignorable)
         if left:
             names = ", ".join(sorted(left)[:5])
             raise CheckpointError(

@@ -8,7 +8,6 @@ what runs never runs out. Knows requests and pages; knows no tensor and no model
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sightline.cache.pools import CacheStore
@@ -89,17 +88,18 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """The next step's rows, with pages for their new tokens."""
         budget = self._max_step_tokens
-        decoding = [sequence for sequence in self._running if sequence.num_pending == 1]
-        prefilling = [sequence for sequence in self._running if sequence.num_pending > 1]
         rows: list[ScheduledRow] = []
-        for sequence in (*decoding, *prefilling, *self._admissible()):
-            count = min(sequence.num_pending, budget)
-            if count == 0:
+        for sequence in sorted(self._running, key=lambda running: running.num_pending > 1):
+            if budget == 0:
                 break
-            rows.append(ScheduledRow(sequence, self._start(sequence), count))
-            budget -= count
-        for row in rows:
-            self._store.grow_row(row.table_row, row.sequence.num_computed + row.num_tokens)
+            rows.append(self._row(sequence, budget))
+            budget -= rows[-1].num_tokens
+        while budget > 0 and self._waiting and self._has_room(self._waiting[0]):
+            sequence = self._waiting.popleft()
+            sequence.table_row = self._store.open_row()
+            self._running.append(sequence)
+            rows.append(self._row(sequence, budget))
+            budget -= rows[-1].num_tokens
         return Schedule(tuple(rows))
 
     def commit(self, row: ScheduledRow) -> None:
@@ -115,21 +115,14 @@ class Scheduler:
         self._store.close_row(sequence.table_row)
         sequence.table_row = None
 
-    def _admissible(self) -> Iterable[SequenceState]:
-        """Waiting sequences, in order, while rows and pages for their whole length are there."""
-        reserved = sum(self._store.pages_for(sequence.max_len) for sequence in self._running)
-        free_rows = self._store.num_free_rows
-        for sequence in tuple(self._waiting):
-            reserved += self._store.pages_for(sequence.max_len)
-            if free_rows == 0 or reserved > self._store.num_usable_pages:
-                return
-            free_rows -= 1
-            yield sequence
+    def _row(self, sequence: SequenceState, budget: int) -> ScheduledRow:
+        """As many of a running sequence's pending tokens as the budget allows, with pages for them."""
+        assert sequence.table_row is not None, "a running sequence has a row"
+        count = min(sequence.num_pending, budget)
+        self._store.grow_row(sequence.table_row, sequence.num_computed + count)
+        return ScheduledRow(sequence, sequence.table_row, count)
 
-    def _start(self, sequence: SequenceState) -> int:
-        """The sequence's row; one that waited gets it now."""
-        if sequence.table_row is None:
-            self._waiting.remove(sequence)
-            self._running.append(sequence)
-            sequence.table_row = self._store.open_row()
-        return sequence.table_row
+    def _has_room(self, sequence: SequenceState) -> bool:
+        """True where a row is free, and pages for the whole length of all that runs and of this one too."""
+        reserved = sum(self._store.pages_for(running.max_len) for running in (*self._running, sequence))
+        return self._store.num_free_rows > 0 and reserved <= self._store.num_usable_pages
