@@ -115,9 +115,8 @@ def test_masks_that_would_be_too_large_are_split_by_row(monkeypatch: pytest.Monk
 
 
 def test_a_first_chunk_reads_the_step_and_a_later_one_the_cache() -> None:
-    fresh, later, decode = row_spans(make_batch([(0, 4, MaskKind.CAUSAL), (4, 4, MaskKind.CAUSAL)] * 1), None) + (
-        RowSpan(2, 8, 1, 0, 0, MaskKind.CAUSAL),
-    )
+    shapes_of_rows = [(0, 4, MaskKind.CAUSAL), (4, 4, MaskKind.CAUSAL), (0, 1, MaskKind.CAUSAL)]
+    fresh, later, decode = row_spans(make_batch(shapes_of_rows), None)
     assert (fresh.is_fresh, later.is_fresh, decode.is_fresh) == (True, False, False)
     assert len(pack_tiles([fresh, later, decode], 1 << 20, transient=False)) == 3
 

@@ -106,9 +106,9 @@ def load_runtime(folder: Path, config: EngineConfig) -> Runtime:
     return runtime
 
 
-def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
     order = random.Random(seed)
-    return [[order.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+    return [[order.randrange(3, vocab) for _ in range(length)] for length in lengths]
 
 
 def stepped_logits(

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig
 
-from models.loading.tiny_models import tiny_llama
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.opening import open_checkpoint
+from support.gguf_files import tiny_llama
 
 INDEX = "model.safetensors.index.json"
 

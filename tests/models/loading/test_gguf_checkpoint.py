@@ -13,7 +13,12 @@ from gguf import GGUFReader, GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from models.loading.tiny_models import (
+from sightline.core.errors import CheckpointError, ConfigError, UnsupportedModelError
+from sightline.core.ledger import Ledger
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.models.loading.default_model import default_model_path
+from sightline.models.loading.opening import open_checkpoint
+from support.gguf_files import (
     add_metadata,
     close,
     tiny_gemma3,
@@ -21,11 +26,6 @@ from models.loading.tiny_models import (
     write_gemma3,
     write_llama,
 )
-from sightline.core.errors import CheckpointError, ConfigError, UnsupportedModelError
-from sightline.core.ledger import Ledger
-from sightline.models.loading.checkpoint import Checkpoint
-from sightline.models.loading.default_model import default_model_path
-from sightline.models.loading.opening import open_checkpoint
 
 SHARED_KEYS = (
     "model_type",

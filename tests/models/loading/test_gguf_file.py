@@ -12,11 +12,11 @@ import numpy
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
-from models.loading.tiny_models import close, tiny_llama, write_llama
 from sightline.core.errors import CheckpointError, SightlineError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.gguf_file import GgufFile
 from sightline.models.loading.opening import open_checkpoint
+from support.gguf_files import close, tiny_llama, write_llama
 
 MEMORY_BOUND = 4 << 20
 
