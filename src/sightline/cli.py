@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import reduce
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from functools import reduce, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from rich.console import Console
@@ -23,7 +23,7 @@ from sightline.version import __version__
 
 if TYPE_CHECKING:
     from sightline.core.request import EffectiveParams, SamplingParams
-    from sightline.llm import LLM, EngineSettings, TextStream
+    from sightline.llm import LLM, TextStream
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 _SUFFIXES = {"k": 1024, "m": 1024**2}
@@ -45,23 +45,31 @@ class Count(click.ParamType[int]):
         return int(digits) * factor
 
 
-def _apply(*options: Callable[[_CommandT], _CommandT]) -> Callable[[_CommandT], _CommandT]:
-    """One decorator out of several options, shown in the order given."""
-    return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)
+def _collected(name: str, **options: Callable[[_CommandT], _CommandT]) -> Callable[[_CommandT], _CommandT]:
+    """Options that a command takes together, as one dictionary under `name`."""
+
+    def decorate(command: _CommandT) -> _CommandT:
+        @wraps(command)
+        def collecting(**given: object) -> None:
+            values = {option: given.pop(option) for option in options}
+            command(**given, **{name: values})
+
+        return reduce(
+            lambda decorated, option: option(decorated), reversed(options.values()), cast("_CommandT", collecting)
+        )
+
+    return decorate
 
 
-engine_options = _apply(
-    click.option("--model", "-m", help="A folder or a .gguf file; the default model without it."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
-    click.option(
-        "--max-model-len",
-        "--context-length",
-        "max_model_len",
-        type=Count(),
-        help="Longest sequence, in tokens.",
+engine_options = _collected(
+    "settings",
+    model=click.option("--model", "-m", help="A folder or a .gguf file; the default model without it."),
+    device=click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+    dtype=click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
+    max_model_len=click.option(
+        "--max-model-len", "--context-length", "max_model_len", type=Count(), help="Longest sequence, in tokens."
     ),
-    click.option(
+    max_num_seqs=click.option(
         "--max-num-seqs",
         "--max-running-requests",
         "max_num_seqs",
@@ -70,7 +78,7 @@ engine_options = _apply(
         show_default=True,
         help="Most sequences that run at once.",
     ),
-    click.option(
+    max_num_batched_tokens=click.option(
         "--max-num-batched-tokens",
         "--chunked-prefill-size",
         "max_num_batched_tokens",
@@ -79,7 +87,7 @@ engine_options = _apply(
         show_default=True,
         help="Most tokens in one step.",
     ),
-    click.option(
+    page_size=click.option(
         "--page-size",
         "--block-size",
         "page_size",
@@ -88,10 +96,10 @@ engine_options = _apply(
         show_default=True,
         help="Tokens in a cache page.",
     ),
-    click.option(
+    cache_tokens=click.option(
         "--cache-tokens", type=Count(), help="Tokens that the cache holds; sized from free memory without it."
     ),
-    click.option(
+    memory_fraction=click.option(
         "--memory-fraction",
         "--gpu-memory-utilization",
         "--mem-fraction-static",
@@ -101,17 +109,20 @@ engine_options = _apply(
         show_default=True,
         help="The cache's share of free memory.",
     ),
-    click.option("--attention-backend", help="Force a backend: torch or reference."),
-    click.option("--strict", is_flag=True, help="Every degradation is an error."),
-    click.option("--paranoid", is_flag=True, help="Fingerprint plans' contents and poison unused cache."),
+    attention_backend=click.option("--attention-backend", help="Force a backend: torch or reference."),
+    strict=click.option("--strict", is_flag=True, help="Every degradation is an error."),
+    paranoid=click.option("--paranoid", is_flag=True, help="Fingerprint plans' contents and poison unused cache."),
 )
-sampling_options = _apply(
-    click.option("--max-tokens", type=Count(), default=128, show_default=True, help="Most tokens to generate."),
-    click.option("--temperature", type=float, help="0 is greedy; the model's own default without it."),
-    click.option("--top-p", type=float, help="Keep the likeliest tokens that make up this share."),
-    click.option("--top-k", type=int, help="Keep so many of the likeliest tokens; 0 keeps all."),
-    click.option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest."),
-    click.option("--seed", "sampling_seed", type=int, help="Makes sampling repeatable."),
+sampling_options = _collected(
+    "sampling",
+    max_tokens=click.option(
+        "--max-tokens", type=Count(), default=128, show_default=True, help="Most tokens to generate."
+    ),
+    temperature=click.option("--temperature", type=float, help="0 is greedy; the model's own default without it."),
+    top_p=click.option("--top-p", type=float, help="Keep the likeliest tokens that make up this share."),
+    top_k=click.option("--top-k", type=int, help="Keep so many of the likeliest tokens; 0 keeps all."),
+    min_p=click.option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest."),
+    seed=click.option("--seed", type=int, help="Makes sampling repeatable."),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Say nothing on standard error but errors.")
@@ -149,29 +160,20 @@ def collect_env(as_json: bool) -> None:
 @json_option
 @quiet_option
 @engine_options
-def generate(
-    text: str,
-    max_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    sampling_seed: int | None,
-    as_json: bool,
-    quiet: bool,
-    model: str | None,
-    **settings: Unpack[EngineSettings],
-) -> None:
+def generate(text: str, as_json: bool, quiet: bool, sampling: dict[str, Any], settings: dict[str, Any]) -> None:
     """Continue TEXT as it stands. Use `chat` to have it answered."""
-    params = _sampling_params(temperature, top_p, top_k, min_p, sampling_seed, max_tokens)
-    llm = _load(model, quiet=quiet or as_json, **settings)
+    params, llm = _load(sampling, settings, quiet=quiet or as_json)
     if as_json:
         [output] = llm.generate(text, params, use_tqdm=False)
         if output.error is not None:
             raise RequestError(output.error)
         click.echo(json.dumps(asdict(output), default=_jsonable, ensure_ascii=False, indent=2))
         return
-    _print_stream(llm.stream(text, params), quiet=quiet, before=text)
+    stream = llm.stream(text, params)
+    if not quiet:
+        notes.print(f"[dim]{_describe(stream.params)}[/]")
+    click.echo(text, nl=False)
+    _print_stream(stream, quiet=quiet)
 
 
 @app.command()
@@ -181,26 +183,18 @@ def generate(
 @quiet_option
 @engine_options
 def chat(
-    message: str | None,
-    system: str | None,
-    max_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    sampling_seed: int | None,
-    quiet: bool,
-    model: str | None,
-    **settings: Unpack[EngineSettings],
+    message: str | None, system: str | None, quiet: bool, sampling: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Answer MESSAGE; without one, talk until the end of input. Ctrl-C stops an answer, Ctrl-D leaves."""
-    params = _sampling_params(temperature, top_p, top_k, min_p, sampling_seed, max_tokens)
-    llm = _load(model, quiet=quiet, **settings)
+    params, llm = _load(sampling, settings, quiet=quiet)
     history: list[dict[str, object]] = [{"role": "system", "content": system}] if system is not None else []
     for said in _messages(message):
         history.append({"role": "user", "content": said})
         try:
-            answer = _print_stream(llm.stream_chat(history, params), quiet=quiet)
+            stream = llm.stream_chat(history, params)
+            if not quiet and len(history) <= 2:
+                notes.print(f"[dim]{_describe(stream.params)}[/]")
+            answer = _print_stream(stream, quiet=quiet)
         except RequestError as error:
             if message is not None:
                 raise
@@ -219,33 +213,20 @@ def main() -> None:
         sys.exit(1)
 
 
-def _load(model: str | None, *, quiet: bool, **settings: Unpack[EngineSettings]) -> LLM:
-    """Builds the engine, with a progress line on a terminal, and says what was decided."""
+def _load(sampling: dict[str, Any], settings: dict[str, Any], *, quiet: bool) -> tuple[SamplingParams, LLM]:
+    """Checks the parameters, builds the engine, and says what was decided."""
     started = time.perf_counter()
+    from sightline.core.request import SamplingParams
     from sightline.llm import LLM
     from sightline.tools.startup import startup_report
 
-    llm = LLM(model, **settings)
+    params = SamplingParams(**sampling)
+    llm = LLM(**settings)
     if not quiet:
         for line in startup_report(llm.engine):
             notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
         notes.print(f"[dim]ready in {time.perf_counter() - started:.1f} s[/]")
-    return llm
-
-
-def _sampling_params(
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    seed: int | None,
-    max_tokens: int,
-) -> SamplingParams:
-    from sightline.core.request import SamplingParams
-
-    return SamplingParams(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
-    )
+    return params, llm
 
 
 def _messages(first: str | None) -> Iterator[str]:
@@ -262,11 +243,8 @@ def _messages(first: str | None) -> Iterator[str]:
             yield said
 
 
-def _print_stream(stream: TextStream, *, quiet: bool, before: str = "") -> str:
-    """Prints `before`, then pieces as they come, and returns what came; Ctrl-C ends the stream and keeps what came."""
-    if not quiet:
-        notes.print(f"[dim]{_describe(stream.params)}[/]")
-    click.echo(before, nl=False)
+def _print_stream(stream: TextStream, *, quiet: bool) -> str:
+    """Prints pieces as they come and returns the whole; Ctrl-C ends the stream and keeps what came."""
     started, first, pieces, num_tokens = time.perf_counter(), 0.0, list[str](), 0
     error: str | None = None
     try:
