@@ -96,7 +96,7 @@ class Engine:
         request = Request(
             request_id=f"request-{next(self._ids)}",
             prompt=prompt,
-            prompt_token_ids=tuple(prompt_token_ids),
+            prompt_token_ids=tuple(int(token) for token in prompt_token_ids),
             params=self.effective_params(params, max_model_len - len(prompt_token_ids)),
         )
         self._live[request.request_id] = self._admit(request)

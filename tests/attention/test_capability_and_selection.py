@@ -11,7 +11,7 @@ import torch
 
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.backends.registry import CANDIDATES
-from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Requirement, refusals
+from sightline.attention.capability import ANY, Capability, HostLengths, Requirement, refusals
 from sightline.attention.selection import Candidate, select_backend
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
@@ -30,7 +30,6 @@ ROW = Capability(
     head_dims=frozenset({64, 128}),
     page_sizes=frozenset({16}),
     features=frozenset(),
-    graph=GraphLevel.NONE,
     host_lengths=HostLengths.EXACT,
 )
 CUDA_ROW = replace(
@@ -47,7 +46,7 @@ def candidate(name: str, *rows: Capability, by_default: bool = True) -> Candidat
     class Stub(ReferenceBackend):
         capabilities: ClassVar[tuple[Capability, ...]] = rows
 
-    return Candidate(name, Stub, "a stub", by_default)
+    return Candidate(name, Stub, by_default)
 
 
 def refusal_text(candidates: Sequence[Candidate], need: Requirement, requested: str | None = None) -> str:
@@ -173,7 +172,6 @@ def test_an_explicit_choice_is_never_replaced_and_the_error_names_every_backend(
     assert "\n  asked: lacks sinks, window\n" in text
 
 
-# FAILS: "X was asked for" counts as one reason, so a backend that nobody asked for is called the nearest.
 def test_the_nearest_to_an_explicit_choice_is_that_choice() -> None:
     candidates = [candidate("able", replace(ROW, features=frozenset(Feature))), candidate("asked", ROW)]
     text = refusal_text(candidates, replace(NEED, spec=replace(PLAIN, window=4)), "asked")

@@ -251,6 +251,22 @@ def test_a_step_beyond_the_limits_is_refused_before_it_runs() -> None:
         step.bench.planner.plan(step.batch)
 
 
+def test_lengths_that_only_the_device_knows_are_refused_where_the_backend_needs_them() -> None:
+    step = Step(Bench(HYBRID), ROWS)
+    unknown = replace(step.batch, context_lens=replace(step.batch.context_lens, host=None))
+    with pytest.raises(PlanError, match="needs exact host lengths"):
+        step.bench.planner.plan(unknown)
+
+
+def test_a_batch_with_other_contents_is_never_run_on_the_first_ones_plan() -> None:
+    bench = Bench(HYBRID)
+    step = Step(bench, ROWS)
+    planned = bench.planner.plan(step.batch)
+    other = replace(planned, batch=replace(step.batch, positions=step.batch.positions + 1))
+    assert bench.planner.ensure(other).certificate.batch_id != planned.certificate.batch_id
+    assert bench.planner.num_rebuilt == 1
+
+
 def test_an_unknown_lane_is_refused() -> None:
     step = Step(Bench(HYBRID), ROWS)
     with pytest.raises(PlanError, match="expected a lane"):

@@ -206,6 +206,11 @@ def test_a_tile_is_plain_causal_only_where_its_mask_is_a_triangle(
     assert is_plain_causal(row_spans(batch, window), spec(window)) == (triangle and kind is MaskKind.CAUSAL)
 
 
+def test_full_rows_need_a_bias_exactly_where_a_window_cuts_them() -> None:
+    batch = make_batch([(0, 6, MaskKind.FULL)])
+    assert [needs_bias(row_spans(batch, window), spec(window)) for window in (None, 6, 5)] == [False, False, True]
+
+
 def test_decode_rows_of_one_length_need_no_bias() -> None:
     spans = row_spans(make_batch([(9, 1, MaskKind.CAUSAL)] * 3), None)
     assert not needs_bias(spans, spec(None))

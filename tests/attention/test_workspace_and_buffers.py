@@ -127,7 +127,6 @@ def test_another_dtype_gets_memory_of_that_dtype() -> None:
     assert buffers.take("bias", [4], torch.float16).dtype == torch.float16
 
 
-# FAILS: each change of dtype doubles the buffer, so alternating dtypes takes memory without end.
 def test_changing_the_dtype_to_and_fro_does_not_grow_the_memory() -> None:
     buffers = PlanBuffers(CPU)
     for index in range(12):

@@ -102,7 +102,6 @@ def test_a_row_grows_in_all_pools_or_in_none(scarce: int) -> None:
     assert store.num_free_pages == 0
 
 
-# FAILS: pages are taken from the free list before the page table refuses them, and belong to nobody then.
 def test_growing_beyond_the_longest_sequence_is_refused_and_loses_no_page() -> None:
     store = make_store()
     row = store.open_row()
@@ -112,7 +111,6 @@ def test_growing_beyond_the_longest_sequence_is_refused_and_loses_no_page() -> N
     assert state(store) == before
 
 
-# FAILS: as above for the padding row; a row on the free list is even grown, and opened with pages later.
 @pytest.mark.parametrize("row", [0, 1, 4])
 def test_growing_a_row_that_nobody_opened_is_refused_and_loses_no_page(row: int) -> None:
     store = make_store()

@@ -175,6 +175,30 @@ def test_a_batch_of_unequal_shapes_is_refused_by_field(changes: dict[str, object
         replace(batch, **changes)  # type: ignore[arg-type]
 
 
+INCONSISTENT: dict[str, dict[str, object]] = {
+    "tree": {"masks": (CAUSAL, CAUSAL, tree(3))},
+    "logit row": {"logit_rows": (0, 1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize("changes", INCONSISTENT.values(), ids=INCONSISTENT.keys())
+def test_a_batch_whose_fields_contradict_each_other_is_refused(changes: dict[str, object]) -> None:
+    batch = make_batch(MIXED)
+    with pytest.raises(ValueError, match="expected"):
+        replace(batch, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("bound", "host"), [((0, 17), (0, 17, 5)), ((0, 17, 5), (0, 17))], ids=["bound", "host"])
+def test_lengths_that_contradict_each_other_are_refused(bound: tuple[int, ...], host: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="expected bounds and host copies of 3 lengths"):
+        Lengths(torch.tensor([0, 17, 5]), bound, host)
+
+
+def test_a_batch_with_another_content_has_another_id() -> None:
+    batch = make_batch(MIXED)
+    assert replace(batch, context_lens=Lengths.known([1, 1, 1], CPU)).batch_id != batch.batch_id
+
+
 def test_query_offsets_count_tokens_row_by_row() -> None:
     assert make_batch(MIXED).query_offsets_host() == (0, 3, 4, 6)
     assert make_batch([]).query_offsets_host() == (0,)
@@ -246,6 +270,12 @@ def test_taking_remaps_logits_to_the_new_places() -> None:
     assert taken.tokens.tolist() == [1004, 1005, 1000, 1001, 1002]
     wanted = set(zip(taken.logit_indices.tolist(), taken.logit_rows, strict=True))
     assert wanted == {(0, 0), (1, 0), (4, 1)}
+
+
+@pytest.mark.parametrize("rows", [[0, 0], [-1], [3]], ids=repr)
+def test_taking_a_row_twice_or_one_that_is_not_there_is_refused(rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="row"):
+        make_batch(MIXED).take(rows)
 
 
 def test_taking_from_a_padded_batch_leaves_padding_tokens_behind() -> None:

@@ -123,3 +123,9 @@ def test_a_limit_of_version_one_counts_beside_an_unlimited_version_two(tmp_path:
 def test_a_limit_without_a_use_beside_it_is_not_half_read(tmp_path: Path) -> None:
     write(tmp_path / "memory.max", "5000\n")
     assert device_module._cgroup_headroom_bytes(tmp_path) == UNLIMITED
+
+
+def test_cached_file_pages_count_as_memory_that_is_there(tmp_path: Path) -> None:
+    write_cgroup_v2(tmp_path, "5000", "4500")
+    (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 3000\nactive_file 500\n")
+    assert device_module._cgroup_headroom_bytes(tmp_path) == 3500

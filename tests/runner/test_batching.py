@@ -111,7 +111,6 @@ def test_a_transient_batch_speaks_of_no_pool() -> None:
     assert (batch.logit_rows, batch.logit_indices.tolist()) == ((0,), [1])
 
 
-# FAILS: an entry beyond a row's pages lies in the padding page, so rows without pages write over each other.
 @pytest.mark.parametrize("owned", [0, 4])
 def test_a_row_without_pages_for_its_tokens_is_refused(owned: int) -> None:
     store = make_store()
@@ -120,7 +119,6 @@ def test_a_row_without_pages_for_its_tokens_is_refused(owned: int) -> None:
         assemble([RowWork(row, [1] * 5, 0, True)], store)
 
 
-# FAILS: the logits that are given belong to the row before, or to the last token of all.
 @pytest.mark.parametrize("others", [0, 1])
 def test_logits_of_a_row_without_tokens_are_refused(others: int) -> None:
     store = make_store()

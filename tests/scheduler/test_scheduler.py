@@ -252,6 +252,14 @@ def test_scheduling_twice_without_a_commit_gives_the_same_rows() -> None:
     assert loop.store.num_free_pages == free
 
 
+def test_a_sequence_with_nothing_pending_has_no_row() -> None:
+    loop = Loop()
+    loop.submit("a", 6, 3)
+    (row,) = loop.scheduler.schedule().rows
+    loop.scheduler.commit(row)
+    assert loop.scheduler.schedule().rows == ()
+
+
 def test_a_waiting_request_is_removed_from_the_queue() -> None:
     loop = Loop(make_store(max_rows=1))
     loop.submit("a", 3, 2)
@@ -305,7 +313,6 @@ def test_removing_one_of_two_equal_requests_leaves_the_other() -> None:
     assert (first.table_row is None, second.table_row is None) == (False, True)
 
 
-# FAILS: it waits for ever, nothing behind it is admitted, and every step is empty.
 def test_a_request_that_can_never_fit_is_refused_when_it_is_submitted() -> None:
     loop = Loop(make_store(usable_pages=4))
     with pytest.raises((ValueError, SightlineError), match="page"):

@@ -32,10 +32,12 @@ class PlanBuffers:
             raise ValueError(f"buffer {name!r} was taken twice in one plan; give each use its own name")
         size = torch.Size(shape)
         storage = self._storage.get(name)
-        if storage is None or storage.dtype != dtype or storage.numel() < size.numel():
-            capacity = max(size.numel(), 2 * storage.numel() if storage is not None else 0, 16)
-            storage = torch.empty(capacity, dtype=dtype, device=self._device)
-            self._storage[name] = storage
+        if storage is None or storage.dtype != dtype:
+            storage = self._storage[name] = torch.empty(size.numel(), dtype=dtype, device=self._device)
+        elif storage.numel() < size.numel():
+            # Doubling keeps a sequence that grows token by token from moving at every step.
+            capacity = max(size.numel(), 2 * storage.numel())
+            storage = self._storage[name] = torch.empty(capacity, dtype=dtype, device=self._device)
         self._epochs[name] = self._epochs.get(name, 0) + 1
         self._filled.add(name)
         self._views[name] = storage[: size.numel()].view(size)

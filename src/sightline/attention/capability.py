@@ -25,13 +25,6 @@ class Wildcard(Enum):
 ANY = Wildcard.ANY
 
 
-class GraphLevel(Enum):
-    """What of a plan a CUDA graph can hold."""
-
-    NONE = "none"
-    RUN = "run"
-
-
 class HostLengths(Enum):
     """Which lengths planning needs on the host."""
 
@@ -52,7 +45,6 @@ class Capability:
     head_dims: frozenset[int] | Wildcard
     page_sizes: frozenset[int] | Wildcard
     features: frozenset[Feature]
-    graph: GraphLevel
     host_lengths: HostLengths
     package: str | None = None
     """What must be installed for this row, beyond Sightline's own dependencies."""
@@ -78,7 +70,7 @@ class Requirement:
 def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
     """Every reason why the row does not serve the need; empty where it does."""
     reasons = []
-    if capability.package is not None and find_spec(capability.package) is None:
+    if capability.package is not None and not _is_installed(capability.package):
         reasons.append(f"package {capability.package} is not installed")
     if need.spec.kind not in capability.spec_kinds:
         reasons.append(f"serves {_names(capability.spec_kinds)} attention, not {need.spec.kind.value}")
@@ -100,6 +92,12 @@ def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
     if missing:
         reasons.append(f"lacks {_names(missing)}")
     return tuple(reasons)
+
+
+def _is_installed(package: str) -> bool:
+    """Found by name, parent packages first; nothing is imported but those parents."""
+    names = package.split(".")
+    return all(find_spec(".".join(names[:count])) is not None for count in range(1, len(names) + 1))
 
 
 def _serves(values: Set[object] | Wildcard, value: object) -> bool:

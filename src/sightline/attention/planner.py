@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.capability import Capability
+from sightline.attention.capability import Capability, HostLengths
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
@@ -190,6 +190,12 @@ class Planner:
             if missing:
                 names = ", ".join(sorted(feature.value for feature in missing))
                 raise PlanError(f"{type(binding.backend).__name__} serves {binding.group.name} and lacks {names}")
+            exact = batch.query_lens.host is not None and batch.context_lens.host is not None
+            if binding.capability.host_lengths is HostLengths.EXACT and not exact:
+                raise PlanError(
+                    f"{type(binding.backend).__name__} serves {binding.group.name} and needs exact host lengths, "
+                    "got a batch whose lengths only the device knows"
+                )
         if batch.num_rows > self._limits.max_rows or batch.num_tokens > self._limits.max_step_tokens:
             raise PlanError(
                 f"expected at most {self._limits.max_rows} rows and {self._limits.max_step_tokens} tokens in a "

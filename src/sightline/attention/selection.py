@@ -19,7 +19,6 @@ class Candidate:
 
     name: str
     backend: type[AttentionBackend[SoftmaxInputs]]
-    summary: str
     by_default: bool
     """False for a backend that serves only when it is asked for by name."""
 
@@ -54,7 +53,7 @@ def select_backend(candidates: Sequence[Candidate], need: Requirement, requested
             continue
         refused.append((candidate.name, reasons))
     if chosen is None:
-        raise NoBackendError(_no_backend_text(need, group, refused))
+        raise NoBackendError(_no_backend_text(need, group, refused, requested))
     return Selection(*chosen, tuple(refused))
 
 
@@ -70,13 +69,15 @@ def _match(candidate: Candidate, need: Requirement) -> tuple[Capability | None, 
     return None, nearest or ("declares no capability",)
 
 
-def _no_backend_text(need: Requirement, group: str, refused: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+def _no_backend_text(
+    need: Requirement, group: str, refused: Sequence[tuple[str, tuple[str, ...]]], requested: str | None
+) -> str:
     wanted = ", ".join(sorted(feature.value for feature in need.features)) or "no special feature"
     lines = [
         f"expected an attention backend for {group} ({need.spec.kind.value}, {wanted}, {need.dtype}, "
         f"head dimension {need.spec.head_dim}, page size {need.page_size}, {need.device.kind.value}), got none:"
     ]
     lines += [f"  {name}: {'; '.join(reasons)}" for name, reasons in refused]
-    fewest = min(refused, key=lambda entry: len(entry[1]))
-    lines.append(f"The nearest is {fewest[0]}: remove what it refuses, or choose another device or dtype.")
+    nearest = requested or min(refused, key=lambda entry: len(entry[1]))[0]
+    lines.append(f"The nearest is {nearest}: remove what it refuses, or choose another device or dtype.")
     return "\n".join(lines)

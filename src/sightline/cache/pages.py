@@ -5,6 +5,7 @@ Every page is free, or owned with a positive reference count, or the padding pag
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from sightline.core.config import PADDING_PAGES
@@ -48,14 +49,14 @@ class PageAllocator:
     def share(self, pages: Iterable[int]) -> None:
         """Adds an owner to pages that already have one."""
         pages = tuple(pages)
-        self._require_owned(pages)
+        self._require_owned(pages, leaving=False)
         for page in pages:
             self._owners[page] += 1
 
     def release(self, pages: Iterable[int]) -> tuple[int, ...]:
         """Takes an owner away; returns the pages that became free."""
         pages = tuple(pages)
-        self._require_owned(pages)
+        self._require_owned(pages, leaving=True)
         freed = []
         for page in pages:
             self._owners[page] -= 1
@@ -64,9 +65,9 @@ class PageAllocator:
         self._free.extend(reversed(freed))
         return tuple(freed)
 
-    def _require_owned(self, pages: tuple[int, ...]) -> None:
-        for page in set(pages):
+    def _require_owned(self, pages: tuple[int, ...], *, leaving: bool) -> None:
+        for page, times in Counter(pages).items():
             if not PADDING_PAGES <= page < self._num_pages:
                 raise ValueError(f"expected a page from {PADDING_PAGES} to {self._num_pages - 1}, got {page}")
-            if self._owners[page] < pages.count(page):
-                raise ValueError(f"page {page} has {self._owners[page]} owners and is named {pages.count(page)} times")
+            if self._owners[page] < (times if leaving else 1):
+                raise ValueError(f"page {page} has {self._owners[page]} owners and is named {times} times")

@@ -132,6 +132,10 @@ class CacheStore:
 
     def grow_row(self, row: int, num_tokens: int) -> None:
         """Makes room for `num_tokens` in every pool; all pools or none."""
+        if not 1 <= row <= self.limits.max_rows or row in self._free_rows:
+            raise ValueError(f"expected a row that is open, got {row}")
+        if num_tokens > self.limits.max_seq_len:
+            raise ValueError(f"expected at most {self.limits.max_seq_len} tokens in a row, got {num_tokens}")
         pages = self.pages_for(num_tokens)
         for pool in self.pools:
             missing = pages - pool.table.num_owned(row)

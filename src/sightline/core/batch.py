@@ -76,6 +76,16 @@ class Lengths:
         exact = tuple(values)
         return Lengths(torch.tensor(exact, dtype=torch.int64, device=device), exact, exact)
 
+    def __post_init__(self) -> None:
+        if len(self.bound) != self.num_rows or (self.host is not None and len(self.host) != self.num_rows):
+            raise ValueError(
+                f"expected bounds and host copies of {self.num_rows} lengths, got {self.bound} and {self.host}"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        return self.device.shape[0]
+
     def exact(self) -> tuple[int, ...]:
         """The exact host copy; a caller that needs it says so in its capability row."""
         if self.host is None:
@@ -115,13 +125,14 @@ class Batch:
     """[num_logits] int64: the tokens whose logits are wanted."""
     logit_rows: tuple[int, ...]
     """[num_logits]: the row of each wanted token."""
-    batch_id: BatchId = field(default_factory=_next_batch_id)
+    batch_id: BatchId = field(init=False, default_factory=_next_batch_id)
+    """New for every batch, also for one that `dataclasses.replace` makes: other contents are another batch."""
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = len(self.rows), self.tokens.shape[0]
         sizes = {
-            "query_lens": (self.query_lens.device.shape[0], num_rows),
-            "context_lens": (self.context_lens.device.shape[0], num_rows),
+            "query_lens": (self.query_lens.num_rows, num_rows),
+            "context_lens": (self.context_lens.num_rows, num_rows),
             "masks": (len(self.masks), num_rows),
             "positions": (self.positions.shape[0], num_tokens),
             "logit_rows": (len(self.logit_rows), self.logit_indices.shape[0]),
@@ -132,8 +143,19 @@ class Batch:
         for name, (got, expected) in sizes.items():
             if got != expected:
                 raise ValueError(f"expected {name} of length {expected}, got {got}")
-        if self.query_lens.host is not None and sum(self.query_lens.host) > num_tokens:
-            raise ValueError(f"expected at least {sum(self.query_lens.host)} tokens for the rows, got {num_tokens}")
+        if not all(0 <= row < num_rows for row in self.logit_rows):
+            raise ValueError(f"expected logit rows from 0 to {num_rows - 1}, got {self.logit_rows}")
+        if self.query_lens.host is not None:
+            self._check_tokens(self.query_lens.host)
+
+    def _check_tokens(self, query_lens: tuple[int, ...]) -> None:
+        if sum(query_lens) > self.num_tokens:
+            raise ValueError(f"expected at least {sum(query_lens)} tokens for the rows, got {self.num_tokens}")
+        for row, (query_len, mask) in enumerate(zip(query_lens, self.masks, strict=True)):
+            if mask.tree is not None and mask.tree.shape != (query_len, query_len):
+                raise ValueError(
+                    f"expected a tree of {query_len} × {query_len} for row {row}, got {tuple(mask.tree.shape)}"
+                )
 
     @property
     def num_rows(self) -> int:
@@ -179,6 +201,8 @@ class Batch:
 
     def take(self, rows: Sequence[int]) -> Batch:
         """A new batch of the named rows, in that order. Padding tokens are left behind."""
+        if len(set(rows)) != len(rows) or not all(0 <= row < self.num_rows for row in rows):
+            raise ValueError(f"expected each row once, from 0 to {self.num_rows - 1}, got {list(rows)}")
         offsets = self.query_offsets_host()
         kept = [token for row in rows for token in range(offsets[row], offsets[row + 1])]
         new_token = {old: new for new, old in enumerate(kept)}

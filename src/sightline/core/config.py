@@ -50,8 +50,10 @@ class EngineConfig:
             ("max_model_len", self.max_model_len),
             ("cache_tokens", self.cache_tokens),
         ):
-            if value is not None and value < 1:
-                raise ConfigError(f"expected {name} of at least 1, got {value}")
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"expected {name} to be a whole number of at least 1, got {value!r}")
+        if self.seed is not None and type(self.seed) is not int:
+            raise ConfigError(f"expected seed to be a whole number, got {self.seed!r}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"expected memory_fraction in (0, 1], got {self.memory_fraction}")
 
@@ -98,7 +100,8 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
             f"got {asked_len}; lower it"
         )
     model_len = asked_len or facts.max_positions
-    num_pages = _resolve_pages(config, facts, device, dtype, model_len)
+    max_rows = _resolve_rows(config, ledger)
+    num_pages = _resolve_pages(config, facts, device, dtype, max_rows * -(-model_len // config.page_size))
     capacity = num_pages * config.page_size
     if capacity < model_len:
         if asked_len is not None:
@@ -112,13 +115,6 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
             "raise cache_tokens or memory_fraction, or ask for a smaller max_model_len",
         )
         model_len = capacity
-    max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    if max_rows < config.max_num_seqs:
-        ledger.record(
-            "max_num_seqs",
-            f"lowered from {config.max_num_seqs} to {max_rows}: each running sequence needs a token of every step",
-            "raise max_num_batched_tokens or lower max_num_seqs",
-        )
     return ResolvedConfig(
         device=device,
         dtype=dtype,
@@ -133,14 +129,25 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     )
 
 
+def _resolve_rows(config: EngineConfig, ledger: Ledger) -> int:
+    max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    if max_rows < config.max_num_seqs:
+        ledger.record(
+            "max_num_seqs",
+            f"lowered from {config.max_num_seqs} to {max_rows}: each running sequence needs a token of every step",
+            "raise max_num_batched_tokens or lower max_num_seqs",
+        )
+    return max_rows
+
+
 def _resolve_dtype(name: str, device: Device) -> torch.dtype:
     if name != "auto":
         return DTYPES[name]
     return torch.float32 if device.kind is DeviceKind.CPU else torch.bfloat16
 
 
-def _resolve_pages(config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype, model_len: int) -> int:
-    """Pages for sequences: as asked, else what the memory allows, never more than can be used."""
+def _resolve_pages(config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype, useful: int) -> int:
+    """Pages for sequences: as asked, else what the memory allows, never more than the `useful` ones."""
     left = available_bytes(device) - facts.weight_elements * dtype.itemsize
     page_bytes = facts.cache_elements_per_token * dtype.itemsize * config.page_size
     if config.cache_tokens is not None:
@@ -152,7 +159,6 @@ def _resolve_pages(config: EngineConfig, facts: ModelFacts, device: Device, dtyp
                 f"{config.cache_tokens}, which takes {needed:,}; lower cache_tokens"
             )
         return asked
-    useful = config.max_num_seqs * -(-model_len // config.page_size)
     affordable = int(max(0, left) * config.memory_fraction) // page_bytes - PADDING_PAGES
     if affordable < 1:
         raise ConfigError(

@@ -73,13 +73,24 @@ def _host_available_bytes(meminfo: Path) -> int:
 def _cgroup_headroom_bytes(root: Path) -> int:
     """What the container's limit leaves; a very large number where there is no limit."""
     unlimited = 1 << 62
-    for limit_name, usage_name in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for folder, limit_name, usage_name in (
+        (root, "memory.max", "memory.current"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        limit_file, usage_file = root / limit_name, root / usage_name
+        limit_file, usage_file = folder / limit_name, folder / usage_name
         if limit_file.exists() and usage_file.exists():
             limit = limit_file.read_text().strip()
             if limit != "max":
-                return max(0, min(unlimited, int(limit)) - int(usage_file.read_text()))
+                used = int(usage_file.read_text()) - _reclaimable_bytes(folder / "memory.stat")
+                return max(0, min(unlimited, int(limit)) - max(0, used))
     return unlimited
+
+
+def _reclaimable_bytes(stat: Path) -> int:
+    """Cached file pages count as used but give way when memory is needed."""
+    if stat.exists():
+        for line in stat.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    return 0

@@ -5,14 +5,15 @@ Owns sampling parameters and output shapes. Does not know tokenizers, scheduling
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral
 
 from sightline.core.errors import RequestError
 
 MAX_SEED = 2**64 - 1
+_INFINITY = float("inf")
 
 
 class FinishReason(StrEnum):
@@ -38,7 +39,7 @@ class SamplingParams:
     """The same seed and the same logits give the same tokens, whatever else is in the batch."""
     max_tokens: int | None = 16
     """None goes on to the end of the context."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
@@ -51,8 +52,14 @@ class SamplingParams:
         _check_integer("top_k", self.top_k, 0, 2**31 - 1)
         _check_integer("seed", self.seed, 0, MAX_SEED)
         _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_flag("ignore_eos", self.ignore_eos)
+        _check_flag("skip_special_tokens", self.skip_special_tokens)
+        if not isinstance(self.stop_token_ids, Sequence):
+            raise RequestError(f"expected stop_token_ids to be a list of token ids, got {self.stop_token_ids!r}")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
+            if token is None:
+                raise RequestError("expected every stop_token_ids entry to be an integer, got None")
             _check_integer("every stop_token_ids entry", token, 0, 2**31 - 1)
 
 
@@ -74,10 +81,20 @@ class EffectiveParams:
 def _check_number(name: str, value: object, low: float, high: float) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or value in (_INFINITY, -_INFINITY)
+        or value != value
+    ):
         raise RequestError(f"expected {name} to be a finite number, got {value!r}")
     if not low <= value <= high:
         raise RequestError(f"expected {name} between {low:g} and {high:g}, got {value}")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"expected {name} to be True or False, got {value!r}")
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -91,7 +108,7 @@ def _check_integer(name: str, value: object, low: int, high: int) -> None:
 
 def check_prompt(token_ids: Sequence[object], vocab_size: int, max_model_len: int) -> None:
     """Raises `RequestError` unless the tokens can be run and at least one more generated."""
-    if not token_ids:
+    if len(token_ids) == 0:
         raise RequestError("expected a prompt of at least one token, got an empty one")
     if len(token_ids) >= max_model_len:
         raise RequestError(
@@ -99,7 +116,7 @@ def check_prompt(token_ids: Sequence[object], vocab_size: int, max_model_len: in
             f"to generate), got {len(token_ids)}; shorten it or raise max_model_len"
         )
     for position, token in enumerate(token_ids):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
             raise RequestError(f"expected token ids from 0 to {vocab_size - 1}, got {token!r} at position {position}")
 
 

@@ -31,6 +31,13 @@ def assemble(work: Sequence[RowWork], store: CacheStore) -> Batch:
     """A batch of paged rows. The rows' pages must be there already."""
     device = store.device
     rows = tuple(row.table_row for row in work)
+    for row in work:
+        if row.positions is not None and len(row.positions) != len(row.tokens):
+            raise ValueError(f"expected {len(row.tokens)} positions, one a token, got {len(row.positions)}")
+        seq_len = row.context_len + len(row.tokens)
+        for pool in store.pools:
+            if pool.table.num_owned(row.table_row) * pool.page_size < seq_len:
+                raise ValueError(f"expected pages for {seq_len} tokens in row {row.table_row} of pool {pool.key}")
     query_lens = torch.tensor([len(row.tokens) for row in work], dtype=torch.int64, device=device)
     token_rows = torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(query_lens)
     entries = torch.tensor(
@@ -62,6 +69,8 @@ def _batch(work: Sequence[RowWork], pools: Mapping[str, PoolRows], device: torch
         for position in (row.positions or range(row.context_len, row.context_len + len(row.tokens)))
     ]
     query_lens = Lengths.known([len(row.tokens) for row in work], device)
+    if any(row.wants_logits and not row.tokens for row in work):
+        raise ValueError("expected a token in every row whose logits are wanted, got a row without")
     logit_rows = tuple(index for index, row in enumerate(work) if row.wants_logits)
     return Batch(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),

@@ -54,14 +54,16 @@ def truncated_probabilities(logits: Tensor, rows: Sequence[RowSampling]) -> tupl
     In this order, as transformers applies them: top-p is a share of what top-k left.
     """
     temperature = _column([row.params.temperature for row in rows])
-    ordered, tokens = (logits / temperature).sort(dim=-1, descending=True, stable=True)
-    probability = torch.softmax(ordered, dim=-1)
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    # The largest logit becomes 0 before the division, so that no temperature overflows.
+    probability = torch.softmax((ordered - ordered[:, :1]) / temperature, dim=-1)
     rank = torch.arange(logits.shape[-1]).unsqueeze(0)
     top_k = _column([row.params.top_k or logits.shape[-1] for row in rows])
     probability = probability.masked_fill(rank >= top_k, 0.0)
     probability = probability / probability.sum(dim=-1, keepdim=True)
     before = probability.cumsum(dim=-1) - probability
-    outside = (before >= _column([row.params.top_p for row in rows])) & (rank > 0)
+    top_p = _column([row.params.top_p for row in rows])
+    outside = (before >= top_p) & (top_p < 1.0) & (rank > 0)
     probability = probability.masked_fill(outside, 0.0)
     floor = _column([row.params.min_p for row in rows]) * probability[:, :1]
     return tokens, probability.masked_fill(probability < floor, 0.0)

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from sightline.cache.pools import CacheStore
+from sightline.core.errors import RequestError
 from sightline.core.request import Request
 
 
@@ -82,14 +83,21 @@ class Scheduler:
         return len(self._running)
 
     def submit(self, sequence: SequenceState) -> None:
-        """Adds a sequence at the end of the queue."""
+        """Adds a sequence at the end of the queue; one that could never start is refused."""
+        needed = self._store.pages_for(sequence.max_len)
+        if needed > self._store.num_usable_pages:
+            raise RequestError(
+                f"expected a request of at most {self._store.num_usable_pages} cache pages, got one that may need "
+                f"{needed}; lower max_tokens or raise cache_tokens"
+            )
         self._waiting.append(sequence)
 
     def schedule(self) -> Schedule:
         """The next step's rows, with pages for their new tokens."""
         budget = self._max_step_tokens
         rows: list[ScheduledRow] = []
-        for sequence in sorted(self._running, key=lambda running: running.num_pending > 1):
+        pending = [sequence for sequence in self._running if sequence.num_pending > 0]
+        for sequence in sorted(pending, key=lambda running: running.num_pending > 1):
             if budget == 0:
                 break
             rows.append(self._row(sequence, budget))

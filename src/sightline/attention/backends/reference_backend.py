@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths
+from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
@@ -86,7 +86,6 @@ class ReferenceBackend(AttentionBackend[SoftmaxInputs]):
             head_dims=ANY,
             page_sizes=ANY,
             features=frozenset(Feature),
-            graph=GraphLevel.NONE,
             host_lengths=HostLengths.EXACT,
         ),
     )

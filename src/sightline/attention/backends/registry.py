@@ -10,11 +10,6 @@ from sightline.attention.backends.torch_backend import TorchBackend
 from sightline.attention.selection import Candidate
 
 CANDIDATES: tuple[Candidate, ...] = (
-    Candidate(
-        "torch",
-        TorchBackend,
-        "fused scaled_dot_product_attention where it fits, else plain products",
-        by_default=True,
-    ),
-    Candidate("reference", ReferenceBackend, "the fp32 oracle: slow, for checking", by_default=False),
+    Candidate("torch", TorchBackend, by_default=True),
+    Candidate("reference", ReferenceBackend, by_default=False),
 )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths
+from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
@@ -138,7 +138,6 @@ def _capability(dtype: torch.dtype) -> Capability:
         head_dims=ANY,
         page_sizes=ANY,
         features=frozenset(Feature),
-        graph=GraphLevel.NONE,
         host_lengths=HostLengths.EXACT,
     )
 
