@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -231,3 +233,78 @@ def test_low_precision_runs_end_to_end(folder: Path) -> None:
     for dtype in ("bfloat16", "float16"):
         [output] = tiny(folder, dtype=dtype).generate(tokens_of([9])[0], SamplingParams(max_tokens=6, ignore_eos=True))
         assert len(output.outputs[0].token_ids) == 6
+
+
+def write_generation_config(folder: Path, **fields: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+
+
+def test_the_models_own_sampling_defaults_apply_and_are_echoed(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    write_generation_config(
+        tmp_path, do_sample=True, temperature=0.6, top_p=0.9, top_k=7, eos_token_id=[2, 50], transformers_version="5"
+    )
+    llm = tiny(tmp_path)
+    [output] = llm.generate(tokens_of([4])[0], SamplingParams(max_tokens=2))
+    assert output.params is not None
+    assert (output.params.temperature, output.params.top_p, output.params.top_k) == (0.6, 0.9, 7)
+    assert output.params.stop_token_ids == {2, 50}
+    [asked] = llm.generate(tokens_of([4])[0], SamplingParams(max_tokens=2, temperature=0.0, top_p=0.5))
+    assert asked.params is not None
+    assert (asked.params.temperature, asked.params.top_p, asked.params.top_k) == (0.0, 0.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "temperature"),
+    [
+        ({}, 0.0),
+        ({"do_sample": True}, 1.0),
+        ({"temperature": 0.7}, 0.7),
+        ({"do_sample": False, "temperature": 0.7}, 0.0),
+    ],
+)
+def test_decoding_is_greedy_where_neither_caller_nor_model_asks_for_sampling(
+    tmp_path: Path, fields: dict[str, object], temperature: float
+) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    write_generation_config(tmp_path, **fields)
+    [output] = tiny(tmp_path).generate(tokens_of([4])[0], SamplingParams(max_tokens=1))
+    assert output.params is not None
+    assert output.params.temperature == temperature
+
+
+def test_a_model_default_that_is_not_supported_is_in_the_ledger(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    write_generation_config(tmp_path, repetition_penalty=1.3)
+    assert any("repetition_penalty" in entry.subject for entry in tiny(tmp_path).engine.ledger)
+    with pytest.raises(ConfigError, match="repetition_penalty"):
+        tiny(tmp_path, strict=True)
+
+
+def test_a_stream_that_nobody_holds_any_more_is_ended(folder: Path) -> None:
+    llm = tiny(folder)
+    stream = llm.stream(tokens_of([5])[0], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    assert not at_baseline(llm)
+    del stream
+    llm.engine.step()
+    assert at_baseline(llm)
+    assert not llm.engine.has_work
+
+
+def test_a_finished_stream_is_forgotten_and_ends(folder: Path) -> None:
+    llm = tiny(folder)
+    stream = llm.stream(tokens_of([5])[0], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(list(stream)) == 3
+    assert list(stream) == []
+    assert llm.engine._live == {}
+
+
+def test_prompts_of_array_integers_are_taken_as_they_are(folder: Path) -> None:
+    llm = tiny(folder)
+    [prompt] = random_prompts([6])
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    as_array: TokensPrompt = {"prompt_token_ids": list(numpy.array(prompt))}
+    assert answers(llm.generate([as_array, {"prompt_token_ids": prompt}], params)) == answers(
+        llm.generate([{"prompt_token_ids": prompt}] * 2, params)
+    )
