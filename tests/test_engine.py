@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from sightline import LLM, RequestOutput, SamplingParams
+from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError, EngineClosedError, RequestError
+from sightline.engine import LiveRequest
 from sightline.llm import EngineSettings, TokensPrompt
 from support.tiny_models import VOCAB, make_model, random_prompts, reference_logits
 
@@ -308,3 +310,82 @@ def test_prompts_of_array_integers_are_taken_as_they_are(folder: Path) -> None:
     assert answers(llm.generate([as_array, {"prompt_token_ids": prompt}], params)) == answers(
         llm.generate([{"prompt_token_ids": prompt}] * 2, params)
     )
+
+
+def test_an_interrupted_commit_loses_and_repeats_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, params = random_prompts([4, 9, 6]), SamplingParams(max_tokens=10, ignore_eos=True)
+    expected = answers(tiny(folder).generate([{"prompt_token_ids": prompt} for prompt in prompts], params))
+    engine = tiny(folder).engine
+    requests = [engine.submit(prompt, params) for prompt in prompts]
+    take_in, calls = engine._take_in, iter(range(100))
+
+    def interrupted(live: LiveRequest) -> None:
+        if next(calls) in (1, 5, 9):
+            raise KeyboardInterrupt
+        take_in(live)
+
+    monkeypatch.setattr(engine, "_take_in", interrupted)
+    interruptions = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interruptions += 1
+    assert interruptions == 3
+    assert [engine.pop_output(request).outputs[0].token_ids for request in requests] == expected
+
+
+def test_a_failing_step_leaves_the_sequences_as_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [prompt], params = random_prompts([7]), SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = answers(tiny(folder).generate({"prompt_token_ids": prompt}, params))
+    engine = tiny(folder).engine
+    request = engine.submit(prompt, params)
+    engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            engine.runtime.runner, "forward", lambda planned: (_ for _ in ()).throw(MemoryError("no memory"))
+        )
+        with pytest.raises(MemoryError):
+            engine.step()
+    while engine.has_work:
+        engine.step()
+    assert [engine.pop_output(request).outputs[0].token_ids] == expected
+
+
+def test_degradations_are_logged_by_whoever_starts_an_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    write_generation_config(tmp_path, repetition_penalty=1.3)
+    tiny(tmp_path)
+    assert "degraded: " in caplog.text
+    assert "repetition_penalty" in caplog.text
+
+
+def test_an_empty_model_name_is_not_the_default_model() -> None:
+    with pytest.raises(ConfigError, match="got an empty name"):
+        LLM("")
+
+
+def test_a_prompt_with_keys_beside_it_is_refused(folder: Path) -> None:
+    both = {"prompt": "hi", "prompt_token_ids": [7, 8]}
+    [output] = tiny(folder).generate([both])  # type: ignore[list-item]
+    assert "got keys prompt, prompt_token_ids" in str(output.error)
+    assert output.prompt == "hi"
+
+
+def test_a_stream_of_a_closed_engine_says_so(folder: Path) -> None:
+    llm = tiny(folder)
+    stream = llm.stream(tokens_of([5])[0])
+    llm.close()
+    with pytest.raises(EngineClosedError, match="ended with it"):
+        next(stream)
+
+
+def test_request_ids_are_unique_and_not_counted(folder: Path) -> None:
+    outputs = tiny(folder).generate([*tokens_of([3, 3]), {"prompt_token_ids": []}], SamplingParams(max_tokens=1))
+    ids = [output.request_id for output in outputs]
+    assert len(set(ids)) == 3
+    assert all(len(request_id) >= 16 for request_id in ids)
+
+
+def test_the_settings_that_the_llm_takes_are_those_of_the_config() -> None:
+    assert EngineSettings.__annotations__.keys() | {"model"} == EngineConfig.__dataclass_fields__.keys()

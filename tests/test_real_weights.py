@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sightline import LLM, SamplingParams
 from sightline.models.loading.default_model import default_model_path
+from sightline.runner.sampler import Sampled
 
 NEW_TOKENS = 64
 PROMPTS = [
@@ -75,3 +76,12 @@ def test_chat_answers_through_the_models_own_template(llm: LLM) -> None:
     assert output.prompt.endswith("<|im_start|>assistant\n")
     assert "4" in output.outputs[0].text
     assert output.outputs[0].finish_reason in ("stop", "length")
+
+
+def test_an_incomplete_character_at_the_end_is_shown_as_such(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wave = llm.tokenizer.encode_prompt("🌊")
+    assert len(wave) > 2
+    tokens = iter(wave)
+    monkeypatch.setattr("sightline.engine.sample", lambda logits, rows: Sampled((next(tokens),), (True,)))
+    pieces = [piece.text for piece in llm.stream("x", SamplingParams(max_tokens=2))]
+    assert pieces == ["", "\N{REPLACEMENT CHARACTER}"]

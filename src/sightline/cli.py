@@ -31,18 +31,22 @@ _SUFFIXES = {"k": 1024, "m": 1024**2}
 notes = Console(stderr=True, highlight=False)
 
 
-class Count(click.ParamType[int]):
+def parse_count(text: str) -> int:
     """A whole number; `32k` is 32 × 1024."""
+    digits, factor = text.strip().lower(), 1
+    if digits[-1:] in _SUFFIXES:
+        digits, factor = digits[:-1], _SUFFIXES[digits[-1]]
+    if not digits.isdecimal():
+        raise click.BadParameter(f"expected a whole number such as 4096 or 4k, got {text!r}")
+    return int(digits) * factor
 
-    name = "number"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        digits, factor = str(value).strip().lower(), 1
-        if digits[-1:] in _SUFFIXES:
-            digits, factor = digits[:-1], _SUFFIXES[digits[-1]]
-        if not digits.isdecimal():
-            self.fail(f"expected a whole number such as 4096 or 4k, got {value!r}", param, ctx)
-        return int(digits) * factor
+def count_option(*names: str, help: str, default: int | None = None) -> Callable[[_CommandT], _CommandT]:
+    """An option whose value is a count."""
+    shown = None if default is None else str(default)
+    return click.option(
+        *names, type=parse_count, metavar="NUMBER", default=shown, show_default=default is not None, help=help
+    )
 
 
 def _collected(name: str, **options: Callable[[_CommandT], _CommandT]) -> Callable[[_CommandT], _CommandT]:
@@ -66,39 +70,21 @@ engine_options = _collected(
     model=click.option("--model", "-m", help="A folder or a .gguf file; the default model without it."),
     device=click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     dtype=click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
-    max_model_len=click.option(
-        "--max-model-len", "--context-length", "max_model_len", type=Count(), help="Longest sequence, in tokens."
+    max_model_len=count_option(
+        "--max-model-len", "--context-length", "max_model_len", help="Longest sequence, in tokens."
     ),
-    max_num_seqs=click.option(
-        "--max-num-seqs",
-        "--max-running-requests",
-        "max_num_seqs",
-        type=Count(),
-        default=64,
-        show_default=True,
-        help="Most sequences that run at once.",
+    max_num_seqs=count_option(
+        "--max-num-seqs", "--max-running-requests", "max_num_seqs", default=64, help="Most sequences that run at once."
     ),
-    max_num_batched_tokens=click.option(
+    max_num_batched_tokens=count_option(
         "--max-num-batched-tokens",
         "--chunked-prefill-size",
         "max_num_batched_tokens",
-        type=Count(),
         default=512,
-        show_default=True,
         help="Most tokens in one step.",
     ),
-    page_size=click.option(
-        "--page-size",
-        "--block-size",
-        "page_size",
-        type=Count(),
-        default=16,
-        show_default=True,
-        help="Tokens in a cache page.",
-    ),
-    cache_tokens=click.option(
-        "--cache-tokens", type=Count(), help="Tokens that the cache holds; sized from free memory without it."
-    ),
+    page_size=count_option("--page-size", "--block-size", "page_size", default=16, help="Tokens in a cache page."),
+    cache_tokens=count_option("--cache-tokens", help="Tokens that the cache holds; sized from free memory without it."),
     memory_fraction=click.option(
         "--memory-fraction",
         "--gpu-memory-utilization",
@@ -115,9 +101,7 @@ engine_options = _collected(
 )
 sampling_options = _collected(
     "sampling",
-    max_tokens=click.option(
-        "--max-tokens", type=Count(), default=128, show_default=True, help="Most tokens to generate."
-    ),
+    max_tokens=count_option("--max-tokens", default=128, help="Most tokens to generate."),
     temperature=click.option("--temperature", type=float, help="0 is greedy; the model's own default without it."),
     top_p=click.option("--top-p", type=float, help="Keep the likeliest tokens that make up this share."),
     top_k=click.option("--top-k", type=int, help="Keep so many of the likeliest tokens; 0 keeps all."),
@@ -167,7 +151,8 @@ def generate(text: str, as_json: bool, quiet: bool, sampling: dict[str, Any], se
         [output] = llm.generate(text, params, use_tqdm=False)
         if output.error is not None:
             raise RequestError(output.error)
-        click.echo(json.dumps(asdict(output), default=_jsonable, ensure_ascii=False, indent=2))
+        report = asdict(output) | {"degradations": [str(entry) for entry in llm.engine.ledger]}
+        click.echo(json.dumps(report, default=_jsonable, ensure_ascii=False, indent=2))
         return
     stream = llm.stream(text, params)
     if not quiet:

@@ -6,13 +6,14 @@ have. Not safe to step from two threads; `cancel` may be called from any.
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar
+
+from torch import Tensor
 
 from sightline.core.errors import EngineClosedError, RequestError
 from sightline.core.ledger import Ledger
@@ -25,12 +26,13 @@ from sightline.core.request import (
     SamplingParams,
     TextDelta,
     check_prompt,
+    new_request_id,
 )
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.batching import RowWork, assemble
 from sightline.runner.build import Runtime
 from sightline.runner.sampler import RowSampling, sample
-from sightline.scheduler.scheduler import Scheduler, SequenceState
+from sightline.scheduler.scheduler import Schedule, Scheduler, SequenceState
 from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.tokenizer import Tokenizer
 
@@ -47,6 +49,8 @@ class LiveRequest:
     text: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    num_taken_in: int = 0
+    """Generated tokens whose text and meaning are known."""
     num_read_pieces: int = 0
     """Pieces of text that a stream has taken."""
     num_read_tokens: int = 0
@@ -71,7 +75,6 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}
         self._cancelled: deque[str] = deque()
         self._abandoned: deque[str] = deque()
-        self._ids = itertools.count()
         seed = runtime.config.seed
         self._seeds = Random(secrets.randbits(64) if seed is None else seed)
         self._closed = False
@@ -94,7 +97,7 @@ class Engine:
             if token >= self.vocab_size:
                 raise RequestError(f"expected stop_token_ids below {self.vocab_size}, got {token}")
         request = Request(
-            request_id=f"request-{next(self._ids)}",
+            request_id=new_request_id(),
             prompt=prompt,
             prompt_token_ids=tuple(int(token) for token in prompt_token_ids),
             params=self.effective_params(params, max_model_len - len(prompt_token_ids)),
@@ -129,6 +132,7 @@ class Engine:
 
     def step(self) -> None:
         """One forward pass over whatever can run."""
+        self._resume_interrupted()
         self._end_cancelled()
         schedule = self._scheduler.schedule()
         if not schedule.rows:
@@ -144,26 +148,18 @@ class Engine:
         ]
         planned = self.runtime.planner.plan(assemble(work, self.runtime.store))
         logits = self.runtime.runner.forward(planned)
-        completing = [row for row in schedule.rows if row.completes]
-        sampled = sample(
-            logits,
-            [RowSampling(row.sequence.request.params, row.sequence.num_generated) for row in completing],
-        )
-        for row in schedule.rows:
-            self._scheduler.commit(row)
-        for row, token, finite in zip(completing, sampled.tokens, sampled.finite, strict=True):
-            self._advance(self._live[row.sequence.request.request_id], token, finite=finite)
+        self._commit(schedule, logits)
 
     def params(self, request_id: str) -> EffectiveParams:
         """What the request really runs with."""
-        return self._live[request_id].request.params
+        return self._find(request_id).request.params
 
     def is_finished(self, request_id: str) -> bool:
-        return self._live[request_id].finish_reason is not None
+        return self._find(request_id).finish_reason is not None
 
     def take_delta(self, request_id: str) -> TextDelta | None:
         """What the request gained since the last call; None where nothing is new."""
-        live = self._live[request_id]
+        live = self._find(request_id)
         pieces, tokens = live.text[live.num_read_pieces :], live.generated(live.num_read_tokens)
         if not tokens and not pieces and live.finish_reason is None:
             return None
@@ -173,10 +169,10 @@ class Engine:
 
     def pop_output(self, request_id: str) -> RequestOutput:
         """The result of a finished request, which the engine then forgets."""
-        live = self._live[request_id]
+        live = self._find(request_id)
         if live.finish_reason is None:
             raise ValueError(f"expected a finished request, got {request_id}, which is running")
-        del self._live[request_id]
+        self.forget(request_id)
         completion = CompletionOutput(0, "".join(live.text), live.generated(), live.finish_reason.value)
         return RequestOutput(
             request_id=request_id,
@@ -191,7 +187,7 @@ class Engine:
     def forget(self, request_id: str) -> None:
         """Ends a request if it runs, and drops what it produced."""
         live = self._live.pop(request_id, None)
-        if live is not None and live.finish_reason is None:
+        if live is not None:
             self._scheduler.remove(live.sequence)
 
     def close(self) -> None:
@@ -201,28 +197,51 @@ class Engine:
         self._closed = True
 
     def _admit(self, request: Request) -> LiveRequest:
-        sequence = SequenceState(request)
-        self._scheduler.submit(sequence)
         detokenizer = None
         if self.tokenizer is not None:
             detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=request.params.skip_special_tokens)
-        return LiveRequest(request, sequence, detokenizer)
+        live = LiveRequest(request, SequenceState(request), detokenizer)
+        self._scheduler.submit(live.sequence)
+        return live
 
-    def _advance(self, live: LiveRequest, token: int, *, finite: bool) -> None:
-        """Takes a sampled token in, and ends the request where that ends it."""
-        if not finite:
-            live.error = (
-                f"the model's logits at position {len(live.sequence.tokens)} held a NaN or an infinity; "
-                "check the weights and the compute dtype"
-            )
-            self._finish(live, FinishReason.ERROR)
-            return
-        live.sequence.tokens.append(token)
-        if token in live.request.params.stop_token_ids:
-            self._finish(live, FinishReason.STOP)
-            return
-        if live.detokenizer is not None:
-            live.text.append(live.detokenizer.push([token]))
+    def _find(self, request_id: str) -> LiveRequest:
+        live = self._live.get(request_id)
+        if live is not None:
+            return live
+        if self._closed:
+            raise EngineClosedError(f"expected an open engine, got a closed one: {request_id} ended with it")
+        raise ValueError(f"expected a request that the engine knows, got {request_id}")
+
+    def _commit(self, schedule: Schedule, logits: Tensor) -> None:
+        """Takes the results in, row by row: at any moment a row is as before the step or as after it."""
+        completing = [row for row in schedule.rows if row.completes]
+        sampled = sample(
+            logits, [RowSampling(row.sequence.request.params, row.sequence.num_generated) for row in completing]
+        )
+        for row in schedule.rows:
+            if not row.completes:
+                self._scheduler.commit(row, None)
+        for row, token, finite in zip(completing, sampled.tokens, sampled.finite, strict=True):
+            live = self._live[row.sequence.request.request_id]
+            if finite:
+                self._scheduler.commit(row, token)
+                self._take_in(live)
+            else:
+                live.error = (
+                    f"the model's logits at position {len(live.sequence.tokens)} held a NaN or an infinity; "
+                    "check the weights and the compute dtype"
+                )
+                self._finish(live, FinishReason.ERROR)
+
+    def _take_in(self, live: LiveRequest) -> None:
+        """Reads the generated tokens that were not read yet: their text, and whether one ends the request."""
+        for token in live.generated(live.num_taken_in):
+            live.num_taken_in += 1
+            if token in live.request.params.stop_token_ids:
+                self._finish(live, FinishReason.STOP)
+                return
+            if live.detokenizer is not None:
+                live.text.append(live.detokenizer.push([token]))
         if live.sequence.num_generated >= live.request.params.max_tokens:
             self._finish(live, FinishReason.LENGTH)
 
@@ -231,6 +250,12 @@ class Engine:
             live.text.append(live.detokenizer.flush())
         live.finish_reason = reason
         self._scheduler.remove(live.sequence)
+
+    def _resume_interrupted(self) -> None:
+        """Takes in what a step that was interrupted between commit and here left behind."""
+        for live in tuple(self._live.values()):
+            if live.finish_reason is None and live.num_taken_in < live.sequence.num_generated:
+                self._take_in(live)
 
     def _end_cancelled(self) -> None:
         while self._cancelled:

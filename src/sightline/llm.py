@@ -21,6 +21,7 @@ from sightline.core.request import (
     RequestOutput,
     SamplingParams,
     TextDelta,
+    new_request_id,
 )
 from sightline.engine import Engine
 from sightline.models.loading.default_model import default_model_path
@@ -48,6 +49,15 @@ Prompt: TypeAlias = str | TextPrompt | TokensPrompt
 Message: TypeAlias = Mapping[str, object]
 
 
+class TemplateSettings(TypedDict, total=False):
+    """What a chat template may be given beside the messages."""
+
+    add_generation_prompt: bool
+    tools: Sequence[Mapping[str, object]] | None
+    chat_template_kwargs: Mapping[str, object]
+    """The template's own switches."""
+
+
 class EngineSettings(TypedDict, total=False):
     """The fields of `EngineConfig` that `LLM` takes by keyword."""
 
@@ -69,13 +79,15 @@ class EngineSettings(TypedDict, total=False):
 def build_engine(config: EngineConfig) -> Engine:
     """Opens the model and builds an engine for it, with a progress bar on a terminal."""
     ledger = Ledger(strict=config.strict)
-    checkpoint = open_checkpoint(config.model or default_model_path(), ledger)
+    checkpoint = open_checkpoint(default_model_path() if config.model is None else config.model, ledger)
     with _progress_bar(enabled=True) as bar:
         task = bar.add_task(f"Loading {checkpoint.location.name}", total=len(checkpoint.tensors))
         runtime = build_runtime(
             config, checkpoint, ledger, lambda done, total: bar.update(task, completed=done, total=total)
         )
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
+    for entry in ledger:
+        logger.warning("degraded: %s", entry)
     return Engine(runtime, tokenizer, checkpoint.generation, ledger)
 
 
@@ -107,19 +119,27 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **template: Unpack[TemplateSettings],
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, through the model's chat template."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
-        return self._run(conversations, self._encode_chat, sampling_params, use_tqdm=use_tqdm)
+        return self._run(
+            conversations, lambda each: self._encode_chat(each, **template), sampling_params, use_tqdm=use_tqdm
+        )
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
         """Continues a prompt piece by piece. Closing the stream cancels the request and frees its pages."""
         return self._submit(self._encode_prompt(prompt), sampling_params)
 
-    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> TextStream:
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **template: Unpack[TemplateSettings],
+    ) -> TextStream:
         """Answers a conversation piece by piece; as `stream` otherwise."""
-        return self._submit(self._encode_chat(messages), sampling_params)
+        return self._submit(self._encode_chat(messages, **template), sampling_params)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step. Any thread may call it."""
@@ -142,23 +162,33 @@ class LLM:
         text, token_ids = encoded
         return TextStream(self.engine, self.engine.submit(token_ids, sampling_params or SamplingParams(), text))
 
-    def _encode_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    def _encode_prompt(self, prompt: object) -> tuple[str | None, Sequence[int]]:
         match prompt:
-            case str(text) | {"prompt": str(text)}:
+            case str(text):
                 return text, self.tokenizer.encode_prompt(text)
-            case {"prompt_token_ids": [*token_ids]}:
+            case {"prompt": str(text), **rest} if not rest:
+                return text, self.tokenizer.encode_prompt(text)
+            case {"prompt_token_ids": [*token_ids], **rest} if not rest:
                 return None, cast("list[int]", token_ids)
             case _:
+                got = f"keys {', '.join(map(str, prompt))}" if isinstance(prompt, Mapping) else type(prompt).__name__
                 raise RequestError(
-                    "expected a prompt as text, {'prompt': text} or {'prompt_token_ids': [ids]}, "
-                    f"got {type(prompt).__name__}"
+                    "expected a prompt as text, {'prompt': text} or {'prompt_token_ids': [list of ids]}, "
+                    f"and nothing beside it, got {got}"
                 )
 
-    def _encode_chat(self, messages: Sequence[Message]) -> tuple[str | None, Sequence[int]]:
+    def _encode_chat(
+        self, messages: Sequence[Message], **settings: Unpack[TemplateSettings]
+    ) -> tuple[str | None, Sequence[int]]:
         template = self.tokenizer.chat_template
         if template is None:
             raise RequestError("expected a model with a chat template, got one without; use generate")
-        rendered = template.render(messages)
+        rendered = template.render(
+            messages,
+            add_generation_prompt=settings.get("add_generation_prompt", True),
+            tools=settings.get("tools"),
+            **settings.get("chat_template_kwargs", {}),
+        )
         return rendered, self.tokenizer.encode_rendered(rendered)
 
     def _run(
@@ -236,14 +266,22 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
 
 def _refused(item: object, error: RequestError) -> RequestOutput:
     return RequestOutput(
-        request_id="refused",
-        prompt=item if isinstance(item, str) else None,
+        request_id=new_request_id(),
+        prompt=_text_of(item),
         prompt_token_ids=(),
         outputs=(CompletionOutput(0, "", (), FinishReason.ERROR.value),),
         finished=True,
         params=None,
         error=str(error),
     )
+
+
+def _text_of(item: object) -> str | None:
+    match item:
+        case str(text) | {"prompt": str(text)}:
+            return text
+        case _:
+            return None
 
 
 def _progress_bar(*, enabled: bool) -> Progress:

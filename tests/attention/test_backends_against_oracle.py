@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sightline.attention import tiles
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.core.batch import FULL, MaskKind, RowMask
 from support.attention_cases import BACKENDS, Bench, Row, Step, map_inputs, walk_slots
@@ -86,6 +87,20 @@ def test_tree_rows_follow_the_tree_and_its_positions(backend: str, spec: Softmax
     step = Step(Bench([spec], backend), rows)
     out, _ = step.run()
     torch.testing.assert_close(out, step.expected()[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@all_specs
+@pytest.mark.parametrize("needs", [frozenset(), LSE], ids=["fused", "lse"])
+def test_rows_cut_by_query_to_bound_their_masks_equal_the_oracle(
+    spec: SoftmaxSpec, needs: frozenset[Feature], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "MAX_BIAS_ELEMENTS", 60)
+    step = Step(Bench([spec], page_size=4), [*ragged(4), Row(30, 13)])
+    out, lse = step.run(needs)
+    expected, expected_lse = step.expected()
+    torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    if lse is not None:
+        torch.testing.assert_close(lse, expected_lse, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @all_backends

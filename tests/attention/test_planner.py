@@ -12,7 +12,7 @@ from sightline.attention.contract import CachePolicy
 from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
-from sightline.core.batch import Batch
+from sightline.core.batch import Batch, MaskKind, RowMask
 from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
 from sightline.models.contract import Model
 from sightline.runner.runner import Runner
@@ -69,8 +69,8 @@ def test_every_group_is_planned_at_every_step() -> None:
     for rows in (ROWS, [Row(0, 5)], [Row(1, 1)]):
         step = Step(bench, rows, layer=1)
         planned = bench.planner.plan(step.batch)
-        assert len(planned.plans) == 2
-        assert [planned.places[layer].group for layer in range(4)] == [0, 1, 0, 1]
+        assert len(planned.plan.groups) == 2
+        assert [planned.plan.places[layer].group for layer in range(4)] == [0, 1, 0, 1]
         check(step, planned)
 
 
@@ -80,6 +80,16 @@ def test_another_batchs_plan_is_planned_again_for_the_batch_at_hand() -> None:
     foreign = replace(bench.planner.plan(second.batch), batch=first.batch)
     check(first, foreign)
     assert bench.planner.num_rebuilt == 1
+
+
+def test_another_batchs_plan_inside_ones_own_planned_batch_is_planned_again() -> None:
+    bench = Bench(HYBRID, lanes=(MAIN_LANE, Lane(1)))
+    first, second = Step(bench, ROWS), Step(bench, [Row(9, 1), Row(0, 4)], seed=1)
+    mine, other = bench.planner.plan(first.batch), bench.planner.plan(second.batch, lane=Lane(1))
+    check(first, replace(mine, plan=other.plan))
+    check(first, replace(mine, plan=replace(mine.plan, groups=other.plan.groups)))
+    check(first, replace(mine, plan=replace(other.plan, certificate=mine.plan.certificate)))
+    assert bench.planner.num_rebuilt == 3
 
 
 def test_padding_taking_splitting_and_idling_give_batches_without_a_plan() -> None:
@@ -108,8 +118,8 @@ def test_a_plan_kept_while_its_batch_turns_idle_is_planned_again() -> None:
     step = Step(Bench(HYBRID), ROWS)
     idle = replace(step.bench.planner.plan(step.batch), batch=step.batch.idle())
     current = step.bench.planner.ensure(idle)
-    assert current.certificate.num_rows == 0
-    assert current.certificate.batch_id == idle.batch.batch_id
+    assert current.plan.certificate.num_rows == 0
+    assert current.plan.certificate.batch_id == idle.batch.batch_id
     assert step.bench.planner.num_rebuilt == 1
 
 
@@ -215,6 +225,16 @@ def test_paranoid_finds_lengths_changed_in_place() -> None:
         step.bench.planner.ensure(planned)
 
 
+def test_paranoid_finds_positions_and_trees_changed_in_place() -> None:
+    tree = torch.ones(3, 3, dtype=torch.bool).tril()
+    step = Step(Bench(HYBRID, paranoid=True), [Row(4, 3, RowMask(MaskKind.TREE, tree))])
+    planned = step.bench.planner.plan(step.batch)
+    tree[2, 0] = False
+    step.batch.positions[1] += 1
+    with pytest.raises(StalePlanError, match=r"batch positions changed.*batch tree of row 0 changed"):
+        step.bench.planner.ensure(planned)
+
+
 def test_paranoid_finds_a_page_table_changed_behind_its_version() -> None:
     step = Step(Bench(HYBRID, paranoid=True), ROWS)
     planned = step.bench.planner.plan(step.batch)
@@ -234,9 +254,9 @@ def test_paranoid_fills_plan_buffers_again_that_were_changed_in_place() -> None:
 
 def test_the_policy_is_one_value_decided_by_the_planner() -> None:
     bench = Bench(HYBRID)
-    assert bench.planner.plan(Step(bench, ROWS).batch).policy is CachePolicy.PAGED
+    assert bench.planner.plan(Step(bench, ROWS).batch).plan.policy is CachePolicy.PAGED
     transient = Step(bench, [Row(0, 3)], transient=True)
-    assert bench.planner.plan(transient.batch).policy is CachePolicy.TRANSIENT
+    assert bench.planner.plan(transient.batch).plan.policy is CachePolicy.TRANSIENT
 
 
 def test_a_context_without_pools_is_refused() -> None:
@@ -263,7 +283,7 @@ def test_a_batch_with_other_contents_is_never_run_on_the_first_ones_plan() -> No
     step = Step(bench, ROWS)
     planned = bench.planner.plan(step.batch)
     other = replace(planned, batch=replace(step.batch, positions=step.batch.positions + 1))
-    assert bench.planner.ensure(other).certificate.batch_id != planned.certificate.batch_id
+    assert bench.planner.ensure(other).plan.certificate.batch_id != planned.plan.certificate.batch_id
     assert bench.planner.num_rebuilt == 1
 
 
@@ -289,7 +309,7 @@ def test_a_replaced_backend_makes_the_plan_stale() -> None:
     planner = step.bench.planner
     planned = planner.plan(step.batch)
     planner._bindings = step.bench.make_planner()._bindings
-    assert planner.ensure(planned).certificate.backends != planned.certificate.backends
+    assert planner.ensure(planned).plan.certificate.backends != planned.plan.certificate.backends
     assert planner.num_rebuilt == 1
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sightline.core import config as config_module
-from sightline.core.config import PADDING_PAGES, EngineConfig, ModelFacts, ResolvedConfig, resolve
+from sightline.core.config import PADDING_PAGES, SCRATCH_SHARE, EngineConfig, ModelFacts, ResolvedConfig, resolve
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
@@ -34,7 +34,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def give(memory: pytest.MonkeyPatch, num_bytes: int) -> None:
-    memory.setattr(config_module, "available_bytes", lambda device: num_bytes)
+    """Memory of `num_bytes` for fp32 weights and cache, with the share for scratch memory on top."""
+    scratch = max(0, num_bytes - WEIGHT_BYTES - 1) // (SCRATCH_SHARE - 1)
+    memory.setattr(config_module, "available_bytes", lambda device: num_bytes + scratch)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -134,7 +136,7 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
             paranoid=True,
         )
     )
-    assert config == ResolvedConfig(CPU, torch.float32, 77, 5, 99, 8, 101, "torch", 3, True)
+    assert config == ResolvedConfig(CPU, torch.float32, 77, 5, 99, 8, 101, config.scratch_bytes, "torch", 3, True)
 
 
 @pytest.mark.parametrize("fraction", [0.25, 1.0])
@@ -150,8 +152,10 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(memory: pytest.Monk
 
 
 def test_a_smaller_dtype_makes_room_for_more_pages(memory: pytest.MonkeyPatch) -> None:
-    give(memory, WEIGHT_BYTES // 2 + 2 * 21 * PAGE_BYTES // 2)
-    assert resolved(EngineConfig(dtype="float16", max_model_len=100)).num_pages == 21
+    give(memory, WEIGHT_BYTES + 20 * PAGE_BYTES)
+    full, half = (resolved(EngineConfig(dtype=dtype, max_model_len=100)) for dtype in ("float32", "float16"))
+    assert full.num_pages == 10
+    assert half.num_pages > 2 * full.num_pages - PADDING_PAGES
 
 
 def test_a_lowered_length_stands_in_the_ledger(memory: pytest.MonkeyPatch) -> None:

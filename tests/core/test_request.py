@@ -13,7 +13,7 @@ from sightline.core.request import MAX_SEED, FinishReason, SamplingParams, check
 
 NAN, INFINITY = float("nan"), float("inf")
 NUMBERS = {"temperature": (0.0, 1e4), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0)}
-INTEGERS = {"top_k": (0, 2**31 - 1), "seed": (0, MAX_SEED), "max_tokens": (1, 2**31 - 1)}
+INTEGERS = {"seed": (0, MAX_SEED), "max_tokens": (1, 2**31 - 1)}
 NO_NUMBERS = [NAN, INFINITY, -INFINITY, True, False, "0.5", [0.5], 1j]
 NO_INTEGERS = [1.0, NAN, True, False, "5", [5]]
 
@@ -112,6 +112,14 @@ def test_a_flag_that_is_no_boolean_is_refused(name: str) -> None:
     settings: dict[str, Any] = {name: "false"}
     with pytest.raises(RequestError, match=f"expected {name}"):
         SamplingParams(**settings)
+
+
+def test_top_k_of_minus_one_keeps_every_token_as_zero_does() -> None:
+    assert SamplingParams(top_k=-1).top_k == SamplingParams(top_k=0).top_k == 0
+    assert SamplingParams(top_k=2**31 - 1).top_k == 2**31 - 1
+    for value in (-2, 2**31):
+        with pytest.raises(RequestError, match=f"expected top_k between 0 and 2147483647, got {value}"):
+            SamplingParams(top_k=value)
 
 
 def test_sampling_params_are_frozen() -> None:

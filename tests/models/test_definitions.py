@@ -77,10 +77,18 @@ def test_a_field_that_nobody_knows_is_in_the_ledger_and_an_error_under_strict() 
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("hidden_size", "64", "an integer"),
-        ("hidden_size", True, "an integer"),
-        ("hidden_size", None, "an integer"),
-        ("rms_norm_eps", "small", "a number"),
+        ("hidden_size", "64", "an integer from 1 to 1099511627776"),
+        ("hidden_size", True, "an integer from 1 to 1099511627776"),
+        ("hidden_size", None, "an integer from 1 to 1099511627776"),
+        ("num_hidden_layers", 10**9, "an integer from 1 to 4096"),
+        ("num_attention_heads", 0, "an integer from 1 to [0-9]+"),
+        ("num_key_value_heads", 3, "a divisor of 4 attention heads"),
+        ("num_key_value_heads", 0, "an integer from 1 to [0-9]+"),
+        ("head_dim", 0, "an integer from 1 to [0-9]+"),
+        ("max_position_embeddings", -5, "an integer from 1 to [0-9]+"),
+        ("rope_theta", 0, "a finite number above 0"),
+        ("rms_norm_eps", float("nan"), "a finite number above 0"),
+        ("rms_norm_eps", "small", "a finite number above 0"),
         ("tie_word_embeddings", 1, "true or false"),
         ("rope_scaling", [1], "an object"),
     ],
@@ -105,7 +113,14 @@ def test_rope_in_the_older_and_the_newer_form() -> None:
 
 
 @pytest.mark.parametrize(
-    "scaling", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "linear"}, {"partial_rotary_factor": 0.5}]
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": float("inf")},
+        {"rope_type": "default", "mscale": 2.0},
+        {"partial_rotary_factor": 0.5},
+    ],
 )
 def test_rope_that_is_not_supported_is_refused(scaling: dict[str, object]) -> None:
     with pytest.raises(UnsupportedModelError, match="rope: expected"):
@@ -115,6 +130,21 @@ def test_rope_that_is_not_supported_is_refused(scaling: dict[str, object]) -> No
 def test_rope_factors_must_fit_the_head() -> None:
     with pytest.raises(UnsupportedModelError, match="expected 8 positive frequency factors, got 3"):
         rotary_of(rope_frequency_factors=[1.0, 2.0, 3.0])
+    with pytest.raises(UnsupportedModelError, match="got both"):
+        rotary_of(rope_frequency_factors=[1.0] * 8, rope_scaling={"rope_type": "linear", "factor": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("sliding_window", 0), ("sliding_window_pattern", 0), ("query_pre_attn_scalar", 0)]
+)
+def test_gemma3_fields_that_make_no_sense_are_refused(field: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"expected config field {field}"):
+        define({**GEMMA3, field: value})
+
+
+def test_gemma3_rope_that_is_not_given_by_kind_of_layer_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="expected rope_parameters for full_attention and sliding"):
+        define({**GEMMA3, "rope_parameters": {"rope_type": "linear", "factor": 8.0}})
 
 
 def test_gemma3_layers_from_the_list_or_from_the_period() -> None:

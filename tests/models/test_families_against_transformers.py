@@ -19,7 +19,7 @@ from sightline.models.decoder import Decoder, DecoderDefinition, DecoderLayer
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.batching import RowWork, assemble_transient
+from sightline.runner.batching import RowWork, assemble, assemble_transient
 from sightline.runner.build import Runtime, assemble_runtime, select_backends
 from support.attention_cases import BACKENDS, CPU
 from support.tiny_models import (
@@ -91,6 +91,45 @@ def test_a_transient_forward_equals_a_paged_one_and_leaves_the_pools_alone(
     for prompt, got in zip(prompts, logits, strict=True):
         assert relative_error(got, reference_logits(model, prompt)[-1]) <= TOLERANCE
     assert all(pool.plane(name).isnan().all() for pool in runtime.store.pools for name in ("k", "v"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_idle_batch_gives_no_logits_and_touches_nothing(models: Models, family: str, backend: str) -> None:
+    runtime = load_runtime(models[family][1], config(backend))
+    logits = runtime.runner.forward(runtime.planner.plan(assemble([], runtime.store)))
+    assert logits.shape == (0, runtime.definition.vocab_size)
+    assert all(pool.plane(name).isnan().all() for pool in runtime.store.pools for name in ("k", "v"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_changes_no_logits(models: Models, family: str) -> None:
+    model, folder = models[family]
+    runtime = load_runtime(folder, config())
+    [prompt] = random_prompts([19])
+    row = runtime.store.open_row()
+    runtime.store.grow_row(row, 19)
+    batch = assemble([RowWork(row, prompt, 0, True)], runtime.store).pad(5, 32)
+    logits = runtime.runner.forward(runtime.planner.plan(batch))
+    assert relative_error(logits[0], reference_logits(model, prompt)[-1]) <= TOLERANCE
+
+
+def test_planning_again_inside_a_forward_leaves_buffers_that_planning_can_use(models: Models) -> None:
+    runtime = load_runtime(models["llama"][1], config())
+    rows = [runtime.store.open_row(), runtime.store.open_row()]
+    prompts = random_prompts([9, 30])
+    for row, prompt in zip(rows, prompts, strict=True):
+        runtime.store.grow_row(row, len(prompt))
+    batches = [
+        assemble([RowWork(row, prompt, 0, True)], runtime.store) for row, prompt in zip(rows, prompts, strict=True)
+    ]
+    early = runtime.planner.plan(batches[0])
+    late = runtime.planner.plan(batches[1])
+    first = runtime.runner.forward(early)
+    second = runtime.runner.forward(late)
+    assert runtime.planner.num_rebuilt == 2
+    torch.testing.assert_close(runtime.runner.forward(runtime.planner.plan(batches[0])), first)
+    torch.testing.assert_close(runtime.runner.forward(runtime.planner.plan(batches[1])), second)
 
 
 def test_gemma3s_alternating_windows_are_two_groups(models: Models) -> None:

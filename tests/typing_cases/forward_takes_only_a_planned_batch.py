@@ -17,4 +17,5 @@ def forward(runner: Runner, model: Model, planner: Planner, batch: Batch) -> Non
     runner.forward(planned.batch.split(1)[0])  # refused: splitting loses the plan
     runner.forward(planned.batch.idle())  # refused: turning idle loses the plan
     planned.batch = batch  # refused: frozen
+    planned.plan = planned.plan  # refused: frozen
     batch.tokens = batch.positions  # refused: frozen

@@ -9,10 +9,10 @@ Knows groups, backends and page tables. Does not know models or schedules.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
 REBUILD_BATCH = "Build a new batch from the current page tables."
 
 _MASK_FEATURES = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE_MASK}
-_planner_ids = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,8 @@ class GroupBinding:
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """What a plan was made from; compared at every forward, integers only."""
+    """What a plan was made from; compared at every forward, integers and identities only."""
 
-    planner_id: int
     batch_id: BatchId
     num_rows: int
     num_tokens: int
@@ -80,27 +78,34 @@ class LayerPlace(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedBatch:
-    """A batch with a plan that is proven to be its own. Only `Planner` makes one."""
+class StepPlan:
+    """One step of every group, decided, with the certificate of what it was made from."""
 
-    batch: Batch
+    certificate: Certificate
     policy: CachePolicy
     needs: frozenset[Feature]
-    certificate: Certificate
-    plans: tuple[AttentionPlan[SoftmaxInputs], ...]
-    """By group: every group is planned, always."""
+    groups: tuple[AttentionPlan[SoftmaxInputs], ...]
+    """Every group is planned, always."""
     places: tuple[LayerPlace, ...]
     """By model layer."""
 
+
+@dataclass(frozen=True, eq=False)
+class PlannedBatch:
+    """A batch with a plan. Only `Planner` makes one, and `Planner.ensure` proves that the plan is the batch's own."""
+
+    batch: Batch
+    plan: StepPlan
+
     def prepare(self) -> None:
         """Device work that all layers share; once a step."""
-        for plan in self.plans:
-            plan.prepare()
+        for group in self.plan.groups:
+            group.prepare()
 
     def attend(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         """Runs one model layer's attention, cache write included."""
-        place = self.places[layer]
-        return self.plans[place.group].run(place.layer, inputs, out)
+        place = self.plan.places[layer]
+        return self.plan.groups[place.group].run(place.layer, inputs, out)
 
 
 class Staleness(NamedTuple):
@@ -123,7 +128,7 @@ class Planner:
         *,
         paranoid: bool = False,
     ) -> None:
-        self._id = next(_planner_ids)
+        self._issued: WeakSet[StepPlan] = WeakSet()
         self._bindings = tuple(bindings)
         self._limits = limits
         self._paranoid = paranoid
@@ -140,7 +145,8 @@ class Planner:
 
     def plan(self, batch: Batch, *, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> PlannedBatch:
         """Plans every group. Raises `StalePlanError` where the batch's pages changed owner since it was made."""
-        changes = self._batch_changes(batch)
+        versions = {key: rows.versions for key, rows in batch.pools.items()}
+        changes = self._batch_changes(batch, versions)
         if changes:
             raise StalePlanError(changes, REBUILD_BATCH)
         needs = needs | {_MASK_FEATURES[mask.kind] for mask in batch.masks if mask.kind in _MASK_FEATURES}
@@ -153,17 +159,18 @@ class Planner:
             plans.append(binding.backend.plan(step, buffers))
             epochs.append(buffers.stamp())
         certificate = Certificate(
-            planner_id=self._id,
             batch_id=batch.batch_id,
             num_rows=batch.num_rows,
             num_tokens=batch.num_tokens,
             lane=lane,
-            page_versions={key: rows.versions for key, rows in batch.pools.items()},
+            page_versions=versions,
             buffer_epochs=tuple(epochs),
             backends=tuple(binding.backend for binding in self._bindings),
             fingerprint=self._fingerprint(batch, lane, epochs) if self._paranoid else None,
         )
-        return PlannedBatch(batch, policy, needs, certificate, tuple(plans), self._places)
+        plan = StepPlan(certificate, policy, needs, tuple(plans), self._places)
+        self._issued.add(plan)
+        return PlannedBatch(batch, plan)
 
     def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
         """A plan that is current: planned where there is none, proven or planned again where there is one."""
@@ -177,9 +184,11 @@ class Planner:
                 if not stale.plan:
                     return work
                 self.num_rebuilt += 1
-                return self.plan(work.batch, needs=work.needs, lane=work.certificate.lane)
+                return self.plan(work.batch, needs=work.plan.needs, lane=work.plan.certificate.lane)
             case _:
-                raise UnplannedBatchError(f"expected a Batch or a PlannedBatch, got {type(work).__name__}")
+                raise UnplannedBatchError(
+                    f"expected a Batch or a PlannedBatch, got {type(work).__name__}; assemble a Batch first"
+                )
 
     def _check_step(self, batch: Batch, needs: frozenset[Feature], lane: Lane) -> None:
         """A step that a backend cannot serve is refused here, before any of it runs."""
@@ -204,7 +213,7 @@ class Planner:
         if not batch.pools and any(batch.context_lens.bound):
             raise PlanError("expected context lengths of 0 in a batch without pools, got a context to read")
 
-    def _batch_changes(self, batch: Batch) -> tuple[str, ...]:
+    def _batch_changes(self, batch: Batch, versions: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
         """Why the batch itself cannot run: its pools are not ours, or its pages changed owner."""
         if batch.pools and batch.pools.keys() != self._pools.keys():
             return (f"the batch speaks of pools {sorted(batch.pools)}, the planner has {sorted(self._pools)}",)
@@ -213,29 +222,24 @@ class Planner:
             table = self._pools[key].table
             if rows.table_id != table.table_id:
                 changes.append(f"pool {key} is page table {table.table_id}, the batch was made from {rows.table_id}")
-            elif (current := table.versions(batch.rows)) != rows.versions:
-                changes.append(_describe_rows(key, batch.rows, rows.versions, current))
+            elif (current := table.versions(batch.rows)) != versions[key]:
+                changes.append(_describe_rows(key, batch.rows, versions[key], current))
         return tuple(changes)
 
     def _staleness(self, planned: PlannedBatch) -> Staleness:
-        batch, certificate = planned.batch, planned.certificate
-        batch_changes = self._batch_changes(batch)
+        batch, certificate = planned.batch, planned.plan.certificate
+        same_batch = certificate.batch_id == batch.batch_id
+        versions = (
+            certificate.page_versions if same_batch else {key: rows.versions for key, rows in batch.pools.items()}
+        )
+        batch_changes = self._batch_changes(batch, versions)
         if batch_changes:
             return Staleness(batch_changes, ())
-        expected = (
-            certificate.planner_id,
-            certificate.batch_id,
-            certificate.num_rows,
-            certificate.num_tokens,
-        )
-        got = (self._id, batch.batch_id, batch.num_rows, batch.num_tokens)
-        changes = [
-            f"{name} was {was}, is {now}"
-            for name, was, now in zip(("planner", "batch", "rows", "tokens"), expected, got, strict=True)
-            if was != now
-        ]
-        if changes:
-            return Staleness((), tuple(changes))
+        if planned.plan not in self._issued:
+            return Staleness((), ("the plan was not made by this planner",))
+        if not same_batch:
+            return Staleness((), (f"the plan is batch {certificate.batch_id}'s, the batch is {batch.batch_id}",))
+        changes = []
         for binding, backend, buffers, epochs in zip(
             self._bindings,
             certificate.backends,
@@ -257,7 +261,11 @@ class Planner:
         tensors = {
             "batch query_lens": batch.query_lens.device,
             "batch context_lens": batch.context_lens.device,
+            "batch positions": batch.positions,
         }
+        for row, mask in enumerate(batch.masks):
+            if mask.tree is not None:
+                tensors[f"batch tree of row {row}"] = mask.tree
         for key, rows in batch.pools.items():
             tensors[f"batch write_slots of {key}"] = rows.write_slots
             tensors[f"batch page-table rows of {key}"] = self._pools[key].table.pages[list(batch.rows)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from sightline.cache.table import PageTable
 from sightline.core.batch import Batch, MaskKind
 
 MAX_BIAS_ELEMENTS = 1 << 22
-"""Of a tile with more than one row: larger masks are split by row."""
+"""Of a tile's mask: 16 MiB in fp32. What would need more is split, by row and then by query."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def row_spans(batch: Batch, window: int | None) -> tuple[RowSpan, ...]:
             offsets[row],
             query_len,
             context_len,
-            0 if window is None else max(0, context_len - window + 1),
+            _first_key(context_len, window),
             batch.masks[row].kind,
         )
         for row, (query_len, context_len) in enumerate(
@@ -66,6 +66,37 @@ def row_spans(batch: Batch, window: int | None) -> tuple[RowSpan, ...]:
         )
         if query_len > 0
     )
+
+
+def split_long(spans: Sequence[RowSpan], spec: SoftmaxSpec, *, knows_causal: bool) -> tuple[RowSpan, ...]:
+    """Causal rows whose mask would be too large, cut by query: the earlier queries' keys are context to the later.
+
+    Only where the step writes its keys before it reads them. `knows_causal` says that the kernel needs no mask for
+    a fresh prompt.
+    """
+    cut: list[RowSpan] = []
+    for span in spans:
+        unmasked = knows_causal and is_plain_causal([span], spec)
+        count = max(1, MAX_BIAS_ELEMENTS // span.num_keys)
+        if span.kind is not MaskKind.CAUSAL or unmasked or span.query_len <= count:
+            cut.append(span)
+            continue
+        for start in range(0, span.query_len, count):
+            context_len = span.context_len + start
+            cut.append(
+                replace(
+                    span,
+                    first_token=span.first_token + start,
+                    query_len=min(count, span.query_len - start),
+                    context_len=context_len,
+                    first_key=_first_key(context_len, spec.window),
+                )
+            )
+    return tuple(cut)
+
+
+def _first_key(context_len: int, window: int | None) -> int:
+    return 0 if window is None else max(0, context_len - window + 1)
 
 
 def pack_tiles(spans: Sequence[RowSpan], max_keys: int, *, transient: bool) -> tuple[tuple[RowSpan, ...], ...]:

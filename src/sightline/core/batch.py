@@ -143,6 +143,9 @@ class Batch:
         for name, (got, expected) in sizes.items():
             if got != expected:
                 raise ValueError(f"expected {name} of length {expected}, got {got}")
+        owned = [row for row in self.rows if row != PADDING_ROW]
+        if self.pools and len(set(owned)) != len(owned):
+            raise ValueError(f"expected each page-table row once, got {self.rows}: two rows would write the same slots")
         if not all(0 <= row < num_rows for row in self.logit_rows):
             raise ValueError(f"expected logit rows from 0 to {num_rows - 1}, got {self.logit_rows}")
         if self.query_lens.host is not None:

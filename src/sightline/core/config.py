@@ -17,6 +17,8 @@ from sightline.core.ledger import Ledger
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PADDING_PAGES = 1
 """Pages of every pool that no sequence ever owns: padding tokens write there, nobody reads."""
+SCRATCH_SHARE = 8
+"""Scratch memory may take one part in so many of what the weights leave; the cache is sized from the rest."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class EngineConfig:
     paranoid: bool = False
 
     def __post_init__(self) -> None:
+        if self.model == "":
+            raise ConfigError(
+                "expected a model's folder or .gguf file, got an empty name; leave it out for the default"
+            )
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"expected dtype auto, {', '.join(DTYPES)}, got {self.dtype!r}")
         for name, value in (
@@ -80,6 +86,8 @@ class ResolvedConfig:
     page_size: int
     num_pages: int
     """Pages of each pool, the padding page included."""
+    scratch_bytes: int
+    """Most that backends may lease."""
     attention_backend: str | None
     seed: int | None
     paranoid: bool
@@ -101,7 +109,10 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         )
     model_len = asked_len or facts.max_positions
     max_rows = _resolve_rows(config, ledger)
-    num_pages = _resolve_pages(config, facts, device, dtype, max_rows * -(-model_len // config.page_size))
+    left = available_bytes(device) - facts.weight_elements * dtype.itemsize
+    scratch_bytes = max(0, left) // SCRATCH_SHARE
+    useful = max_rows * -(-model_len // config.page_size)
+    num_pages = _resolve_pages(config, facts, dtype, left - scratch_bytes, useful)
     capacity = num_pages * config.page_size
     if capacity < model_len:
         if asked_len is not None:
@@ -123,6 +134,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         max_step_tokens=config.max_num_batched_tokens,
         page_size=config.page_size,
         num_pages=num_pages + PADDING_PAGES,
+        scratch_bytes=scratch_bytes,
         attention_backend=config.attention_backend,
         seed=config.seed,
         paranoid=config.paranoid,
@@ -146,9 +158,11 @@ def _resolve_dtype(name: str, device: Device) -> torch.dtype:
     return torch.float32 if device.kind is DeviceKind.CPU else torch.bfloat16
 
 
-def _resolve_pages(config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype, useful: int) -> int:
-    """Pages for sequences: as asked, else what the memory allows, never more than the `useful` ones."""
-    left = available_bytes(device) - facts.weight_elements * dtype.itemsize
+def _resolve_pages(config: EngineConfig, facts: ModelFacts, dtype: torch.dtype, left: int, useful: int) -> int:
+    """Pages for sequences: as asked, else what the memory allows, never more than the `useful` ones.
+
+    `left` are the bytes that weights and scratch memory leave.
+    """
     page_bytes = facts.cache_elements_per_token * dtype.itemsize * config.page_size
     if config.cache_tokens is not None:
         asked = -(-config.cache_tokens // config.page_size)

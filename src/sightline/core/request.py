@@ -5,6 +5,7 @@ Owns sampling parameters and output shapes. Does not know tokenizers, scheduling
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -33,7 +34,7 @@ class SamplingParams:
     """0 is greedy. Neutral: greedy, as transformers decodes a model that asks for nothing."""
     top_p: float | None = None
     top_k: int | None = None
-    """0 keeps every token."""
+    """0 and -1 keep every token."""
     min_p: float | None = None
     seed: int | None = None
     """The same seed and the same logits give the same tokens, whatever else is in the batch."""
@@ -49,6 +50,8 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise RequestError("expected top_p in (0, 1], got 0.0; use temperature 0 for greedy decoding")
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
         _check_integer("top_k", self.top_k, 0, 2**31 - 1)
         _check_integer("seed", self.seed, 0, MAX_SEED)
         _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -118,6 +121,11 @@ def check_prompt(token_ids: Sequence[object], vocab_size: int, max_model_len: in
     for position, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
             raise RequestError(f"expected token ids from 0 to {vocab_size - 1}, got {token!r} at position {position}")
+
+
+def new_request_id() -> str:
+    """An id that nobody can guess and no client chooses."""
+    return f"request-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ class SoftmaxAttention:
 
     def __call__(self, hidden: Tensor, planned: PlannedBatch, rotary: RotaryTable) -> Tensor:
         spec = self.spec
-        heads = self.qkv(hidden).view(hidden.shape[0], -1, spec.head_dim)
+        num_tokens = hidden.shape[0]
+        heads = self.qkv(hidden).view(num_tokens, spec.num_q_heads + 2 * spec.num_kv_heads, spec.head_dim)
         q, k, v = torch.split(heads, [spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if self.q_norm is not None:
             q = self.q_norm(q)
@@ -42,4 +43,4 @@ class SoftmaxAttention:
         q, k = rotary.rotate(q), rotary.rotate(k)
         attended = q.new_empty(q.shape)
         planned.attend(self.layer, SoftmaxInputs(q, k, v, sinks=None), attended)
-        return self.output(attended.view(hidden.shape[0], -1))
+        return self.output(attended.view(num_tokens, spec.num_q_heads * spec.head_dim))

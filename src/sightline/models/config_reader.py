@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from sightline.core.errors import UnsupportedModelError
@@ -54,6 +55,10 @@ _INFORMATIONAL = frozenset(
 )
 """Fields that do not change what a forward computes."""
 
+MAX_LAYERS = 4096
+"""Far more layers, or heads, than any model has: a config that says more is broken or hostile."""
+MAX_COUNT = 2**40
+
 
 class ConfigReader:
     """Typed access to a config; `finish` accounts for the fields that nobody read."""
@@ -63,34 +68,38 @@ class ConfigReader:
         self._family = family
         self._read: set[str] = set()
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, *, most: int = MAX_COUNT) -> int:
+        """A positive integer."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._unexpected(name, "an integer", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self._unexpected(name, f"an integer from 1 to {most}", value)
         return value
 
-    def optional_integer(self, name: str) -> int | None:
-        return None if self._get(name, None) is None else self.integer(name)
-
-    def number(self, name: str, default: float | None = None) -> float:
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._unexpected(name, "a number", value)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < math.inf:
+            raise self._unexpected(name, "a finite number above 0", value)
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        return None if self._get(name, None) is None else self.number(name)
+    def optional_positive(self, name: str) -> float | None:
+        return None if self._get(name, None) is None else self.positive(name)
+
+    def heads(self) -> tuple[int, int]:
+        """Query and key heads; the queries come in whole groups."""
+        num_heads = self.count("num_attention_heads", most=MAX_LAYERS)
+        num_kv_heads = self.count("num_key_value_heads", num_heads, most=MAX_LAYERS)
+        if num_heads % num_kv_heads:
+            raise self._unexpected("num_key_value_heads", f"a divisor of {num_heads} attention heads", num_kv_heads)
+        return num_heads, num_kv_heads
+
+    def num_layers(self) -> int:
+        return self.count("num_hidden_layers", most=MAX_LAYERS)
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self._unexpected(name, "true or false", value)
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        value = self._get(name, default)
-        if not isinstance(value, str):
-            raise self._unexpected(name, "a string", value)
         return value
 
     def optional_list(self, name: str) -> list[object] | None:

@@ -22,12 +22,11 @@ def gemma3(config: ConfigReader) -> DecoderDefinition:
     config.require("attn_logit_softcapping", None)
     config.require("use_bidirectional_attention", None, False)
     config.require("quantization_config", None)
-    hidden_size, head_dim = config.integer("hidden_size"), config.integer("head_dim", 256)
+    hidden_size, head_dim = config.count("hidden_size"), config.count("head_dim", 256)
     rotaries = _rotaries(config, head_dim)
-    window = config.integer("sliding_window", 4096)
-    scale = config.number("query_pre_attn_scalar", 256) ** -0.5
-    num_heads = config.integer("num_attention_heads")
-    num_kv_heads = config.integer("num_key_value_heads", num_heads)
+    window = config.count("sliding_window", 4096)
+    scale = config.positive("query_pre_attn_scalar", 256) ** -0.5
+    num_heads, num_kv_heads = config.heads()
     layers = tuple(
         LayerDefinition(
             SoftmaxSpec(num_heads, num_kv_heads, head_dim, scale, window=window if kind == SLIDING else None),
@@ -36,12 +35,12 @@ def gemma3(config: ConfigReader) -> DecoderDefinition:
         for kind in _layer_kinds(config)
     )
     return DecoderDefinition(
-        num_tokens=config.integer("vocab_size"),
-        num_positions=config.integer("max_position_embeddings"),
+        num_tokens=config.count("vocab_size"),
+        num_positions=config.count("max_position_embeddings"),
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.count("intermediate_size"),
         layers=layers,
-        norm_epsilon=config.number("rms_norm_eps", 1e-6),
+        norm_epsilon=config.positive("rms_norm_eps", 1e-6),
         activation=Activation.GELU_TANH,
         tied_embedding=config.boolean("tie_word_embeddings", default=True),
         norm_offset=1.0,
@@ -49,14 +48,14 @@ def gemma3(config: ConfigReader) -> DecoderDefinition:
         qk_norm=True,
         sandwich_norms=True,
         attention_bias=config.boolean("attention_bias", default=False),
-        logit_softcap=config.optional_number("final_logit_softcapping"),
+        logit_softcap=config.optional_positive("final_logit_softcapping"),
     )
 
 
 def _layer_kinds(config: ConfigReader) -> tuple[str, ...]:
     """One of `FULL` and `SLIDING` for each layer, from the list or from the period."""
-    num_layers = config.integer("num_hidden_layers")
-    period = config.integer("sliding_window_pattern", 6)
+    num_layers = config.num_layers()
+    period = config.count("sliding_window_pattern", 6)
     listed = config.optional_list("layer_types")
     if listed is None:
         return tuple(SLIDING if (index + 1) % period else FULL for index in range(num_layers))
@@ -70,9 +69,13 @@ def _layer_kinds(config: ConfigReader) -> tuple[str, ...]:
 
 def _rotaries(config: ConfigReader, head_dim: int) -> dict[str, RotarySpec]:
     """The rotary embedding of each kind of layer, in the newer or the older form of the config."""
-    full_theta = config.number("rope_theta", 1_000_000.0)
-    sliding_theta = config.number("rope_local_base_freq", 10_000.0)
+    full_theta = config.positive("rope_theta", 1_000_000.0)
+    sliding_theta = config.positive("rope_local_base_freq", 10_000.0)
     by_kind = config.optional_section("rope_parameters") or {}
+    if set(by_kind) - {FULL, SLIDING}:
+        raise UnsupportedModelError(
+            f"gemma3: expected rope_parameters for {FULL} and {SLIDING}, got {', '.join(sorted(by_kind))}"
+        )
     sections = {
         FULL: by_kind.get(FULL, config.optional_section("rope_scaling") or {}),
         SLIDING: by_kind.get(SLIDING, {}),

@@ -31,9 +31,6 @@ class WeightReader:
         self._on_progress = on_progress
         self._taken: set[str] = set()
 
-    def has(self, name: str) -> bool:
-        return name in self._checkpoint.tensors
-
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The tensor, in `dtype` or the compute dtype. Raises where it is missing or of another shape."""
         info = self._checkpoint.tensors.get(name)

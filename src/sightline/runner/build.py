@@ -20,16 +20,13 @@ from sightline.attention.spec import LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.config import EngineConfig, ModelFacts, ResolvedConfig, resolve
-from sightline.core.device import available_bytes, detect_device
+from sightline.core.device import detect_device, single_threaded
 from sightline.core.ledger import Ledger
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
 from sightline.runner.runner import Runner
-
-WORKSPACE_SHARE = 4
-"""Scratch memory may take one part in so many of what is free after weights and cache."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,9 @@ def build_runtime(
     resolved = resolve(config, _facts(checkpoint, definition, groups), device, ledger)
     selections = select_backends(resolved, groups, CANDIDATES)
     reader = WeightReader(checkpoint, resolved.dtype, device.torch_device, on_progress)
-    return assemble_runtime(resolved, definition, definition.load(reader), groups, selections)
+    with single_threaded():
+        model = definition.load(reader)
+    return assemble_runtime(resolved, definition, model, groups, selections)
 
 
 def select_backends(
@@ -94,7 +93,7 @@ def assemble_runtime(
         device,
         poison=config.paranoid,
     )
-    workspace = Workspace(device, available_bytes(config.device) // WORKSPACE_SHARE)
+    workspace = Workspace(device, config.scratch_bytes)
     bindings = tuple(
         GroupBinding(
             group,

@@ -17,7 +17,6 @@ class Runner:
         self._model = model
         self._planner = planner
 
-    @torch.inference_mode()
     def forward(self, planned: PlannedBatch) -> Tensor:
         """Logits [num_logits, vocab_size] fp32. The certificate is checked here, at every call."""
         if not isinstance(planned, PlannedBatch):
@@ -25,5 +24,6 @@ class Runner:
                 f"expected a PlannedBatch, got {type(planned).__name__}; give it to Planner.ensure first"
             )
         current = self._planner.ensure(planned)
-        current.prepare()
-        return self._model.forward(current)
+        with torch.inference_mode():
+            current.prepare()
+            return self._model.forward(current)

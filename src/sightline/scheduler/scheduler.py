@@ -96,8 +96,7 @@ class Scheduler:
         """The next step's rows, with pages for their new tokens."""
         budget = self._max_step_tokens
         rows: list[ScheduledRow] = []
-        pending = [sequence for sequence in self._running if sequence.num_pending > 0]
-        for sequence in sorted(pending, key=lambda running: running.num_pending > 1):
+        for sequence in sorted(self._running, key=lambda running: running.num_pending > 1):
             if budget == 0:
                 break
             rows.append(self._row(sequence, budget))
@@ -110,22 +109,30 @@ class Scheduler:
             budget -= rows[-1].num_tokens
         return Schedule(tuple(rows))
 
-    def commit(self, row: ScheduledRow) -> None:
-        """The step went through: the row's new entries are in the cache for good."""
+    def commit(self, row: ScheduledRow, token: int | None) -> None:
+        """The step went through: the row's new entries are in the cache, and `token` follows where it completes.
+
+        The token comes first: an interruption between the two lines computes the entries again, and changes nothing.
+        """
+        if row.completes != (token is not None):
+            raise ValueError(f"expected a token exactly where a row completes, got {token}")
+        if token is not None:
+            row.sequence.tokens.append(token)
         row.sequence.num_computed += row.num_tokens
 
     def remove(self, sequence: SequenceState) -> None:
-        """Takes a sequence out, in whatever phase it is, and its pages back."""
-        if sequence.table_row is None:
+        """Takes a sequence out, in whatever phase it is, and its pages back; one that is out already stays out."""
+        if sequence.table_row is not None:
+            self._running.remove(sequence)
+            self._store.close_row(sequence.table_row)
+            sequence.table_row = None
+        elif sequence in self._waiting:
             self._waiting.remove(sequence)
-            return
-        self._running.remove(sequence)
-        self._store.close_row(sequence.table_row)
-        sequence.table_row = None
 
     def _row(self, sequence: SequenceState, budget: int) -> ScheduledRow:
         """As many of a running sequence's pending tokens as the budget allows, with pages for them."""
         assert sequence.table_row is not None, "a running sequence has a row"
+        assert sequence.num_pending > 0, "a running sequence has a token to compute"
         count = min(sequence.num_pending, budget)
         self._store.grow_row(sequence.table_row, sequence.num_computed + count)
         return ScheduledRow(sequence, sequence.table_row, count)

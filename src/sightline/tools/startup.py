@@ -1,4 +1,4 @@
-"""The lines that an engine says about itself when it starts: what was decided, and what is not as asked."""
+"""The lines that an engine says about itself when it starts: what was decided."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sightline.engine import Engine
 
 
 def startup_report(engine: Engine) -> list[str]:
-    """A few lines for a person; every degradation has one of its own."""
+    """A few lines for a person. Degradations are not among them: they are logged, whoever starts the engine."""
     runtime, config = engine.runtime, engine.runtime.config
     cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
     lines = [
@@ -20,7 +20,6 @@ def startup_report(engine: Engine) -> list[str]:
         lines.append(
             f"{binding.group.name}: {len(binding.group.layers)} layers, {kind} attention on {selection.candidate.name}"
         )
-    lines += [f"degraded: {entry}" for entry in engine.ledger]
     return lines
 
 

@@ -33,6 +33,7 @@ from sightline.attention.tiles import (
     needs_bias,
     pack_tiles,
     row_spans,
+    split_long,
 )
 from sightline.cache.pools import Pool
 from sightline.core.batch import MaskKind
@@ -167,7 +168,10 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _TorchPlan:
         transient = step.policy is CachePolicy.TRANSIENT
-        tiles = pack_tiles(row_spans(step.batch, self._spec.window), self._max_keys, transient=transient)
+        spans = row_spans(step.batch, self._spec.window)
+        if not transient:
+            spans = split_long(spans, self._spec, knows_causal=self._fits_fused(step))
+        tiles = pack_tiles(spans, self._max_keys, transient=transient)
         return _TorchPlan(
             spec=self._spec,
             pool=self._pool,
@@ -187,7 +191,8 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
         if not from_step:
             slots = buffers.take(f"{name}.slots", (len(rows) * num_keys,), torch.int64)
             fill_slots(rows, self._pool.table, step.batch.rows, self._pool.page_size, slots.view(len(rows), num_keys))
-        fused = self._fits_fused(rows, step)
+        # A tree's query that sees nothing would be NaN in the fused kernel.
+        fused = self._fits_fused(step) and rows[0].kind is not MaskKind.TREE
         causal = fused and is_plain_causal(rows, self._spec)
         bias = None
         if not causal and needs_bias(rows, self._spec):
@@ -205,14 +210,9 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
             fused=fused,
         )
 
-    def _fits_fused(self, rows: tuple[RowSpan, ...], step: StepView) -> bool:
-        """The fused kernel has no softcap, sinks or LSE, and a tree's query that sees nothing would be NaN in it."""
-        return (
-            self._spec.softcap is None
-            and not self._spec.sinks
-            and Feature.LSE not in step.needs
-            and rows[0].kind is not MaskKind.TREE
-        )
+    def _fits_fused(self, step: StepView) -> bool:
+        """The fused kernel has no softcap, sinks or LSE."""
+        return self._spec.softcap is None and not self._spec.sinks and Feature.LSE not in step.needs
 
 
 def _contiguous_tokens(rows: tuple[RowSpan, ...]) -> slice | None:
