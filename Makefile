@@ -36,7 +36,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadscope
 
 format: setup
 	$(BIN)/ruff format src tests benchmarks

@@ -22,7 +22,7 @@ def sightline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[s
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200"},
+        env=os.environ | {"NO_COLOR": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
     )
 
 

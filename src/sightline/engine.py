@@ -33,7 +33,7 @@ from sightline.runner.batching import RowWork, assemble
 from sightline.runner.build import Runtime
 from sightline.runner.sampler import RowSampling, sample
 from sightline.scheduler.scheduler import Schedule, Scheduler, SequenceState
-from sightline.text.detokenizer import IncrementalDetokenizer
+from sightline.text.detokenizer import IncrementalDetokenizer, check_streamable
 from sightline.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -67,6 +67,8 @@ class Engine:
     def __init__(
         self, runtime: Runtime, tokenizer: Tokenizer | None, generation: GenerationDefaults, ledger: Ledger
     ) -> None:
+        if tokenizer is not None:
+            check_streamable(tokenizer)
         self.runtime = runtime
         self.tokenizer = tokenizer
         self.generation = generation

@@ -96,6 +96,62 @@ def test_text_parts_reach_templates_that_read_parts_and_are_joined_for_others() 
     assert messages[0]["content"] is parts
 
 
+PARTS: list[dict[str, object]] = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.type }}{% endfor %}{% endfor %}", "J"),
+        ("{% for m in messages %}{{ m['content'] | trim }}{% endfor %}{{ (tools or [{}])[0]['type'] }}", "J"),
+        ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", '"J"'),
+        ("{% for m in messages %}{{ m.content ~ m.text }}{% endfor %}", "J"),
+        ("{% for m in messages %}{{ m.content[0].text or m.content }}{% endfor %}", "J"),
+        (
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+            "{{ m.content | map(attribute='text') | join }}{% endif %}{% endfor %}",
+            "onetwo",
+        ),
+        (
+            "{% macro f(c) %}{% for p in c %}{{ p.text }};{% endfor %}{% endmacro %}{{ f(messages[0].content) }}",
+            "one;two;",
+        ),
+        (
+            "{% for m in messages %}{% if m.content is iterable and m.content is not string %}"
+            "{% for p in m.content %}{% if p['type'] == 'text' %}[{{ p['text'] | trim }}]{% endif %}{% endfor %}"
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            "[one][two]",
+        ),
+    ],
+)
+def test_whether_parts_are_read_is_decided_by_what_becomes_of_them(source: str, expected: str) -> None:
+    rendered = ChatTemplate(source, None, None).render([{"role": "user", "content": PARTS}])
+    assert rendered == expected.replace("J", "one\\ntwo" if "tojson" in source else "one\ntwo")
+
+
+def test_parts_are_passed_on_by_role() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}<{{ p.text }}>{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "system", "content": PARTS}, {"role": "user", "content": PARTS}]
+    assert ChatTemplate(source, None, None).render(messages) == "one\ntwo<one><two>"
+    odd = [{"role": "critic", "content": PARTS}]
+    assert ChatTemplate(source, None, None).render(odd) == "one\ntwo"
+
+
+def test_a_template_that_refuses_the_probe_gets_plain_text() -> None:
+    source = "{{ raise_exception('no date') if date is not defined }}{{ messages[0].content }}"
+    messages = [{"role": "user", "content": PARTS}]
+    assert ChatTemplate(source, None, None).render(messages, date="today") == "one\ntwo"
+
+
+def test_what_a_template_says_in_refusing_is_cut() -> None:
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate("{{ raise_exception('x' * 1000000) }}", None, None).render(CONVERSATION)
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
@@ -139,7 +195,6 @@ def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
         ("{{ 'a' * 10 ** 10 }}", "refused"),
         ("{{ 'a' * 10000000000 }}", "refused"),
         ("{{ [0] * 10000000000 }}", "refused"),
-        ("{{ '%9999999999d' % 1 }}", "refused"),
         ("{% include 'x' %}", "refused"),
     ],
 )
@@ -155,17 +210,43 @@ def test_output_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
         template.render(CONVERSATION)
 
 
-@pytest.mark.parametrize("body", ["", "x"])
-def test_rendering_has_a_deadline(monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}x{% endfor %}{% endfor %}",
+        "{% set l = range(99999) | list %}{% for a in l %}{% for b in l %}{% endfor %}{% endfor %}",
+        "{% set l = range(99999) | list %}{% for a in l %}{% for b in l if b < 0 %}{% endfor %}{% endfor %}",
+        "{% set l = range(99999) | list %}{% for a in l %}{{ l | select('lt', 0) | list | length }}{% endfor %}",
+        "{% set l = range(99999) | list %}{% for a in l %}{{ l | map('abs') | sum }}{% endfor %}",
+        "{% macro f(n) %}{% for i in range(9) %}{{ f(n + 1) if n < 9 }}{% endfor %}{% endmacro %}{{ f(0) }}",
+        "{% set a = 'a' * 9999999 ~ 'a' %}{% set b = 'a' * 9999999 ~ 'b' %}"
+        "{% for i in range(99999) if a == b %}{% endfor %}",
+    ],
+)
+def test_rendering_has_a_deadline(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 0.05)
-    source = "{% for i in range(90000) %}{% for j in range(90000) %}" + body + "{% endfor %}{% endfor %}"
+    monkeypatch.setattr(chat_template, "PROBE_SECONDS", 0.01)
+    template = ChatTemplate(source, None, None)
     start = time.perf_counter()
     with pytest.raises(RequestError, match="within"):
-        ChatTemplate(source, None, None).render(CONVERSATION)
-    assert time.perf_counter() - start < 5
+        template.render(CONVERSATION)
+    assert time.perf_counter() - start < 2
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{", "{% endfor %}", "{{ x | nosuchfilter }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if %}",
+        "{{",
+        "{% endfor %}",
+        "{{ x | nosuchfilter }}",
+        "{{ x | wordwrap(5) }}",
+        "{{ " + "9" * 5000 + " }}",
+        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+        "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+    ],
+)
 def test_a_broken_template_is_a_checkpoint_error_at_load(source: str) -> None:
     with pytest.raises(CheckpointError, match="Jinja"):
         ChatTemplate(source, None, None)

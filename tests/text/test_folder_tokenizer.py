@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, Tokenizer, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sightline.core.errors import CheckpointError, RequestError
@@ -98,6 +98,40 @@ def test_truncation_and_padding_saved_with_a_vocabulary_do_not_apply(tmp_path: P
     text = "Hello, world! And more than two tokens."
     assert ours.decode(ours.encode_prompt(text)) == text
     assert 3 not in ours.encode_prompt(text)
+
+
+@pytest.mark.parametrize("direction", ["left", "right"])
+@pytest.mark.parametrize("length", [2, 50])
+def test_padding_and_truncation_do_not_hide_the_post_processor(tmp_path: Path, direction: str, length: int) -> None:
+    backend = train_byte_level()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A <|eos|>", special_tokens=[("<|bos|>", 0), ("<|eos|>", 1)]
+    )
+    backend.enable_truncation(max_length=length)
+    backend.enable_padding(length=length, pad_id=3, pad_token="<|pad|>", direction=direction)
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    ours = tokenizer_from_folder(tmp_path)
+    ids = ours.encode_prompt("Hello, world!")
+    assert (ids[0], ids[-1]) == (0, 1)
+    assert ours.decode(ids, skip_special_tokens=False) == "<|bos|>Hello, world!<|eos|>"
+
+
+def test_prefix_is_found_where_the_vocabulary_lacks_common_letters(tmp_path: Path) -> None:
+    backend = Tokenizer(models.BPE(vocab={"<s>": 0, "x": 1}, merges=[]))
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    ours = tokenizer_from_folder(tmp_path)
+    assert ours.encode_prompt("xax") == [0, 1, 1]
+    assert ours.encode_rendered("x") == [0, 1]
+
+
+def test_a_vocabulary_without_a_token_for_any_text_is_refused(tmp_path: Path) -> None:
+    backend = Tokenizer(models.BPE(vocab={"<s>": 0}, merges=[]))
+    backend.add_special_tokens(["<s>"])
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    with pytest.raises(CheckpointError, match="a token for some text"):
+        tokenizer_from_folder(tmp_path)
 
 
 def test_special_tokens_may_be_named_in_the_special_tokens_map_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer
 from sightline.core.errors import CheckpointError
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.gguf_file import GgufFile
-from sightline.text.gguf_tokenizer import tokenizer_from_gguf
+from sightline.text.gguf_tokenizer import MAX_TOKEN_CHARACTERS, tokenizer_from_gguf
 from sightline.text.tokenizer import Tokenizer
 from text.tiny_tokenizers import (
     CHAT_TEMPLATE,
@@ -114,6 +115,19 @@ def test_byte_level_vocabulary_equals_the_transformers_loader(tmp_path: Path, pr
         ids = oracle.encode(text, add_special_tokens=False)
         assert ours.encode_rendered(text)[-len(ids) :] == ids if ids else True, text
         assert ours.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+
+
+def test_a_token_of_absurd_length_is_refused_before_any_work_on_it(tmp_path: Path) -> None:
+    metadata = sentence_piece(tmp_path)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    tokens[-1] = "a" * MAX_TOKEN_CHARACTERS
+    tokenizer_from_gguf(metadata)
+    tokens[-1] = "a" * 2_000_000
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match="at most 1024 characters, got one of 2000000"):
+        tokenizer_from_gguf(metadata)
+    assert time.perf_counter() - start < 1
 
 
 def test_qwen2_rule_composes_characters_as_its_own_tokenizer_does(tmp_path: Path) -> None:

@@ -53,6 +53,14 @@ class IncrementalDetokenizer:
         return "".join(pieces)
 
 
+def check_streamable(tokenizer: Tokenizer) -> None:
+    """Raises `UnsupportedModelError` if no `IncrementalDetokenizer` can be made for this tokenizer.
+
+    For start-up: a model whose text cannot be streamed should not get as far as its first request.
+    """
+    _build_steps(json.loads(tokenizer.decoder_state))
+
+
 class _Step(ABC):
     """One step of a decoder, over a stream of pieces."""
 

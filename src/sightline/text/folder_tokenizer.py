@@ -48,9 +48,13 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             "read: save the tokenizer once with a current version of transformers."
         )
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{path}: expected a tokenizer, got a fault: {error}. Get the file again.") from error
+    # Settings from training that would cut or fill up a prompt.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _read_optional(path: Path) -> dict[str, object]:
@@ -112,14 +116,28 @@ def _surrounding_tokens(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...],
     The flags `add_bos_token` and `add_eos_token` beside it do not count, as in transformers: they told an older
     library how to build that post-processor.
     """
-    probe = "a"
-    plain = backend.encode(probe, add_special_tokens=False).ids
+    probe, plain = _probe(backend)
     framed = backend.encode(probe, add_special_tokens=True).ids
     for start in range(len(framed) - len(plain) + 1):
         if framed[start : start + len(plain)] == plain:
             return tuple(framed[:start]), tuple(framed[start + len(plain) :])
     raise CheckpointError(
         f"{TOKENIZER_FILE}: expected a post-processor that puts tokens around a text, got one that changes the text."
+    )
+
+
+def _probe(backend: tokenizers.Tokenizer) -> tuple[str, list[int]]:
+    """A text that has tokens, none of them special, and those tokens.
+
+    A vocabulary of few characters drops the others without a trace, so its own tokens are tried too.
+    """
+    special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    for text in ("a", *backend.get_vocab()):
+        ids = backend.encode(text, add_special_tokens=False).ids
+        if ids and special.isdisjoint(ids):
+            return text, ids
+    raise CheckpointError(
+        f"{TOKENIZER_FILE}: expected a vocabulary with a token for some text, got none. Get the file again."
     )
 
 

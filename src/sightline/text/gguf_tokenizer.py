@@ -24,6 +24,11 @@ from sightline.text.gguf_metadata import GgufMetadata
 from sightline.text.tokenizer import PromptTokens, Tokenizer
 
 SPACE = "▁"
+MAX_TOKEN_CHARACTERS = 1 << 10
+"""Several times the longest token of any known vocabulary.
+
+The work on a token grows with the square of its length.
+"""
 
 
 class TokenType(IntEnum):
@@ -115,6 +120,12 @@ def end_token_ids(metadata: GgufMetadata) -> frozenset[int]:
 
 def _read_vocabulary(metadata: GgufMetadata) -> _Vocabulary:
     tokens = metadata.required_text_array("tokenizer.ggml.tokens")
+    longest = max(map(len, tokens), default=0)
+    if longest > MAX_TOKEN_CHARACTERS:
+        raise CheckpointError(
+            f"GGUF metadata 'tokenizer.ggml.tokens': expected tokens of at most {MAX_TOKEN_CHARACTERS} characters, "
+            f"got one of {longest}. Convert the model again."
+        )
     ids = {token: index for index, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         raise CheckpointError(

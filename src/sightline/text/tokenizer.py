@@ -34,9 +34,6 @@ class Tokenizer:
     def __init__(
         self, backend: tokenizers.Tokenizer, prompt_tokens: PromptTokens, chat_template: ChatTemplate | None
     ) -> None:
-        # A vocabulary file may carry settings from training that would cut or fill up a prompt.
-        backend.no_truncation()
-        backend.no_padding()
         self._backend = backend
         self._prompt_tokens = prompt_tokens
         self._special_ids = frozenset(

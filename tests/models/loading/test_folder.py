@@ -147,11 +147,45 @@ def test_quantised_folders_are_refused(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def test_stored_types_that_torch_lacks_are_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.complex64, "C64"),
+        (torch.int8, "I8"),
+        (torch.int64, "I64"),
+        (torch.uint8, "U8"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"),
+    ],
+)
+def test_stored_types_that_are_not_the_weights_themselves_are_refused_by_name(
+    tmp_path: Path, dtype: torch.dtype, name: str
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    save_file({"x": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match="'x'"):
+    save_file({"x": torch.zeros(2).to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=f"'x'.*got {name}"):
         opened(tmp_path)
+
+
+def test_double_precision_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"x": torch.ones(2, dtype=torch.float64)}, tmp_path / "model.safetensors")
+    assert opened(tmp_path).load("x").dtype == torch.float64
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_output_projection_is_absent_and_recorded_where_it_contradicts(tmp_path: Path, same: bool) -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    weights["lm_head.weight"] += 0.0 if same else 1.0
+    save_file(weights, tmp_path / "model.safetensors")
+    ledger = Ledger()
+    checkpoint = open_checkpoint(tmp_path, ledger)
+    assert "lm_head.weight" not in checkpoint.tensors
+    assert "model.embed_tokens.weight" in checkpoint.tensors
+    assert ["lm_head.weight" in entry.subject for entry in ledger] == ([] if same else [True])
 
 
 @pytest.mark.parametrize("name", ["nothing", "notes.txt"])

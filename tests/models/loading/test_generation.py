@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 
 from sightline.core.errors import CheckpointError, ConfigError
 from sightline.core.ledger import Ledger
+from sightline.core.request import SamplingParams
 from sightline.models.loading.generation import GenerationDefaults, read_generation_defaults
 
 
@@ -31,6 +32,30 @@ def test_known_fields_are_read() -> None:
     }
     assert read(fields) == GenerationDefaults(
         frozenset({1, 106}), do_sample=True, temperature=0.6, top_p=1.0, top_k=64, min_p=0.05
+    )
+
+
+@pytest.mark.parametrize(("stated", "expected"), [(-1, 0), (0, 0), (-1.0, 0), (50.0, 50), (2**31 - 1, 2**31 - 1)])
+def test_top_k_of_all_tokens_is_zero(stated: float, expected: int) -> None:
+    assert read({"top_k": stated}).top_k == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0, "top_p": 1e-9, "min_p": 0, "top_k": -1},
+        {"temperature": 1e4, "top_p": 1, "min_p": 1, "top_k": 2**31 - 1},
+    ],
+)
+def test_every_default_that_is_read_is_one_that_a_request_may_ask_for(fields: dict[str, object]) -> None:
+    defaults = read(fields)
+    asked = SamplingParams(
+        temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k, min_p=defaults.min_p
+    )
+    assert (asked.temperature, asked.top_p, asked.min_p) == (
+        fields["temperature"],
+        fields["top_p"],
+        fields["min_p"],
     )
 
 
@@ -97,7 +122,20 @@ def test_fields_that_change_the_output_are_recorded_and_refused_under_strict(fie
         ("eos_token_id", True),
         ("temperature", "hot"),
         ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", -0.1),
+        ("temperature", 1.1e4),
+        ("temperature", 10**400),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("top_p", -1),
+        ("top_p", True),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
         ("top_k", 1.5),
+        ("top_k", -2),
+        ("top_k", 2**31),
+        ("top_k", float("nan")),
         ("do_sample", 1),
     ],
 )

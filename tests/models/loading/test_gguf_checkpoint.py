@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,29 @@ def test_metadata_of_unknown_meaning_is_recorded_and_refused_under_strict(tmp_pa
         ({"llama.embedding_length": 63}, "token_embd"),
         ({"llama.block_count": "two"}, "block_count"),
         ({"llama.block_count": 0}, "block_count"),
-        ({"llama.attention.head_count": 3}, "multiple"),
+        ({"llama.block_count": 3}, "block_count"),
+        ({"llama.block_count": 1}, "block_count"),
+        ({"llama.block_count": 2_000_000_000}, "block_count"),
+        ({"llama.attention.head_count": 6}, "multiple"),
+        ({"llama.attention.head_count": 3}, "divisor"),
+        ({"llama.attention.head_count": 0}, "head_count"),
+        ({"llama.attention.head_count_kv": 0}, "head_count_kv"),
+        ({"llama.attention.head_count_kv": 3}, "divisor"),
+        ({"llama.attention.key_length": 0}, "key_length"),
+        ({"llama.attention.value_length": 0}, "value_length"),
+        ({"llama.embedding_length": 0}, "embedding_length"),
+        ({"llama.feed_forward_length": 0}, "feed_forward_length"),
+        ({"llama.vocab_size": 0}, "vocab_size"),
+        ({"llama.context_length": 0}, "context_length"),
+        ({"llama.context_length": 2**32 - 1}, "context_length"),
+        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "epsilon"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon"),
+        ({"llama.rope.freq_base": 0.0}, "freq_base"),
+        ({"llama.rope.freq_base": -1.0}, "freq_base"),
+        ({"llama.rope.freq_base": float("inf")}, "freq_base"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "factor"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": float("nan")}, "factor"),
+        ({"llama.rope.scale_linear": -2.0}, "factor"),
         ({"tokenizer.ggml.eos_token_id": 64}, "eos_token_id"),
     ],
 )
@@ -264,11 +287,60 @@ def test_metadata_that_contradicts_itself_is_refused(tmp_path: Path, extra: dict
         opened(path)
 
 
-def rewrite(source: Path, target: Path, changes: Mapping[str, object], *, leave_out: tuple[str, ...] = ()) -> None:
+@pytest.mark.parametrize("layers", [2_000_000_000, 8, 6])
+def test_a_layer_count_is_checked_before_anything_is_sized_by_it(tmp_path: Path, layers: int) -> None:
+    write_gemma3(tmp_path / "tiny.gguf", tiny_gemma3())
+    rewrite(tmp_path / "tiny.gguf", tmp_path / "changed.gguf", {"gemma3.block_count": layers}, architecture="gemma3")
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=f"block_count.*got {layers} for the tensors of 7 layers"):
+        opened(tmp_path / "changed.gguf")
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gemma3.attention.sliding_window": 0}, "sliding_window"),
+        ({"gemma3.attention.sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"gemma3.rope.freq_base_swa": 0.0}, "freq_base_swa"),
+        ({"gemma3.final_logit_softcapping": -1.0}, "softcapping"),
+    ],
+)
+def test_gemma3_numbers_out_of_range_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    write_gemma3(tmp_path / "tiny.gguf", tiny_gemma3())
+    rewrite(tmp_path / "tiny.gguf", tmp_path / "changed.gguf", changes, architecture="gemma3")
+    with pytest.raises(CheckpointError, match=message):
+        opened(tmp_path / "changed.gguf")
+
+
+@pytest.mark.parametrize("kind", ["int32", "int64"])
+def test_rope_factors_of_a_type_without_decoder_are_refused_by_name(tmp_path: Path, kind: str) -> None:
+    factors = numpy.ones(8).astype(kind)
+    write_llama(tmp_path / "tiny.gguf", tiny_llama(), extra={"rope_freqs.weight": factors})
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight.*I(32|64)"):
+        opened(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize("factors", [[[1.0] * 4] * 2, [1.0] * 7 + [0.0], [float("nan")] * 8])
+def test_rope_factors_of_another_shape_or_range_are_refused(tmp_path: Path, factors: Any) -> None:
+    extra: dict[str, object] = {"rope_freqs.weight": numpy.array(factors, dtype=numpy.float32)}
+    write_llama(tmp_path / "tiny.gguf", tiny_llama(), extra=extra)
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight"):
+        opened(tmp_path / "tiny.gguf")
+
+
+def rewrite(
+    source: Path,
+    target: Path,
+    changes: Mapping[str, object],
+    *,
+    leave_out: tuple[str, ...] = (),
+    architecture: str = "llama",
+) -> None:
     """Copies a file with other metadata, through the reader and writer of the gguf package."""
     reader = GGUFReader(source)
     replaced = {*changes, *(f"tokenizer.ggml.{name}" for name in leave_out)}
-    writer = GGUFWriter(target, "llama")
+    writer = GGUFWriter(target, architecture)
     for key, field in reader.fields.items():
         if not key.startswith(("GGUF.", "general.")) and key not in replaced:
             value_type = field.types[0]

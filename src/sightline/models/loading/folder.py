@@ -25,6 +25,8 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT_PROJECTION = "lm_head.weight"
 
 
 class FolderCheckpoint(Checkpoint):
@@ -38,6 +40,8 @@ class FolderCheckpoint(Checkpoint):
         _check_index(folder, weight_map, files)
         self._owners = {name: file for file in files.values() for name in file.names}
         self._owners.update({name: files[file] for name, file in weight_map.items()})
+        if config.get("tie_word_embeddings") is True:
+            self._drop_tied_projection(ledger)
         generation = folder / GENERATION_FILE
         super().__init__(
             location=folder,
@@ -56,6 +60,19 @@ class FolderCheckpoint(Checkpoint):
 
     def _read(self, name: str) -> torch.Tensor:
         return self._owners[name].read(name)
+
+    def _drop_tied_projection(self, ledger: Ledger) -> None:
+        """Some folders store the embedding a second time. The config decides; a contradiction is recorded."""
+        owner = self._owners.pop(OUTPUT_PROJECTION, None)
+        if owner is None or EMBEDDING not in self._owners:
+            return
+        projection, embedding = owner.describe(OUTPUT_PROJECTION), self._owners[EMBEDDING].describe(EMBEDDING)
+        if projection != embedding or not torch.equal(owner.read(OUTPUT_PROJECTION), self._read(EMBEDDING)):
+            ledger.record(
+                f"the tensor {OUTPUT_PROJECTION!r}",
+                f"is ignored: {CONFIG_FILE} ties the output projection to the embedding, which has other values",
+                f"set tie_word_embeddings to false in {CONFIG_FILE} if the tensor is the one to use",
+            )
 
 
 def _read_config(folder: Path) -> dict[str, object]:

@@ -6,7 +6,6 @@ honoured or recorded, never dropped. Does not know what a user asks for: that co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -95,6 +94,7 @@ class GenerationDefaults:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    """0 keeps every token."""
     min_p: float | None = None
 
 
@@ -110,16 +110,13 @@ def read_generation_defaults(
     """
     _record_ignored(generation_config, ledger)
     eos_token_ids = _token_ids(generation_config) or _token_ids(model_config) or tokenizer_eos()
-    top_k = _number(generation_config, "top_k")
-    if top_k is not None and not top_k.is_integer():
-        raise _wrong("top_k", "a whole number", top_k)
     return GenerationDefaults(
         eos_token_ids=eos_token_ids,
         do_sample=_flag(generation_config, "do_sample"),
-        temperature=_number(generation_config, "temperature"),
-        top_p=_number(generation_config, "top_p"),
-        top_k=None if top_k is None else int(top_k),
-        min_p=_number(generation_config, "min_p"),
+        temperature=_number(generation_config, "temperature", "from 0 to 10000", lambda value: 0 <= value <= 1e4),
+        top_p=_number(generation_config, "top_p", "above 0 and at most 1", lambda value: 0 < value <= 1),
+        top_k=_top_k(generation_config),
+        min_p=_number(generation_config, "min_p", "from 0 to 1", lambda value: 0 <= value <= 1),
     )
 
 
@@ -148,13 +145,25 @@ def _token_ids(config: Mapping[str, object]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _number(config: Mapping[str, object], field: str) -> float | None:
+def _number(config: Mapping[str, object], field: str, described: str, allows: Callable[[float], bool]) -> float | None:
+    """A number in a range, which is the range that a request's parameter has. NaN is in none."""
     value = config.get(field)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise _wrong(field, "a finite number", value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not allows(value):
+        raise _wrong(field, f"a number {described}", value)
     return float(value)
+
+
+def _top_k(config: Mapping[str, object]) -> int | None:
+    """Both -1 and 0 keep every token."""
+    highest = 2**31 - 1
+    value = _number(config, "top_k", f"from -1 to {highest}", lambda value: -1 <= value <= highest)
+    if value is None:
+        return None
+    if not value.is_integer():
+        raise _wrong("top_k", "a whole number", value)
+    return max(int(value), 0)
 
 
 def _flag(config: Mapping[str, object], field: str) -> bool | None:

@@ -31,10 +31,10 @@ class GgufCheckpoint(Checkpoint):
         metadata = GgufMetadata(self._file.metadata)
         shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
         config = translate_config(metadata, shapes, ledger)
-        if ROPE_FACTORS in shapes:
-            config["rope_frequency_factors"] = self._rope_factors(config["head_dim"])
         self._sources = translate_tensors(metadata.required_text("general.architecture"), shapes, _heads(config))
         self._check_types()
+        if ROPE_FACTORS in shapes:
+            config["rope_frequency_factors"] = self._rope_factors(config["head_dim"])
         super().__init__(
             location=path,
             config=MappingProxyType(config),
@@ -66,12 +66,13 @@ class GgufCheckpoint(Checkpoint):
                 )
 
     def _rope_factors(self, head_dim: object) -> list[float]:
-        factors: list[float] = self._decode(ROPE_FACTORS).flatten().tolist()
-        if len(factors) * 2 != head_dim or not all(0 < factor < float("inf") for factor in factors):
-            raise CheckpointError(
-                f"expected one positive factor per pair of {head_dim} head dimensions in {ROPE_FACTORS!r}, "
-                f"got {len(factors)} values from {min(factors)} to {max(factors)}. Convert the model again."
-            )
+        expected = f"expected one factor above 0 per pair of {head_dim} head dimensions in {ROPE_FACTORS!r}, got"
+        shape = self._file.tensors[ROPE_FACTORS].shape
+        if len(shape) != 1 or shape[0] * 2 != head_dim:
+            raise CheckpointError(f"{expected} the shape {list(shape)}. Convert the model again.")
+        factors: list[float] = self._decode(ROPE_FACTORS).tolist()
+        if not all(0 < factor < float("inf") for factor in factors):
+            raise CheckpointError(f"{expected} values from {min(factors)} to {max(factors)}. Convert the model again.")
         return factors
 
 

@@ -7,6 +7,7 @@ tensor layouts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +18,11 @@ from sightline.text.gguf_metadata import GgufMetadata
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 """Shapes by the tensor's name in the file."""
+
+_LAYER_NUMBER = re.compile("0|[1-9][0-9]*")
+MAX_LAYERS = 1 << 12
+MAX_COUNT = (1 << 31) - 1
+"""Of heads, positions and dimensions. What is sized by one of them is checked against the tensors elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +125,17 @@ def _refuse_unless_neutral(metadata: GgufMetadata, key: str, neutral: tuple[obje
 
 
 def _common_config(metadata: GgufMetadata, shapes: TensorShapes, prefix: str) -> dict[str, object]:
-    hidden_size = metadata.required_integer(f"{prefix}.embedding_length")
-    num_heads = _uniform(metadata, f"{prefix}.attention.head_count")
-    key_value_heads = f"{prefix}.attention.head_count_kv"
+    hidden_size = _positive(metadata, f"{prefix}.embedding_length")
+    num_heads, num_key_value_heads = _head_counts(metadata, prefix)
     return {
         "hidden_size": hidden_size,
-        "num_hidden_layers": _positive(metadata, f"{prefix}.block_count"),
+        "num_hidden_layers": _num_layers(metadata, shapes, prefix),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _uniform(metadata, key_value_heads) if key_value_heads in metadata else num_heads,
+        "num_key_value_heads": num_key_value_heads,
         "intermediate_size": _uniform(metadata, f"{prefix}.feed_forward_length"),
         "vocab_size": _vocab_size(metadata, shapes, prefix, hidden_size),
         "max_position_embeddings": _positive(metadata, f"{prefix}.context_length"),
-        "rms_norm_eps": _required_number(metadata, f"{prefix}.attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": _positive_number(metadata, f"{prefix}.attention.layer_norm_rms_epsilon"),
         "rope_scaling": _rope_scaling(metadata, prefix),
         "tie_word_embeddings": "output.weight" not in shapes,
         "bos_token_id": metadata.integer("tokenizer.ggml.bos_token_id"),
@@ -146,7 +151,7 @@ def _llama_config(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, obj
         model_type="llama",
         head_dim=head_dim,
         hidden_act="silu",
-        rope_theta=_number_or(metadata, "llama.rope.freq_base", 10000.0),
+        rope_theta=_positive_number(metadata, "llama.rope.freq_base", 10000.0),
         attention_bias="blk.0.attn_q.bias" in shapes,
         mlp_bias="blk.0.ffn_gate.bias" in shapes,
     )
@@ -156,7 +161,7 @@ def _llama_config(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, obj
 def _gemma3_config(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, object]:
     config = _common_config(metadata, shapes, "gemma3")
     head_dim = _head_dim(metadata, "gemma3", 256)
-    num_layers = _positive(metadata, "gemma3.block_count")
+    num_layers = _num_layers(metadata, shapes, "gemma3")
     # The converter stores no query scale. The 27B model, alone with 62 layers, scales by its width per head.
     per_head = _divided(config, "hidden_size", "num_attention_heads") if num_layers == 62 else head_dim
     config.update(
@@ -167,13 +172,45 @@ def _gemma3_config(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, ob
         query_pre_attn_scalar=per_head,
         sliding_window=_positive(metadata, "gemma3.attention.sliding_window"),
         layer_types=_layer_types(metadata, num_layers),
-        rope_theta=_number_or(metadata, "gemma3.rope.freq_base", 1_000_000.0),
-        rope_local_base_freq=_number_or(metadata, "gemma3.rope.freq_base_swa", 10_000.0),
+        rope_theta=_positive_number(metadata, "gemma3.rope.freq_base", 1_000_000.0),
+        rope_local_base_freq=_positive_number(metadata, "gemma3.rope.freq_base_swa", 10_000.0),
         attention_bias=False,
         attn_logit_softcapping=None,
-        final_logit_softcapping=metadata.number("gemma3.final_logit_softcapping") or None,
+        final_logit_softcapping=_softcapping(metadata),
     )
     return config
+
+
+def _softcapping(metadata: GgufMetadata) -> float | None:
+    key = "gemma3.final_logit_softcapping"
+    return _positive_number(metadata, key) if metadata.number(key) else None
+
+
+def _num_layers(metadata: GgufMetadata, shapes: TensorShapes, prefix: str) -> int:
+    """The stated count, if it is that of the layers in the tensor directory."""
+    key = f"{prefix}.block_count"
+    stated = _positive(metadata, key)
+    parts = (name.split(".", 2) for name in shapes)
+    named = {part[1] for part in parts if part[0] == "blk" and len(part) == 3 and _LAYER_NUMBER.fullmatch(part[1])}
+    if stated > MAX_LAYERS or len(named) != stated or named != {str(layer) for layer in range(stated)}:
+        raise CheckpointError(
+            f"GGUF metadata {key!r}: expected the number of layers that have tensors, at most {MAX_LAYERS} and "
+            f"numbered from 0, got {stated} for the tensors of {len(named)} layers. Convert the model again."
+        )
+    return stated
+
+
+def _head_counts(metadata: GgufMetadata, prefix: str) -> tuple[int, int]:
+    """Of queries, and of keys and values."""
+    num_heads = _uniform(metadata, f"{prefix}.attention.head_count")
+    key = f"{prefix}.attention.head_count_kv"
+    num_key_value_heads = _uniform(metadata, key) if key in metadata else num_heads
+    if num_heads % num_key_value_heads:
+        raise CheckpointError(
+            f"GGUF metadata {key!r}: expected a divisor of the {num_heads} query heads, got {num_key_value_heads}. "
+            "Convert the model again."
+        )
+    return num_heads, num_key_value_heads
 
 
 def _layer_types(metadata: GgufMetadata, num_layers: int) -> list[str]:
@@ -214,9 +251,14 @@ def _rope_scaling(metadata: GgufMetadata, prefix: str) -> dict[str, object] | No
 
 
 def _head_dim(metadata: GgufMetadata, prefix: str, default: int) -> int:
-    key_length = metadata.integer(f"{prefix}.attention.key_length") or default
-    value_length = metadata.integer(f"{prefix}.attention.value_length") or key_length
-    if key_length != value_length or key_length < 1:
+    key_length = _positive(metadata, f"{prefix}.attention.key_length", default)
+    value_length = _positive(metadata, f"{prefix}.attention.value_length", key_length)
+    if key_length % 2:
+        raise UnsupportedModelError(
+            f"GGUF metadata '{prefix}.attention.key_length': expected an even head size, got {key_length}. "
+            "Rotary embeddings turn pairs of dimensions."
+        )
+    if key_length != value_length:
         raise UnsupportedModelError(
             f"GGUF metadata '{prefix}.attention.value_length': expected the key length {key_length}, "
             f"got {value_length}. Heads of two sizes are not supported."
@@ -245,10 +287,13 @@ def _vocab_size(metadata: GgufMetadata, shapes: TensorShapes, prefix: str, hidde
     return shape[0]
 
 
-def _positive(metadata: GgufMetadata, key: str) -> int:
-    value = metadata.required_integer(key)
-    if value < 1:
-        raise CheckpointError(f"GGUF metadata {key!r}: expected a positive number, got {value}.")
+def _positive(metadata: GgufMetadata, key: str, default: int | None = None) -> int:
+    """A count; without a default the key must be there."""
+    value = metadata.required_integer(key) if default is None or key in metadata else default
+    if not 1 <= value <= MAX_COUNT:
+        raise CheckpointError(
+            f"GGUF metadata {key!r}: expected a number from 1 to {MAX_COUNT}, got {value}. Convert the model again."
+        )
     return value
 
 
@@ -258,23 +303,24 @@ def _uniform(metadata: GgufMetadata, key: str) -> int:
     if not isinstance(value, list):
         return _positive(metadata, key)
     distinct = set(metadata.integer_array(key) or ())
-    if len(distinct) != 1 or min(distinct) < 1:
+    if len(distinct) != 1 or not 1 <= min(distinct) <= MAX_COUNT:
         raise UnsupportedModelError(
-            f"GGUF metadata {key!r}: expected one positive number for all layers, got {sorted(distinct)[:8]}."
+            f"GGUF metadata {key!r}: expected one number from 1 to {MAX_COUNT} for all layers, got "
+            f"{sorted(distinct)[:8]}. Use the model's folder of safetensors."
         )
     return distinct.pop()
 
 
-def _required_number(metadata: GgufMetadata, key: str) -> float:
-    value = metadata.number(key)
-    if value is None:
-        raise CheckpointError(f"GGUF metadata: expected a number under {key!r}, got no such key. Convert it again.")
+def _positive_number(metadata: GgufMetadata, key: str, default: float | None = None) -> float:
+    """A finite number above 0; without a default the key must be there."""
+    stated = metadata.number(key)
+    value = default if stated is None else stated
+    if value is None or value <= 0:
+        found = "no such key" if value is None else value
+        raise CheckpointError(
+            f"GGUF metadata {key!r}: expected a number above 0, got {found}. Convert the model again."
+        )
     return value
-
-
-def _number_or(metadata: GgufMetadata, key: str, default: float) -> float:
-    value = metadata.number(key)
-    return default if value is None else value
 
 
 def _divided(config: Mapping[str, object], total_key: str, parts_key: str) -> int:

@@ -23,17 +23,12 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "F32": torch.float32,
         "F16": torch.float16,
         "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
     }
 )
-"""By the name that the files use."""
+"""By the name that the files use.
+
+Other types hold no weights, or weights that only a scale stored elsewhere makes sense of.
+"""
 
 
 class SafetensorsFile:
