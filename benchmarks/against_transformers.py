@@ -42,9 +42,9 @@ def median_seconds(runs: dict[str, Callable[[], None]]) -> dict[str, float]:
 
 
 def machine_rates() -> tuple[float, float]:
-    """Bytes a second that a sum reads, and operations a second of a square product, in fp32."""
-    large, square = torch.ones(1 << 27), torch.ones(2048, 2048)
-    seconds = median_seconds({"read": lambda: _ignore(large.sum()), "product": lambda: _ignore(square @ square)})
+    """Bytes a second that a matrix-vector product reads, and operations a second of a square product, in fp32."""
+    large, vector, square = torch.ones(1 << 14, 1 << 13), torch.ones(1 << 13), torch.ones(2048, 2048)
+    seconds = median_seconds({"read": lambda: _ignore(large @ vector), "product": lambda: _ignore(square @ square)})
     return large.nbytes / seconds["read"], 2 * 2048**3 / seconds["product"]
 
 
