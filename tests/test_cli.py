@@ -63,6 +63,32 @@ def test_generate_json_echoes_effective_parameters() -> None:
     assert output["params"]["max_tokens"] == 6
 
 
+def test_generate_json_tells_continuations_stop_reasons_and_logprobs() -> None:
+    asked = ["--n", "2", "--logprobs", "2", "--prompt-logprobs", "0", "--stop", "!!", "--stop", "aris", "--json"]
+    asked += ["--repetition-penalty", "1.01", "--presence-penalty", "0.1", "--frequency-penalty", "0.1"]
+    output = json.loads(sightline("generate", "The capital of France is", *QUICK, *asked, "--min-tokens", "0").stdout)
+    assert [each["index"] for each in output["outputs"]] == [0, 1]
+    for each in output["outputs"]:
+        assert (each["text"], each["finish_reason"], each["stop_reason"]) == (" P", "stop", "aris")
+        [told] = each["logprobs"]
+        [token] = each["token_ids"]
+        assert told[str(token)]["decoded_token"] == " Paris"
+        assert told[str(token)]["rank"] == 1
+        assert told[str(token)]["logprob"] < 0
+    assert output["prompt_logprobs"][0] is None
+    assert len(output["prompt_logprobs"]) == len(output["prompt_token_ids"])
+    echoed = output["params"]
+    assert (echoed["repetition_penalty"], echoed["presence_penalty"], echoed["frequency_penalty"]) == (1.01, 0.1, 0.1)
+    assert (echoed["stop"], echoed["n"], echoed["min_tokens"]) == (["!!", "aris"], 2, 0)
+
+
+def test_chat_stops_at_a_string_and_says_so() -> None:
+    result = sightline("chat", "Say hello.", *QUICK, "--stop", "e", "--repetition-penalty", "1.1", "--min-tokens", "1")
+    assert result.returncode == 0
+    assert "repetition_penalty 1.1 · min_tokens 1 · stop 'e'" in result.stderr
+    assert "greedy" in result.stderr
+
+
 def test_chat_talks_until_the_input_ends_and_remembers() -> None:
     result = sightline("chat", "-q", *QUICK, stdin="My name is Ada.\n\nWhat is my name?\n")
     assert result.returncode == 0
@@ -76,6 +102,10 @@ def test_chat_talks_until_the_input_ends_and_remembers() -> None:
         (["generate", "x", "--model", "no/such/folder"], "expected a folder with config.json"),
         (["generate", "x", "--attention-backend", "flash"], "expected an attention backend out of torch, reference"),
         (["generate", "x", "--top-p", "3"], "expected top_p between 0 and 1, got 3.0"),
+        (["generate", "x", "--min-tokens", "200"], "expected min_tokens of at most max_tokens, 128, got 200"),
+        (["generate", "x", "--logprobs", "21", "--json"], "expected logprobs between 0 and 20, got 21"),
+        (["generate", "x", "--n", "2"], "expected --json with --n, --logprobs and --prompt-logprobs"),
+        (["generate", "x", "--stop", ""], "expected stop strings of at least one character"),
         (["generate", "x", "--dtype", "int7"], "expected dtype auto, float32"),
         (["generate", "x", "--max-model-len", "9k"], "expected max_model_len of at most 8192"),
         (["generate", "x", "--max-model-len", "many"], "expected a whole number such as 4096 or 4k"),

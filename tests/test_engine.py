@@ -13,7 +13,7 @@ import torch
 from sightline import LLM, RequestOutput, SamplingParams
 from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError, EngineClosedError, RequestError
-from sightline.engine import LiveRequest
+from sightline.live import LiveSequence
 from sightline.llm import EngineSettings, TokensPrompt
 from support.tiny_models import VOCAB, make_model, random_prompts, reference_logits
 
@@ -250,7 +250,7 @@ def test_the_models_own_sampling_defaults_apply_and_are_echoed(tmp_path: Path) -
     [output] = llm.generate(tokens_of([4])[0], SamplingParams(max_tokens=2))
     assert output.params is not None
     assert (output.params.temperature, output.params.top_p, output.params.top_k) == (0.6, 0.9, 7)
-    assert output.params.stop_token_ids == {2, 50}
+    assert output.params.eos_token_ids == {2, 50}
     [asked] = llm.generate(tokens_of([4])[0], SamplingParams(max_tokens=2, temperature=0.0, top_p=0.5))
     assert asked.params is not None
     assert (asked.params.temperature, asked.params.top_p, asked.params.top_k) == (0.0, 0.5, 7)
@@ -277,9 +277,9 @@ def test_decoding_is_greedy_where_neither_caller_nor_model_asks_for_sampling(
 
 def test_a_model_default_that_is_not_supported_is_in_the_ledger(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
-    write_generation_config(tmp_path, repetition_penalty=1.3)
-    assert any("repetition_penalty" in entry.subject for entry in tiny(tmp_path).engine.ledger)
-    with pytest.raises(ConfigError, match="repetition_penalty"):
+    write_generation_config(tmp_path, no_repeat_ngram_size=3)
+    assert any("no_repeat_ngram_size" in entry.subject for entry in tiny(tmp_path).engine.ledger)
+    with pytest.raises(ConfigError, match="no_repeat_ngram_size"):
         tiny(tmp_path, strict=True)
 
 
@@ -319,7 +319,7 @@ def test_an_interrupted_commit_loses_and_repeats_nothing(folder: Path, monkeypat
     requests = [engine.submit(prompt, params) for prompt in prompts]
     take_in, calls = engine._take_in, iter(range(100))
 
-    def interrupted(live: LiveRequest) -> None:
+    def interrupted(live: LiveSequence) -> None:
         if next(calls) in (1, 5, 9):
             raise KeyboardInterrupt
         take_in(live)
@@ -354,10 +354,10 @@ def test_a_failing_step_leaves_the_sequences_as_they_were(folder: Path, monkeypa
 
 def test_degradations_are_logged_by_whoever_starts_an_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_model("llama").save_pretrained(tmp_path)
-    write_generation_config(tmp_path, repetition_penalty=1.3)
+    write_generation_config(tmp_path, no_repeat_ngram_size=3)
     tiny(tmp_path)
     assert "degraded: " in caplog.text
-    assert "repetition_penalty" in caplog.text
+    assert "no_repeat_ngram_size" in caplog.text
 
 
 def test_an_empty_model_name_is_not_the_default_model() -> None:

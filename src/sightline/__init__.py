@@ -13,12 +13,13 @@ from sightline.version import __version__
 
 if TYPE_CHECKING:
     from sightline.core.errors import SightlineError
-    from sightline.core.request import CompletionOutput, RequestOutput, SamplingParams, TextDelta
+    from sightline.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, TextDelta
     from sightline.llm import LLM
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
     "SightlineError",
@@ -29,6 +30,7 @@ __all__ = [
 _HOMES = {
     "LLM": "sightline.llm",
     "CompletionOutput": "sightline.core.request",
+    "Logprob": "sightline.core.request",
     "RequestOutput": "sightline.core.request",
     "SamplingParams": "sightline.core.request",
     "SightlineError": "sightline.core.errors",

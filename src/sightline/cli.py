@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import reduce, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
@@ -23,7 +24,8 @@ from sightline.version import __version__
 
 if TYPE_CHECKING:
     from sightline.core.request import EffectiveParams, SamplingParams
-    from sightline.llm import LLM, TextStream
+    from sightline.llm import LLM, EngineSettings, TextStream
+    from sightline.tools.bench import Work
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 _SUFFIXES = {"k": 1024, "m": 1024**2}
@@ -67,7 +69,9 @@ def _collected(name: str, **options: Callable[[_CommandT], _CommandT]) -> Callab
 
 engine_options = _collected(
     "settings",
-    model=click.option("--model", "-m", help="A folder or a .gguf file; the default model without it."),
+    model=click.option(
+        "--model", "-m", help="A folder, a .gguf file or a Hugging Face id; the default model without it."
+    ),
     device=click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     dtype=click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
     max_model_len=count_option(
@@ -107,6 +111,23 @@ sampling_options = _collected(
     top_k=click.option("--top-k", type=int, help="Keep so many of the likeliest tokens; 0 keeps all."),
     min_p=click.option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest."),
     seed=click.option("--seed", type=int, help="Makes sampling repeatable."),
+    repetition_penalty=click.option(
+        "--repetition-penalty", type=float, help="Above 1: tokens of the prompt and the answer become less likely."
+    ),
+    presence_penalty=click.option(
+        "--presence-penalty", type=float, default=0.0, help="Above 0: tokens of the answer become less likely."
+    ),
+    frequency_penalty=click.option(
+        "--frequency-penalty", type=float, default=0.0, help="As --presence-penalty, for each time a token came."
+    ),
+    stop=click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer before TEXT; may be repeated."),
+    min_tokens=count_option("--min-tokens", help="Tokens before anything may end the answer."),
+)
+report_options = _collected(
+    "reported",
+    n=count_option("--n", default=1, help="Continuations of the one TEXT; more than one needs --json."),
+    logprobs=click.option("--logprobs", type=int, help="Tell so many of the likeliest tokens; needs --json."),
+    prompt_logprobs=click.option("--prompt-logprobs", type=int, help="As --logprobs, of TEXT itself."),
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Say nothing on standard error but errors.")
@@ -141,12 +162,22 @@ def collect_env(as_json: bool) -> None:
 @app.command()
 @click.argument("text")
 @sampling_options
+@report_options
 @json_option
 @quiet_option
 @engine_options
-def generate(text: str, as_json: bool, quiet: bool, sampling: dict[str, Any], settings: dict[str, Any]) -> None:
+def generate(
+    text: str,
+    as_json: bool,
+    quiet: bool,
+    sampling: dict[str, Any],
+    reported: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
     """Continue TEXT as it stands. Use `chat` to have it answered."""
-    params, llm = _load(sampling, settings, quiet=quiet or as_json)
+    if not as_json and reported != {"n": 1, "logprobs": None, "prompt_logprobs": None}:
+        raise click.UsageError("expected --json with --n, --logprobs and --prompt-logprobs, got none; add --json")
+    params, llm = _load(sampling | reported, settings, quiet=quiet or as_json)
     if as_json:
         [output] = llm.generate(text, params, use_tqdm=False)
         if output.error is not None:
@@ -187,6 +218,80 @@ def chat(
             history.pop()
             continue
         history.append({"role": "assistant", "content": answer})
+
+
+bench_options = _collected(
+    "how",
+    compare=click.option("--compare", default="", help="Other engines to run in turns: transformers."),
+    num_iters=count_option("--num-iters", default=5, help="Rounds that count; medians are told."),
+    as_json=click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
+    save_result=click.option("--save-result", type=click.Path(dir_okay=False), help="Write the JSON object here too."),
+)
+
+
+@app.group()
+def bench() -> None:
+    """Measure speed: engines in turns, after they have given the same tokens, with the floor."""
+
+
+@bench.command()
+@count_option("--input-len", default=512, help="Tokens of the prompt that is read.")
+@count_option("--output-len", default=48, help="Tokens that are generated.")
+@count_option("--batch-size", default=1, help="Rows that generate at once.")
+@bench_options
+@engine_options
+def latency(input_len: int, output_len: int, batch_size: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Time a prompt and a batch of rows."""
+    from sightline.tools.bench_work import latency_works
+
+    _bench(
+        how,
+        settings,
+        lambda size, machine, vocab: latency_works(size, machine, vocab, (input_len, output_len), batch_size),
+    )
+
+
+@bench.command()
+@count_option("--num-prompts", default=16, help="Prompts that run at once.")
+@count_option("--random-input-len", default=64, help="Random tokens of each prompt.")
+@count_option("--random-output-len", default=48, help="Tokens that each generates.")
+@bench_options
+@engine_options
+def throughput(
+    num_prompts: int, random_input_len: int, random_output_len: int, how: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Time many prompts, read and continued."""
+    from sightline.tools.bench_work import throughput_works
+
+    lengths = (random_input_len, random_output_len)
+    _bench(how, settings, lambda size, machine, vocab: throughput_works(size, machine, vocab, lengths, num_prompts))
+
+
+def _bench(how: dict[str, Any], settings: dict[str, Any], works: Callable[..., list[Work]]) -> None:
+    """Loads, measures, prints."""
+    import torch
+
+    from sightline.tools.bench import measure_machine, table
+    from sightline.tools.bench_work import load_engines, model_size, open_model, run_works
+
+    compared = [name.strip() for name in how["compare"].split(",") if name.strip()]
+    checkpoint = open_model(settings.pop("model"))
+    engines, llm = load_engines(checkpoint, compared, cast("EngineSettings", settings))
+    machine = measure_machine()
+    planned = works(model_size(checkpoint), machine, llm.engine.vocab_size)
+    report = run_works(engines, planned, machine, how["num_iters"], torch.get_num_threads())
+    text = json.dumps(asdict(report), indent=2)
+    if how["save_result"] is not None:
+        Path(how["save_result"]).write_text(text + "\n")
+    if how["as_json"]:
+        click.echo(text)
+        return
+    click.echo(
+        f"{checkpoint.location.name}, {report.threads} threads, greedy: "
+        f"read {machine.read_bytes_per_second / 1e9:.1f} GB/s, product {machine.operations_per_second / 1e9:.0f} GFLOP/s\n"
+    )
+    for line in table(report.results):
+        click.echo(line)
 
 
 def main() -> None:
@@ -252,12 +357,22 @@ def _print_stream(stream: TextStream, *, quiet: bool) -> str:
 
 def _describe(params: EffectiveParams) -> str:
     """What the answer is sampled with, as the model or the caller asked."""
+    how = [f"temperature {params.temperature:g}", f"top_p {params.top_p:g}", f"top_k {params.top_k}"]
+    how += [f"min_p {params.min_p:g}", f"seed {params.seed}"]
     if params.temperature == 0.0:
-        return f"greedy (temperature 0) · max_tokens {params.max_tokens}"
-    return (
-        f"temperature {params.temperature:g} · top_p {params.top_p:g} · top_k {params.top_k} · "
-        f"min_p {params.min_p:g} · seed {params.seed} · max_tokens {params.max_tokens}"
-    )
+        how = ["greedy (temperature 0)"]
+    how += [
+        f"{name} {value:g}"
+        for name, value, neutral in (
+            ("repetition_penalty", params.repetition_penalty, 1.0),
+            ("presence_penalty", params.presence_penalty, 0.0),
+            ("frequency_penalty", params.frequency_penalty, 0.0),
+            ("min_tokens", params.min_tokens, 0),
+        )
+        if value != neutral
+    ]
+    how += [f"stop {escape(repr(text))}" for text in params.stop]
+    return " · ".join([*how, f"max_tokens {params.max_tokens}"])
 
 
 def _print_error(error: SightlineError) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import accumulate
 from random import Random
 from typing import TypeVar
 
@@ -18,7 +18,6 @@ from torch import Tensor
 from sightline.core.errors import EngineClosedError, RequestError
 from sightline.core.ledger import Ledger
 from sightline.core.request import (
-    CompletionOutput,
     EffectiveParams,
     FinishReason,
     Request,
@@ -28,37 +27,18 @@ from sightline.core.request import (
     check_prompt,
     new_request_id,
 )
+from sightline.live import LiveRequest, LiveSequence, start
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.batching import RowWork, assemble
 from sightline.runner.build import Runtime
-from sightline.runner.sampler import RowSampling, sample
-from sightline.scheduler.scheduler import Schedule, Scheduler, SequenceState
-from sightline.text.detokenizer import IncrementalDetokenizer, check_streamable
+from sightline.runner.sampler import sample
+from sightline.scheduler.scheduler import Schedule, ScheduledRow, Scheduler
+from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-
-
-@dataclass(eq=False)
-class LiveRequest:
-    """A request in the engine, and what it has produced."""
-
-    request: Request
-    sequence: SequenceState
-    detokenizer: IncrementalDetokenizer | None
-    text: list[str] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    num_taken_in: int = 0
-    """Generated tokens whose text and meaning are known."""
-    num_read_pieces: int = 0
-    """Pieces of text that a stream has taken."""
-    num_read_tokens: int = 0
-    """Generated tokens that a stream has taken."""
-
-    def generated(self, start: int = 0) -> tuple[int, ...]:
-        """The generated tokens from the `start`-th on."""
-        return tuple(self.sequence.tokens[len(self.request.prompt_token_ids) + start :])
+_MAX_SCORED_LOGITS = 2**24
+"""Logits of prompt tokens in one step: 64 MiB of fp32, however large the vocabulary."""
 
 
 class Engine:
@@ -73,7 +53,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.generation = generation
         self.ledger = ledger
-        self._scheduler = Scheduler(runtime.store, runtime.config.max_step_tokens)
+        max_scored_tokens = max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size)
+        self._scheduler = Scheduler(runtime.store, runtime.config.max_step_tokens, max_scored_tokens)
         self._live: dict[str, LiveRequest] = {}
         self._cancelled: deque[str] = deque()
         self._abandoned: deque[str] = deque()
@@ -95,16 +76,20 @@ class Engine:
             raise EngineClosedError("expected an open engine, got one that was closed; build a new one")
         max_model_len = self.runtime.config.max_model_len
         check_prompt(prompt_token_ids, self.vocab_size, max_model_len)
-        for token in params.stop_token_ids:
-            if token >= self.vocab_size:
-                raise RequestError(f"expected stop_token_ids below {self.vocab_size}, got {token}")
+        self._check_tokens(params)
         request = Request(
             request_id=new_request_id(),
             prompt=prompt,
             prompt_token_ids=tuple(int(token) for token in prompt_token_ids),
             params=self.effective_params(params, max_model_len - len(prompt_token_ids)),
         )
-        self._live[request.request_id] = self._admit(request)
+        live = self._live[request.request_id] = start(request, self.tokenizer)
+        try:
+            for sequence in live.sequences:
+                self._scheduler.submit(sequence.sequence)
+        except BaseException:
+            self.forget(request.request_id)
+            raise
         return request.request_id
 
     def effective_params(self, params: SamplingParams, room: int) -> EffectiveParams:
@@ -112,16 +97,33 @@ class Engine:
         model = self.generation
         greedy = model.do_sample is False or (model.temperature is None and not model.do_sample)
         model_temperature = 0.0 if greedy else _first(model.temperature, 1.0)
-        end_tokens = frozenset() if params.ignore_eos else model.eos_token_ids
+        end_tokens = frozenset(token for token in model.eos_token_ids if token < self.vocab_size)
+        max_tokens = min(_first(params.max_tokens, room), room)
+        if params.min_tokens is not None and params.min_tokens > max_tokens:
+            raise RequestError(
+                f"expected min_tokens of at most {max_tokens}, which is what the context leaves, got "
+                f"{params.min_tokens}; shorten the prompt or raise max_model_len"
+            )
         return EffectiveParams(
             temperature=_first(params.temperature, model_temperature),
             top_p=_first(params.top_p, model.top_p, 1.0),
             top_k=_first(params.top_k, model.top_k, 0),
             min_p=_first(params.min_p, model.min_p, 0.0),
             seed=_first(params.seed, self._seeds.getrandbits(64)),
-            max_tokens=min(_first(params.max_tokens, room), room),
-            stop_token_ids=end_tokens | frozenset(params.stop_token_ids),
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(params.stop_token_ids),
             skip_special_tokens=params.skip_special_tokens,
+            eos_token_ids=frozenset() if params.ignore_eos else end_tokens,
+            repetition_penalty=_first(params.repetition_penalty, model.repetition_penalty, 1.0),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=tuple(sorted((params.logit_bias or {}).items())),
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=_first(params.min_tokens, min(_first(model.min_tokens, 0), max_tokens)),
+            n=params.n,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
         )
 
     def cancel(self, request_id: str) -> None:
@@ -144,7 +146,7 @@ class Engine:
                 table_row=row.table_row,
                 tokens=row.sequence.tokens[row.sequence.num_computed : row.sequence.num_computed + row.num_tokens],
                 context_len=row.sequence.num_computed,
-                wants_logits=row.completes,
+                num_logits=row.num_logits,
             )
             for row in schedule.rows
         ]
@@ -157,40 +159,31 @@ class Engine:
         return self._find(request_id).request.params
 
     def is_finished(self, request_id: str) -> bool:
-        return self._find(request_id).finish_reason is not None
+        return self._find(request_id).is_finished
+
+    def is_read(self, request_id: str) -> bool:
+        """True where the request is finished and `take_delta` has given everything out."""
+        return self._find(request_id).end_was_read
 
     def take_delta(self, request_id: str) -> TextDelta | None:
-        """What the request gained since the last call; None where nothing is new."""
-        live = self._find(request_id)
-        pieces, tokens = live.text[live.num_read_pieces :], live.generated(live.num_read_tokens)
-        if not tokens and not pieces and live.finish_reason is None:
-            return None
-        live.num_read_pieces += len(pieces)
-        live.num_read_tokens += len(tokens)
-        return TextDelta(request_id, "".join(pieces), tokens, live.finish_reason, live.error)
+        """What one continuation gained since it was last asked; None where none has anything new."""
+        return self._find(request_id).take_delta()
 
     def pop_output(self, request_id: str) -> RequestOutput:
         """The result of a finished request, which the engine then forgets."""
         live = self._find(request_id)
-        if live.finish_reason is None:
+        if not live.is_finished:
             raise ValueError(f"expected a finished request, got {request_id}, which is running")
         self.forget(request_id)
-        completion = CompletionOutput(0, "".join(live.text), live.generated(), live.finish_reason.value)
-        return RequestOutput(
-            request_id=request_id,
-            prompt=live.request.prompt,
-            prompt_token_ids=live.request.prompt_token_ids,
-            outputs=(completion,),
-            finished=True,
-            params=live.request.params,
-            error=live.error,
-        )
+        return live.output()
 
     def forget(self, request_id: str) -> None:
         """Ends a request if it runs, and drops what it produced."""
-        live = self._live.pop(request_id, None)
+        live = self._live.get(request_id)
         if live is not None:
-            self._scheduler.remove(live.sequence)
+            for sequence in live.sequences:
+                self._scheduler.remove(sequence.sequence)
+            del self._live[request_id]
 
     def close(self) -> None:
         """Ends everything and gives the pages back."""
@@ -198,13 +191,18 @@ class Engine:
             self.forget(request_id)
         self._closed = True
 
-    def _admit(self, request: Request) -> LiveRequest:
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=request.params.skip_special_tokens)
-        live = LiveRequest(request, SequenceState(request), detokenizer)
-        self._scheduler.submit(live.sequence)
-        return live
+    def _check_tokens(self, params: SamplingParams) -> None:
+        """Raises `RequestError` for what this model, or its missing tokenizer, cannot do."""
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token in tokens:
+                if token >= self.vocab_size:
+                    raise RequestError(f"expected {name} below {self.vocab_size}, the vocabulary's size, got {token}")
+        if len({*self.generation.eos_token_ids, *params.stop_token_ids}) >= self.vocab_size:
+            raise RequestError("expected stop_token_ids that leave a token to generate, got the whole vocabulary")
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError(
+                "expected stop_token_ids, got stop strings: the tokenizer was not loaded (skip_tokenizer_init)"
+            )
 
     def _find(self, request_id: str) -> LiveRequest:
         live = self._live.get(request_id)
@@ -216,54 +214,60 @@ class Engine:
 
     def _commit(self, schedule: Schedule, logits: Tensor) -> None:
         """Takes the results in, row by row: at any moment a row is as before the step or as after it."""
-        completing = [row for row in schedule.rows if row.completes]
-        sampled = sample(
-            logits, [RowSampling(row.sequence.request.params, row.sequence.num_generated) for row in completing]
-        )
+        ends = list(accumulate(row.num_logits for row in schedule.rows))
+        self._keep_prompt_logprobs(schedule, logits, ends)
+        completing = [(row, end - 1) for row, end in zip(schedule.rows, ends, strict=True) if row.completes]
+        if len(completing) < logits.shape[0]:
+            logits = logits[[last for _, last in completing]]
+        sampled = sample(logits, [self._of(row).sampling() for row, _ in completing])
         for row in schedule.rows:
             if not row.completes:
                 self._scheduler.commit(row, None)
-        for row, token, finite in zip(completing, sampled.tokens, sampled.finite, strict=True):
-            live = self._live[row.sequence.request.request_id]
-            if finite:
+        for index, ((row, _), token, finite) in enumerate(zip(completing, sampled.tokens, sampled.finite, strict=True)):
+            live = self._of(row)
+            if finite and live.error is None:
+                live.keep_logprobs(sampled.logprobs.get(index))
                 self._scheduler.commit(row, token)
                 self._take_in(live)
-            else:
-                live.error = (
-                    f"the model's logits at position {len(live.sequence.tokens)} held a NaN or an infinity; "
-                    "check the weights and the compute dtype"
-                )
-                self._finish(live, FinishReason.ERROR)
+            elif not finite:
+                live.fail(len(live.sequence.tokens))
+        for row in schedule.rows:
+            if self._of(row).error is not None:
+                self._finish(self._of(row), FinishReason.ERROR)
 
-    def _take_in(self, live: LiveRequest) -> None:
-        """Reads the generated tokens that were not read yet: their text, and whether one ends the request."""
-        for token in live.generated(live.num_taken_in):
-            live.num_taken_in += 1
-            if token in live.request.params.stop_token_ids:
-                self._finish(live, FinishReason.STOP)
-                return
-            if live.detokenizer is not None:
-                live.text.append(live.detokenizer.push([token]))
-        if live.sequence.num_generated >= live.request.params.max_tokens:
-            self._finish(live, FinishReason.LENGTH)
+    def _keep_prompt_logprobs(self, schedule: Schedule, logits: Tensor, ends: Sequence[int]) -> None:
+        for row, end in zip(schedule.rows, ends, strict=True):
+            if row.sequence.scores_prompt:
+                self._of(row).keep_prompt_logprobs(logits[end - row.num_logits : end])
 
-    def _finish(self, live: LiveRequest, reason: FinishReason) -> None:
-        if live.detokenizer is not None:
-            live.text.append(live.detokenizer.flush())
-        live.finish_reason = reason
+    def _of(self, row: ScheduledRow) -> LiveSequence:
+        return self._live[row.sequence.request.request_id].sequences[row.sequence.index]
+
+    def _take_in(self, live: LiveSequence) -> None:
+        reason = live.take_in()
+        if reason is not None:
+            self._finish(live, reason)
+
+    def _finish(self, live: LiveSequence, reason: FinishReason) -> None:
+        if live.finish_reason is None:
+            live.finish(reason)
         self._scheduler.remove(live.sequence)
 
     def _resume_interrupted(self) -> None:
         """Takes in what a step that was interrupted between commit and here left behind."""
-        for live in tuple(self._live.values()):
-            if live.finish_reason is None and live.num_taken_in < live.sequence.num_generated:
-                self._take_in(live)
+        for request in tuple(self._live.values()):
+            for live in request.sequences:
+                if live.lags:
+                    self._take_in(live)
+                elif live.finish_reason is not None and live.sequence.table_row is not None:
+                    self._scheduler.remove(live.sequence)
 
     def _end_cancelled(self) -> None:
         while self._cancelled:
-            live = self._live.get(self._cancelled.popleft())
-            if live is not None and live.finish_reason is None:
-                self._finish(live, FinishReason.ABORT)
+            request = self._live.get(self._cancelled.popleft())
+            for live in () if request is None else request.sequences:
+                if live.finish_reason is None:
+                    self._finish(live, FinishReason.ABORT)
         while self._abandoned:
             self.forget(self._abandoned.popleft())
 

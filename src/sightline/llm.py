@@ -224,7 +224,10 @@ class LLM:
 
 
 class TextStream(Iterator[TextDelta]):
-    """A running request, read piece by piece. Reading drives the engine; streams may be read in turns."""
+    """A running request, read piece by piece. Reading drives the engine; streams may be read in turns.
+
+    With `n` above 1 the continuations' pieces come mixed: `TextDelta.index` says whose each is.
+    """
 
     def __init__(self, engine: Engine, request_id: str) -> None:
         self._engine = engine
@@ -240,7 +243,7 @@ class TextStream(Iterator[TextDelta]):
         while delta is None:
             self._engine.step()
             delta = self._engine.take_delta(self.request_id)
-        if delta.finish_reason is not None:
+        if delta.finish_reason is not None and self._engine.is_read(self.request_id):
             self.close()
         return delta
 

@@ -9,11 +9,33 @@ import numpy as np
 import pytest
 
 from sightline.core.errors import RequestError
-from sightline.core.request import MAX_SEED, FinishReason, SamplingParams, check_prompt
+from sightline.core.request import (
+    MAX_CONTINUATIONS,
+    MAX_LOGPROBS,
+    MAX_SEED,
+    MAX_STOP_STRINGS,
+    FinishReason,
+    SamplingParams,
+    check_prompt,
+)
 
 NAN, INFINITY = float("nan"), float("inf")
-NUMBERS = {"temperature": (0.0, 1e4), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0)}
-INTEGERS = {"seed": (0, MAX_SEED), "max_tokens": (1, 2**31 - 1)}
+NUMBERS = {
+    "temperature": (0.0, 1e4),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-4, 1e4),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+INTEGERS = {
+    "seed": (0, MAX_SEED),
+    "max_tokens": (1, 2**31 - 1),
+    "n": (1, MAX_CONTINUATIONS),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+NEVER_OPEN = {"presence_penalty", "frequency_penalty", "n"}
 NO_NUMBERS = [NAN, INFINITY, -INFINITY, True, False, "0.5", [0.5], 1j]
 NO_INTEGERS = [1.0, NAN, True, False, "5", [5]]
 
@@ -34,11 +56,24 @@ def test_what_is_no_finite_number_is_refused(name: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -0.1), ("temperature", 10001), ("top_p", -0.1), ("top_p", 1.1), ("min_p", -1), ("min_p", 1.1)],
+    [
+        ("temperature", -0.1),
+        ("temperature", 10001),
+        ("top_p", -0.1),
+        ("top_p", 1.1),
+        ("min_p", -1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.2),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", 3),
+        ("frequency_penalty", -3),
+    ],
 )
 def test_a_number_out_of_range_is_refused_with_the_range(name: str, value: float) -> None:
     settings: dict[str, Any] = {name: value}
-    with pytest.raises(RequestError, match=rf"expected {name} between 0 and \d+, got {value}"):
+    with pytest.raises(RequestError, match=rf"expected {name} between [-.\d]+ and \d+, got {value}"):
         SamplingParams(**settings)
 
 
@@ -78,7 +113,7 @@ def test_what_is_no_integer_is_refused(name: str, value: object) -> None:
         SamplingParams(**settings)
 
 
-@pytest.mark.parametrize("name", [*NUMBERS, *INTEGERS])
+@pytest.mark.parametrize("name", sorted({*NUMBERS, *INTEGERS, "min_tokens", "logit_bias"} - NEVER_OPEN))
 def test_every_choice_can_be_left_open(name: str) -> None:
     assert getattr(SamplingParams(**{name: None}), name) is None  # type: ignore[arg-type]
 
@@ -107,7 +142,73 @@ def test_stop_tokens_that_are_no_sequence_are_refused(tokens: object) -> None:
         SamplingParams(stop_token_ids=tokens)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens"])
+@pytest.mark.parametrize("name", sorted(NEVER_OPEN))
+def test_what_no_model_has_a_default_for_is_not_left_open(name: str) -> None:
+    settings: dict[str, Any] = {name: None}
+    with pytest.raises(RequestError, match=f"expected {name} to be a number, got None"):
+        SamplingParams(**settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, ()), ("x", ("x",)), ([], ()), (["a", "b"], ("a", "b")), (("a",), ("a",))]
+)
+def test_stop_is_a_string_or_several(given: Any, kept: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=given).stop == SamplingParams(stop=given).stop_strings == kept
+
+
+@pytest.mark.parametrize("stop", [5, [5], ["a", None], {"a"}], ids=repr)
+def test_a_stop_that_is_no_string_is_refused(stop: Any) -> None:
+    with pytest.raises(RequestError, match="expected stop to be a string or a list of strings, got"):
+        SamplingParams(stop=stop)
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""]])
+def test_an_empty_stop_string_is_refused(stop: Any) -> None:
+    with pytest.raises(RequestError, match="at least one character, got an empty one"):
+        SamplingParams(stop=stop)
+
+
+def test_too_many_stop_strings_are_refused() -> None:
+    stops = [str(number) for number in range(MAX_STOP_STRINGS + 1)]
+    assert len(SamplingParams(stop=stops[1:]).stop_strings) == MAX_STOP_STRINGS
+    with pytest.raises(RequestError, match=f"at most {MAX_STOP_STRINGS} stop strings, got {MAX_STOP_STRINGS + 1}"):
+        SamplingParams(stop=stops)
+
+
+def test_a_bias_is_kept_as_a_copy() -> None:
+    given = {3: 1.5, 4: -100.0}
+    params = SamplingParams(logit_bias=given)
+    given[5] = 1.0
+    assert params.logit_bias == {3: 1.5, 4: -100.0}
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ([1, 2], "expected logit_bias to map token ids to numbers"),
+        ({-1: 1.0}, "expected every logit_bias token between 0"),
+        ({"5": 1.0}, "expected every logit_bias token to be an integer, got '5'"),
+        ({None: 1.0}, "expected every logit_bias token to be a number, got None"),
+        ({5: 100.5}, "expected logit_bias of token 5 between -100 and 100, got 100.5"),
+        ({5: NAN}, "expected logit_bias of token 5 to be a finite number"),
+        ({5: None}, "expected logit_bias of token 5 to be a number, got None"),
+    ],
+)
+def test_a_bias_that_is_none_is_refused(bias: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(logit_bias=bias)
+
+
+def test_the_least_number_of_tokens_is_not_above_the_most() -> None:
+    assert SamplingParams(min_tokens=16).min_tokens == 16
+    assert SamplingParams(min_tokens=2**31 - 1, max_tokens=None).min_tokens == 2**31 - 1
+    with pytest.raises(RequestError, match="expected min_tokens of at most max_tokens, 16, got 17; raise max_tokens"):
+        SamplingParams(min_tokens=17)
+    with pytest.raises(RequestError, match="expected min_tokens between 0"):
+        SamplingParams(min_tokens=-1)
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output"])
 def test_a_flag_that_is_no_boolean_is_refused(name: str) -> None:
     settings: dict[str, Any] = {name: "false"}
     with pytest.raises(RequestError, match=f"expected {name}"):

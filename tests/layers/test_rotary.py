@@ -17,6 +17,7 @@ from sightline.layers.rotary import (
     Llama3Scaling,
     Rotary,
     RotarySpec,
+    YarnScaling,
     inverse_frequencies,
 )
 
@@ -28,6 +29,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 Case = tuple[dict[str, object], RotarySpec]
 CASES: dict[str, Case] = {
     "default": ({"rope_type": "default"}, RotarySpec(64, 10000.0)),
@@ -37,6 +39,15 @@ CASES: dict[str, Case] = {
     "llama3 of a narrow band": (
         LLAMA3 | {"factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0},
         RotarySpec(128, 500000.0, Llama3Scaling(32.0, 2.0, 3.0, 512)),
+    ),
+    "yarn": (YARN, RotarySpec(64, 10000.0, YarnScaling(4.0, 32.0, 1.0, 1024, True, 0.1 * math.log(4.0) + 1.0))),
+    "yarn without truncation": (
+        YARN | {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5},
+        RotarySpec(64, 150000.0, YarnScaling(4.0, 16.0, 2.0, 1024, False, 1.5)),
+    ),
+    "yarn whose ramp has no width": (
+        YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False, "attention_factor": 1.0},
+        RotarySpec(64, 10000.0, YarnScaling(4.0, 1.0, 1.0, 1024, False, 1.0)),
     ),
 }
 all_cases = pytest.mark.parametrize(("parameters", "spec"), CASES.values(), ids=CASES.keys())
@@ -59,7 +70,7 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, object], sp
         expected, attention_factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
         expected, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, CPU)
-    assert attention_factor == 1.0
+    assert spec.amplitude == pytest.approx(attention_factor, rel=1e-12)
     assert inverse_frequencies(spec).dtype == torch.float32
     torch.testing.assert_close(inverse_frequencies(spec), expected, rtol=1e-6, atol=0.0)
 
@@ -99,13 +110,15 @@ def test_frequency_factors_divide_each_frequency() -> None:
 
 
 @all_cases
-def test_a_rotation_preserves_the_norm_of_every_pair(parameters: dict[str, object], spec: RotarySpec) -> None:
+def test_a_rotation_multiplies_the_norm_of_every_pair_by_the_amplitude(
+    parameters: dict[str, object], spec: RotarySpec
+) -> None:
     half = spec.head_dim // 2
     x = normal(6, 3, spec.head_dim)
     table = Rotary(spec, CPU).table(torch.tensor([0, 1, 5, 99, 1000, 4095]), torch.float32)
     rotated = table.rotate(x)
     before, after = (torch.hypot(t[..., :half], t[..., half:]) for t in (x, rotated))
-    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(after, before * spec.amplitude, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(rotated[1:], x[1:])
 
 
@@ -129,7 +142,7 @@ def test_products_depend_only_on_the_distance_of_positions() -> None:
 def test_a_table_has_the_dtype_asked_for_and_angles_in_fp32() -> None:
     table = Rotary(RotarySpec(16, 100.0), CPU).table(torch.tensor([3, 4001]), torch.bfloat16)
     exact = Rotary(RotarySpec(16, 100.0), CPU).table(torch.tensor([3, 4001]), torch.float32)
-    assert table.cos.dtype == table.sin.dtype == torch.bfloat16
+    assert table.cos.dtype == table.signed_sin.dtype == torch.bfloat16
     assert table.cos.shape == (2, 1, 16)
     assert torch.equal(table.cos, exact.cos.bfloat16())
-    assert torch.equal(table.sin, exact.sin.bfloat16())
+    assert torch.equal(table.signed_sin, exact.signed_sin.bfloat16())

@@ -42,7 +42,7 @@ def rotary_of(**rope: object) -> RotarySpec:
 
 
 def test_an_unknown_architecture_lists_the_known_ones() -> None:
-    with pytest.raises(UnsupportedModelError, match="Gemma3ForCausalLM, LlamaForCausalLM, got MambaForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match=r"Gemma3ForCausalLM, .*LlamaForCausalLM, .*got MambaForCausalLM"):
         define({**LLAMA, "architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     with pytest.raises(UnsupportedModelError, match=r"got none \(model_type 'llama'\)"):
         define({"model_type": "llama"})
@@ -115,7 +115,13 @@ def test_rope_in_the_older_and_the_newer_form() -> None:
 @pytest.mark.parametrize(
     "scaling",
     [
-        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "proportional", "factor": 2.0},
+        {"rope_type": "yarn"},
+        {"rope_type": "yarn", "factor": 2.0, "truncate": 1},
+        {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0},
+        {"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0},
+        {"rope_type": "yarn", "factor": 2.0, "mscale": "1", "mscale_all_dim": 1.0},
+        {"rope_type": "yarn", "factor": 2.0, "short_factor": [1.0]},
         {"rope_type": "linear"},
         {"rope_type": "linear", "factor": float("inf")},
         {"rope_type": "default", "mscale": 2.0},
@@ -125,6 +131,12 @@ def test_rope_in_the_older_and_the_newer_form() -> None:
 def test_rope_that_is_not_supported_is_refused(scaling: dict[str, object]) -> None:
     with pytest.raises(UnsupportedModelError, match="rope: expected"):
         rotary_of(rope_scaling=scaling)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_would_depend_on_the_other_rows_is_refused_with_that_reason(kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"got '{kind}': .* would depend on the rows beside it"):
+        rotary_of(rope_scaling={"rope_type": kind, "factor": 2.0, "short_factor": [1.0] * 8})
 
 
 def test_rope_factors_must_fit_the_head() -> None:

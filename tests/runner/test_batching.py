@@ -32,19 +32,19 @@ def open_row(store: CacheStore, num_tokens: int) -> int:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), max_size=6),
+    lengths=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(0, 9)), max_size=6),
     page_size=st.integers(1, 9),
     seed=st.integers(0, 99),
 )
 def test_slots_positions_and_logits_are_those_that_walking_the_pages_gives(
-    lengths: list[tuple[int, int, bool]], page_size: int, seed: int
+    lengths: list[tuple[int, int, int]], page_size: int, seed: int
 ) -> None:
     store = make_store(page_size, seed)
     work = []
-    for number, (context_len, query_len, wants_logits) in enumerate(lengths):
+    for number, (context_len, query_len, num_logits) in enumerate(lengths):
         row = open_row(store, context_len + query_len)
         tokens = [100 * number + index for index in range(query_len)]
-        work.append(RowWork(row, tokens, context_len, wants_logits and query_len > 0))
+        work.append(RowWork(row, tokens, context_len, min(num_logits, query_len)))
     batch = assemble(work, store)
     assert batch.tokens.tolist() == [token for row in work for token in row.tokens]
     assert batch.positions.tolist() == [row.context_len + index for row in work for index in range(len(row.tokens))]
@@ -61,8 +61,8 @@ def test_slots_positions_and_logits_are_those_that_walking_the_pages_gives(
         assert batch.pools[pool.key].write_slots.tolist() == expected
         assert batch.pools[pool.key].table_id == pool.table.table_id
         assert batch.pools[pool.key].versions == pool.table.versions(batch.rows)
-    assert batch.logit_rows == tuple(index for index, row in enumerate(work) if row.wants_logits)
-    wanted = [work[row].tokens[-1] for row in batch.logit_rows]
+    assert batch.logit_rows == tuple(index for index, row in enumerate(work) for _ in range(row.num_logits))
+    wanted = [token for row in work for token in row.tokens[len(row.tokens) - row.num_logits :]]
     assert batch.tokens[batch.logit_indices].tolist() == wanted
     assert all(tensor.dtype == torch.int64 for tensor in (batch.tokens, batch.positions, batch.logit_indices))
 
@@ -119,9 +119,22 @@ def test_a_row_without_pages_for_its_tokens_is_refused(owned: int) -> None:
         assemble([RowWork(row, [1] * 5, 0, True)], store)
 
 
+def test_taking_rows_keeps_all_the_logits_that_they_want() -> None:
+    work = [RowWork(0, [5, 6, 7], 0, 2), RowWork(0, [8], 0, 0), RowWork(0, [9, 10], 0, 2)]
+    taken = assemble_transient(work, CPU).take([2, 0])
+    assert taken.tokens[taken.logit_indices].tolist() == [6, 7, 9, 10]
+    assert taken.logit_rows == (1, 1, 0, 0)
+
+
+@pytest.mark.parametrize("wanted", [-1, 3])
+def test_logits_of_more_tokens_than_the_row_has_are_refused(wanted: int) -> None:
+    with pytest.raises(ValueError, match=f"expected logits of none to all of the 2 tokens of row 0, got {wanted}"):
+        assemble_transient([RowWork(0, [5, 6], 0, wanted)], CPU)
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_logits_of_a_row_without_tokens_are_refused(others: int) -> None:
     store = make_store()
     work = [RowWork(open_row(store, 4), [1, 2], 0, False) for _ in range(others)]
     with pytest.raises(ValueError, match="token"):
-        assemble([*work, RowWork(open_row(store, 4), [], 2, wants_logits=True)], store)
+        assemble([*work, RowWork(open_row(store, 4), [], 2, num_logits=True)], store)

@@ -21,7 +21,9 @@ from transformers import (
 )
 
 from sightline.core.request import MAX_SEED, EffectiveParams
-from sightline.runner.sampler import RowSampling, sample, truncated_probabilities, uniform
+from sightline.runner.adjustment import TokenAdjustment
+from sightline.runner.drawing import truncated_probabilities
+from sightline.runner.sampler import RowSampling, derived_seed, sample, uniform
 
 DRAWS = 6000
 SMALLEST_P_VALUE = 1e-4
@@ -47,6 +49,45 @@ SETTINGS: dict[str, EffectiveParams] = {
     "top_p of what top_k left": replace(PLAIN, top_k=4, top_p=0.6),
     "all": replace(PLAIN, temperature=1.7, top_k=8, top_p=0.9, min_p=0.25),
 }
+PROMPT, OUTPUT = (2, 4, 4, 6, 8), (4, 7, 7, 7, 10)
+"""What the sequence holds where a penalty looks."""
+ADJUSTED: dict[str, EffectiveParams] = {
+    "repetition": replace(PLAIN, repetition_penalty=1.6),
+    "repetition below one": replace(PLAIN, repetition_penalty=0.7),
+    "presence": replace(PLAIN, presence_penalty=1.2),
+    "frequency": replace(PLAIN, frequency_penalty=0.6),
+    "negative frequency": replace(PLAIN, frequency_penalty=-0.3),
+    "bias": replace(PLAIN, logit_bias=((1, 2.0), (2, -1.5), (5, 3.0))),
+    "min_tokens": replace(PLAIN, min_tokens=9, eos_token_ids=frozenset({2}), stop_token_ids=frozenset({0})),
+    "penalties": replace(PLAIN, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.4),
+    "everything": replace(
+        PLAIN,
+        temperature=1.3,
+        top_k=9,
+        top_p=0.95,
+        min_p=0.1,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        logit_bias=((3, 1.5), (7, 1.0)),
+        min_tokens=9,
+        eos_token_ids=frozenset({4}),
+    ),
+}
+
+
+def adjusted_logits(logits: Sequence[float], params: EffectiveParams) -> list[float]:
+    """Bias, penalties and forbidden ends, token by token."""
+    bias, times = dict(params.logit_bias), Counter(OUTPUT)
+    changed = []
+    for token, logit in enumerate(logits):
+        value = logit + bias.get(token, 0.0)
+        if token in PROMPT or token in OUTPUT:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value -= params.presence_penalty * (times[token] > 0) + params.frequency_penalty * times[token]
+        ends = token in params.eos_token_ids | params.stop_token_ids
+        changed.append(-math.inf if ends and len(OUTPUT) < params.min_tokens else value)
+    return changed
 
 
 def reference(logits: Sequence[float], params: EffectiveParams) -> dict[int, float]:
@@ -99,6 +140,20 @@ def test_tokens_come_as_often_as_their_probabilities_say(params: EffectiveParams
     assert p_value(counts, expected) > SMALLEST_P_VALUE
 
 
+@pytest.mark.parametrize("params", ADJUSTED.values(), ids=ADJUSTED.keys())
+def test_adjusted_tokens_come_as_often_as_their_probabilities_say(params: EffectiveParams) -> None:
+    shares = reference(adjusted_logits(LOGITS, params), params)
+    expected = {token: share * DRAWS for token, share in shares.items() if share > 0}
+    adjustment = TokenAdjustment(params, PROMPT)
+    adjustment.count(OUTPUT)
+    rows = [RowSampling(replace(params, seed=seed), len(OUTPUT), adjustment) for seed in range(DRAWS)]
+    counts = Counter(sample(torch.tensor(LOGITS).repeat(DRAWS, 1), rows).tokens)
+    assert counts.keys() <= expected.keys(), "a token that was cut off was drawn"
+    assert p_value(counts, expected) > SMALLEST_P_VALUE
+    unchanged = {token: share * DRAWS for token, share in reference(LOGITS, params).items()}
+    assert counts.keys() - unchanged.keys() or p_value(counts, unchanged) < SMALLEST_P_VALUE, "it changes nothing"
+
+
 def test_the_settings_under_test_differ_and_the_measure_tells_them_apart() -> None:
     supports = {name: tuple(sorted(reference(LOGITS, params))) for name, params in SETTINGS.items()}
     truncating = [support for name, support in supports.items() if name not in ("plain", "hot", "cold")]
@@ -116,7 +171,7 @@ def test_other_seeds_draw_from_the_same_distribution() -> None:
 
 
 def kept_tokens(logits: Tensor, params: EffectiveParams) -> list[set[int]]:
-    tokens, probability = truncated_probabilities(logits, [RowSampling(params, 0)] * logits.shape[0])
+    tokens, probability = truncated_probabilities(logits, [params] * logits.shape[0])
     return [set(row[kept > 0].tolist()) for row, kept in zip(tokens, probability, strict=True)]
 
 
@@ -147,7 +202,7 @@ def test_what_is_kept_is_what_transformers_keeps(
     params = replace(PLAIN, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     scores = transformers_scores(logits, params)
     assert kept_tokens(logits, params) == [set(row.isfinite().nonzero().squeeze(1).tolist()) for row in scores]
-    tokens, probability = truncated_probabilities(logits, [RowSampling(params, 0)] * 4)
+    tokens, probability = truncated_probabilities(logits, [params] * 4)
     normalised = torch.zeros_like(logits).scatter(1, tokens, probability / probability.sum(dim=-1, keepdim=True))
     torch.testing.assert_close(normalised, scores.softmax(dim=-1))
 
@@ -158,8 +213,8 @@ def test_a_top_p_of_one_keeps_every_token() -> None:
 
 
 def test_rows_of_one_batch_keep_their_own_parameters() -> None:
-    rows = [RowSampling(params, 0) for params in SETTINGS.values()]
-    tokens, probability = truncated_probabilities(torch.tensor([LOGITS], dtype=torch.float64).expand(8, -1), rows)
+    logits = torch.tensor([LOGITS], dtype=torch.float64).expand(8, -1)
+    tokens, probability = truncated_probabilities(logits, list(SETTINGS.values()))
     for row, params in enumerate(SETTINGS.values()):
         kept = {
             int(token): float(share / probability[row].sum())
@@ -196,6 +251,33 @@ def test_a_rows_token_is_the_same_alone_and_in_any_batch_in_any_order(
     alone = [sample(logits[index : index + 1], [row]).tokens[0] for index, row in enumerate(rows)]
     order = data.draw(st.permutations(range(len(rows))))
     assert list(sample(logits[order], [rows[index] for index in order]).tokens) == [alone[index] for index in order]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.sampled_from([PLAIN, GREEDY, *ADJUSTED.values()]), st.integers(0, 99)), min_size=2),
+    seed=st.integers(0, 99),
+)
+def test_an_adjusted_rows_token_is_the_same_alone_and_in_a_batch(
+    rows: list[tuple[EffectiveParams, int]], seed: int
+) -> None:
+    logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(seed))
+    made = []
+    for params, row_seed in rows:
+        adjustment = TokenAdjustment(params, PROMPT) if params.adjusts_logits else None
+        if adjustment is not None:
+            adjustment.count(OUTPUT)
+        made.append(RowSampling(replace(params, seed=row_seed), len(OUTPUT), adjustment))
+    alone = tuple(sample(logits[index : index + 1], [row]).tokens[0] for index, row in enumerate(made))
+    assert sample(logits, made).tokens == alone
+
+
+def test_seeds_of_continuations_are_the_requests_own_and_others_that_follow_from_it() -> None:
+    assert [derived_seed(seed, 0) for seed in (0, 7, MAX_SEED)] == [0, 7, MAX_SEED]
+    seeds = [derived_seed(seed, index) for seed in range(50) for index in range(50)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed <= MAX_SEED for seed in seeds)
+    assert buckets([uniform(derived_seed(3, index), 0) for index in range(DRAWS)], 64) > SMALLEST_P_VALUE
 
 
 def test_another_seed_or_another_place_draws_anew() -> None:

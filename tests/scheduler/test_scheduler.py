@@ -26,9 +26,11 @@ def make_store(usable_pages: int = 64, max_rows: int = 8, max_seq_len: int = 128
     return CacheStore(SPECS, CacheLimits(usable_pages + 1, PAGE_SIZE, max_rows, max_seq_len), CPU)
 
 
-def make_sequence(name: str, prompt_len: int, max_tokens: int) -> SequenceState:
-    params = EffectiveParams(0.0, 1.0, 0, 0.0, 0, max_tokens, frozenset(), True)
-    return SequenceState(Request(name, None, tuple(range(prompt_len)), params))
+def make_sequence(
+    name: str, prompt_len: int, max_tokens: int, *, scored: bool = False, index: int = 0
+) -> SequenceState:
+    params = EffectiveParams(0.0, 1.0, 0, 0.0, 0, max_tokens, frozenset(), True, prompt_logprobs=1 if scored else None)
+    return SequenceState(Request(name, None, tuple(range(prompt_len)), params), index)
 
 
 @dataclass
@@ -37,16 +39,17 @@ class Loop:
 
     store: CacheStore = field(default_factory=make_store)
     budget: int = 16
+    scored: int = 8
     scheduler: Scheduler = field(init=False)
     running: list[SequenceState] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     admitted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.store, self.budget)
+        self.scheduler = Scheduler(self.store, self.budget, self.scored)
 
-    def submit(self, name: str, prompt_len: int, max_tokens: int) -> SequenceState:
-        sequence = make_sequence(name, prompt_len, max_tokens)
+    def submit(self, name: str, prompt_len: int, max_tokens: int, *, scored: bool = False) -> SequenceState:
+        sequence = make_sequence(name, prompt_len, max_tokens, scored=scored)
         self.scheduler.submit(sequence)
         return sequence
 
@@ -79,6 +82,9 @@ class Loop:
     def check(self, schedule: Schedule) -> None:
         rows = schedule.rows
         assert sum(row.num_tokens for row in rows) <= self.budget
+        assert sum(row.num_tokens for row in rows if row.sequence.scores_prompt) <= self.scored
+        for row in rows:
+            assert row.num_logits == (row.num_tokens if row.sequence.scores_prompt else int(row.completes))
         assert all(0 < row.num_tokens <= row.sequence.num_pending for row in rows)
         assert len({row.table_row for row in rows}) == len(rows)
         scheduled = {row.sequence.request.request_id for row in rows}
@@ -119,6 +125,30 @@ def test_a_sequence_counts_what_is_computed_pending_and_generated() -> None:
 def test_a_row_completes_with_its_last_pending_token() -> None:
     sequence = make_sequence("a", 5, 3)
     assert [ScheduledRow(sequence, 1, count).completes for count in (4, 5)] == [False, True]
+
+
+def test_one_continuation_scores_the_prompt_until_its_last_token_but_one() -> None:
+    sequence = make_sequence("a", 5, 3, scored=True)
+    assert not make_sequence("a", 5, 3, scored=True, index=1).scores_prompt
+    assert not make_sequence("a", 1, 3, scored=True).scores_prompt
+    assert [ScheduledRow(sequence, 1, count).num_logits for count in (3, 5)] == [3, 5]
+    sequence.num_computed = 3
+    assert ScheduledRow(sequence, 1, 1).num_logits == 1
+    sequence.num_computed = 4
+    assert not sequence.scores_prompt
+    assert ScheduledRow(sequence, 1, 1).num_logits == 1
+
+
+def test_scored_prompts_share_a_bound_and_leave_the_rest_of_the_step_to_others() -> None:
+    loop = Loop(budget=16, scored=4)
+    loop.submit("a", 6, 2, scored=True)
+    loop.submit("b", 5, 2, scored=True)
+    loop.submit("c", 7, 2)
+    assert loop.step() == {"a": 4}, "the next in the queue waits for its turn, and so do those behind it"
+    assert loop.step() == {"a": 2, "b": 2, "c": 7}
+    assert loop.step() == {"a": 1, "c": 1, "b": 3}
+    loop.run_to_the_end(10)
+    loop.assert_baseline()
 
 
 def test_a_short_prompt_is_computed_at_once_and_then_decodes() -> None:

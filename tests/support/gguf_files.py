@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
@@ -116,13 +116,13 @@ def write_llama(
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
-    _add_vocabulary(writer)
+    add_vocabulary(writer)
     add_metadata(writer, extra)
     for name, weight in _weights(model).items():
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         projection = name.split(".")[-2]
         stored = interleave_rows(weight, heads[projection]) if projection in heads else weight
-        _add_tensor(writer, gguf_name(name, LLAMA_TENSORS), stored, quantised)
+        add_tensor(writer, gguf_name(name, LLAMA_TENSORS), stored, quantised)
     close(writer)
 
 
@@ -141,11 +141,11 @@ def write_gemma3(path: Path, model: Gemma3ForCausalLM, *, extra: Mapping[str, ob
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(1000000.0)
     writer.add_sliding_window(config.sliding_window)
-    _add_vocabulary(writer)
+    add_vocabulary(writer)
     add_metadata(writer, extra)
     for name, weight in _weights(model).items():
         offset = 1.0 if name.endswith("norm.weight") else 0.0
-        _add_tensor(writer, gguf_name(name, GEMMA3_TENSORS), weight + offset, "F32")
+        add_tensor(writer, gguf_name(name, GEMMA3_TENSORS), weight + offset, "F32")
     close(writer)
 
 
@@ -161,16 +161,32 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: weight for name, weight in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
 
-def _add_tensor(writer: GGUFWriter, name: str, weight: torch.Tensor, quantised: str) -> None:
+def add_tensor(writer: GGUFWriter, name: str, weight: torch.Tensor, quantised: str) -> None:
     values = weight.detach().to(torch.float32).numpy().astype(numpy.float32)
     kind = GGMLQuantizationType[quantised]
     if kind == GGMLQuantizationType.F32 or values.ndim == 1:
         writer.add_tensor(name, values)
     else:
-        writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(name, _packed(values, kind), raw_dtype=kind)
 
 
-def _add_vocabulary(writer: GGUFWriter) -> None:
+def _packed(values: numpy.ndarray[Any, Any], kind: GGMLQuantizationType) -> numpy.ndarray[Any, Any]:
+    """Quantised, or bytes that stand for some other numbers where the package cannot quantise to the type."""
+    try:
+        packed: numpy.ndarray[Any, Any] = quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(values.shape, kind)
+    return packed
+
+
+def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> numpy.ndarray[Any, Any]:
+    """Bytes that decode to finite numbers in every type: as halves of a scale they stay below one."""
+    elements, num_bytes = GGML_QUANT_SIZES[kind]
+    row = shape[-1] // elements * num_bytes
+    return numpy.random.default_rng(3).integers(0, 60, (*shape[:-1], row), dtype=numpy.uint8)
+
+
+def add_vocabulary(writer: GGUFWriter) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([f"<{index}>" for index in range(VOCABULARY)])

@@ -8,7 +8,25 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
@@ -19,6 +37,8 @@ from support.attention_cases import poison, shuffle_free_pages
 
 VOCAB = 101
 WEIGHT_SCALE = 0.3
+Models = dict[str, tuple[PreTrainedModel, Path]]
+"""By family: the model, and the folder that it is saved in."""
 
 
 def _common() -> dict[str, object]:
@@ -74,7 +94,94 @@ def _gemma3() -> PreTrainedModel:
     return Gemma3ForCausalLM(config)
 
 
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {"llama": _llama, "llama3": _llama3, "gemma3": _gemma3}
+def _mistral() -> PreTrainedModel:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+    return MistralForCausalLM(MistralConfig(**_common(), num_hidden_layers=2, sliding_window=9, rope_parameters=rope))
+
+
+def _qwen2() -> PreTrainedModel:
+    rope = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    config = Qwen2Config(
+        **_common(),
+        num_hidden_layers=3,
+        use_sliding_window=True,
+        sliding_window=11,
+        max_window_layers=1,
+        rope_parameters=rope | {"beta_fast": 2.0, "beta_slow": 0.5},
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def _qwen3() -> PreTrainedModel:
+    config = Qwen3Config(
+        **_common(), num_hidden_layers=2, rope_theta=100.0, tie_word_embeddings=True, attention_bias=True
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def _gemma2() -> PreTrainedModel:
+    config = Gemma2Config(
+        **_common(),
+        num_hidden_layers=3,
+        sliding_window=10,
+        rope_theta=100.0,
+        query_pre_attn_scalar=5,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=20.0,
+    )
+    return Gemma2ForCausalLM(config)
+
+
+def _qwen3_moe(*, norm_topk_prob: bool, **options: object) -> PreTrainedModel:
+    config = Qwen3MoeConfig(
+        **_common(),
+        num_hidden_layers=3,
+        rope_theta=100.0,
+        moe_intermediate_size=24,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=norm_topk_prob,
+        **options,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def _gpt_oss() -> PreTrainedModel:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "beta_fast": 2.0,
+        "beta_slow": 0.7,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    }
+    config = GptOssConfig(
+        **_common() | {"intermediate_size": 32, "hidden_size": 64},
+        num_hidden_layers=3,
+        sliding_window=9,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        swiglu_limit=1.5,
+        rope_parameters=rope,
+    )
+    return GptOssForCausalLM(config)
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _llama,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "qwen3_moe": lambda: _qwen3_moe(
+        norm_topk_prob=True, mlp_only_layers=[1], use_sliding_window=True, sliding_window=12
+    ),
+    "qwen3_moe_plain": lambda: _qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2),
+    "gpt_oss": _gpt_oss,
+}
 
 
 def make_model(family: str) -> PreTrainedModel:
@@ -106,6 +213,11 @@ def load_runtime(folder: Path, config: EngineConfig) -> Runtime:
     return runtime
 
 
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """Of the logits' scale."""
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
 def random_prompts(lengths: Sequence[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
     order = random.Random(seed)
     return [[order.randrange(3, vocab) for _ in range(length)] for length in lengths]
@@ -130,7 +242,7 @@ def stepped_logits(
             count = min(chunk, prompt_lens[i] - done[i]) if done[i] < prompt_lens[i] else 1
             store.grow_row(rows[i], done[i] + count)
             new = sequences[i][done[i] : done[i] + count]
-            work.append(RowWork(rows[i], new, done[i], wants_logits=done[i] + count >= prompt_lens[i]))
+            work.append(RowWork(rows[i], new, done[i], num_logits=done[i] + count >= prompt_lens[i]))
         batch = assemble(work, store)
         result = runtime.runner.forward(runtime.planner.plan(batch))
         for index, row in enumerate(batch.logit_rows):

@@ -160,6 +160,58 @@ def test_llama3_rule_groups_digits_by_three(tmp_path: Path) -> None:
     assert ours.encode_prompt("1234567") == backend.encode("1234567").ids
 
 
+O200K = "|".join(
+    [
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""\p{N}{1,3}""",
+        r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""",
+        r"""\s*[\r\n]+""",
+        r"""\s+(?!\S)""",
+        r"""\s+""",
+    ]
+)
+TEKKEN = O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")
+CASED_TEXTS = (*TEXTS, "HelloWorld fooBAR don't DON'T 12345", "a//\n/b ./c", "ǅungla ʰtest")
+
+
+@pytest.mark.parametrize(("pre", "pattern"), [("gpt-4o", O200K), ("tekken", TEKKEN)])
+def test_cased_rules_equal_a_tokenizer_built_from_the_published_pattern(tmp_path: Path, pre: str, pattern: str) -> None:
+    oracle = train_byte_level()
+    oracle.model.ignore_merges = True
+    oracle.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    ours = tokenizer_from_gguf(byte_level(tmp_path, pre=pre, add_bos_token=False))
+    for text in CASED_TEXTS:
+        assert ours.encode_prompt(text) == oracle.encode(text).ids, text
+        assert ours.decode(ours.encode_prompt(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-4o", ["Hello", "World", " don't", " ", "123", "45", " ./"]),
+        ("tekken", ["Hello", "World", " don", "'t", " ", "1", "2", "3", "4", "5", " ./"]),
+    ],
+)
+def test_cased_rules_cut_where_the_case_turns(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+    metadata = byte_level(tmp_path, pre=pre, add_bos_token=False)
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list)
+    assert isinstance(types, list)
+    for spelled_piece in dict.fromkeys(piece.replace(" ", "Ġ") for piece in pieces):
+        if spelled_piece not in tokens:
+            tokens.append(spelled_piece)
+            types.append(1)
+    ours = tokenizer_from_gguf(metadata)
+    ids = ours.encode_prompt("HelloWorld don't 12345 ./")
+    assert [ours.decode([token_id]) for token_id in ids] == pieces
+
+
 def spelled(text: str, *, prefix_space: bool) -> str:
     marked = text.replace(" ", SPACE)
     return SPACE + marked if prefix_space and marked else marked
@@ -261,6 +313,22 @@ def test_eos_is_added_to_raw_prompts_only_and_only_where_the_file_says_so(tmp_pa
 def test_turn_and_message_ends_are_end_tokens(tmp_path: Path) -> None:
     ours = tokenizer_from_gguf(byte_level(tmp_path, eot_token_id=2, eom_token_id=3))
     assert ours.eos_ids == {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "token_type", "ends"),
+    [("<end_of_turn>", 3, True), ("<|call|>", 3, True), ("<|im_end|>", 1, False), ("<|end|>", 3, False)],
+)
+def test_control_tokens_that_only_end_turns_are_end_tokens(
+    tmp_path: Path, name: str, token_type: int, ends: bool
+) -> None:
+    metadata = byte_level(tmp_path)
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list)
+    assert isinstance(types, list)
+    tokens.append(name)
+    types.append(token_type)
+    assert tokenizer_from_gguf(metadata).eos_ids == ({1, len(tokens) - 1} if ends else {1})
 
 
 def test_chat_template_gets_the_special_tokens_of_the_file(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class Batch:
     pools: Mapping[str, PoolRows]
     """By pool key. Empty: the step neither reads nor writes any cache."""
     logit_indices: Tensor
-    """[num_logits] int64: the tokens whose logits are wanted."""
+    """[num_logits] int64: the tokens whose logits are wanted; of a row, none, its last, or several."""
     logit_rows: tuple[int, ...]
     """[num_logits]: the row of each wanted token."""
     batch_id: BatchId = field(init=False, default_factory=_next_batch_id)

@@ -45,7 +45,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.model == "":
             raise ConfigError(
-                "expected a model's folder or .gguf file, got an empty name; leave it out for the default"
+                "expected a folder, a .gguf file or a Hugging Face id, got an empty name; leave it out for the default"
             )
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"expected dtype auto, {', '.join(DTYPES)}, got {self.dtype!r}")

@@ -6,14 +6,22 @@ Owns sampling parameters and output shapes. Does not know tokenizers, scheduling
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from numbers import Integral
+from typing import TypeAlias, cast
 
 from sightline.core.errors import RequestError
 
 MAX_SEED = 2**64 - 1
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-4, 1e4
+MAX_CONTINUATIONS = 128
+"""The largest `n`."""
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 128
+"""Every character of the answer is compared with each."""
 _INFINITY = float("inf")
 
 
@@ -43,6 +51,27 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    repetition_penalty: float | None = None
+    """Positive logits of tokens in the prompt or the output are divided by it, the others multiplied. Neutral: 1."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that is in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit as often as the token is in the output."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id to what is added to its logit, before the penalties."""
+    stop: str | Sequence[str] | None = None
+    """Text that ends the answer and is not part of it. Kept as a tuple."""
+    include_stop_str_in_output: bool = False
+    """The text of the stop string, or of the token that ends the answer, stays in the answer."""
+    min_tokens: int | None = None
+    """Tokens before any end token, stop token or stop string may end the answer. Neutral: 0."""
+    n: int = 1
+    """Continuations of the one prompt, each with a seed of its own that follows from `seed` and its index."""
+    logprobs: int | None = None
+    """Per generated token, so many of the likeliest and the chosen one: of the model's own distribution, that is the
+    log-softmax of the raw logits, before temperature, penalties, bias and truncation."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, for every token of the prompt but the first, which nothing predicts."""
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 1e4)
@@ -57,13 +86,37 @@ class SamplingParams:
         _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _check_flag("ignore_eos", self.ignore_eos)
         _check_flag("skip_special_tokens", self.skip_special_tokens)
-        if not isinstance(self.stop_token_ids, Sequence):
-            raise RequestError(f"expected stop_token_ids to be a list of token ids, got {self.stop_token_ids!r}")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
-            if token is None:
-                raise RequestError("expected every stop_token_ids entry to be an integer, got None")
-            _check_integer("every stop_token_ids entry", token, 0, 2**31 - 1)
+        _check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
+        object.__setattr__(self, "stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        self._check_penalties()
+        self._check_counts()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, in the one shape that it is kept in."""
+        return cast("tuple[str, ...]", self.stop)
+
+    def _check_penalties(self) -> None:
+        _check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        for name, value in (
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ):
+            _check_given(name, value)
+            _check_number(name, value, -2.0, 2.0)
+
+    def _check_counts(self) -> None:
+        _check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"expected min_tokens of at most max_tokens, {self.max_tokens}, got {self.min_tokens}; raise max_tokens"
+            )
+        _check_given("n", self.n)
+        _check_integer("n", self.n, 1, MAX_CONTINUATIONS)
+        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -77,8 +130,70 @@ class EffectiveParams:
     seed: int
     max_tokens: int
     stop_token_ids: frozenset[int]
-    """The model's end tokens unless ignored, and the caller's."""
+    """The caller's."""
     skip_special_tokens: bool
+    eos_token_ids: frozenset[int] = frozenset()
+    """The model's end tokens that its vocabulary has, unless they are ignored."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added), each token once."""
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @cached_property
+    def counts_tokens(self) -> bool:
+        """True where a token's logit depends on how often the token came before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @cached_property
+    def adjusts_logits(self) -> bool:
+        """True where single tokens' logits may be changed before one is chosen."""
+        return self.counts_tokens or self.logit_bias != () or self.min_tokens > 0
+
+
+def _checked_token_ids(name: str, token_ids: object) -> tuple[int, ...]:
+    if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
+        raise RequestError(f"expected {name} to be a list of token ids, got {token_ids!r}")
+    for token in token_ids:
+        if token is None:
+            raise RequestError(f"expected every {name} entry to be an integer, got None")
+        _check_integer(f"every {name} entry", token, 0, 2**31 - 1)
+    return tuple(token_ids)
+
+
+def _checked_stop(stop: object) -> tuple[str, ...]:
+    listed = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(listed, Sequence) or not all(isinstance(text, str) for text in listed):
+        raise RequestError(f"expected stop to be a string or a list of strings, got {stop!r}")
+    if "" in listed:
+        raise RequestError("expected stop strings of at least one character, got an empty one; leave it out")
+    if len(listed) > MAX_STOP_STRINGS:
+        raise RequestError(f"expected at most {MAX_STOP_STRINGS} stop strings, got {len(listed)}")
+    return tuple(listed)
+
+
+def _checked_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"expected logit_bias to map token ids to numbers, got {bias!r}")
+    for token, value in bias.items():
+        _check_given("every logit_bias token", token)
+        _check_integer("every logit_bias token", token, 0, 2**31 - 1)
+        _check_given(f"logit_bias of token {token}", value)
+        _check_number(f"logit_bias of token {token}", value, -100.0, 100.0)
+    return dict(bias)
+
+
+def _check_given(name: str, value: object) -> None:
+    if value is None:
+        raise RequestError(f"expected {name} to be a number, got None; leave it out for the neutral value")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:
@@ -139,6 +254,21 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """How likely the model held one token to be: of the raw log-softmax, before anything that sampling changes."""
+
+    logprob: float
+    rank: int
+    """1 is the likeliest; of equally likely tokens, all that are at least as likely are counted."""
+    decoded_token: str | None
+    """The token's text on its own; None without a tokenizer."""
+
+
+PositionLogprobs: TypeAlias = dict[int, Logprob]
+"""By token id: the token that is there, then the likeliest."""
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     """One continuation."""
 
@@ -146,6 +276,10 @@ class CompletionOutput:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    """The stop string or the caller's stop token that ended it; None for the model's own end token."""
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    """One for each of `token_ids`, where the request asked for them."""
 
 
 @dataclass(frozen=True)
@@ -156,19 +290,26 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
+    """`n` of them, by index."""
     finished: bool
     params: EffectiveParams | None
     """What ran: what the caller left open is filled in. None where the request was refused before that."""
     error: str | None = None
-    """Why it failed, where `finish_reason` is "error"."""
+    """Why it failed, where a `finish_reason` is "error"."""
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    """One for each prompt token, where the request asked for them. The first is None: nothing predicts it."""
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What a stream gained: whole characters and the tokens that completed them."""
+    """What one continuation gained: whole characters, and the tokens that were chosen."""
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
     error: str | None = None
+    index: int = 0
+    """Of the continuation."""
+    stop_reason: int | str | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None

@@ -20,7 +20,24 @@ class Linear:
     """[out_features]."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in_features] to [rows, out_features], contiguous."""
+        if prefers_feature_major(x.shape[0]):
+            return self.feature_major(x.t()).t().contiguous()
         return F.linear(x, self.weight, self.bias)
+
+    def feature_major(self, x: Tensor) -> Tensor:
+        """The same product the other way round: [in_features, rows] to [out_features, rows]."""
+        product = torch.mm(self.weight, x)
+        return product if self.bias is None else product.add_(self.bias.unsqueeze(1))
+
+
+def prefers_feature_major(num_rows: int) -> bool:
+    """True where W x is faster than x W^T: a batch of decoding rows, but neither one of a few nor a prefill.
+
+    Matrix libraries cut the output into blocks that are wide in its last dimension. With 16 rows that dimension had
+    better be the features' of x W^T turned: measured on x86_64 and aarch64, up to twice as fast from 6 to 48 rows.
+    """
+    return 6 <= num_rows <= 48
 
 
 def fuse(parts: Sequence[Linear]) -> Linear:

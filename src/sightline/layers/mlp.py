@@ -8,7 +8,7 @@ from enum import Enum
 import torch.nn.functional as F
 from torch import Tensor
 
-from sightline.layers.linear import Linear
+from sightline.layers.linear import Linear, prefers_feature_major
 
 
 class Activation(Enum):
@@ -28,6 +28,11 @@ class GatedMlp:
     activation: Activation
 
     def __call__(self, x: Tensor) -> Tensor:
+        if prefers_feature_major(x.shape[0]):
+            gate, up = self.gate_up.feature_major(x.t()).chunk(2, dim=0)
+            return self.down.feature_major(self._activate(gate).mul_(up)).t()
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        activated = F.silu(gate) if self.activation is Activation.SILU else F.gelu(gate, approximate="tanh")
-        return self.down(activated * up)
+        return self.down(self._activate(gate).mul_(up))
+
+    def _activate(self, gate: Tensor) -> Tensor:
+        return F.silu(gate) if self.activation is Activation.SILU else F.gelu(gate, approximate="tanh")

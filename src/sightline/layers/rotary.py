@@ -27,13 +27,29 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """Frequencies that turn often kept, slow ones divided by `factor`, a ramp over the dimensions between."""
+
+    factor: float
+    beta_fast: float
+    """Turns within the original length from which on a frequency is kept."""
+    beta_slow: float
+    """Turns up to which a frequency is divided."""
+    original_max_positions: int
+    truncate: bool
+    """The ramp's ends are whole dimensions."""
+    attention_factor: float
+    """Multiplies cosines and sines, and so the scores by its square."""
+
+
+@dataclass(frozen=True)
 class FrequencyFactors:
     """Each frequency divided by its own factor, as GGUF files store a scaling."""
 
     factors: tuple[float, ...]
 
 
-RopeScaling = LinearScaling | Llama3Scaling | FrequencyFactors
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
 
 
 @dataclass(frozen=True)
@@ -44,6 +60,11 @@ class RotarySpec:
     theta: float
     scaling: RopeScaling | None = None
 
+    @property
+    def amplitude(self) -> float:
+        """Of cosines and sines."""
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
+
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
@@ -51,14 +72,13 @@ class RotaryTable:
 
     cos: Tensor
     """[num_tokens, 1, head_dim]."""
-    sin: Tensor
-    """[num_tokens, 1, head_dim]."""
+    signed_sin: Tensor
+    """[num_tokens, 1, head_dim]: negative in the first half."""
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotates x [num_tokens, heads, head_dim]: dimension i pairs with i + head_dim / 2."""
-        half = x.shape[-1] // 2
-        swapped = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-        return torch.addcmul(x * self.cos, swapped, self.sin)
+        halves_swapped = x.roll(x.shape[-1] // 2, dims=-1)
+        return torch.addcmul(x * self.cos, halves_swapped, self.signed_sin)
 
 
 class Rotary:
@@ -66,17 +86,24 @@ class Rotary:
 
     def __init__(self, spec: RotarySpec, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(spec).to(device)
+        self._amplitude = spec.amplitude
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
         angles = positions.float()[:, None] * self._frequencies[None, :]
-        doubled = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-        return RotaryTable(doubled.cos().to(dtype), doubled.sin().to(dtype))
+        cos, sin = angles.cos(), angles.sin()
+        if self._amplitude != 1.0:
+            cos, sin = cos.mul_(self._amplitude), sin.mul_(self._amplitude)
+        return RotaryTable(
+            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
+            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
+        )
 
 
 def inverse_frequencies(spec: RotarySpec) -> Tensor:
     """[head_dim / 2] fp32: radians a position for each pair of dimensions."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    frequencies = 1.0 / (spec.theta**exponents)
+    periods = spec.theta**exponents
+    frequencies = 1.0 / periods
     match spec.scaling:
         case None:
             return frequencies
@@ -86,6 +113,8 @@ def inverse_frequencies(spec: RotarySpec) -> Tensor:
             return frequencies / torch.tensor(factors, dtype=torch.float32)
         case Llama3Scaling() as scaling:
             return _llama3_frequencies(frequencies, scaling)
+        case YarnScaling() as scaling:
+            return _yarn_frequencies(periods, spec, scaling)
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -98,3 +127,20 @@ def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     blended = (1 - ramp) * frequencies / scaling.factor + ramp * frequencies
     stretched = torch.where(wavelengths > shortest_stretched, frequencies / scaling.factor, blended)
     return torch.where(wavelengths < longest_kept, frequencies, stretched)
+
+
+def _yarn_frequencies(periods: Tensor, spec: RotarySpec, scaling: YarnScaling) -> Tensor:
+    first, last = (_yarn_dimension(spec, scaling, turns) for turns in (scaling.beta_fast, scaling.beta_slow))
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0.0), min(last, spec.head_dim - 1.0)
+    width = (last - first) or 0.001  # a step where the ramp has no width
+    kept = 1.0 - ((torch.arange(len(periods), dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    # The order of the operations is the one that models were trained with: positions multiply the rounding.
+    return 1.0 / (scaling.factor * periods) * (1.0 - kept) + 1.0 / periods * kept
+
+
+def _yarn_dimension(spec: RotarySpec, scaling: YarnScaling, turns: float) -> float:
+    """The pair of dimensions, as a real number, that turns `turns` times within the original length."""
+    wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
+    return spec.head_dim * math.log(wavelength) / (2 * math.log(spec.theta))

@@ -75,6 +75,13 @@ class ConfigReader:
             raise self._unexpected(name, f"an integer from 1 to {most}", value)
         return value
 
+    def index(self, name: str, default: int) -> int:
+        """An integer from 0 on."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
+            raise self._unexpected(name, f"an integer from 0 to {MAX_COUNT}", value)
+        return value
+
     def positive(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._get(name, default)
@@ -82,8 +89,17 @@ class ConfigReader:
             raise self._unexpected(name, "a finite number above 0", value)
         return float(value)
 
-    def optional_positive(self, name: str) -> float | None:
+    def optional_positive(self, name: str, *, absent: float | None = None) -> float | None:
+        """A finite number above 0, or None where the field is null; `absent` where there is no such field."""
+        if name not in self._config:
+            return absent
         return None if self._get(name, None) is None else self.positive(name)
+
+    def optional_count(self, name: str, *, absent: int | None = None) -> int | None:
+        """A positive integer, or None where the field is null; `absent` where there is no such field."""
+        if name not in self._config:
+            return absent
+        return None if self._get(name, None) is None else self.count(name)
 
     def heads(self) -> tuple[int, int]:
         """Query and key heads; the queries come in whole groups."""
@@ -108,6 +124,26 @@ class ConfigReader:
             raise self._unexpected(name, "a list", value)
         return None if value is None else list(value)
 
+    def indices(self, name: str) -> frozenset[int]:
+        """Numbers of layers; none where the field is null or absent."""
+        listed = self.optional_list(name) or []
+        numbers = frozenset(value for value in listed if isinstance(value, int) and not isinstance(value, bool))
+        if len(numbers) != len(listed):
+            raise self._unexpected(name, "a list of different integers", listed)
+        return numbers
+
+    def optional_kinds(self, name: str, known: tuple[str, ...]) -> tuple[str, ...] | None:
+        """One of the `known` names for each layer, or None where the field is null or absent."""
+        listed = self.optional_list(name)
+        if listed is None:
+            return None
+        kinds, num_layers = tuple(str(kind) for kind in listed), self.num_layers()
+        if len(kinds) != num_layers or set(kinds) - set(known):
+            raise UnsupportedModelError(
+                f"{self._family}: expected {name} of {num_layers} entries out of {' and '.join(known)}, got {kinds}"
+            )
+        return kinds
+
     def optional_section(self, name: str) -> Mapping[str, object] | None:
         value = self._get(name, None)
         if value is not None and not isinstance(value, Mapping):
@@ -121,6 +157,10 @@ class ConfigReader:
                 f"{self._family}: config field {name} = {self._config[name]!r} changes the result and is not "
                 f"supported; supported: {', '.join(repr(value) for value in neutral)}"
             )
+
+    def informational(self, *names: str) -> None:
+        """Marks fields of this family that do not change what a forward computes."""
+        self._read.update(names)
 
     def finish(self, ledger: Ledger) -> None:
         """Every field that was neither read nor known to be informational goes into the ledger."""

@@ -1,4 +1,4 @@
-"""The dense decoder: one network for every family whose difference is data.
+"""The decoder: one network for every family whose difference is data.
 
 Owns the forward. A family's file says what its config means in these terms; it does not repeat this.
 """
@@ -15,10 +15,12 @@ from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.linear import Linear, fuse
-from sightline.layers.mlp import Activation, GatedMlp
+from sightline.layers.mlp import GatedMlp
+from sightline.layers.moe import ExpertMlp
 from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.models.contract import Model, ModelDefinition
+from sightline.models.feed_forward import FeedForward
 from sightline.models.weights import WeightReader
 
 
@@ -28,20 +30,19 @@ class LayerDefinition:
 
     attention: SoftmaxSpec
     rotary: RotarySpec
+    feed_forward: FeedForward
 
 
 @dataclass(frozen=True)
 class DecoderDefinition(ModelDefinition):
-    """A dense decoder, described."""
+    """A decoder, described."""
 
     num_tokens: int
     """Of the vocabulary."""
     num_positions: int
     hidden_size: int
-    intermediate_size: int
     layers: tuple[LayerDefinition, ...]
     norm_epsilon: float
-    activation: Activation
     tied_embedding: bool
     norm_offset: float = 0.0
     """Added to every stored norm weight."""
@@ -50,8 +51,9 @@ class DecoderDefinition(ModelDefinition):
     """Queries and keys are normalised per head before the rotation."""
     sandwich_norms: bool = False
     """Attention and feed-forward outputs are normalised before they are added."""
-    attention_bias: bool = False
-    mlp_bias: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Of attention's output projection."""
     logit_softcap: float | None = None
 
     @property
@@ -89,7 +91,7 @@ class DecoderLayer:
     attention: SoftmaxAttention
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm
-    mlp: GatedMlp
+    mlp: GatedMlp | ExpertMlp
     mlp_out_norm: RmsNorm | None
 
     def __call__(self, hidden: Tensor, planned: PlannedBatch, rotary: RotaryTable) -> Tensor:
@@ -127,25 +129,17 @@ class Decoder(Model):
 
 def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int) -> DecoderLayer:
     prefix = f"model.layers.{index}"
-    hidden, sandwich = definition.hidden_size, definition.sandwich_norms
-    mlp_names = ("mlp.gate_proj", "mlp.up_proj")
-    gate_up = fuse(
-        [
-            weights.linear(f"{prefix}.{name}", definition.intermediate_size, hidden, bias=definition.mlp_bias)
-            for name in mlp_names
-        ]
-    )
-    down = weights.linear(f"{prefix}.mlp.down_proj", hidden, definition.intermediate_size, bias=definition.mlp_bias)
+    described, sandwich = definition.layers[index], definition.sandwich_norms
     after_attention = _norm(definition, weights, f"{prefix}.post_attention_layernorm")
     return DecoderLayer(
-        rotary=definition.layers[index].rotary,
+        rotary=described.rotary,
         attention_norm=_norm(definition, weights, f"{prefix}.input_layernorm"),
         attention=_load_attention(definition, weights, index),
         # The same stored name stands for the norm before the feed-forward in plain models and for the one after
         # attention in sandwich models.
         attention_out_norm=after_attention if sandwich else None,
         mlp_norm=(_norm(definition, weights, f"{prefix}.pre_feedforward_layernorm") if sandwich else after_attention),
-        mlp=GatedMlp(gate_up, down, definition.activation),
+        mlp=described.feed_forward.load(weights, f"{prefix}.mlp", definition.hidden_size),
         mlp_out_norm=(_norm(definition, weights, f"{prefix}.post_feedforward_layernorm") if sandwich else None),
     )
 
@@ -154,9 +148,8 @@ def _load_attention(definition: DecoderDefinition, weights: WeightReader, index:
     prefix = f"model.layers.{index}.self_attn"
     spec = definition.layers[index].attention
     q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    bias = definition.attention_bias
     projections = [
-        weights.linear(f"{prefix}.{name}", size, definition.hidden_size, bias=bias)
+        weights.linear(f"{prefix}.{name}", size, definition.hidden_size, bias=definition.qkv_bias)
         for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
     ]
     q_norm = k_norm = None
@@ -167,9 +160,10 @@ def _load_attention(definition: DecoderDefinition, weights: WeightReader, index:
         layer=index,
         spec=spec,
         qkv=fuse(projections),
-        output=weights.linear(f"{prefix}.o_proj", definition.hidden_size, q_size, bias=bias),
+        output=weights.linear(f"{prefix}.o_proj", definition.hidden_size, q_size, bias=definition.output_bias),
         q_norm=q_norm,
         k_norm=k_norm,
+        sinks=weights.take(f"{prefix}.sinks", (spec.num_q_heads,)) if spec.sinks else None,
     )
 
 

@@ -8,14 +8,22 @@ from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.config_reader import ConfigReader
 from sightline.models.contract import ModelDefinition
-from sightline.models.gemma3 import gemma3
-from sightline.models.llama import llama
+from sightline.models.gemma import gemma2, gemma3
+from sightline.models.gpt_oss import gpt_oss
+from sightline.models.llama import llama, mistral
+from sightline.models.qwen import qwen2, qwen3, qwen3_moe
 
 Family = Callable[[ConfigReader], ModelDefinition]
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "GptOssForCausalLM": gpt_oss,
 }
 
 

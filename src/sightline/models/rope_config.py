@@ -12,6 +12,7 @@ from sightline.layers.rotary import (
     Llama3Scaling,
     RopeScaling,
     RotarySpec,
+    YarnScaling,
 )
 
 DEFAULT_THETA = 10000.0
@@ -27,20 +28,34 @@ _KEYS = frozenset(
         "original_max_position_embeddings",
     }
 )
+_YARN_KEYS = frozenset({"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+"""Scalings whose frequencies change with the longest sequence of a batch while it runs."""
 
 
-def rotary_spec(parameters: Mapping[str, object], head_dim: int, theta: float) -> RotarySpec:
-    """One rotary embedding from its parameter section; `theta` where the section names none."""
-    unknown = set(parameters) - _KEYS
+def rotary_spec(parameters: Mapping[str, object], head_dim: int, theta: float, max_positions: int) -> RotarySpec:
+    """One rotary embedding from its parameter section.
+
+    `theta` where the section names none, `max_positions` where it does not name the length before scaling.
+    """
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind in _LENGTH_DEPENDENT:
+        raise UnsupportedModelError(
+            f"rope: expected scaling default, linear, llama3 or yarn, got {kind!r}: its frequencies depend on the "
+            "length of the longest row while the model runs, so a row's result would depend on the rows beside it"
+        )
+    known = _KEYS | _YARN_KEYS if kind == "yarn" else _KEYS
+    unknown = set(parameters) - known
     if unknown:
         names = ", ".join(sorted(unknown))
-        raise UnsupportedModelError(f"rope: expected settings out of {', '.join(sorted(_KEYS))}, got {names}")
+        raise UnsupportedModelError(f"rope: expected settings out of {', '.join(sorted(known))}, got {names}")
     partial = _positive(parameters, "partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise UnsupportedModelError(f"rope: expected partial_rotary_factor 1.0, got {partial}")
     if head_dim % 2:
         raise UnsupportedModelError(f"rope: expected an even head dimension, got {head_dim}")
-    return RotarySpec(head_dim, _positive(parameters, "rope_theta", theta), _scaling(parameters))
+    theta = _positive(parameters, "rope_theta", theta)
+    return RotarySpec(head_dim, theta, _scaling(kind, parameters, theta, max_positions))
 
 
 def with_frequency_factors(spec: RotarySpec, factors: list[object] | None) -> RotarySpec:
@@ -57,8 +72,7 @@ def with_frequency_factors(spec: RotarySpec, factors: list[object] | None) -> Ro
     return RotarySpec(spec.head_dim, spec.theta, FrequencyFactors(values))
 
 
-def _scaling(parameters: Mapping[str, object]) -> RopeScaling | None:
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+def _scaling(kind: object, parameters: Mapping[str, object], theta: float, max_positions: int) -> RopeScaling | None:
     match kind:
         case "default":
             return None
@@ -69,14 +83,55 @@ def _scaling(parameters: Mapping[str, object]) -> RopeScaling | None:
                 factor=_positive(parameters, "factor", None),
                 low_freq_factor=_positive(parameters, "low_freq_factor", None),
                 high_freq_factor=_positive(parameters, "high_freq_factor", None),
-                original_max_positions=int(_positive(parameters, "original_max_position_embeddings", None)),
+                original_max_positions=_original_positions(parameters, max_positions),
             )
+        case "yarn":
+            return _yarn(parameters, theta, max_positions)
         case _:
-            raise UnsupportedModelError(f"rope: expected scaling default, linear or llama3, got {kind!r}")
+            raise UnsupportedModelError(f"rope: expected scaling default, linear, llama3 or yarn, got {kind!r}")
+
+
+def _yarn(parameters: Mapping[str, object], theta: float, max_positions: int) -> YarnScaling:
+    if theta <= 1.0:
+        raise UnsupportedModelError(f"rope: expected rope_theta above 1 for yarn, got {theta}")
+    truncate = parameters.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise UnsupportedModelError(f"rope: expected true or false for truncate, got {truncate!r}")
+    factor = _positive(parameters, "factor", None)
+    if parameters.get("attention_factor") is not None:
+        attention_factor = _positive(parameters, "attention_factor", None)
+    else:
+        attention_factor = _yarn_attention_factor(parameters, factor)
+    return YarnScaling(
+        factor=factor,
+        beta_fast=_positive(parameters, "beta_fast", 32.0),
+        beta_slow=_positive(parameters, "beta_slow", 1.0),
+        original_max_positions=_original_positions(parameters, max_positions),
+        truncate=truncate,
+        attention_factor=attention_factor,
+    )
+
+
+def _yarn_attention_factor(parameters: Mapping[str, object], factor: float) -> float:
+    """From the factor alone, or from the two `mscale` where the config has both."""
+    growth = 0.1 * math.log(factor) if factor > 1.0 else 0.0
+    if not (parameters.get("mscale") and parameters.get("mscale_all_dim")):
+        return growth + 1.0
+    mscale, mscale_all_dim = (_positive(parameters, name, None) for name in ("mscale", "mscale_all_dim"))
+    return (growth * mscale + 1.0) / (growth * mscale_all_dim + 1.0)
+
+
+def _original_positions(parameters: Mapping[str, object], max_positions: int) -> int:
+    """The length that the model was trained on before it was scaled."""
+    value = _positive(parameters, "original_max_position_embeddings", float(max_positions))
+    if value < 1.0:
+        raise UnsupportedModelError(f"rope: expected original_max_position_embeddings of at least 1, got {value}")
+    return int(value)
 
 
 def _positive(parameters: Mapping[str, object], name: str, default: float | None) -> float:
-    value = parameters.get(name, default)
+    value = parameters.get(name)
+    value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 < value < math.inf:
         raise UnsupportedModelError(f"rope: expected a finite number above 0 for {name}, got {value!r}")
     return float(value)

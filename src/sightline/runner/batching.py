@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ class RowWork:
     """The new tokens."""
     context_len: int
     """Tokens of this row that are in the cache."""
-    wants_logits: bool
-    """Of its last token."""
+    num_logits: int
+    """Of so many of its last tokens: none in the middle of a prompt, one to go on, more to score the prompt."""
     mask: RowMask = CAUSAL
     positions: Sequence[int] | None = None
     """Of the new tokens, where they do not follow the context one by one."""
@@ -69,9 +70,13 @@ def _batch(work: Sequence[RowWork], pools: Mapping[str, PoolRows], device: torch
         for position in (row.positions or range(row.context_len, row.context_len + len(row.tokens)))
     ]
     query_lens = Lengths.known([len(row.tokens) for row in work], device)
-    if any(row.wants_logits and not row.tokens for row in work):
-        raise ValueError("expected a token in every row whose logits are wanted, got a row without")
-    logit_rows = tuple(index for index, row in enumerate(work) if row.wants_logits)
+    for index, row in enumerate(work):
+        if not 0 <= row.num_logits <= len(row.tokens):
+            raise ValueError(
+                f"expected logits of none to all of the {len(row.tokens)} tokens of row {index}, got {row.num_logits}"
+            )
+    ends = itertools.accumulate(len(row.tokens) for row in work)
+    logit_indices = [i for row, end in zip(work, ends, strict=True) for i in range(end - row.num_logits, end)]
     return Batch(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -80,6 +85,6 @@ def _batch(work: Sequence[RowWork], pools: Mapping[str, PoolRows], device: torch
         masks=tuple(row.mask for row in work),
         rows=tuple(row.table_row for row in work),
         pools=pools,
-        logit_indices=query_lens.device.cumsum(0)[list(logit_rows)] - 1,
-        logit_rows=logit_rows,
+        logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=device),
+        logit_rows=tuple(index for index, row in enumerate(work) for _ in range(row.num_logits)),
     )

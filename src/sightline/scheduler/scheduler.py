@@ -20,6 +20,8 @@ class SequenceState:
     """One running continuation of a request."""
 
     request: Request
+    index: int = 0
+    """Which of the request's continuations it is."""
     tokens: list[int] = field(init=False)
     """Prompt and generated."""
     num_computed: int = 0
@@ -37,6 +39,12 @@ class SequenceState:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while the logits of prompt tokens still to compute are wanted; one continuation does it for all."""
+        wanted = self.request.params.prompt_logprobs is not None and self.index == 0
+        return wanted and self.num_computed < len(self.request.prompt_token_ids) - 1
 
     @property
     def max_len(self) -> int:
@@ -57,6 +65,11 @@ class ScheduledRow:
         """True where the step computes its last pending token: the next one can be sampled."""
         return self.num_tokens == self.sequence.num_pending
 
+    @property
+    def num_logits(self) -> int:
+        """How many of its last tokens want logits."""
+        return self.num_tokens if self.sequence.scores_prompt else int(self.completes)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -65,12 +78,37 @@ class Schedule:
     rows: tuple[ScheduledRow, ...]
 
 
+@dataclass
+class _Room:
+    """What a step has left."""
+
+    num_tokens: int
+    num_scored: int
+    """Of the tokens, those that may all want logits."""
+
+    def allows(self, sequence: SequenceState) -> bool:
+        return self._limit(sequence) > 0
+
+    def take(self, sequence: SequenceState) -> int:
+        """As many of its pending tokens as there is room for, which is then taken."""
+        count = min(sequence.num_pending, self._limit(sequence))
+        self.num_tokens -= count
+        if sequence.scores_prompt:
+            self.num_scored -= count
+        return count
+
+    def _limit(self, sequence: SequenceState) -> int:
+        return min(self.num_tokens, self.num_scored) if sequence.scores_prompt else self.num_tokens
+
+
 class Scheduler:
     """Holds the queue and the running rows."""
 
-    def __init__(self, store: CacheStore, max_step_tokens: int) -> None:
+    def __init__(self, store: CacheStore, max_step_tokens: int, max_scored_tokens: int) -> None:
+        """`max_scored_tokens` bounds the prompt tokens of a step that all want logits: each costs a vocabulary."""
         self._store = store
         self._max_step_tokens = max_step_tokens
+        self._max_scored_tokens = max_scored_tokens
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
 
@@ -94,19 +132,17 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """The next step's rows, with pages for their new tokens."""
-        budget = self._max_step_tokens
-        rows: list[ScheduledRow] = []
-        for sequence in sorted(self._running, key=lambda running: running.num_pending > 1):
-            if budget == 0:
-                break
-            rows.append(self._row(sequence, budget))
-            budget -= rows[-1].num_tokens
-        while budget > 0 and self._waiting and self._has_room(self._waiting[0]):
+        step = _Room(self._max_step_tokens, self._max_scored_tokens)
+        rows = [
+            self._row(sequence, step.take(sequence))
+            for sequence in sorted(self._running, key=lambda running: running.num_pending > 1)
+            if step.allows(sequence)
+        ]
+        while self._waiting and step.allows(self._waiting[0]) and self._has_room(self._waiting[0]):
             sequence = self._waiting.popleft()
             sequence.table_row = self._store.open_row()
             self._running.append(sequence)
-            rows.append(self._row(sequence, budget))
-            budget -= rows[-1].num_tokens
+            rows.append(self._row(sequence, step.take(sequence)))
         return Schedule(tuple(rows))
 
     def commit(self, row: ScheduledRow, token: int | None) -> None:
@@ -129,11 +165,10 @@ class Scheduler:
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
-    def _row(self, sequence: SequenceState, budget: int) -> ScheduledRow:
-        """As many of a running sequence's pending tokens as the budget allows, with pages for them."""
+    def _row(self, sequence: SequenceState, count: int) -> ScheduledRow:
+        """So many of a running sequence's pending tokens, with pages for them."""
         assert sequence.table_row is not None, "a running sequence has a row"
         assert sequence.num_pending > 0, "a running sequence has a token to compute"
-        count = min(sequence.num_pending, budget)
         self._store.grow_row(sequence.table_row, sequence.num_computed + count)
         return ScheduledRow(sequence, sequence.table_row, count)
 

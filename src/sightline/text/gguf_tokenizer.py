@@ -64,6 +64,21 @@ _LLAMA3_PATTERN = (
 )
 _QWEN2_PATTERN = _LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+
+
+def _cased_pattern(word_end: str, digits: str) -> str:
+    """Words break where lower case turns to upper case; a slash stays with the punctuation before it."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        f"{start}[{_UPPER}]*[{_LOWER}]+{word_end}|{start}[{_UPPER}]+[{_LOWER}]*{word_end}|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+_GPT4O_PATTERN = _cased_pattern("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}")
+_TEKKEN_PATTERN = _cased_pattern("", r"\p{N}")
+
 _GPT2_RULE = PreTokenizerRule(None)
 _LLAMA3_RULE = PreTokenizerRule(_LLAMA3_PATTERN, whole_words=True, adds_bos=True)
 _QWEN2_RULE = PreTokenizerRule(_QWEN2_PATTERN, compose=True)
@@ -78,6 +93,8 @@ _PRE_TOKENIZERS: Mapping[str, PreTokenizerRule] = MappingProxyType(
         "llama-v3": _LLAMA3_RULE,
         "qwen2": _QWEN2_RULE,
         "deepseek-r1-qwen": _QWEN2_RULE,
+        "gpt-4o": PreTokenizerRule(_GPT4O_PATTERN, whole_words=True),
+        "tekken": PreTokenizerRule(_TEKKEN_PATTERN, whole_words=True, adds_bos=True),
     }
 )
 
@@ -111,11 +128,22 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     return Tokenizer(backend, _prompt_tokens(values, adds_bos), _chat_template(values, vocabulary))
 
 
+_TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|return|>", "<|call|>"})
+"""Control tokens that a model emits only to hand over.
+
+Converters state one end token, and that of a chat model is often the end of a text, which no turn ends with.
+"""
+
+
 def end_token_ids(metadata: GgufMetadata) -> frozenset[int]:
-    """The tokens that end the model's turn: of the text, of the turn, of a message."""
+    """The tokens that end the model's turn: of the text, of the turn, of a message; stated or known by name."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    found = (_token_id(metadata, key) for key in keys)
-    return frozenset(token_id for token_id in found if token_id is not None)
+    stated = {_token_id(metadata, key) for key in keys} - {None}
+    tokens = metadata.required_text_array("tokenizer.ggml.tokens")
+    types = metadata.integer_array("tokenizer.ggml.token_type") or ()
+    named = (token_id for token_id, token in enumerate(tokens) if token in _TURN_ENDS)
+    known = {token_id for token_id in named if token_id < len(types) and types[token_id] == TokenType.CONTROL}
+    return frozenset(token_id for token_id in stated | known if token_id is not None)
 
 
 def _read_vocabulary(metadata: GgufMetadata) -> _Vocabulary:

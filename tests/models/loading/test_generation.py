@@ -29,10 +29,21 @@ def test_known_fields_are_read() -> None:
         "top_p": 1,
         "top_k": 64,
         "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "min_new_tokens": 4,
     }
-    assert read(fields) == GenerationDefaults(
-        frozenset({1, 106}), do_sample=True, temperature=0.6, top_p=1.0, top_k=64, min_p=0.05
+    ledger = Ledger()
+    assert read(fields, ledger=ledger) == GenerationDefaults(
+        frozenset({1, 106}),
+        do_sample=True,
+        temperature=0.6,
+        top_p=1.0,
+        top_k=64,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        min_tokens=4,
     )
+    assert list(ledger) == []
 
 
 @pytest.mark.parametrize(("stated", "expected"), [(-1, 0), (0, 0), (-1.0, 0), (50.0, 50), (2**31 - 1, 2**31 - 1)])
@@ -43,19 +54,25 @@ def test_top_k_of_all_tokens_is_zero(stated: float, expected: int) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": 0, "top_p": 1e-9, "min_p": 0, "top_k": -1},
-        {"temperature": 1e4, "top_p": 1, "min_p": 1, "top_k": 2**31 - 1},
+        {"temperature": 0, "top_p": 1e-9, "min_p": 0, "top_k": -1, "repetition_penalty": 1e-4, "min_new_tokens": 0},
+        {"temperature": 1e4, "top_p": 1, "min_p": 1, "top_k": 2**31 - 1, "repetition_penalty": 1e4},
     ],
 )
 def test_every_default_that_is_read_is_one_that_a_request_may_ask_for(fields: dict[str, object]) -> None:
     defaults = read(fields)
     asked = SamplingParams(
-        temperature=defaults.temperature, top_p=defaults.top_p, top_k=defaults.top_k, min_p=defaults.min_p
+        temperature=defaults.temperature,
+        top_p=defaults.top_p,
+        top_k=defaults.top_k,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+        min_tokens=defaults.min_tokens,
     )
-    assert (asked.temperature, asked.top_p, asked.min_p) == (
+    assert (asked.temperature, asked.top_p, asked.min_p, asked.repetition_penalty) == (
         fields["temperature"],
         fields["top_p"],
         fields["min_p"],
+        fields["repetition_penalty"],
     )
 
 
@@ -94,12 +111,10 @@ def test_neutral_and_informational_fields_record_nothing(field: str, value: obje
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("repetition_penalty", 1.1),
         ("num_beams", 4),
         ("bad_words_ids", [[5]]),
         ("suppress_tokens", [7]),
         ("min_length", 5),
-        ("min_new_tokens", 1),
         ("no_repeat_ngram_size", 3),
         ("typical_p", 0.9),
         ("forced_bos_token_id", 3),
@@ -133,6 +148,12 @@ def test_fields_that_change_the_output_are_recorded_and_refused_under_strict(fie
         ("min_p", -0.1),
         ("min_p", 1.5),
         ("top_k", 1.5),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.1),
+        ("repetition_penalty", 1e5),
+        ("repetition_penalty", float("nan")),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 1.5),
         ("top_k", -2),
         ("top_k", 2**31),
         ("top_k", float("nan")),

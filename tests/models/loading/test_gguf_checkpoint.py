@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +12,13 @@ import numpy
 import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers import AutoConfig
 
 from sightline.core.errors import CheckpointError, ConfigError, UnsupportedModelError
 from sightline.core.ledger import Ledger
-from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
+from support.gguf_checks import assert_same_weights, loaded_by_transformers, opened
 from support.gguf_files import (
     add_metadata,
     close,
@@ -44,37 +44,10 @@ SHARED_KEYS = (
 )
 
 
-def opened(path: Path) -> Checkpoint:
-    ledger = Ledger()
-    checkpoint = open_checkpoint(path, ledger)
-    assert list(ledger) == []
-    return checkpoint
-
-
-def loaded_by_transformers(path: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Config and weights as transformers reads them. `from_pretrained` does the same, but asks for accelerate."""
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return config, load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-
-
 def weights_of(model: Any) -> dict[str, torch.Tensor]:
     """The state dict without a tied output projection."""
     tied = model.config.tie_word_embeddings
     return {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-
-
-def assert_same_weights(checkpoint: Checkpoint, expected: Mapping[str, torch.Tensor]) -> None:
-    """Names, shapes and values, bit for bit."""
-    assert set(checkpoint.tensors) == set(expected)
-    for name, weight in expected.items():
-        info = checkpoint.tensors[name]
-        loaded = checkpoint.load(name)
-        assert info.shape == tuple(weight.shape) == tuple(loaded.shape)
-        assert info.dtype == loaded.dtype == torch.float32
-        assert loaded.is_contiguous()
-        assert torch.equal(loaded, weight.to(torch.float32)), name
 
 
 def test_default_model_equals_the_transformers_loader_bit_for_bit(tmp_path: Path) -> None:
@@ -208,8 +181,8 @@ def test_rope_factors_of_the_wrong_length_are_refused(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         ({"llama.expert_count": 8}, "expert_count"),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "'yarn'"),
-        ({"llama.attention.sliding_window": 4096}, "sliding_window"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, "'longrope'"),
+        ({"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor"),
         ({"llama.attention.scale": 0.5}, r"attention\.scale"),
         ({"llama.attention.causal": False}, "causal"),
         ({"llama.logit_scale": 0.5}, "logit_scale"),
@@ -287,6 +260,38 @@ def test_metadata_that_contradicts_itself_is_refused(tmp_path: Path, extra: dict
         opened(path)
 
 
+@pytest.mark.parametrize(
+    ("leave_out", "message"),
+    [(("pre",), r"tokenizer\.ggml\.pre"), (("eos_token_id",), r"eos_token_id.*stop string")],
+)
+def test_what_the_tokenizer_lacks_is_recorded_by_name(tmp_path: Path, leave_out: tuple[str, ...], message: str) -> None:
+    write_llama(tmp_path / "tiny.gguf", tiny_llama())
+    rewrite(tmp_path / "tiny.gguf", tmp_path / "changed.gguf", {}, leave_out=leave_out)
+    ledger = Ledger()
+    open_checkpoint(tmp_path / "changed.gguf", ledger)
+    (entry,) = ledger
+    assert re.search(message, str(entry))
+
+
+def test_a_file_without_vocabulary_says_so(tmp_path: Path) -> None:
+    write_llama(tmp_path / "tiny.gguf", tiny_llama())
+    rewrite(tmp_path / "tiny.gguf", tmp_path / "changed.gguf", {}, leave_out=("tokens",))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.tokens"):
+        opened(tmp_path / "changed.gguf")
+
+
+def test_more_tokens_than_the_embedding_has_rows_are_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path / "tiny.gguf", tiny_llama())
+    more: dict[str, object] = {
+        "tokenizer.ggml.tokens": [*(f"<{i}>" for i in range(62)), "a", "b", "ab"],
+        "tokenizer.ggml.token_type": [*[3] * 62, 1, 1, 1],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    rewrite(tmp_path / "tiny.gguf", tmp_path / "changed.gguf", more)
+    with pytest.raises(CheckpointError, match=r"at most 64 tokens.*got 65"):
+        opened(tmp_path / "changed.gguf").load_tokenizer()
+
+
 @pytest.mark.parametrize("layers", [2_000_000_000, 8, 6])
 def test_a_layer_count_is_checked_before_anything_is_sized_by_it(tmp_path: Path, layers: int) -> None:
     write_gemma3(tmp_path / "tiny.gguf", tiny_gemma3())
@@ -355,7 +360,9 @@ def rewrite(
 
 def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path) -> None:
     close(GGUFWriter(tmp_path / "tiny.gguf", "mamba"))
-    with pytest.raises(UnsupportedModelError, match=r"gemma3, llama, got 'mamba'"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"gemma2, gemma3, gpt-oss, llama, qwen2, qwen3, qwen3moe, got 'mamba'"
+    ):
         opened(tmp_path / "tiny.gguf")
 
 

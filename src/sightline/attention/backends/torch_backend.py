@@ -35,7 +35,6 @@ from sightline.attention.tiles import (
     row_spans,
     split_long,
 )
-from sightline.cache.pools import Pool
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
 from sightline.kernels.paging import gather_entries, write_entries
@@ -54,6 +53,16 @@ class _Scratch:
 
 
 @dataclass(frozen=True, eq=False)
+class _Gathered:
+    """A tile's part of the scratch memory, seen two ways."""
+
+    flat: Tensor
+    """[num_rows * num_keys, num_kv_heads, head_dim]."""
+    by_row: Tensor
+    """[num_rows, num_keys, num_kv_heads, head_dim]."""
+
+
+@dataclass(frozen=True, eq=False)
 class _Tile:
     """Rows that are computed in one call."""
 
@@ -66,6 +75,9 @@ class _Tile:
     """The same tokens where they lie side by side: no copy is needed then."""
     slots: Tensor | None
     """[num_rows * num_keys] int64; None where the keys are the step's own."""
+    gathered_k: _Gathered
+    """Where keys are gathered to; of no use where there are no slots."""
+    gathered_v: _Gathered
     bias: Tensor | None
     """[num_rows, 1, query_len, num_keys]."""
     causal: bool
@@ -87,8 +99,10 @@ class _Tile:
 @dataclass(frozen=True, eq=False)
 class _TorchPlan(AttentionPlan[SoftmaxInputs]):
     spec: SoftmaxSpec
-    pool: Pool
-    scratch: _Scratch
+    keys: tuple[Tensor, ...]
+    """By layer: [num_slots, num_kv_heads, head_dim]."""
+    values: tuple[Tensor, ...]
+    """By layer, as the keys."""
     write_slots: Tensor | None
     """[num_tokens] int64; None under `TRANSIENT`, which then has no tile that gathers either."""
     tiles: tuple[_Tile, ...]
@@ -98,7 +112,7 @@ class _TorchPlan(AttentionPlan[SoftmaxInputs]):
         """Everything was built on the host."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
-        keys, values = self.pool.plane("k")[layer], self.pool.plane("v")[layer]
+        keys, values = self.keys[layer], self.values[layer]
         if self.write_slots is not None:
             write_entries(keys, self.write_slots, inputs.k)
             write_entries(values, self.write_slots, inputs.v)
@@ -110,8 +124,9 @@ class _TorchPlan(AttentionPlan[SoftmaxInputs]):
             if tile.slots is None:
                 k, v = tile.rows_of(inputs.k), tile.rows_of(inputs.v)
             else:
-                k = self._gather(keys, tile, tile.slots, self.scratch.k)
-                v = self._gather(values, tile, tile.slots, self.scratch.v)
+                k, v = tile.gathered_k.by_row, tile.gathered_v.by_row
+                gather_entries(keys, tile.slots, tile.gathered_k.flat)
+                gather_entries(values, tile.slots, tile.gathered_v.flat)
             if tile.fused:
                 tile.put(out, fused_attention(q, k, v, tile.bias, scale=self.spec.scale, causal=tile.causal))
                 continue
@@ -122,11 +137,6 @@ class _TorchPlan(AttentionPlan[SoftmaxInputs]):
             if lse is not None:
                 tile.put(lse, tile_lse)
         return lse
-
-    def _gather(self, plane: Tensor, tile: _Tile, slots: Tensor, scratch: Tensor) -> Tensor:
-        gathered = scratch[: slots.shape[0]]
-        gather_entries(plane, slots, gathered)
-        return gathered.view(tile.num_rows, tile.num_keys, *scratch.shape[1:])
 
 
 def _capability(dtype: torch.dtype) -> Capability:
@@ -153,6 +163,8 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
     def __init__(self, context: BackendContext) -> None:
         self._spec = context.spec
         self._pool = context.cache.pools["kv"]
+        self._keys = self._pool.plane("k").unbind(0)
+        self._values = self._pool.plane("v").unbind(0)
         self._dtype = context.dtype
         longest = context.limits.max_seq_len
         if context.spec.window is not None:
@@ -174,8 +186,8 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
         tiles = pack_tiles(spans, self._max_keys, transient=transient)
         return _TorchPlan(
             spec=self._spec,
-            pool=self._pool,
-            scratch=self._scratch[step.lane],
+            keys=self._keys,
+            values=self._values,
             write_slots=None if transient else step.batch.pools[self._pool.key].write_slots,
             tiles=tuple(self._plan_tile(f"tile{i}", tile, step, buffers) for i, tile in enumerate(tiles)),
             needs_lse=Feature.LSE in step.needs,
@@ -205,6 +217,8 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
             tokens=tokens,
             contiguous=_contiguous_tokens(rows),
             slots=slots,
+            gathered_k=_gathered(self._scratch[step.lane].k, len(rows), num_keys),
+            gathered_v=_gathered(self._scratch[step.lane].v, len(rows), num_keys),
             bias=bias,
             causal=causal,
             fused=fused,
@@ -213,6 +227,11 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
     def _fits_fused(self, step: StepView) -> bool:
         """The fused kernel has no softcap, sinks or LSE."""
         return self._spec.softcap is None and not self._spec.sinks and Feature.LSE not in step.needs
+
+
+def _gathered(scratch: Tensor, num_rows: int, num_keys: int) -> _Gathered:
+    flat = scratch[: num_rows * num_keys]
+    return _Gathered(flat, flat.view(num_rows, num_keys, *scratch.shape[1:]))
 
 
 def _contiguous_tokens(rows: tuple[RowSpan, ...]) -> slice | None:

@@ -1,7 +1,9 @@
-"""Models on disk: opening a Hugging Face folder or a GGUF file as one kind of `Checkpoint`.
+"""Models on disk: opening a Hugging Face folder, id or GGUF file as one kind of `Checkpoint`.
 
-open_checkpoint ─┬─ FolderCheckpoint ── SafetensorsFile
-                 └─ GgufCheckpoint ── GgufFile, gguf_config, gguf_names, gguf_quantization
+open_checkpoint ─┬─ hub: an id becomes a folder or a file in the usual cache
+                 ├─ FolderCheckpoint ── SafetensorsFile, mxfp4
+                 └─ GgufCheckpoint ── GgufFile, gguf_config and gguf_families, gguf_names and gguf_layouts,
+                                      gguf_quantization
 """
 
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo

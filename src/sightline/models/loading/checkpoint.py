@@ -23,7 +23,7 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """What `Checkpoint.load` returns: the stored dtype, or fp32 where the stored one is decoded."""
+    """What `Checkpoint.load` returns: the stored dtype, or the one that it is decoded to without loss."""
     stored_as: str
     """The format's own name of the stored type: "BF16", "Q4_1"."""
 

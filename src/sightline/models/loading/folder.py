@@ -12,10 +12,12 @@ from types import MappingProxyType
 
 import torch
 
-from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
+from sightline.models.loading import mxfp4
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.generation import read_generation_defaults
+from sightline.models.loading.mxfp4 import Mxfp4Tensor
 from sightline.models.loading.safetensors_file import SafetensorsFile
 from sightline.text.folder_tokenizer import TOKENIZER_FILE, tokenizer_from_folder
 from sightline.text.json_file import read_json_object
@@ -25,12 +27,16 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+QUANTIZATION = "quantization_config"
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_PROJECTION = "lm_head.weight"
 
 
 class FolderCheckpoint(Checkpoint):
-    """Tensors keep their stored dtype and share the pages of their memory-mapped file."""
+    """Tensors keep their stored dtype and share the pages of their memory-mapped file.
+
+    Packed ones are decoded when they are read, and `config` and `tensors` are those of the unquantised model.
+    """
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         config = _read_config(folder)
@@ -42,11 +48,14 @@ class FolderCheckpoint(Checkpoint):
         self._owners.update({name: files[file] for name, file in weight_map.items()})
         if config.get("tie_word_embeddings") is True:
             self._drop_tied_projection(ledger)
+        self._packed = _take_packed(config, self._owners)
+        tensors = {name: file.describe(name) for name, file in self._owners.items()}
+        tensors |= {name: packed.describe() for name, packed in self._packed.items()}
         generation = folder / GENERATION_FILE
         super().__init__(
             location=folder,
             config=MappingProxyType(config),
-            tensors=MappingProxyType({name: file.describe(name) for name, file in self._owners.items()}),
+            tensors=MappingProxyType(tensors),
             generation=read_generation_defaults(
                 read_json_object(generation) if generation.exists() else {},
                 config,
@@ -59,7 +68,8 @@ class FolderCheckpoint(Checkpoint):
         return tokenizer_from_folder(self.location)
 
     def _read(self, name: str) -> torch.Tensor:
-        return self._owners[name].read(name)
+        packed = self._packed.get(name)
+        return self._owners[name].read(name) if packed is None else packed.read()
 
     def _drop_tied_projection(self, ledger: Ledger) -> None:
         """Some folders store the embedding a second time. The config decides; a contradiction is recorded."""
@@ -67,7 +77,9 @@ class FolderCheckpoint(Checkpoint):
         if owner is None or EMBEDDING not in self._owners:
             return
         projection, embedding = owner.describe(OUTPUT_PROJECTION), self._owners[EMBEDDING].describe(EMBEDDING)
-        if projection != embedding or not torch.equal(owner.read(OUTPUT_PROJECTION), self._read(EMBEDDING)):
+        if projection != embedding or not torch.equal(
+            owner.read(OUTPUT_PROJECTION), self._owners[EMBEDDING].read(EMBEDDING)
+        ):
             ledger.record(
                 f"the tensor {OUTPUT_PROJECTION!r}",
                 f"is ignored: {CONFIG_FILE} ties the output projection to the embedding, which has other values",
@@ -83,12 +95,19 @@ def _read_config(folder: Path) -> dict[str, object]:
             "Give the folder that holds the model itself, or a .gguf file."
         )
     config = read_json_object(path)
-    if config.get("quantization_config") is not None:
-        raise UnsupportedModelError(
-            f"{path}: expected no 'quantization_config', got one: the stored tensors are not the weights "
-            "themselves. Use the unquantised model, or a GGUF file."
-        )
+    if config.get(QUANTIZATION) is not None:
+        mxfp4.check_quantization(config[QUANTIZATION])
     return config
+
+
+def _take_packed(config: dict[str, object], owners: dict[str, SafetensorsFile]) -> dict[str, Mxfp4Tensor]:
+    """Takes the packed tensors out of `owners`, and the section that speaks of them out of `config`."""
+    if config.pop(QUANTIZATION, None) is None:
+        return {}
+    packed = mxfp4.pair_tensors(owners)
+    for name in packed:
+        del owners[name + mxfp4.BLOCKS], owners[name + mxfp4.SCALES]
+    return packed
 
 
 def _single_file(folder: Path) -> str:

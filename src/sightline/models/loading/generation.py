@@ -12,8 +12,20 @@ from types import MappingProxyType
 
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
+from sightline.core.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 
-_HONOURED = frozenset({"eos_token_id", "do_sample", "temperature", "top_p", "top_k", "min_p"})
+_HONOURED = frozenset(
+    {
+        "eos_token_id",
+        "do_sample",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "min_new_tokens",
+    }
+)
 
 _INFORMATIONAL = frozenset(
     {
@@ -47,7 +59,6 @@ _INFORMATIONAL = frozenset(
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "repetition_penalty": (1,),
         "encoder_repetition_penalty": (1,),
         "length_penalty": (1,),
         "diversity_penalty": (0,),
@@ -60,7 +71,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "no_repeat_ngram_size": (0,),
         "encoder_no_repeat_ngram_size": (0,),
         "min_length": (0,),
-        "min_new_tokens": (0,),
         "early_stopping": (False,),
         "renormalize_logits": (False,),
         "remove_invalid_values": (False,),
@@ -96,6 +106,9 @@ class GenerationDefaults:
     top_k: int | None = None
     """0 keeps every token."""
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    """`min_new_tokens` in transformers' words."""
 
 
 def read_generation_defaults(
@@ -117,6 +130,13 @@ def read_generation_defaults(
         top_p=_number(generation_config, "top_p", "above 0 and at most 1", lambda value: 0 < value <= 1),
         top_k=_top_k(generation_config),
         min_p=_number(generation_config, "min_p", "from 0 to 1", lambda value: 0 <= value <= 1),
+        repetition_penalty=_number(
+            generation_config,
+            "repetition_penalty",
+            f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}",
+            lambda value: MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY,
+        ),
+        min_tokens=_whole_number(generation_config, "min_new_tokens", 0),
     )
 
 
@@ -128,7 +148,7 @@ def _record_ignored(generation_config: Mapping[str, object], ledger: Ledger) -> 
             continue
         ledger.record(
             f"generation_config.json: {field} = {value!r}"[:200],
-            "is ignored: this sampler does not have it, so output differs from what the model's authors set",
+            "is ignored: it is not taken from the model's files, so output differs from what the model's authors set",
             "remove the field to accept that, or set an equivalent sampling parameter on each request",
         )
 
@@ -157,13 +177,18 @@ def _number(config: Mapping[str, object], field: str, described: str, allows: Ca
 
 def _top_k(config: Mapping[str, object]) -> int | None:
     """Both -1 and 0 keep every token."""
+    value = _whole_number(config, "top_k", -1)
+    return None if value is None else max(value, 0)
+
+
+def _whole_number(config: Mapping[str, object], field: str, lowest: int) -> int | None:
     highest = 2**31 - 1
-    value = _number(config, "top_k", f"from -1 to {highest}", lambda value: -1 <= value <= highest)
+    value = _number(config, field, f"from {lowest} to {highest}", lambda value: lowest <= value <= highest)
     if value is None:
         return None
     if not value.is_integer():
-        raise _wrong("top_k", "a whole number", value)
-    return max(int(value), 0)
+        raise _wrong(field, "a whole number", value)
+    return int(value)
 
 
 def _flag(config: Mapping[str, object], field: str) -> bool | None:

@@ -16,11 +16,13 @@ from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.loading.gguf_config import translate_config
 from sightline.models.loading.gguf_file import GgufFile
-from sightline.models.loading.gguf_names import ROPE_FACTORS, Heads, translate_tensors
+from sightline.models.loading.gguf_names import ROPE_FACTORS, Counts, TensorSource, translate_tensors
 from sightline.models.loading.gguf_quantization import can_dequantise, dequantise
 from sightline.text.gguf_metadata import GgufMetadata
 from sightline.text.gguf_tokenizer import end_token_ids, tokenizer_from_gguf
 from sightline.text.tokenizer import Tokenizer
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class GgufCheckpoint(Checkpoint):
@@ -31,31 +33,46 @@ class GgufCheckpoint(Checkpoint):
         metadata = GgufMetadata(self._file.metadata)
         shapes = {name: tensor.shape for name, tensor in self._file.tensors.items()}
         config = translate_config(metadata, shapes, ledger)
-        self._sources = translate_tensors(metadata.required_text("general.architecture"), shapes, _heads(config))
+        self._sources = translate_tensors(metadata.required_text("general.architecture"), shapes, _counts(config))
         self._check_types()
         if ROPE_FACTORS in shapes:
             config["rope_frequency_factors"] = self._rope_factors(config["head_dim"])
+        _record_what_is_missing(metadata, ledger)
         super().__init__(
             location=path,
             config=MappingProxyType(config),
-            tensors=MappingProxyType({name: self._describe(source.name) for name, source in self._sources.items()}),
+            tensors=MappingProxyType({name: self._describe(source) for name, source in self._sources.items()}),
             generation=GenerationDefaults(eos_token_ids=end_token_ids(metadata)),
         )
 
     def load_tokenizer(self) -> Tokenizer:
-        return tokenizer_from_gguf(self._file.metadata)
+        tokenizer = tokenizer_from_gguf(self._file.metadata)
+        rows = self.tensors[EMBEDDING].shape[0]
+        if tokenizer.vocab_size > rows:
+            raise CheckpointError(
+                f"{self.location}: expected at most {rows} tokens, the rows of the embedding, got "
+                f"{tokenizer.vocab_size} under 'tokenizer.ggml.tokens'. Convert the model again."
+            )
+        return tokenizer
 
     def _read(self, name: str) -> torch.Tensor:
         source = self._sources[name]
-        return source.layout(self._decode(source.name))
+        return source.layout.apply(*(self._decode(part, source.expert) for part in source.names))
 
-    def _decode(self, name: str) -> torch.Tensor:
+    def _decode(self, name: str, expert: int | None = None) -> torch.Tensor:
         tensor = self._file.tensors[name]
-        return dequantise(self._file.raw(tensor), tensor.storage, tensor.shape)
+        raw, shape = self._file.raw(tensor), tensor.shape
+        if expert is not None:
+            num_bytes = tensor.num_bytes // shape[0]
+            raw, shape = raw[expert * num_bytes : (expert + 1) * num_bytes], shape[1:]
+        decoded = dequantise(raw, tensor.storage, shape)
+        if tensor.storage.name != "F32":  # which shares its pages
+            self._file.release(tensor)
+        return decoded
 
-    def _describe(self, name: str) -> TensorInfo:
-        tensor = self._file.tensors[name]
-        return TensorInfo(tensor.shape, torch.float32, tensor.storage.name)
+    def _describe(self, source: TensorSource) -> TensorInfo:
+        stored = dict.fromkeys(self._file.tensors[name].storage.name for name in source.names)
+        return TensorInfo(source.shape, torch.float32, "+".join(stored))
 
     def _check_types(self) -> None:
         for tensor in self._file.tensors.values():
@@ -76,8 +93,26 @@ class GgufCheckpoint(Checkpoint):
         return factors
 
 
-def _heads(config: dict[str, object]) -> Heads:
+def _counts(config: dict[str, object]) -> Counts:
     query, key_value = config["num_attention_heads"], config["num_key_value_heads"]
+    experts = config.get("num_experts", config.get("num_local_experts", 0))
     assert isinstance(query, int)
     assert isinstance(key_value, int)
-    return Heads(query, key_value)
+    assert isinstance(experts, int)
+    return Counts(query, key_value, experts)
+
+
+def _record_what_is_missing(metadata: GgufMetadata, ledger: Ledger) -> None:
+    """What the model runs without, but not as it was made to."""
+    if metadata.text("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in metadata:
+        ledger.record(
+            "GGUF metadata 'tokenizer.ggml.pre'",
+            "is missing: words are cut as GPT-2 cuts them, which may not be how the model was trained",
+            "convert the model again with a current tool",
+        )
+    if not end_token_ids(metadata):
+        ledger.record(
+            "GGUF metadata 'tokenizer.ggml.eos_token_id'",
+            "is missing, and so is every other end token: generation ends only at a limit or a stop string",
+            "convert the model again, or give stop strings",
+        )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -105,6 +106,13 @@ class GgufFile:
     def raw(self, tensor: GgufTensor) -> memoryview:
         """The tensor's bytes, not copied. Writes go to this process's private copy of the page."""
         return memoryview(self._bytes)[tensor.start : tensor.start + tensor.num_bytes]
+
+    def release(self, tensor: GgufTensor) -> None:
+        """Gives back the memory of the pages that hold only this tensor; the next read takes them from the file."""
+        first = -(-tensor.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (tensor.start + tensor.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if sys.platform == "linux" and last > first:
+            self._bytes.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _map(path: Path) -> mmap.mmap:

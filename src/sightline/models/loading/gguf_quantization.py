@@ -99,6 +99,7 @@ _REFERENCE_ONLY = frozenset(
         "TQ1_0",
         "TQ2_0",
         "MXFP4",
+        "NVFP4",
     }
 )
 """Types that the `gguf` package decodes."""
@@ -109,11 +110,20 @@ def can_dequantise(storage: StorageType) -> bool:
     return storage.name in _DECODERS or storage.name in _REFERENCE_ONLY
 
 
+_PIECE_ELEMENTS = 1 << 20
+
+
 def _decode_with_reference(data: torch.Tensor, storage: StorageType, shape: tuple[int, ...]) -> torch.Tensor:
     # Imported here: the package takes longer to import than the default model takes to open.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
     row_bytes = shape[-1] // storage.block_elements * storage.block_bytes
-    decoded = dequantize(data.view(-1, row_bytes).numpy(), GGMLQuantizationType(storage.code))
-    return torch.from_numpy(decoded).view(shape)
+    rows = data.view(-1, row_bytes).numpy()
+    decoded = torch.empty(shape, dtype=torch.float32)
+    # In pieces: the package holds several times the size of what it decodes.
+    step = max(1, _PIECE_ELEMENTS // shape[-1])
+    for start in range(0, len(rows), step):
+        piece = dequantize(rows[start : start + step], GGMLQuantizationType(storage.code))
+        decoded.view(-1, shape[-1])[start : start + step] = torch.from_numpy(piece)
+    return decoded

@@ -56,6 +56,7 @@ STORAGE_BY_CODE: Mapping[int, StorageType] = MappingProxyType(
             StorageType(34, "TQ1_0", 256, 54),
             StorageType(35, "TQ2_0", 256, 66),
             StorageType(39, "MXFP4", 32, 17),
+            StorageType(40, "NVFP4", 64, 36),
         )
     }
 )

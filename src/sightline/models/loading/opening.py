@@ -1,6 +1,6 @@
-"""The way in: from a path to a `Checkpoint`.
+"""The way in: from a path or a Hugging Face id to a `Checkpoint`.
 
-Owns the choice of format. Does not know any format.
+Owns the choice between a path and an id, and of the format. Does not know any format, nor how files are fetched.
 """
 
 from __future__ import annotations
@@ -12,17 +12,24 @@ from sightline.core.ledger import Ledger
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.folder import FolderCheckpoint
 from sightline.models.loading.gguf_checkpoint import GgufCheckpoint
+from sightline.models.loading.hub import fetch, parse_reference
 
 
 def open_checkpoint(location: str | Path, ledger: Ledger) -> Checkpoint:
-    """Opens a Hugging Face folder or a `.gguf` file; what is ignored of it is recorded in `ledger`."""
+    """Opens a Hugging Face folder, a `.gguf` file, or the model of a Hugging Face id; a path comes before an id.
+
+    What is ignored of the model is recorded in `ledger`.
+    """
     path = Path(location).expanduser()
+    reference = parse_reference(location) if isinstance(location, str) and not path.exists() else None
+    if reference is not None:
+        path = fetch(reference)
     if path.is_dir():
         return FolderCheckpoint(path, ledger)
     if path.is_file() and path.suffix.lower() == ".gguf":
         return GgufCheckpoint(path, ledger)
     found = "no such path" if not path.exists() else "a file of another kind" if path.is_file() else "no file"
     raise CheckpointError(
-        f"expected a folder with config.json and *.safetensors, or a .gguf file, got {found}: {path}. "
-        "Give the path of a model on this machine: nothing is fetched."
+        f"expected a folder with config.json and *.safetensors, a .gguf file, or a Hugging Face id "
+        f"owner/name[@revision][:file.gguf], got {found}: {path}. Give the path of a model, or its id."
     )

@@ -1,0 +1,237 @@
+"""The life of one request: its continuations, and what each has produced.
+
+Owns what a token means once it is chosen: its text, its log probabilities, and whether it ends the continuation. Does
+not know the queue, the pages or the forward; the engine moves it along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from sightline.core.request import (
+    CompletionOutput,
+    EffectiveParams,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    Request,
+    RequestOutput,
+    TextDelta,
+)
+from sightline.runner.adjustment import TokenAdjustment
+from sightline.runner.logprobs import TokenLogprobs, token_logprobs
+from sightline.runner.sampler import RowSampling, derived_seed
+from sightline.scheduler.scheduler import SequenceState
+from sightline.text.detokenizer import IncrementalDetokenizer
+from sightline.text.stop import StopMatcher
+from sightline.text.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class LiveSequence:
+    """One continuation in the engine, and what it has produced."""
+
+    sequence: SequenceState
+    params: EffectiveParams
+    """The request's, with a seed of its own."""
+    tokenizer: Tokenizer | None
+    detokenizer: IncrementalDetokenizer | None
+    stops: StopMatcher | None
+    adjustment: TokenAdjustment | None
+    text: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_taken_in: int = 0
+    """Generated tokens whose text and meaning are known."""
+    num_read_pieces: int = 0
+    """Pieces of text that a stream has taken."""
+    num_read_tokens: int = 0
+    """Generated tokens that a stream has taken."""
+    end_was_read: bool = False
+    """A stream has taken the finish reason."""
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """From the second prompt token on."""
+
+    @property
+    def lags(self) -> bool:
+        """True where an interrupted step chose a token, or an end, that was not taken in."""
+        num_generated = self.sequence.num_generated
+        return self.finish_reason is None and (
+            self.num_taken_in < num_generated or num_generated >= self.params.max_tokens
+        )
+
+    def generated(self, start: int = 0) -> tuple[int, ...]:
+        """The generated tokens from the `start`-th on."""
+        return tuple(self.sequence.tokens[len(self.sequence.request.prompt_token_ids) + start :])
+
+    def sampling(self) -> RowSampling:
+        """How its next token is chosen."""
+        if self.adjustment is not None:
+            if not self.adjustment.is_whole:
+                self.adjustment = TokenAdjustment(self.params, self.sequence.request.prompt_token_ids)
+            self.adjustment.count(self.generated(self.adjustment.num_counted))
+        return RowSampling(self.params, self.sequence.num_generated, self.adjustment)
+
+    def keep_logprobs(self, entry: TokenLogprobs | None) -> None:
+        """Those of the token that is about to be committed. Once more after an interruption changes nothing."""
+        if entry is not None:
+            self._logprobs[self.sequence.num_generated :] = [entry]
+
+    def keep_prompt_logprobs(self, logits: Tensor) -> None:
+        """From the logits [num_tokens, vocab_size] of the tokens that the step computed, before they are committed."""
+        prompt, first = self.sequence.request.prompt_token_ids, self.sequence.num_computed
+        followers = prompt[first + 1 : first + 1 + logits.shape[0]]
+        wanted = logits[: len(followers)]
+        if not bool(wanted.isfinite().all()):
+            self.error = _not_finite(first)
+            return
+        entries = token_logprobs(wanted, followers, [self.params.prompt_logprobs or 0] * len(followers))
+        self._prompt_logprobs[first : first + len(entries)] = entries
+
+    def fail(self, position: int) -> None:
+        """The logits at `position` were no numbers."""
+        self.error = _not_finite(position)
+
+    def take_in(self) -> FinishReason | None:
+        """Reads the generated tokens that were not read yet: their text, and whether one is an end."""
+        for token in self.generated(self.num_taken_in):
+            self.num_taken_in += 1
+            ends = token in self.params.eos_token_ids or token in self.params.stop_token_ids
+            if self.detokenizer is not None and (not ends or self.params.include_stop_str_in_output):
+                self._say(self.detokenizer.push([token]))
+            if self._stopped_by_text():
+                return FinishReason.STOP
+            if ends:
+                self.stop_reason = None if token in self.params.eos_token_ids else token
+                return FinishReason.STOP
+        return FinishReason.LENGTH if self.sequence.num_generated >= self.params.max_tokens else None
+
+    def finish(self, reason: FinishReason) -> None:
+        """Gives out the text that was held back. It may hold a stop string, which then is the end."""
+        if self.detokenizer is not None:
+            self._say(self.detokenizer.flush())
+        if reason in (FinishReason.LENGTH, FinishReason.STOP) and self._stopped_by_text():
+            reason = FinishReason.STOP
+        if self.stops is not None:
+            self.text.append(self.stops.flush())
+        self.finish_reason = reason
+
+    def take_delta(self) -> TextDelta | None:
+        """What it gained since the last call; None where nothing is new."""
+        pieces, tokens = self.text[self.num_read_pieces :], self.generated(self.num_read_tokens)
+        if self.end_was_read or (not tokens and not pieces and self.finish_reason is None):
+            return None
+        logprobs = self._told(self.num_read_tokens, self.num_read_tokens + len(tokens))
+        self.num_read_pieces += len(pieces)
+        self.num_read_tokens += len(tokens)
+        self.end_was_read = self.finish_reason is not None
+        return TextDelta(
+            self.sequence.request.request_id,
+            "".join(pieces),
+            tokens,
+            self.finish_reason,
+            self.error,
+            self.sequence.index,
+            self.stop_reason,
+            logprobs,
+        )
+
+    def output(self) -> CompletionOutput:
+        tokens = self.generated()
+        reason = None if self.finish_reason is None else self.finish_reason.value
+        logprobs = self._told(0, len(tokens))
+        return CompletionOutput(self.sequence.index, "".join(self.text), tokens, reason, self.stop_reason, logprobs)
+
+    def prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
+        """One for each prompt token that was computed; None where nobody asked."""
+        if self.params.prompt_logprobs is None:
+            return None
+        return (None, *(_position(entry, self.tokenizer) for entry in self._prompt_logprobs))
+
+    def _told(self, start: int, end: int) -> tuple[PositionLogprobs, ...] | None:
+        if self.params.logprobs is None:
+            return None
+        return tuple(_position(entry, self.tokenizer) for entry in self._logprobs[start:end])
+
+    def _say(self, text: str) -> None:
+        if self.stops is not None:
+            text = self.stops.push(text, may_end=self.num_taken_in > self.params.min_tokens)
+        self.text.append(text)
+
+    def _stopped_by_text(self) -> bool:
+        if self.stops is None or self.stops.matched is None:
+            return False
+        self.stop_reason = self.stops.matched
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class LiveRequest:
+    """A request in the engine."""
+
+    request: Request
+    sequences: tuple[LiveSequence, ...]
+    """Its `n` continuations, by index."""
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def end_was_read(self) -> bool:
+        """True where a stream has taken everything."""
+        return all(sequence.end_was_read for sequence in self.sequences)
+
+    def take_delta(self) -> TextDelta | None:
+        """What one of the continuations gained since it was last asked; None where none has anything new."""
+        for sequence in self.sequences:
+            delta = sequence.take_delta()
+            if delta is not None:
+                return delta
+        return None
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=tuple(sequence.output() for sequence in self.sequences),
+            finished=self.is_finished,
+            params=self.request.params,
+            error=next((sequence.error for sequence in self.sequences if sequence.error is not None), None),
+            prompt_logprobs=self.sequences[0].prompt_logprobs(),
+        )
+
+
+def start(request: Request, tokenizer: Tokenizer | None) -> LiveRequest:
+    """The request with its continuations, before their first step."""
+    return LiveRequest(request, tuple(_start_one(request, index, tokenizer) for index in range(request.params.n)))
+
+
+def _start_one(request: Request, index: int, tokenizer: Tokenizer | None) -> LiveSequence:
+    params = replace(request.params, seed=derived_seed(request.params.seed, index))
+    detokenizer = stops = None
+    if tokenizer is not None:
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    if params.stop:
+        stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
+    adjustment = TokenAdjustment(params, request.prompt_token_ids) if params.adjusts_logits else None
+    return LiveSequence(SequenceState(request, index), params, tokenizer, detokenizer, stops, adjustment)
+
+
+def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
+    named: PositionLogprobs = {}
+    for token, logprob, rank in zip(entry.tokens, entry.logprobs, entry.ranks, strict=True):
+        text = None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        named.setdefault(token, Logprob(logprob, rank, text))
+    return named
+
+
+def _not_finite(position: int) -> str:
+    return (
+        f"the model's logits at position {position} held a NaN or an infinity; check the weights and the compute dtype"
+    )

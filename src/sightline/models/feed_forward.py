@@ -1,0 +1,101 @@
+"""A layer's feed-forward: what a config may ask for, and how checkpoints store each kind.
+
+Owns the tensor names of feed-forwards. Does not know families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from sightline.layers.linear import Linear, fuse
+from sightline.layers.mlp import Activation, GatedMlp
+from sightline.layers.moe import Expert, ExpertMlp, Gate, Routing
+from sightline.models.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class DenseFeedForward:
+    """One gated feed-forward for every token."""
+
+    intermediate_size: int
+    activation: Activation
+    bias: bool = False
+
+    def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> GatedMlp:
+        gate_up, down = _load_projections(weights, prefix, hidden_size, self.intermediate_size, bias=self.bias)
+        return GatedMlp(gate_up, down, self.activation)
+
+
+class ExpertStorage(Enum):
+    """How a checkpoint lays out its experts."""
+
+    SEPARATE = "separate"
+    """Three projections an expert, under its number; the router is `gate`, nothing has a bias."""
+    STACKED = "stacked"
+    """All experts in one tensor, inputs first, gate and up interleaved; the router is `router`, all have biases."""
+
+
+@dataclass(frozen=True)
+class ExpertFeedForward:
+    """Many feed-forwards of which each token takes a few."""
+
+    intermediate_size: int
+    """Of one expert."""
+    routing: Routing
+    gate: Gate
+    storage: ExpertStorage
+
+    def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
+        num_experts = self.routing.num_experts
+        if self.storage is ExpertStorage.SEPARATE:
+            router = weights.linear(f"{prefix}.gate", num_experts, hidden_size, bias=False)
+            return ExpertMlp(router, self.routing, self._load_separate(weights, f"{prefix}.experts", hidden_size))
+        router = weights.linear(f"{prefix}.router", num_experts, hidden_size, bias=True)
+        return ExpertMlp(router, self.routing, self._load_stacked(weights, f"{prefix}.experts", hidden_size))
+
+    def _load_separate(self, weights: WeightReader, prefix: str, hidden_size: int) -> tuple[Expert, ...]:
+        experts = []
+        for number in range(self.routing.num_experts):
+            gate_up, down = _load_projections(
+                weights, f"{prefix}.{number}", hidden_size, self.intermediate_size, bias=False
+            )
+            experts.append(Expert(gate_up, down, self.gate))
+        return tuple(experts)
+
+    def _load_stacked(self, weights: WeightReader, prefix: str, hidden_size: int) -> tuple[Expert, ...]:
+        num_experts, size = self.routing.num_experts, self.intermediate_size
+        gate_up = weights.take(f"{prefix}.gate_up_proj", (num_experts, hidden_size, 2 * size))
+        gate_up_bias = weights.take(f"{prefix}.gate_up_proj_bias", (num_experts, 2 * size))
+        down = weights.take(f"{prefix}.down_proj", (num_experts, size, hidden_size))
+        down_bias = weights.take(f"{prefix}.down_proj_bias", (num_experts, hidden_size))
+        return tuple(
+            Expert(
+                gate_up=Linear(_side_by_side(gate_up[number].t()), _side_by_side(gate_up_bias[number])),
+                down=Linear(down[number].t().contiguous(), down_bias[number]),
+                gate=self.gate,
+            )
+            for number in range(num_experts)
+        )
+
+
+def _load_projections(
+    weights: WeightReader, prefix: str, hidden_size: int, intermediate_size: int, *, bias: bool
+) -> tuple[Linear, Linear]:
+    """Gate and up as one, and down."""
+    gate_up = [
+        weights.linear(f"{prefix}.{name}", intermediate_size, hidden_size, bias=bias)
+        for name in ("gate_proj", "up_proj")
+    ]
+    return fuse(gate_up), weights.linear(f"{prefix}.down_proj", hidden_size, intermediate_size, bias=bias)
+
+
+def _side_by_side(interleaved: Tensor) -> Tensor:
+    """Rows (gate, up, gate, up, ...) as all gates, then all ups."""
+    return torch.cat((interleaved[::2], interleaved[1::2]))
+
+
+FeedForward = DenseFeedForward | ExpertFeedForward

@@ -1,0 +1,98 @@
+"""Gemma 2 and Gemma 3, text: windowed layers with full ones in between, norms on both sides of every sub-layer.
+
+Gemma 2 caps its scores; Gemma 3 normalises queries and keys, and each kind of layer has its own rotary embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from sightline.attention.spec import SoftmaxSpec
+from sightline.core.errors import UnsupportedModelError
+from sightline.layers.mlp import Activation
+from sightline.layers.rotary import RotarySpec
+from sightline.models.config_reader import ConfigReader
+from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.feed_forward import DenseFeedForward
+from sightline.models.rope_config import rotary_spec
+from sightline.models.shared_config import FULL, SLIDING, layer_kinds, layer_windows, one_rotary
+
+
+def gemma2(config: ConfigReader) -> DecoderDefinition:
+    """What a Gemma 2 config describes: every second layer is full."""
+    rotary = one_rotary(config, _head_dim(config), config.count("max_position_embeddings"))
+    kinds = layer_kinds(config, lambda index: FULL if index % 2 else SLIDING)
+    window = config.optional_count("sliding_window", absent=4096)
+    config.require("sliding_window_size", None, window)
+    softcap = config.optional_positive("attn_logit_softcapping", absent=50.0)
+    definition = _gemma(config, layer_windows(kinds, window), [rotary] * len(kinds), softcap)
+    return replace(definition, logit_softcap=config.optional_positive("final_logit_softcapping", absent=30.0))
+
+
+def gemma3(config: ConfigReader) -> DecoderDefinition:
+    """What a Gemma 3 text config describes: every sixth layer is full, unless the config says otherwise."""
+    config.require("attn_logit_softcapping", None)
+    period = config.count("sliding_window_pattern", 6)
+    kinds = layer_kinds(config, lambda index: SLIDING if (index + 1) % period else FULL)
+    rotaries = _rotaries(config, _head_dim(config))
+    windows = layer_windows(kinds, config.count("sliding_window", 4096))
+    definition = _gemma(config, windows, [rotaries[kind] for kind in kinds], softcap=None)
+    return replace(definition, qk_norm=True, logit_softcap=config.optional_positive("final_logit_softcapping"))
+
+
+def _gemma(
+    config: ConfigReader, windows: Sequence[int | None], rotaries: Sequence[RotarySpec], softcap: float | None
+) -> DecoderDefinition:
+    config.require("hidden_activation", "gelu_pytorch_tanh")
+    config.require("hidden_act", "gelu_pytorch_tanh")
+    config.require("use_bidirectional_attention", None, False)
+    config.require("quantization_config", None)
+    hidden_size, bias = config.count("hidden_size"), config.boolean("attention_bias", default=False)
+    num_heads, num_kv_heads = config.heads()
+    scale = config.positive("query_pre_attn_scalar", 256) ** -0.5
+    feed_forward = DenseFeedForward(config.count("intermediate_size"), Activation.GELU_TANH)
+    return DecoderDefinition(
+        num_tokens=config.count("vocab_size"),
+        num_positions=config.count("max_position_embeddings"),
+        hidden_size=hidden_size,
+        layers=tuple(
+            LayerDefinition(
+                SoftmaxSpec(num_heads, num_kv_heads, _head_dim(config), scale, window, softcap), rotary, feed_forward
+            )
+            for window, rotary in zip(windows, rotaries, strict=True)
+        ),
+        norm_epsilon=config.positive("rms_norm_eps", 1e-6),
+        tied_embedding=config.boolean("tie_word_embeddings", default=True),
+        norm_offset=1.0,
+        embedding_scale=hidden_size**0.5,
+        sandwich_norms=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _head_dim(config: ConfigReader) -> int:
+    return config.count("head_dim", 256)
+
+
+def _rotaries(config: ConfigReader, head_dim: int) -> dict[str, RotarySpec]:
+    """The rotary embedding of each kind of layer, in the newer or the older form of the config."""
+    full_theta = config.positive("rope_theta", 1_000_000.0)
+    sliding_theta = config.positive("rope_local_base_freq", 10_000.0)
+    by_kind = config.optional_section("rope_parameters") or {}
+    if set(by_kind) - {FULL, SLIDING}:
+        raise UnsupportedModelError(
+            f"gemma3: expected rope_parameters for {FULL} and {SLIDING}, got {', '.join(sorted(by_kind))}"
+        )
+    sections = {
+        FULL: by_kind.get(FULL, config.optional_section("rope_scaling") or {}),
+        SLIDING: by_kind.get(SLIDING, {}),
+    }
+    thetas = {FULL: full_theta, SLIDING: sliding_theta}
+    specs = {}
+    for kind, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise UnsupportedModelError(f"gemma3: expected rope_parameters.{kind} to be an object, got {section!r}")
+        specs[kind] = rotary_spec(section, head_dim, thetas[kind], config.count("max_position_embeddings"))
+    return specs

@@ -1,0 +1,45 @@
+"""gpt-oss: experts in every layer, attention sinks, every second layer windowed, biases on every projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from sightline.layers.moe import ClampedSwiglu, Share
+from sightline.models.config_reader import ConfigReader
+from sightline.models.decoder import DecoderDefinition
+from sightline.models.feed_forward import ExpertFeedForward, ExpertStorage
+from sightline.models.shared_config import FULL, SLIDING, layer_kinds, layer_windows, plain_decoder, read_routing
+
+DEFAULT_ROPE: Mapping[str, object] = MappingProxyType(
+    {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+)
+"""Where the config has no rope section."""
+
+
+def gpt_oss(config: ConfigReader) -> DecoderDefinition:
+    """What a gpt-oss config describes."""
+    config.informational("initial_context_length", "output_router_logits", "router_aux_loss_coef")
+    routing = read_routing(config, Share.OF_CHOSEN, num_experts=128, experts_per_token=4)
+    config.require("experts_per_token", None, routing.experts_per_token)
+    experts = ExpertFeedForward(
+        intermediate_size=config.count("intermediate_size"),
+        routing=routing,
+        gate=ClampedSwiglu(config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)),
+        storage=ExpertStorage.STACKED,
+    )
+    kinds = layer_kinds(config, lambda index: FULL if index % 2 else SLIDING)
+    windows = layer_windows(kinds, config.optional_count("sliding_window", absent=128))
+    definition = plain_decoder(
+        config, windows, [experts] * len(kinds), head_dim=64, theta=150_000.0, rope=DEFAULT_ROPE, sinks=True
+    )
+    bias = config.boolean("attention_bias", default=True)
+    return replace(definition, qkv_bias=bias, output_bias=bias)

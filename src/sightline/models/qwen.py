@@ -1,0 +1,74 @@
+"""Qwen 2 (biases on queries, keys and values), Qwen 3 (norms on queries and keys) and Qwen 3 with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sightline.layers.mlp import Activation
+from sightline.layers.moe import Share
+from sightline.models.config_reader import ConfigReader
+from sightline.models.decoder import DecoderDefinition
+from sightline.models.feed_forward import ExpertFeedForward, ExpertStorage, FeedForward
+from sightline.models.shared_config import (
+    FULL,
+    SLIDING,
+    dense_layers,
+    layer_kinds,
+    layer_windows,
+    plain_decoder,
+    read_routing,
+)
+
+
+def qwen2(config: ConfigReader) -> DecoderDefinition:
+    """What a Qwen 2 or 2.5 config describes."""
+    config.require("use_mrope", None, False)
+    definition = plain_decoder(config, _upper_windows(config), dense_layers(config))
+    return replace(definition, qkv_bias=True)
+
+
+def qwen3(config: ConfigReader) -> DecoderDefinition:
+    """What a Qwen 3 config describes."""
+    return _with_norms(config, plain_decoder(config, _upper_windows(config), dense_layers(config), head_dim=128))
+
+
+def qwen3_moe(config: ConfigReader) -> DecoderDefinition:
+    """What a config of Qwen 3 with experts describes: a window, where there is one, is on every layer."""
+    config.informational("max_window_layers", "output_router_logits", "router_aux_loss_coef")
+    config.require("layer_types", None)
+    feed_forwards = _expert_layers(config)
+    return _with_norms(config, plain_decoder(config, [_window(config)] * len(feed_forwards), feed_forwards))
+
+
+def _with_norms(config: ConfigReader, definition: DecoderDefinition) -> DecoderDefinition:
+    bias = config.boolean("attention_bias", default=False)
+    return replace(definition, qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def _window(config: ConfigReader) -> int | None:
+    """`sliding_window` counts only where it is switched on."""
+    window = config.optional_count("sliding_window", absent=4096)
+    return window if config.boolean("use_sliding_window", default=False) else None
+
+
+def _upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
+    """The layers from `max_window_layers` on have the window, unless the config lists the kinds."""
+    window, first = _window(config), config.index("max_window_layers", 28)
+    kinds = layer_kinds(config, lambda index: SLIDING if window is not None and index >= first else FULL)
+    return layer_windows(kinds, window)
+
+
+def _expert_layers(config: ConfigReader) -> tuple[FeedForward, ...]:
+    """Experts in every `decoder_sparse_step`-th layer that is not listed as dense."""
+    share = Share.OF_CHOSEN if config.boolean("norm_topk_prob", default=False) else Share.OF_ALL
+    experts = ExpertFeedForward(
+        intermediate_size=config.count("moe_intermediate_size", 768),
+        routing=read_routing(config, share, num_experts=128, experts_per_token=8),
+        gate=Activation.SILU,
+        storage=ExpertStorage.SEPARATE,
+    )
+    step, dense = config.count("decoder_sparse_step", 1), config.indices("mlp_only_layers")
+    return tuple(
+        feed_forward if index in dense or (index + 1) % step else experts
+        for index, feed_forward in enumerate(dense_layers(config))
+    )

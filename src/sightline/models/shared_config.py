@@ -1,0 +1,109 @@
+"""What the configs of several families have in common: dimensions, rotary embedding, windows by kind of layer.
+
+Owns the reading of the shared fields. A family's file adds what is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from sightline.attention.spec import SoftmaxSpec
+from sightline.core.errors import UnsupportedModelError
+from sightline.layers.mlp import Activation
+from sightline.layers.moe import Routing, Share
+from sightline.layers.rotary import RotarySpec
+from sightline.models.config_reader import MAX_LAYERS, ConfigReader
+from sightline.models.decoder import DecoderDefinition, LayerDefinition
+from sightline.models.feed_forward import DenseFeedForward, FeedForward
+from sightline.models.rope_config import DEFAULT_THETA, rotary_spec
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+NO_ROPE_SCALING: Mapping[str, object] = MappingProxyType({})
+
+
+def plain_decoder(
+    config: ConfigReader,
+    windows: Sequence[int | None],
+    feed_forwards: Sequence[FeedForward],
+    *,
+    head_dim: int | None = None,
+    theta: float = DEFAULT_THETA,
+    rope: Mapping[str, object] = NO_ROPE_SCALING,
+    sinks: bool = False,
+) -> DecoderDefinition:
+    """The decoder that Llama, Mistral, Qwen and gpt-oss describe.
+
+    `head_dim`, `theta` and the section `rope` stand in where the config has none.
+    """
+    config.require("hidden_act", "silu")
+    config.require("quantization_config", None)
+    num_heads, num_kv_heads = config.heads()
+    hidden_size = config.count("hidden_size")
+    head_dim = config.count("head_dim", head_dim or hidden_size // num_heads)
+    num_positions = config.count("max_position_embeddings")
+    rotary = one_rotary(config, head_dim, num_positions, theta, rope)
+    scale = head_dim**-0.5
+    return DecoderDefinition(
+        num_tokens=config.count("vocab_size"),
+        num_positions=num_positions,
+        hidden_size=hidden_size,
+        layers=tuple(
+            LayerDefinition(
+                SoftmaxSpec(num_heads, num_kv_heads, head_dim, scale, window, sinks=sinks), rotary, feed_forward
+            )
+            for window, feed_forward in zip(windows, feed_forwards, strict=True)
+        ),
+        norm_epsilon=config.positive("rms_norm_eps"),
+        tied_embedding=config.boolean("tie_word_embeddings", default=False),
+    )
+
+
+def dense_layers(config: ConfigReader, *, bias: bool = False) -> tuple[DenseFeedForward, ...]:
+    """The same SiLU feed-forward in every layer."""
+    return (DenseFeedForward(config.count("intermediate_size"), Activation.SILU, bias),) * config.num_layers()
+
+
+def one_rotary(
+    config: ConfigReader,
+    head_dim: int,
+    num_positions: int,
+    theta: float = DEFAULT_THETA,
+    default: Mapping[str, object] = NO_ROPE_SCALING,
+) -> RotarySpec:
+    """The rotary embedding of a model with one for all layers, in the newer or the older form of the config."""
+    config.require("partial_rotary_factor", None, 1.0)
+    section = dict(config.optional_section("rope_scaling") or config.optional_section("rope_parameters") or default)
+    original = config.optional_count("original_max_position_embeddings")
+    if original is not None:
+        section["original_max_position_embeddings"] = original
+    return rotary_spec(section, head_dim, config.positive("rope_theta", theta), num_positions)
+
+
+def read_routing(config: ConfigReader, share: Share, *, num_experts: int, experts_per_token: int) -> Routing:
+    """How tokens choose experts; the counts where the config has none."""
+    listed = config.optional_count("num_local_experts", absent=config.optional_count("num_experts"))
+    config.require("num_experts", None, listed)
+    num_experts = listed or num_experts
+    experts_per_token = config.count("num_experts_per_tok", experts_per_token)
+    if not experts_per_token <= num_experts <= MAX_LAYERS:
+        raise UnsupportedModelError(
+            f"expected from {experts_per_token} experts, as many as a token takes, to {MAX_LAYERS}, got {num_experts}"
+        )
+    return Routing(num_experts, experts_per_token, share)
+
+
+def layer_kinds(config: ConfigReader, unlisted: Callable[[int], str]) -> tuple[str, ...]:
+    """`FULL` or `SLIDING` for each layer: as `layer_types` lists them, or by index where it does not."""
+    listed = config.optional_kinds("layer_types", (FULL, SLIDING))
+    return listed or tuple(unlisted(index) for index in range(config.num_layers()))
+
+
+def layer_windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """The window of each layer of these kinds."""
+    if window is None and SLIDING in kinds:
+        raise UnsupportedModelError(
+            f"expected a sliding_window for layers of kind {SLIDING}, got null or use_sliding_window = false; "
+            f"set it, or list only {FULL} in layer_types"
+        )
+    return tuple(window if kind == SLIDING else None for kind in kinds)
