@@ -288,7 +288,8 @@ def _bench(how: dict[str, Any], settings: dict[str, Any], works: Callable[..., l
         return
     click.echo(
         f"{checkpoint.location.name}, {report.threads} threads, greedy: "
-        f"read {machine.read_bytes_per_second / 1e9:.1f} GB/s, product {machine.operations_per_second / 1e9:.0f} GFLOP/s\n"
+        f"read {machine.read_bytes_per_second / 1e9:.1f} GB/s, "
+        f"product {machine.operations_per_second / 1e9:.0f} GFLOP/s\n"
     )
     for line in table(report.results):
         click.echo(line)
