@@ -13,6 +13,7 @@ import torch
 from sightline import LLM, RequestOutput, SamplingParams
 from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError, EngineClosedError, RequestError
+from sightline.core.request import FinishReason
 from sightline.live import LiveSequence
 from sightline.llm import EngineSettings, TokensPrompt
 from support.tiny_models import VOCAB, make_model, random_prompts, reference_logits
@@ -389,3 +390,50 @@ def test_request_ids_are_unique_and_not_counted(folder: Path) -> None:
 
 def test_the_settings_that_the_llm_takes_are_those_of_the_config() -> None:
     assert EngineSettings.__annotations__.keys() | {"model"} == EngineConfig.__dataclass_fields__.keys()
+
+
+def test_an_interruption_while_a_request_ends_does_not_run_it_past_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny(folder)
+    [free] = llm.generate(tokens_of([8])[0], SamplingParams(max_tokens=24, ignore_eos=True))
+    stop = free.outputs[0].token_ids[5]
+    expected = free.outputs[0].token_ids[: free.outputs[0].token_ids.index(stop) + 1]
+    params = SamplingParams(max_tokens=24, ignore_eos=True, stop_token_ids=(stop,))
+    request = llm.engine.submit(tokens_of([8])[0]["prompt_token_ids"], params)
+    finish = LiveSequence.finish
+
+    def interrupted(self: LiveSequence, reason: FinishReason) -> None:
+        monkeypatch.setattr(LiveSequence, "finish", finish)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LiveSequence, "finish", interrupted)
+    interruptions = 0
+    while llm.engine.has_work:
+        try:
+            llm.engine.step()
+        except KeyboardInterrupt:
+            interruptions += 1
+    output = llm.engine.pop_output(request)
+    assert interruptions == 1
+    assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == (expected, "stop")
+    assert at_baseline(llm)
+
+
+def test_an_interruption_while_pages_go_back_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny(folder)
+    stream = llm.stream(tokens_of([5])[0], SamplingParams(max_tokens=9, ignore_eos=True))
+    next(stream)
+    store = llm.engine.runtime.store
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "close_row", lambda row: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+    stream.close()
+    llm.engine.step()
+    assert at_baseline(llm)
+
+
+def test_prompt_log_probabilities_are_refused_where_a_stream_could_not_tell_them(folder: Path) -> None:
+    with pytest.raises(RequestError, match="got them with a stream"):
+        tiny(folder).stream(tokens_of([5])[0], SamplingParams(prompt_logprobs=1))

@@ -278,7 +278,7 @@ def _bench(how: dict[str, Any], settings: dict[str, Any], works: Callable[..., l
     checkpoint = open_model(settings.pop("model"))
     engines, llm = load_engines(checkpoint, compared, cast("EngineSettings", settings))
     machine = measure_machine()
-    planned = works(model_size(checkpoint), machine, llm.engine.vocab_size)
+    planned = works(model_size(checkpoint, llm.engine.runtime.config.dtype), machine, llm.engine.vocab_size)
     report = run_works(engines, planned, machine, how["num_iters"], torch.get_num_threads())
     text = json.dumps(asdict(report), indent=2)
     if how["save_result"] is not None:

@@ -44,6 +44,8 @@ class LiveSequence:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    ending: FinishReason | None = None
+    """Why it ends, from the token on that ends it; `finish_reason` follows when its last text is out."""
     num_taken_in: int = 0
     """Generated tokens whose text and meaning are known."""
     num_read_pieces: int = 0
@@ -61,7 +63,7 @@ class LiveSequence:
         """True where an interrupted step chose a token, or an end, that was not taken in."""
         num_generated = self.sequence.num_generated
         return self.finish_reason is None and (
-            self.num_taken_in < num_generated or num_generated >= self.params.max_tokens
+            self.num_taken_in < num_generated or num_generated >= self.params.max_tokens or self.ending is not None
         )
 
     def generated(self, start: int = 0) -> tuple[int, ...]:
@@ -98,6 +100,11 @@ class LiveSequence:
 
     def take_in(self) -> FinishReason | None:
         """Reads the generated tokens that were not read yet: their text, and whether one is an end."""
+        if self.ending is None:
+            self.ending = self._read_tokens()
+        return self.ending
+
+    def _read_tokens(self) -> FinishReason | None:
         for token in self.generated(self.num_taken_in):
             self.num_taken_in += 1
             ends = token in self.params.eos_token_ids or token in self.params.stop_token_ids

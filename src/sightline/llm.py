@@ -95,7 +95,7 @@ class LLM:
     """A model that answers. Not safe for use from several threads, except `cancel`."""
 
     def __init__(self, model: str | None = None, **settings: Unpack[EngineSettings]) -> None:
-        """`model` is a folder, a .gguf file, or None for the default model."""
+        """`model` is a folder, a .gguf file, a Hugging Face id, or None for the default model."""
         unknown = set(settings) - EngineSettings.__annotations__.keys()
         if unknown:
             known = ", ".join(sorted(EngineSettings.__annotations__))
@@ -160,7 +160,12 @@ class LLM:
 
     def _submit(self, encoded: tuple[str | None, Sequence[int]], sampling_params: SamplingParams | None) -> TextStream:
         text, token_ids = encoded
-        return TextStream(self.engine, self.engine.submit(token_ids, sampling_params or SamplingParams(), text))
+        params = sampling_params or SamplingParams()
+        if params.prompt_logprobs is not None:
+            raise RequestError(
+                "expected prompt_logprobs with generate or chat, got them with a stream, which has no place"
+            )
+        return TextStream(self.engine, self.engine.submit(token_ids, params, text))
 
     def _encode_prompt(self, prompt: object) -> tuple[str | None, Sequence[int]]:
         match prompt:
@@ -250,8 +255,8 @@ class TextStream(Iterator[TextDelta]):
     def close(self) -> None:
         """Ends the request if it runs, and frees its pages now."""
         if not self._ended:
-            self._ended = True
             self._engine.forget(self.request_id)
+            self._ended = True
 
     def __del__(self) -> None:
         if not self._ended:

@@ -32,19 +32,20 @@ def test_engines_that_disagree_are_not_timed() -> None:
 
 
 def test_every_engine_is_timed_in_turns_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    clock = iter([9.0, 9.0, 1.0, 2.0, 3.0, 6.0, 2.0, 4.0])
-
-    def timed(run: object) -> float:
-        calls.append("run")
-        return next(clock)
-
-    monkeypatch.setattr(bench, "_timed", timed)
+    spent = [9.0, 9.0, 1.0, 2.0, 3.0, 6.0, 2.0, 4.0]
+    clock = iter([time for seconds in spent for time in (0.0, seconds)])
+    monkeypatch.setattr("sightline.tools.bench.time.perf_counter", lambda: next(clock))
     work = Work("decode", [[1] * 8] * 4, output_len=10, floor_seconds=1.0)
     ours, other = bench.measure({"sightline": fake_engine(1), "other": fake_engine(1)}, work, rounds=3)
-    assert len(calls) == 8
+    assert list(clock) == []
     assert (ours.median_seconds, ours.slowest_seconds, ours.tokens_per_second) == (2.0, 3.0, 20.0)
     assert (other.median_seconds, other.of_floor) == (4.0, 0.25)
+
+
+def test_tokens_that_were_not_generated_are_not_counted() -> None:
+    short: bench.Generate = lambda prompts, count: [(1,) * (count - 1) for _ in prompts]  # noqa: E731
+    with pytest.raises(ConfigError, match="expected 10 tokens of every prompt from short, got fewer"):
+        bench.measure({"short": short}, Work("decode", [[1]], 10, 1.0), rounds=1)
 
 
 def test_prefill_counts_the_tokens_read_and_decode_those_generated() -> None:

@@ -132,7 +132,7 @@ class CacheStore:
 
     def grow_row(self, row: int, num_tokens: int) -> None:
         """Makes room for `num_tokens` in every pool; all pools or none."""
-        if not 1 <= row <= self.limits.max_rows or row in self._free_rows:
+        if not self.is_open(row):
             raise ValueError(f"expected a row that is open, got {row}")
         if num_tokens > self.limits.max_seq_len:
             raise ValueError(f"expected at most {self.limits.max_seq_len} tokens in a row, got {num_tokens}")
@@ -143,6 +143,10 @@ class CacheStore:
                 raise OutOfPages(f"expected {missing} free pages in pool {pool.key}, got {pool.allocator.num_free}")
         for pool in self.pools:
             pool.grow(row, pages)
+
+    def is_open(self, row: int) -> bool:
+        """True where a sequence holds the row."""
+        return 1 <= row <= self.limits.max_rows and row not in self._free_rows
 
     def close_row(self, row: int) -> None:
         """Takes the row and its pages back."""

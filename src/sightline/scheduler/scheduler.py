@@ -158,12 +158,13 @@ class Scheduler:
 
     def remove(self, sequence: SequenceState) -> None:
         """Takes a sequence out, in whatever phase it is, and its pages back; one that is out already stays out."""
+        for queue in (self._running, self._waiting):
+            if sequence in queue:
+                queue.remove(sequence)
         if sequence.table_row is not None:
-            self._running.remove(sequence)
-            self._store.close_row(sequence.table_row)
+            if self._store.is_open(sequence.table_row):
+                self._store.close_row(sequence.table_row)
             sequence.table_row = None
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
 
     def _row(self, sequence: SequenceState, count: int) -> ScheduledRow:
         """So many of a running sequence's pending tokens, with pages for them."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
 
 import torch
 
-from sightline.core.errors import SightlineError
+from sightline.core.errors import ConfigError, SightlineError
 from sightline.core.request import SamplingParams
 from sightline.llm import LLM
 
@@ -44,7 +44,7 @@ class Work:
     prompts: Prompts
     output_len: int
     floor_seconds: float
-    """No engine that reads its weights once a step can be faster."""
+    """Its weights read once a step, or its products, whichever takes longer. Experts count as if all were used."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,9 +65,6 @@ class Result:
     tokens_per_second: float
     of_floor: float
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def sightline_engine(llm: LLM) -> Generate:
     """Sightline as an engine to be measured."""
@@ -75,6 +72,9 @@ def sightline_engine(llm: LLM) -> Generate:
     def generate(prompts: Prompts, count: int) -> list[tuple[int, ...]]:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        for output in outputs:
+            if output.error is not None:
+                raise ConfigError(f"expected prompts that can run, got one that cannot: {output.error}")
         return [output.outputs[0].token_ids for output in outputs]
 
     return generate
@@ -121,7 +121,14 @@ def measure(engines: Mapping[str, Generate], work: Work, rounds: int) -> list[Re
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(rounds + 1):
         for name, generate in engines.items():
-            spent = _timed(lambda generate=generate: generate(work.prompts, work.output_len))  # type: ignore[misc]
+            start = time.perf_counter()
+            answers = generate(work.prompts, work.output_len)
+            spent = time.perf_counter() - start
+            if {len(tokens) for tokens in answers} != {work.output_len}:
+                raise ConfigError(
+                    f"expected {work.output_len} tokens of every prompt from {name}, got fewer; "
+                    "lower the output length or raise max_model_len"
+                )
             if round_number > 0:
                 seconds[name].append(spent)
     return [

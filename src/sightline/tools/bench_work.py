@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from sightline.core.ledger import Ledger
 from sightline.llm import LLM, EngineSettings
 from sightline.models.loading.checkpoint import Checkpoint
@@ -30,11 +32,21 @@ DECODE_PROMPT_LEN = 32
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Weights that a step multiplies with. A model with experts multiplies with fewer: its floor is lower than told."""
+    """Weights that a step multiplies with; a model with experts multiplies with fewer."""
 
     layers: int
     vocabulary: int
     """Of the output projection."""
+    item_bytes: int
+    """Of a weight as it is multiplied."""
+
+    @property
+    def weights(self) -> int:
+        return self.layers + self.vocabulary
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weights * self.item_bytes
 
 
 @dataclass(frozen=True)
@@ -51,12 +63,12 @@ def open_model(model: str | None) -> Checkpoint:
     return open_checkpoint(default_model_path() if model is None else model, Ledger())
 
 
-def model_size(checkpoint: Checkpoint) -> ModelSize:
+def model_size(checkpoint: Checkpoint, dtype: torch.dtype) -> ModelSize:
     """Counted from the headers; no weight is read."""
     sizes = {name: math.prod(info.shape) for name, info in checkpoint.tensors.items()}
     embedding = sizes.get("model.embed_tokens.weight", 0)
     head = sizes.get("lm_head.weight", 0)
-    return ModelSize(sum(sizes.values()) - embedding - head, head or embedding)
+    return ModelSize(sum(sizes.values()) - embedding - head, head or embedding, dtype.itemsize)
 
 
 def latency_works(
@@ -64,8 +76,7 @@ def latency_works(
 ) -> list[Work]:
     """A prompt read, and rows that generate."""
     input_len, output_len = lengths
-    weights = size.layers + size.vocabulary
-    step = decode_floor(machine, weights, 4 * weights, rows)
+    step = decode_floor(machine, size.weights, size.num_bytes, rows)
     return [
         Work(
             f"prefill {input_len}",
@@ -77,7 +88,7 @@ def latency_works(
             f"decode {rows} × {output_len}",
             random_prompts(rows, DECODE_PROMPT_LEN, vocab_size),
             output_len,
-            step * output_len,
+            step * (output_len - 1),
         ),
     ]
 
@@ -87,9 +98,8 @@ def throughput_works(
 ) -> list[Work]:
     """Many prompts at once, read and continued."""
     input_len, output_len = lengths
-    weights = size.layers + size.vocabulary
     floor = prefill_floor(machine, size.layers, input_len * count)
-    floor += output_len * decode_floor(machine, weights, 4 * weights, count)
+    floor += (output_len - 1) * decode_floor(machine, size.weights, size.num_bytes, count)
     prompts = random_prompts(count, input_len, vocab_size)
     return [Work(f"{count} × ({input_len} in, {output_len} out)", prompts, output_len, floor)]
 

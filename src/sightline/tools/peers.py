@@ -26,14 +26,13 @@ def transformers_engine(location: Path, dtype: torch.dtype) -> Generate:
         else {"pretrained_model_name_or_path": location.parent, "gguf_file": location.name}
     )
     model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
 
     def generate(prompts: Prompts, count: int) -> list[tuple[int, ...]]:
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        generated = model.generate(
-            ids, attention_mask=mask, min_new_tokens=count, max_new_tokens=count, do_sample=False, pad_token_id=0
-        )
+        generated = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
         return [tuple(row) for row in generated[:, longest:].tolist()]
 
     return generate
