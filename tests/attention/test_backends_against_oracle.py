@@ -111,6 +111,23 @@ def test_a_very_long_row_beside_short_ones(backend: str) -> None:
 
 
 @all_backends
+@all_specs
+@pytest.mark.parametrize("needs", [frozenset(), LSE], ids=["fused", "lse"])
+def test_long_contexts_side_by_side_in_the_pool_equal_the_oracle(
+    backend: str, spec: SoftmaxSpec, needs: frozenset[Feature]
+) -> None:
+    bench = Bench([spec], backend, page_size=4, shuffled=False)
+    rows = [Row(300, 1), Row(5, 1), Row(257, 9), Row(290, 6, FULL), Row(0, 40)]
+    step = Step(bench, rows)
+    assert bench.store.pools[0].table.run(step.table_rows[0], 0, 301, 4) is not None
+    out, lse = step.run(needs)
+    expected, expected_lse = step.expected()
+    torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    if lse is not None:
+        torch.testing.assert_close(lse, expected_lse, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@all_backends
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_stays_within_its_rounding(backend: str, dtype: torch.dtype) -> None:
     step = Step(Bench([SPECS["everything"], PLAIN], backend, dtype=dtype), ragged(16))

@@ -14,9 +14,11 @@ from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.batch import Batch, MaskKind, RowMask
 from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
+from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model
 from sightline.runner.runner import Runner
 from support.attention_cases import Bench, Row, Step
+from support.layers import activations
 
 FULL = SoftmaxSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.35)
 WINDOWED = replace(FULL, window=6)
@@ -30,14 +32,17 @@ class OneLayer(Model):
     def __init__(self, step: Step) -> None:
         self.step = step
 
-    def forward(self, planned: PlannedBatch) -> Tensor:
+    def reserve(self, scratch: Scratch) -> None:
+        """It needs no memory."""
+
+    def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:  # noqa: ARG002
         out = torch.full_like(self.step.inputs.q, torch.nan)
         planned.attend(self.step.layer, self.step.inputs, out)
         return out
 
 
 def runner_for(step: Step, planner: Planner | None = None) -> Runner:
-    return Runner(OneLayer(step), planner or step.bench.planner)
+    return Runner(OneLayer(step), planner or step.bench.planner, activations(step.bench.max_step_tokens))
 
 
 def check(step: Step, planned: PlannedBatch) -> None:

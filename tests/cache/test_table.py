@@ -118,3 +118,21 @@ def test_slots_of_the_padding_row_lie_in_the_padding_page() -> None:
     table = make_table()
     table.append(1, [3])
     assert table.slots(torch.tensor([PADDING_ROW] * 3), torch.tensor([0, 1, 7]), 4).tolist() == [0, 1, 3]
+
+
+def test_entries_side_by_side_are_a_run_and_others_are_not() -> None:
+    table = PageTable(num_rows=3, max_pages=8, device=torch.device("cpu"))
+    table.append(1, [4, 5, 6])
+    table.append(2, [7, 9, 8])
+    assert table.run(1, 0, 12, page_size=4) == slice(16, 28)
+    assert table.run(1, 3, 9, page_size=4) == slice(19, 25)
+    assert table.run(1, 4, 5, page_size=4) == slice(20, 21)
+    assert table.run(2, 0, 12, page_size=4) is None
+    assert table.run(2, 0, 5, page_size=4) is None
+    assert table.run(2, 4, 8, page_size=4) == slice(36, 40)
+
+
+def test_pages_that_fall_are_no_run() -> None:
+    table = PageTable(num_rows=1, max_pages=8, device=torch.device("cpu"))
+    table.append(1, [6, 5, 4])
+    assert table.run(1, 0, 12, page_size=4) is None

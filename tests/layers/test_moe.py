@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sightline.layers.linear import Linear
+from sightline.layers.linear import Linear, Projection
 from sightline.layers.mlp import Activation
 from sightline.layers.moe import ClampedSwiglu, Expert, ExpertMlp, Gate, Routing, Share, gated
+from support.layers import dense, feed, project
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, PER_TOKEN = 12, 10, 6, 3
 CLAMPED = ClampedSwiglu(alpha=1.7, limit=0.8)
@@ -33,7 +34,8 @@ def make_layer(share: Share = Share.OF_CHOSEN, gate: Gate = Activation.SILU, *, 
 def one_token(layer: ExpertMlp, x: Tensor) -> Tensor:
     """The layer written for one token [hidden], in double precision and without its code."""
 
-    def apply(linear: Linear, value: Tensor) -> Tensor:
+    def apply(projection: Projection, value: Tensor) -> Tensor:
+        linear = dense(projection)
         product = linear.weight.double() @ value
         return product if linear.bias is None else product + linear.bias.double()
 
@@ -62,20 +64,20 @@ def test_grouped_tokens_equal_one_after_another(share: Share, gate: Gate, bias: 
     layer = make_layer(share, gate, bias=bias)
     x = normal(num_tokens, HIDDEN, seed=77)
     expected = torch.stack([one_token(layer, token) for token in x])
-    torch.testing.assert_close(layer(x), expected.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(feed(layer, x), expected.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_no_token_gives_no_output() -> None:
-    assert make_layer(bias=True)(torch.empty(0, HIDDEN)).shape == (0, HIDDEN)
+    assert feed(make_layer(bias=True), torch.empty(0, HIDDEN)).shape == (0, HIDDEN)
 
 
 def test_a_token_that_is_not_finite_reaches_no_other() -> None:
     layer = make_layer()
     x = normal(9, HIDDEN, seed=3)
-    expected = layer(x)
+    expected = feed(layer, x)
     poisoned = x.clone()
     poisoned[[2, 8]] = torch.nan
-    got = layer(poisoned)
+    got = feed(layer, poisoned)
     finite = [0, 1, 3, 4, 5, 6, 7]
     torch.testing.assert_close(got[finite], expected[finite])
     assert got[[2, 8]].isnan().all()
@@ -84,7 +86,7 @@ def test_a_token_that_is_not_finite_reaches_no_other() -> None:
 def test_all_tokens_on_the_same_experts() -> None:
     layer = make_layer()
     x = normal(1, HIDDEN, seed=5).expand(7, HIDDEN)
-    torch.testing.assert_close(layer(x), layer(x[:1]).expand(7, HIDDEN), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(feed(layer, x), feed(layer, x[:1]).expand(7, HIDDEN), rtol=1e-5, atol=1e-5)
 
 
 def test_weights_add_up_to_one_among_the_chosen_and_to_less_among_all() -> None:
@@ -101,14 +103,16 @@ def test_the_router_chooses_in_fp32_under_a_smaller_dtype() -> None:
     layer = make_layer()
     x = normal(5, HIDDEN, seed=1).bfloat16()
     low = ExpertMlp(
-        Linear(layer.router.weight.bfloat16()),
+        lowered(layer.router),
         layer.routing,
-        tuple(
-            Expert(Linear(e.gate_up.weight.bfloat16()), Linear(e.down.weight.bfloat16()), e.gate) for e in layer.experts
-        ),
+        tuple(Expert(lowered(expert.gate_up), lowered(expert.down), expert.gate) for expert in layer.experts),
     )
-    assert low(x).dtype == torch.bfloat16
-    assert low.routing.choose(low.router(x))[1].dtype == torch.float32
+    assert feed(low, x).isfinite().all()
+    assert low.routing.choose(project(low.router, x))[1].dtype == torch.float32
+
+
+def lowered(projection: Projection) -> Linear:
+    return Linear(dense(projection).weight.bfloat16())
 
 
 def test_gates() -> None:

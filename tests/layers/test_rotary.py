@@ -13,10 +13,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from sightline.layers.rotary import (
     FrequencyFactors,
+    Halves,
     LinearScaling,
     Llama3Scaling,
     Rotary,
     RotarySpec,
+    RotaryTable,
     YarnScaling,
     inverse_frequencies,
 )
@@ -53,6 +55,12 @@ CASES: dict[str, Case] = {
 all_cases = pytest.mark.parametrize(("parameters", "spec"), CASES.values(), ids=CASES.keys())
 
 
+def rotate(table: RotaryTable, x: Tensor) -> Tensor:
+    out = torch.full_like(x, torch.nan)
+    table.rotate(Halves.of(x), Halves.of(out))
+    return out
+
+
 def llama_config(parameters: dict[str, object], spec: RotarySpec) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=2 * spec.head_dim,
@@ -82,7 +90,7 @@ def test_rotated_heads_are_those_of_transformers(parameters: dict[str, object], 
     embedding = LlamaRotaryEmbedding(llama_config(parameters, spec))
     cos, sin = embedding(x, positions.unsqueeze(0))
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1).unsqueeze(0), x.transpose(0, 1).unsqueeze(0), cos, sin)
-    rotated = Rotary(spec, CPU).table(positions, torch.float32).rotate(x)
+    rotated = rotate(Rotary(spec, CPU).table(positions, torch.float32), x)
     torch.testing.assert_close(rotated, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
@@ -116,7 +124,7 @@ def test_a_rotation_multiplies_the_norm_of_every_pair_by_the_amplitude(
     half = spec.head_dim // 2
     x = normal(6, 3, spec.head_dim)
     table = Rotary(spec, CPU).table(torch.tensor([0, 1, 5, 99, 1000, 4095]), torch.float32)
-    rotated = table.rotate(x)
+    rotated = rotate(table, x)
     before, after = (torch.hypot(t[..., :half], t[..., half:]) for t in (x, rotated))
     torch.testing.assert_close(after, before * spec.amplitude, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(rotated[1:], x[1:])
@@ -124,7 +132,7 @@ def test_a_rotation_multiplies_the_norm_of_every_pair_by_the_amplitude(
 
 def test_position_zero_rotates_nothing() -> None:
     x = normal(1, 2, 64)
-    assert torch.equal(Rotary(RotarySpec(64, 10000.0), CPU).table(torch.tensor([0]), torch.float32).rotate(x), x)
+    assert torch.equal(rotate(Rotary(RotarySpec(64, 10000.0), CPU).table(torch.tensor([0]), torch.float32), x), x)
 
 
 def test_products_depend_only_on_the_distance_of_positions() -> None:
@@ -133,16 +141,16 @@ def test_products_depend_only_on_the_distance_of_positions() -> None:
     products = []
     for start in (0, 3, 90):
         q_at, k_at = (rotary.table(torch.tensor([at]), torch.float32) for at in (start + 7, start))
-        products.append((q_at.rotate(q.unsqueeze(0)) * k_at.rotate(k.unsqueeze(0))).sum())
+        products.append((rotate(q_at, q.unsqueeze(0)) * rotate(k_at, k.unsqueeze(0))).sum())
     torch.testing.assert_close(torch.stack(products), products[0].expand(3), rtol=1e-4, atol=1e-4)
-    other = (rotary.table(torch.tensor([8]), torch.float32).rotate(q.unsqueeze(0)) * k).sum()
+    other = (rotate(rotary.table(torch.tensor([8]), torch.float32), q.unsqueeze(0)) * k).sum()
     assert not torch.isclose(other, products[0], atol=1e-2)
 
 
 def test_a_table_has_the_dtype_asked_for_and_angles_in_fp32() -> None:
     table = Rotary(RotarySpec(16, 100.0), CPU).table(torch.tensor([3, 4001]), torch.bfloat16)
     exact = Rotary(RotarySpec(16, 100.0), CPU).table(torch.tensor([3, 4001]), torch.float32)
-    assert table.cos.dtype == table.signed_sin.dtype == torch.bfloat16
+    assert table.cos.dtype == table.sin.dtype == table.minus_sin.dtype == torch.bfloat16
     assert table.cos.shape == (2, 1, 16)
     assert torch.equal(table.cos, exact.cos.bfloat16())
-    assert torch.equal(table.signed_sin, exact.signed_sin.bfloat16())
+    assert torch.equal(table.sin, exact.sin.bfloat16())

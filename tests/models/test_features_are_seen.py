@@ -25,6 +25,7 @@ from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
 from sightline.runner.build import Runtime, assemble_runtime, select_backends
 from support.attention_cases import CPU
+from support.layers import without_bias
 from support.tiny_models import (
     FAMILIES,
     Models,
@@ -117,12 +118,12 @@ def in_gate(name: str, **fields: float) -> Change:
 
 def without_mlp_bias(layer: DecoderLayer) -> DecoderLayer:
     assert isinstance(layer.mlp, GatedMlp)
-    return replace(layer, mlp=replace(layer.mlp, down=replace(layer.mlp.down, bias=None)))
+    return replace(layer, mlp=replace(layer.mlp, down=without_bias(layer.mlp.down)))
 
 
 def without_router_bias(layer: DecoderLayer) -> DecoderLayer:
     assert isinstance(layer.mlp, ExpertMlp)
-    return replace(layer, mlp=replace(layer.mlp, router=replace(layer.mlp.router, bias=None)))
+    return replace(layer, mlp=replace(layer.mlp, router=without_bias(layer.mlp.router)))
 
 
 def without_sinks(attention: SoftmaxAttention) -> SoftmaxAttention:
@@ -152,8 +153,8 @@ YARN = [
     in_yarn("yarn slow end", lambda yarn: replace(yarn, beta_slow=1.5)),
     in_yarn("yarn truncation", lambda yarn: replace(yarn, truncate=not yarn.truncate)),
 ]
-QKV_BIAS = in_attention("query, key and value biases", lambda x: replace(x, qkv=replace(x.qkv, bias=None)))
-OUTPUT_BIAS = in_attention("output bias", lambda x: replace(x, output=replace(x.output, bias=None)))
+QKV_BIAS = in_attention("query, key and value biases", lambda x: replace(x, qkv=without_bias(x.qkv)))
+OUTPUT_BIAS = in_attention("output bias", lambda x: replace(x, output=without_bias(x.output)))
 QK_NORM = in_attention("query and key norms", lambda x: replace(x, q_norm=None, k_norm=None))
 GEMMA = [
     *COMMON,
@@ -193,8 +194,8 @@ FEATURES: dict[str, list[Change]] = {
         OUTPUT_BIAS,
         in_attention("sinks", without_sinks),
         in_layer("router bias", without_router_bias),
-        in_experts("bias of gate and up", lambda x: replace(x, gate_up=replace(x.gate_up, bias=None))),
-        in_experts("bias of down", lambda x: replace(x, down=replace(x.down, bias=None))),
+        in_experts("bias of gate and up", lambda x: replace(x, gate_up=without_bias(x.gate_up))),
+        in_experts("bias of down", lambda x: replace(x, down=without_bias(x.down))),
         in_gate("clamp limit", limit=1e9),
         in_gate("gate's alpha", alpha=1.0),
     ],

@@ -62,6 +62,8 @@ class Bench:
     max_step_tokens: int = 512
     lanes: tuple[Lane, ...] = (MAIN_LANE,)
     paranoid: bool = False
+    shuffled: bool = True
+    """Pages are handed out in random order, and to rows in turns; else each row's lie side by side."""
     groups: tuple[LayerGroup, ...] = field(init=False)
     store: CacheStore = field(init=False)
     planner: Planner = field(init=False)
@@ -75,7 +77,8 @@ class Bench:
             CPU,
         )
         poison(self.store)
-        shuffle_free_pages(self.store, seed=7)
+        if self.shuffled:
+            shuffle_free_pages(self.store, seed=7)
         self.planner = self.make_planner()
 
     def make_planner(self) -> Planner:
@@ -96,10 +99,11 @@ class Bench:
         return Planner(bindings, limits, CPU, paranoid=self.paranoid)
 
     def open_rows(self, rows: Sequence[Row]) -> list[int]:
-        """Page-table rows with pages for each row, grown in turns so that pages interleave."""
+        """Page-table rows with pages for each row, grown in turns so that shuffled pages interleave too."""
         table_rows = [self.store.open_row() for _ in rows]
         longest = max((row.context_len + row.query_len for row in rows), default=0)
-        for length in range(self.page_size, longest + self.page_size, self.page_size):
+        step = self.page_size if self.shuffled else longest
+        for length in range(step, longest + step, step):
             for table_row, row in zip(table_rows, rows, strict=True):
                 self.store.grow_row(table_row, min(length, row.context_len + row.query_len))
         return table_rows

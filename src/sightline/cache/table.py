@@ -69,6 +69,14 @@ class PageTable:
         page = self.pages[rows, entries.div(page_size, rounding_mode="floor")]
         return page * page_size + entries.remainder(page_size)
 
+    def run(self, row: int, first: int, stop: int, page_size: int) -> slice | None:
+        """The slots of entries `first` to `stop` of a row where they lie side by side in order, None where not."""
+        pages = self._owned[row][first // page_size : -(-stop // page_size)]
+        if pages != list(range(pages[0], pages[0] + len(pages))):
+            return None
+        start = pages[0] * page_size + first % page_size
+        return slice(start, start + stop - first)
+
     def _require_writable(self, row: int) -> None:
         if not PADDING_ROW < row < len(self._owned):
             raise ValueError(f"expected a row from 1 to {len(self._owned) - 1}, got {row}")

@@ -7,15 +7,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from sightline.attention.contract import SoftmaxInputs
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec
-from sightline.layers.linear import Linear
+from sightline.layers.linear import Projection
 from sightline.layers.norm import RmsNorm
-from sightline.layers.rotary import RotaryTable
+from sightline.layers.rotary import Halves, RotaryTable
+from sightline.layers.scratch import Scratch
+
+
+class AttentionBuffers:
+    """From the projections to what attention gives, with the views that every layer needs."""
+
+    def __init__(self, scratch: Scratch, num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        num_turned = num_q_heads + num_kv_heads
+        num_heads, num_tokens = num_turned + num_kv_heads, scratch.num_tokens
+        self.qkv = scratch.take("attention.qkv", num_heads * head_dim)
+        # Attention reads a token's head as one run of numbers.
+        self.is_row_major = self.qkv.is_contiguous()
+        self.rows = self.qkv if self.is_row_major else scratch.take_rows("attention.rows", num_heads * head_dim)
+        heads = self.rows.view(num_tokens, num_heads, head_dim)
+        self.turned = Halves.of(heads[:, :num_turned])
+        """Queries and keys, before the rotation."""
+        self.q, self.k = heads[:, :num_q_heads], heads[:, num_q_heads:num_turned]
+        rotated = scratch.take_rows("attention.rotated", num_turned * head_dim)
+        self.rotated = Halves.of(rotated.view(num_tokens, num_turned, head_dim))
+        self.inputs = (self.rotated.whole[:, :num_q_heads], self.rotated.whole[:, num_q_heads:], heads[:, num_turned:])
+        """Rotated queries and keys, and values."""
+        self.attended = scratch.take_rows("attention.attended", num_q_heads * head_dim)
+        self.attended_heads = self.attended.view(num_tokens, num_q_heads, head_dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,24 +47,27 @@ class SoftmaxAttention:
     layer: int
     """In the model."""
     spec: SoftmaxSpec
-    qkv: Linear
+    qkv: Projection
     """Queries, keys and values side by side."""
-    output: Linear
+    output: Projection
     q_norm: RmsNorm | None
     k_norm: RmsNorm | None
     sinks: Tensor | None
     """[num_q_heads] exactly where the spec has sinks."""
 
-    def __call__(self, hidden: Tensor, planned: PlannedBatch, rotary: RotaryTable) -> Tensor:
-        spec = self.spec
-        num_tokens = hidden.shape[0]
-        heads = self.qkv(hidden).view(num_tokens, spec.num_q_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        turned, v = torch.split(heads, [spec.num_q_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    def buffers(self, scratch: Scratch) -> AttentionBuffers:
+        return scratch.of(AttentionBuffers, self.spec.num_q_heads, self.spec.num_kv_heads, self.spec.head_dim)
+
+    def __call__(self, x: Tensor, out: Tensor, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
+        """Writes `out` from x, both [num_tokens, hidden]."""
+        buffers = self.buffers(scratch)
+        self.qkv(x, buffers.qkv)
+        if not buffers.is_row_major:
+            buffers.rows.copy_(buffers.qkv)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = torch.split(turned, [spec.num_q_heads, spec.num_kv_heads], dim=1)
-            turned = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+            self.q_norm(buffers.q, buffers.q)
+            self.k_norm(buffers.k, buffers.k)
         # One rotation for queries and keys together: with few tokens, operations cost more than their elements.
-        q, k = torch.split(rotary.rotate(turned), [spec.num_q_heads, spec.num_kv_heads], dim=1)
-        attended = q.new_empty(q.shape)
-        planned.attend(self.layer, SoftmaxInputs(q, k, v, self.sinks), attended)
-        return self.output(attended.view(num_tokens, spec.num_q_heads * spec.head_dim))
+        rotary.rotate(buffers.turned, buffers.rotated)
+        planned.attend(self.layer, SoftmaxInputs(*buffers.inputs, self.sinks), buffers.attended_heads)
+        self.output(buffers.attended, out)

@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Linear:
-    """y = x W^T + b."""
+class Projection(ABC):
+    """y = x W^T + b, however the weights are kept."""
 
-    weight: Tensor
-    """[out_features, in_features]."""
-    bias: Tensor | None = None
-    """[out_features]."""
+    in_features: int
+    out_features: int
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in_features] to [rows, out_features], contiguous."""
-        if prefers_feature_major(x.shape[0]):
-            return self.feature_major(x.t()).t().contiguous()
-        return F.linear(x, self.weight, self.bias)
+    @abstractmethod
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Writes `out` [rows, out_features] from x [rows, in_features]. `out` may lie in any order in memory."""
 
-    def feature_major(self, x: Tensor) -> Tensor:
-        """The same product the other way round: [in_features, rows] to [out_features, rows]."""
+
+class Linear(Projection):
+    """With dense weights."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Weight [out_features, in_features], bias [out_features]."""
+        self.weight = weight
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+        self._transposed = weight.t()
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
         if self.bias is None:
-            return torch.mm(self.weight, x)
-        return torch.addmm(self.bias.unsqueeze(1), self.weight, x)
-
-
-def prefers_feature_major(num_rows: int) -> bool:
-    """True where W x is faster than x W^T: a batch of decoding rows, but neither one of a few nor a prefill.
-
-    Measured for a feed-forward's shapes: at 16 rows 1.3 to 1.9 times as fast, at 8 and 48 about equal to 1.2 times,
-    slower at 2 to 4 and at 64 (docs/benchmarks.md).
-    """
-    return 6 <= num_rows <= 48
-
-
-def fuse(parts: Sequence[Linear]) -> Linear:
-    """One product in place of several with the same input: their outputs side by side."""
-    biases = [part.bias for part in parts if part.bias is not None]
-    if biases and len(biases) != len(parts):
-        raise ValueError(f"expected all or none of {len(parts)} projections to have a bias, got {len(biases)}")
-    return Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+            torch.mm(x, self._transposed, out=out)
+        else:
+            torch.addmm(self.bias, x, self._transposed, out=out)

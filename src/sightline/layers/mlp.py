@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sightline.layers.linear import Linear, prefers_feature_major
+from sightline.layers.linear import Projection
+from sightline.layers.scratch import Scratch
 
 
 class Activation(Enum):
@@ -17,22 +19,34 @@ class Activation(Enum):
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
 
+    def __call__(self, gate: Tensor) -> Tensor:
+        return F.silu(gate) if self is Activation.SILU else F.gelu(gate, approximate="tanh")
+
+
+class MlpBuffers:
+    """Gate and up side by side, and what becomes of them."""
+
+    def __init__(self, scratch: Scratch, intermediate: int) -> None:
+        self.gate_up = scratch.take("mlp.gate_up", 2 * intermediate)
+        self.gate, self.up = self.gate_up.chunk(2, dim=-1)
+        self.gated = scratch.take("mlp.gated", intermediate)
+
 
 @dataclass(frozen=True, eq=False)
 class GatedMlp:
     """down(act(gate(x)) * up(x))."""
 
-    gate_up: Linear
+    gate_up: Projection
     """Gate and up side by side: [2 * intermediate, hidden]."""
-    down: Linear
+    down: Projection
     activation: Activation
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if prefers_feature_major(x.shape[0]):
-            gate, up = self.gate_up.feature_major(x.t()).chunk(2, dim=0)
-            return self.down.feature_major(self._activate(gate).mul_(up)).t()
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self._activate(gate).mul_(up))
+    def buffers(self, scratch: Scratch) -> MlpBuffers:
+        return scratch.of(MlpBuffers, self.down.in_features)
 
-    def _activate(self, gate: Tensor) -> Tensor:
-        return F.silu(gate) if self.activation is Activation.SILU else F.gelu(gate, approximate="tanh")
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """Writes `out` from x, both [num_tokens, hidden]."""
+        buffers = self.buffers(scratch)
+        self.gate_up(x, buffers.gate_up)
+        torch.mul(self.activation(buffers.gate), buffers.up, out=buffers.gated)
+        self.down(buffers.gated, out)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sightline.layers.linear import Linear
+from sightline.layers.linear import Projection
 from sightline.layers.mlp import Activation
+from sightline.layers.scratch import Scratch, empty_rows
 
 
 class Share(Enum):
@@ -63,28 +63,41 @@ Gate = Activation | ClampedSwiglu
 class Expert:
     """One of the feed-forwards."""
 
-    gate_up: Linear
+    gate_up: Projection
     """Gate and up side by side: [2 * intermediate, hidden]."""
-    down: Linear
+    down: Projection
     gate: Gate
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(gated(self.gate, gate, up))
+        gate, up = _product(self.gate_up, x).chunk(2, dim=-1)
+        return _product(self.down, gated(self.gate, gate, up))
+
+
+class RouterBuffers:
+    """What the router says. How many tokens an expert gets is known in the middle of the step only: no buffer fits."""
+
+    def __init__(self, scratch: Scratch, num_experts: int) -> None:
+        self.logits = scratch.take("router.logits", num_experts)
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertMlp:
     """The layer: router, experts, and the weighted sum of what the chosen ones give."""
 
-    router: Linear
+    router: Projection
     routing: Routing
     experts: tuple[Expert, ...]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def buffers(self, scratch: Scratch) -> RouterBuffers:
+        return scratch.of(RouterBuffers, self.routing.num_experts)
+
+    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
+        """Writes `out` from x, both [num_tokens, hidden]."""
         num_tokens, hidden = x.shape
         per_token = self.routing.experts_per_token
-        experts, weights = self.routing.choose(self.router(x))
+        logits = self.buffers(scratch).logits
+        self.router(x, logits)
+        experts, weights = self.routing.choose(logits)
         # Choice i belongs to token i // per_token; sorted by expert, each expert's choices are one slice.
         by_expert = experts.flatten().argsort()
         inputs = x.index_select(0, by_expert // per_token)
@@ -97,16 +110,20 @@ class ExpertMlp:
                 outputs.index_copy_(0, by_expert[chosen], expert(inputs[chosen]))
             start += count
         by_token = outputs.view(num_tokens, per_token, hidden)
-        return torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1)
+        out.copy_(torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1))
+
+
+def _product(projection: Projection, x: Tensor) -> Tensor:
+    out = empty_rows(x.shape[0], projection.out_features, x)
+    projection(x, out)
+    return out
 
 
 def gated(kind: Gate, gate: Tensor, up: Tensor) -> Tensor:
     """Gate and up, both [..., intermediate], as one."""
     match kind:
-        case Activation.SILU:
-            return F.silu(gate) * up
-        case Activation.GELU_TANH:
-            return F.gelu(gate, approximate="tanh") * up
+        case Activation():
+            return kind(gate) * up
         case ClampedSwiglu(alpha, limit):
             gate = gate.clamp(max=limit)
             return (up.clamp(-limit, limit) + 1.0) * gate * torch.sigmoid(alpha * gate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,19 +67,35 @@ class RotarySpec:
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
 
+class Halves(NamedTuple):
+    """Heads, and the two halves of their dimensions, which a rotation pairs with each other."""
+
+    whole: Tensor
+    """[num_tokens, heads, head_dim]."""
+    first: Tensor
+    second: Tensor
+
+    @staticmethod
+    def of(heads: Tensor) -> Halves:
+        return Halves(heads, *heads.chunk(2, dim=-1))
+
+
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
     """A step's rotations."""
 
     cos: Tensor
-    """[num_tokens, 1, head_dim]."""
-    signed_sin: Tensor
-    """[num_tokens, 1, head_dim]: negative in the first half."""
+    """[num_tokens, 1, head_dim]: the same in both halves."""
+    sin: Tensor
+    """[num_tokens, 1, head_dim / 2]."""
+    minus_sin: Tensor
+    """As `sin`."""
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotates x [num_tokens, heads, head_dim]: dimension i pairs with i + head_dim / 2."""
-        halves_swapped = x.roll(x.shape[-1] // 2, dims=-1)
-        return torch.addcmul(x * self.cos, halves_swapped, self.signed_sin)
+    def rotate(self, x: Halves, out: Halves) -> None:
+        """Writes `out`, which is other memory than x: dimension i pairs with i + head_dim / 2."""
+        torch.mul(x.whole, self.cos, out=out.whole)
+        out.first.addcmul_(x.second, self.minus_sin)
+        out.second.addcmul_(x.first, self.sin)
 
 
 class Rotary:
@@ -89,14 +106,12 @@ class Rotary:
         self._amplitude = spec.amplitude
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        angles = positions.float()[:, None] * self._frequencies[None, :]
+        angles = positions.float()[:, None, None] * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         if self._amplitude != 1.0:
             cos, sin = cos.mul_(self._amplitude), sin.mul_(self._amplitude)
-        return RotaryTable(
-            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
-        )
+        sin = sin.to(dtype)
+        return RotaryTable(torch.cat((cos, cos), dim=-1).to(dtype), sin, -sin)
 
 
 def inverse_frequencies(spec: RotarySpec) -> Tensor:

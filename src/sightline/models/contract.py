@@ -8,15 +8,20 @@ from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec
+from sightline.layers.scratch import Scratch
 from sightline.models.weights import WeightReader
 
 
 class Model(ABC):
-    """A network with its weights. Its forward takes nothing but a planned batch."""
+    """A network with its weights. Its forward takes no batch but a planned one."""
 
     @abstractmethod
-    def forward(self, planned: PlannedBatch) -> Tensor:
-        """Logits of the batch's wanted tokens: [num_logits, vocab_size]."""
+    def reserve(self, scratch: Scratch) -> None:
+        """Asks for every buffer that any step will use."""
+
+    @abstractmethod
+    def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
+        """Logits of the batch's wanted tokens, [num_logits, vocab_size] fp32, in memory of their own."""
 
 
 class ModelDefinition(ABC):

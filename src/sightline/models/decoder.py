@@ -14,11 +14,12 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec
 from sightline.layers.attention import SoftmaxAttention
-from sightline.layers.linear import Linear, fuse
+from sightline.layers.linear import Linear, Projection
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
 from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
+from sightline.layers.scratch import Scratch, empty_rows
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.feed_forward import FeedForward
 from sightline.models.weights import WeightReader
@@ -73,13 +74,22 @@ class DecoderDefinition(ModelDefinition):
         layers = tuple(_load_layer(self, weights, index) for index in range(len(self.layers)))
         final_norm = _norm(self, weights, "model.norm")
         if self.tied_embedding:
-            head = Linear(embedding)
+            head: Projection = Linear(embedding)
             weights.finish(ignorable=("lm_head.weight",))
         else:
-            head = weights.linear("lm_head", self.num_tokens, self.hidden_size, bias=False)
+            head = weights.projection({"lm_head": self.num_tokens}, self.hidden_size, bias=False)
             weights.finish()
         rotaries = {spec: Rotary(spec, embedding.device) for spec in {layer.rotary for layer in self.layers}}
         return Decoder(self, embedding, layers, final_norm, head, rotaries)
+
+
+class StreamBuffers:
+    """What flows from layer to layer, and what each adds to it."""
+
+    def __init__(self, scratch: Scratch, hidden_size: int) -> None:
+        self.hidden = scratch.take("stream.hidden", hidden_size)
+        self.normed = scratch.take("stream.normed", hidden_size)
+        self.added = scratch.take("stream.added", hidden_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +104,18 @@ class DecoderLayer:
     mlp: GatedMlp | ExpertMlp
     mlp_out_norm: RmsNorm | None
 
-    def __call__(self, hidden: Tensor, planned: PlannedBatch, rotary: RotaryTable) -> Tensor:
-        attended = self.attention(self.attention_norm(hidden), planned, rotary)
-        hidden = hidden + (attended if self.attention_out_norm is None else self.attention_out_norm(attended))
-        fed = self.mlp(self.mlp_norm(hidden))
-        return hidden + (fed if self.mlp_out_norm is None else self.mlp_out_norm(fed))
+    def __call__(self, stream: StreamBuffers, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
+        """Adds what the layer finds to the stream."""
+        hidden, normed, added = stream.hidden, stream.normed, stream.added
+        self.attention_norm(hidden, normed)
+        self.attention(normed, added, planned, rotary, scratch)
+        if self.attention_out_norm is not None:
+            self.attention_out_norm(added, added)
+        self.mlp_norm(hidden.add_(added), normed)
+        self.mlp(normed, added, scratch)
+        if self.mlp_out_norm is not None:
+            self.mlp_out_norm(added, added)
+        hidden.add_(added)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,21 +127,35 @@ class Decoder(Model):
     """[vocab_size, hidden_size]."""
     layers: tuple[DecoderLayer, ...]
     final_norm: RmsNorm
-    head: Linear
+    head: Projection
     rotaries: dict[RotarySpec, Rotary]
 
-    def forward(self, planned: PlannedBatch) -> Tensor:
-        batch = planned.batch
-        hidden = F.embedding(batch.tokens, self.embedding)
-        if self.definition.embedding_scale != 1.0:
-            hidden = hidden * torch.tensor(self.definition.embedding_scale, dtype=hidden.dtype)
-        tables = {spec: rotary.table(batch.positions, hidden.dtype) for spec, rotary in self.rotaries.items()}
+    def reserve(self, scratch: Scratch) -> None:
+        self._stream(scratch)
         for layer in self.layers:
-            hidden = layer(hidden, planned, tables[layer.rotary])
-        logits = self.head(self.final_norm(hidden.index_select(0, batch.logit_indices))).float()
-        if self.definition.logit_softcap is not None:
-            logits = self.definition.logit_softcap * torch.tanh(logits / self.definition.logit_softcap)
-        return logits
+            layer.attention.buffers(scratch)
+            layer.mlp.buffers(scratch)
+
+    def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
+        batch, stream = planned.batch, self._stream(scratch)
+        stream.hidden.copy_(F.embedding(batch.tokens, self.embedding))
+        if self.definition.embedding_scale != 1.0:
+            stream.hidden.mul_(torch.tensor(self.definition.embedding_scale, dtype=stream.hidden.dtype))
+        tables = {spec: rotary.table(batch.positions, stream.hidden.dtype) for spec, rotary in self.rotaries.items()}
+        for layer in self.layers:
+            layer(stream, planned, tables[layer.rotary], scratch)
+        return self._logits(stream.hidden.index_select(0, batch.logit_indices))
+
+    def _stream(self, scratch: Scratch) -> StreamBuffers:
+        return scratch.of(StreamBuffers, self.definition.hidden_size)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        self.final_norm(hidden, hidden)
+        out = empty_rows(hidden.shape[0], self.head.out_features, hidden)
+        self.head(hidden, out)
+        logits = out.contiguous().float()
+        softcap = self.definition.logit_softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int) -> DecoderLayer:
@@ -148,10 +179,7 @@ def _load_attention(definition: DecoderDefinition, weights: WeightReader, index:
     prefix = f"model.layers.{index}.self_attn"
     spec = definition.layers[index].attention
     q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    projections = [
-        weights.linear(f"{prefix}.{name}", size, definition.hidden_size, bias=definition.qkv_bias)
-        for name, size in (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
-    ]
+    sizes = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size}
     q_norm = k_norm = None
     if definition.qk_norm:
         q_norm = _norm(definition, weights, f"{prefix}.q_norm", spec.head_dim)
@@ -159,8 +187,8 @@ def _load_attention(definition: DecoderDefinition, weights: WeightReader, index:
     return SoftmaxAttention(
         layer=index,
         spec=spec,
-        qkv=fuse(projections),
-        output=weights.linear(f"{prefix}.o_proj", definition.hidden_size, q_size, bias=definition.output_bias),
+        qkv=weights.projection(sizes, definition.hidden_size, bias=definition.qkv_bias),
+        output=weights.projection({f"{prefix}.o_proj": definition.hidden_size}, q_size, bias=definition.output_bias),
         q_norm=q_norm,
         k_norm=k_norm,
         sinks=weights.take(f"{prefix}.sinks", (spec.num_q_heads,)) if spec.sinks else None,

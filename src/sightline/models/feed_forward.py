@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from sightline.layers.linear import Linear, fuse
+from sightline.layers.linear import Linear, Projection
 from sightline.layers.mlp import Activation, GatedMlp
 from sightline.layers.moe import Expert, ExpertMlp, Gate, Routing
 from sightline.models.weights import WeightReader
@@ -52,9 +52,9 @@ class ExpertFeedForward:
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
         num_experts = self.routing.num_experts
         if self.storage is ExpertStorage.SEPARATE:
-            router = weights.linear(f"{prefix}.gate", num_experts, hidden_size, bias=False)
+            router = weights.projection({f"{prefix}.gate": num_experts}, hidden_size, bias=False)
             return ExpertMlp(router, self.routing, self._load_separate(weights, f"{prefix}.experts", hidden_size))
-        router = weights.linear(f"{prefix}.router", num_experts, hidden_size, bias=True)
+        router = weights.projection({f"{prefix}.router": num_experts}, hidden_size, bias=True)
         return ExpertMlp(router, self.routing, self._load_stacked(weights, f"{prefix}.experts", hidden_size))
 
     def _load_separate(self, weights: WeightReader, prefix: str, hidden_size: int) -> tuple[Expert, ...]:
@@ -84,13 +84,11 @@ class ExpertFeedForward:
 
 def _load_projections(
     weights: WeightReader, prefix: str, hidden_size: int, intermediate_size: int, *, bias: bool
-) -> tuple[Linear, Linear]:
+) -> tuple[Projection, Projection]:
     """Gate and up as one, and down."""
-    gate_up = [
-        weights.linear(f"{prefix}.{name}", intermediate_size, hidden_size, bias=bias)
-        for name in ("gate_proj", "up_proj")
-    ]
-    return fuse(gate_up), weights.linear(f"{prefix}.down_proj", hidden_size, intermediate_size, bias=bias)
+    sizes = {f"{prefix}.gate_proj": intermediate_size, f"{prefix}.up_proj": intermediate_size}
+    gate_up = weights.projection(sizes, hidden_size, bias=bias)
+    return gate_up, weights.projection({f"{prefix}.down_proj": hidden_size}, intermediate_size, bias=bias)
 
 
 def _side_by_side(interleaved: Tensor) -> Tensor:

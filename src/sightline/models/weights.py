@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from sightline.core.errors import CheckpointError
-from sightline.layers.linear import Linear
+from sightline.layers.linear import Linear, Projection
 from sightline.models.loading.checkpoint import Checkpoint
 
 DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -47,10 +47,14 @@ class WeightReader:
         self._on_progress(len(self._taken), len(self._checkpoint.tensors))
         return self._checkpoint.load(name).to(device=self._device, dtype=dtype or self._dtype)
 
-    def linear(self, name: str, out_features: int, in_features: int, *, bias: bool) -> Linear:
-        """The projection `name`.weight with `name`.bias where the config says that there is one."""
-        weight = self.take(f"{name}.weight", (out_features, in_features))
-        return Linear(weight, self.take(f"{name}.bias", (out_features,)) if bias else None)
+    def projection(self, sizes: Mapping[str, int], in_features: int, *, bias: bool) -> Projection:
+        """One product in place of several with the same input, their outputs side by side.
+
+        `sizes` gives the output size of each stored projection, `name`.weight, with `name`.bias where there is one.
+        """
+        weights = [self.take(f"{name}.weight", (size, in_features)) for name, size in sizes.items()]
+        biases = [self.take(f"{name}.bias", (size,)) for name, size in sizes.items()] if bias else []
+        return Linear(_joined(weights), _joined(biases) if biases else None)
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         """Raises where the checkpoint holds tensors that the model did not take: they would change the result."""
@@ -62,3 +66,7 @@ class WeightReader:
                 f"expected no tensor beyond the model's own in {self._checkpoint.location}, got {len(left)} "
                 f"that it would ignore: {names}"
             )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -22,6 +22,7 @@ from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.config import EngineConfig, ModelFacts, ResolvedConfig, resolve
 from sightline.core.device import detect_device, single_threaded
 from sightline.core.ledger import Ledger
+from sightline.layers.scratch import Activations
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_model
@@ -114,7 +115,7 @@ def assemble_runtime(
         bindings=bindings,
         selections=tuple(selections),
         planner=planner,
-        runner=Runner(model, planner),
+        runner=Runner(model, planner, Activations(workspace, MAIN_LANE, config.max_step_tokens, config.dtype)),
     )
 
 

@@ -1,7 +1,8 @@
-"""Softmax attention with torch alone: batched gathers, then one product kernel for each tile.
+"""Softmax attention with torch alone: one product kernel for each tile of rows.
 
-Uses the fused kernel where it fits and plain products where it does not (softcap, sinks, LSE, trees). Decode rows are
-served together whatever their lengths; no loop runs over them.
+Uses the fused kernel where it fits and plain products where it does not (softcap, sinks, LSE, trees). Rows with short
+contexts are gathered and served together, whatever their lengths; a long context whose pages lie side by side in the
+pool is read in place, which costs a call and saves moving every byte of it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ from sightline.attention.contract import (
     SoftmaxInputs,
     StepView,
 )
+from sightline.attention.key_sources import (
+    FromStep,
+    Gathered,
+    GatherScratch,
+    InPlace,
+    KeySource,
+    LayerEntries,
+    TileTokens,
+)
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.attention.tiles import (
     RowSpan,
@@ -37,63 +47,26 @@ from sightline.attention.tiles import (
 )
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
-from sightline.kernels.paging import gather_entries, write_entries
+from sightline.kernels.paging import write_entries
 from sightline.kernels.softmax_attention import composed_attention, fused_attention
 
 MIN_GATHERED_KEYS = 4096
 """Keys that a tile may gather even where sequences are shorter: enough rows to be worth a call."""
 
-
-@dataclass(frozen=True, eq=False)
-class _Scratch:
-    """Where a lane gathers keys and values: [max_keys, num_kv_heads, head_dim] each."""
-
-    k: Tensor
-    v: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _Gathered:
-    """A tile's part of the scratch memory, seen two ways."""
-
-    flat: Tensor
-    """[num_rows * num_keys, num_kv_heads, head_dim]."""
-    by_row: Tensor
-    """[num_rows, num_keys, num_kv_heads, head_dim]."""
+MIN_KEYS_IN_PLACE = 256
+"""Keys from which on a row is worth a call of its own, if that saves gathering them."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
     """Rows that are computed in one call."""
 
-    num_rows: int
-    query_len: int
-    num_keys: int
-    tokens: Tensor
-    """[num_rows * query_len] int64."""
-    contiguous: slice | None
-    """The same tokens where they lie side by side: no copy is needed then."""
-    slots: Tensor | None
-    """[num_rows * num_keys] int64; None where the keys are the step's own."""
-    gathered_k: _Gathered
-    """Where keys are gathered to; of no use where there are no slots."""
-    gathered_v: _Gathered
+    tokens: TileTokens
+    source: KeySource
     bias: Tensor | None
     """[num_rows, 1, query_len, num_keys]."""
     causal: bool
     fused: bool
-
-    def rows_of(self, values: Tensor) -> Tensor:
-        """[num_rows, query_len, ...] of this tile's tokens."""
-        chosen = values[self.contiguous] if self.contiguous is not None else values.index_select(0, self.tokens)
-        return chosen.view(self.num_rows, self.query_len, *values.shape[1:])
-
-    def put(self, out: Tensor, result: Tensor) -> None:
-        flat = result.reshape(self.num_rows * self.query_len, *out.shape[1:])
-        if self.contiguous is not None:
-            out[self.contiguous] = flat
-        else:
-            out.index_copy_(0, self.tokens, flat)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +77,7 @@ class _TorchPlan(AttentionPlan[SoftmaxInputs]):
     values: tuple[Tensor, ...]
     """By layer, as the keys."""
     write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, which then has no tile that gathers either."""
+    """[num_tokens] int64; None under `TRANSIENT`, which then has no tile that reads a pool either."""
     tiles: tuple[_Tile, ...]
     needs_lse: bool
 
@@ -112,30 +85,25 @@ class _TorchPlan(AttentionPlan[SoftmaxInputs]):
         """Everything was built on the host."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
-        keys, values = self.keys[layer], self.values[layer]
+        readable = LayerEntries(self.keys[layer], self.values[layer], inputs)
         if self.write_slots is not None:
-            write_entries(keys, self.write_slots, inputs.k)
-            write_entries(values, self.write_slots, inputs.v)
+            write_entries(readable.keys, self.write_slots, inputs.k)
+            write_entries(readable.values, self.write_slots, inputs.v)
         lse = None
         if self.needs_lse:
             lse = inputs.q.new_full(inputs.q.shape[:2], -torch.inf, dtype=torch.float32)
         for tile in self.tiles:
-            q = tile.rows_of(inputs.q)
-            if tile.slots is None:
-                k, v = tile.rows_of(inputs.k), tile.rows_of(inputs.v)
-            else:
-                k, v = tile.gathered_k.by_row, tile.gathered_v.by_row
-                gather_entries(keys, tile.slots, tile.gathered_k.flat)
-                gather_entries(values, tile.slots, tile.gathered_v.flat)
+            q = tile.tokens.of(inputs.q)
+            k, v = tile.source.read(readable)
             if tile.fused:
-                tile.put(out, fused_attention(q, k, v, tile.bias, scale=self.spec.scale, causal=tile.causal))
+                tile.tokens.put(out, fused_attention(q, k, v, tile.bias, scale=self.spec.scale, causal=tile.causal))
                 continue
             result, tile_lse = composed_attention(
                 q, k, v, tile.bias, scale=self.spec.scale, softcap=self.spec.softcap, sinks=inputs.sinks
             )
-            tile.put(out, result)
+            tile.tokens.put(out, result)
             if lse is not None:
-                tile.put(lse, tile_lse)
+                tile.tokens.put(lse, tile_lse)
         return lse
 
 
@@ -172,7 +140,7 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
         self._max_keys = max(longest, MIN_GATHERED_KEYS)
         shape = (self._max_keys, context.spec.num_kv_heads, context.spec.head_dim)
         self._scratch = {
-            lane: _Scratch(
+            lane: GatherScratch(
                 *(context.workspace.lease(context.group, name, lane, shape, context.dtype) for name in ("k", "v"))
             )
             for lane in context.limits.lanes
@@ -183,26 +151,45 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
         spans = row_spans(step.batch, self._spec.window)
         if not transient:
             spans = split_long(spans, self._spec, knows_causal=self._fits_fused(step))
-        tiles = pack_tiles(spans, self._max_keys, transient=transient)
+        alone = {span: InPlace(run) for span in spans if (run := self._run(span, step)) is not None}
+        together = pack_tiles([span for span in spans if span not in alone], self._max_keys, transient=transient)
+        tiles = [*((span,) for span in alone), *together]
         return _TorchPlan(
             spec=self._spec,
             keys=self._keys,
             values=self._values,
             write_slots=None if transient else step.batch.pools[self._pool.key].write_slots,
-            tiles=tuple(self._plan_tile(f"tile{i}", tile, step, buffers) for i, tile in enumerate(tiles)),
+            tiles=tuple(
+                self._plan_tile(f"tile{index}", tile, alone.get(tile[0]), step, buffers)
+                for index, tile in enumerate(tiles)
+            ),
             needs_lse=Feature.LSE in step.needs,
         )
 
-    def _plan_tile(self, name: str, rows: tuple[RowSpan, ...], step: StepView, buffers: PlanBuffers) -> _Tile:
+    def _run(self, span: RowSpan, step: StepView) -> slice | None:
+        """The slots of a row that is read where it lies."""
+        if step.policy is CachePolicy.TRANSIENT or span.is_fresh or span.num_keys < MIN_KEYS_IN_PLACE:
+            return None
+        stop = span.context_len + span.query_len
+        return self._pool.table.run(step.batch.rows[span.row], span.first_key, stop, self._pool.page_size)
+
+    def _plan_tile(
+        self, name: str, rows: tuple[RowSpan, ...], in_place: InPlace | None, step: StepView, buffers: PlanBuffers
+    ) -> _Tile:
         query_len, num_keys = rows[0].query_len, max(span.num_keys for span in rows)
-        from_step = step.policy is CachePolicy.TRANSIENT or rows[0].is_fresh
-        tokens = buffers.take(f"{name}.tokens", (len(rows) * query_len,), torch.int64)
-        first = torch.tensor([span.first_token for span in rows], device=tokens.device).unsqueeze(1)
-        tokens.view(len(rows), query_len).copy_(first + torch.arange(query_len, device=tokens.device))
-        slots = None
-        if not from_step:
-            slots = buffers.take(f"{name}.slots", (len(rows) * num_keys,), torch.int64)
-            fill_slots(rows, self._pool.table, step.batch.rows, self._pool.page_size, slots.view(len(rows), num_keys))
+        indices = buffers.take(f"{name}.tokens", (len(rows) * query_len,), torch.int64)
+        first = torch.tensor([span.first_token for span in rows], device=indices.device).unsqueeze(1)
+        indices.view(len(rows), query_len).copy_(first + torch.arange(query_len, device=indices.device))
+        tokens = TileTokens(len(rows), query_len, indices, _contiguous_tokens(rows))
+        source: KeySource
+        if in_place is not None:
+            source = in_place
+        elif step.policy is CachePolicy.TRANSIENT or rows[0].is_fresh:
+            source = FromStep(tokens)
+        else:
+            slots = buffers.take(f"{name}.slots", (len(rows), num_keys), torch.int64)
+            fill_slots(rows, self._pool.table, step.batch.rows, self._pool.page_size, slots)
+            source = Gathered(slots, self._scratch[step.lane])
         # A tree's query that sees nothing would be NaN in the fused kernel.
         fused = self._fits_fused(step) and rows[0].kind is not MaskKind.TREE
         causal = fused and is_plain_causal(rows, self._spec)
@@ -210,28 +197,11 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
         if not causal and needs_bias(rows, self._spec):
             bias = buffers.take(f"{name}.bias", (len(rows), 1, query_len, num_keys), self._dtype)
             fill_bias(rows, self._spec, step.batch, bias)
-        return _Tile(
-            num_rows=len(rows),
-            query_len=query_len,
-            num_keys=num_keys,
-            tokens=tokens,
-            contiguous=_contiguous_tokens(rows),
-            slots=slots,
-            gathered_k=_gathered(self._scratch[step.lane].k, len(rows), num_keys),
-            gathered_v=_gathered(self._scratch[step.lane].v, len(rows), num_keys),
-            bias=bias,
-            causal=causal,
-            fused=fused,
-        )
+        return _Tile(tokens, source, bias, causal, fused)
 
     def _fits_fused(self, step: StepView) -> bool:
         """The fused kernel has no softcap, sinks or LSE."""
         return self._spec.softcap is None and not self._spec.sinks and Feature.LSE not in step.needs
-
-
-def _gathered(scratch: Tensor, num_rows: int, num_keys: int) -> _Gathered:
-    flat = scratch[: num_rows * num_keys]
-    return _Gathered(flat, flat.view(num_rows, num_keys, *scratch.shape[1:]))
 
 
 def _contiguous_tokens(rows: tuple[RowSpan, ...]) -> slice | None:

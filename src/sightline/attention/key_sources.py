@@ -1,0 +1,99 @@
+"""Where the keys and values of a tile of rows come from: the step itself, the pool in place, or a gather.
+
+Composed by backends that compute dense tiles. Does not know masks or kernels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sightline.attention.contract import SoftmaxInputs
+from sightline.kernels.paging import gather_entries
+
+
+@dataclass(frozen=True, eq=False)
+class GatherScratch:
+    """Where a lane gathers keys and values: [max_keys, num_kv_heads, head_dim] each."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TileTokens:
+    """The new tokens of a tile's rows."""
+
+    num_rows: int
+    query_len: int
+    indices: Tensor
+    """[num_rows * query_len] int64."""
+    contiguous: slice | None
+    """The same tokens where they lie side by side: no copy is needed then."""
+
+    def of(self, values: Tensor) -> Tensor:
+        """[num_rows, query_len, ...]."""
+        chosen = values[self.contiguous] if self.contiguous is not None else values.index_select(0, self.indices)
+        return chosen.view(self.num_rows, self.query_len, *values.shape[1:])
+
+    def put(self, out: Tensor, result: Tensor) -> None:
+        flat = result.reshape(self.num_rows * self.query_len, *out.shape[1:])
+        if self.contiguous is not None:
+            out[self.contiguous] = flat
+        else:
+            out.index_copy_(0, self.indices, flat)
+
+
+class LayerEntries(NamedTuple):
+    """What a layer has to read from."""
+
+    keys: Tensor
+    """[num_slots, num_kv_heads, head_dim]."""
+    values: Tensor
+    inputs: SoftmaxInputs
+
+
+class KeySource(ABC):
+    """Where a tile's keys and values come from."""
+
+    @abstractmethod
+    def read(self, layer: LayerEntries) -> tuple[Tensor, Tensor]:
+        """Both [num_rows, num_keys, num_kv_heads, head_dim]."""
+
+
+@dataclass(frozen=True, eq=False)
+class FromStep(KeySource):
+    """They are the step's own: no pool is read."""
+
+    tokens: TileTokens
+
+    def read(self, layer: LayerEntries) -> tuple[Tensor, Tensor]:
+        return self.tokens.of(layer.inputs.k), self.tokens.of(layer.inputs.v)
+
+
+@dataclass(frozen=True)
+class InPlace(KeySource):
+    """They are one row's, side by side in the pool."""
+
+    slots: slice
+
+    def read(self, layer: LayerEntries) -> tuple[Tensor, Tensor]:
+        return layer.keys[self.slots].unsqueeze(0), layer.values[self.slots].unsqueeze(0)
+
+
+class Gathered(KeySource):
+    """They are copied side by side into scratch memory."""
+
+    def __init__(self, slots: Tensor, scratch: GatherScratch) -> None:
+        """Slots [num_rows, num_keys] int64."""
+        self._slots = slots.view(-1)
+        self._k, self._v = scratch.k[: slots.numel()], scratch.v[: slots.numel()]
+        self._by_row = tuple(part.view(*slots.shape, *part.shape[1:]) for part in (self._k, self._v))
+
+    def read(self, layer: LayerEntries) -> tuple[Tensor, Tensor]:
+        gather_entries(layer.keys, self._slots, self._k)
+        gather_entries(layer.values, self._slots, self._v)
+        return self._by_row[0], self._by_row[1]
