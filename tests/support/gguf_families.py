@@ -16,7 +16,16 @@ import transformers
 from gguf import GGUFWriter
 from safetensors.torch import load_file
 
-from support.gguf_files import NOTHING, VOCABULARY, add_metadata, add_tensor, add_vocabulary, close, randomised
+from support.gguf_files import (
+    NOTHING,
+    VOCABULARY,
+    add_metadata,
+    add_sizes,
+    add_tensor,
+    add_vocabulary,
+    close,
+    randomised,
+)
 
 SIZE = 64
 YARN: Mapping[str, object] = {
@@ -94,14 +103,7 @@ def write_family(
     """A GGUF of the model; `extra` holds more metadata, and arrays as more tensors."""
     config = model.config
     writer = GGUFWriter(path, family)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    add_sizes(writer, config, rope_theta=config.rope_parameters["rope_theta"])
     if family != "qwen2":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

@@ -106,14 +106,7 @@ def write_llama(
     """A GGUF of a Llama model; `extra` holds more metadata, and arrays as more tensors."""
     config = model.config
     writer = GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
+    add_sizes(writer, config, rope_theta=10000.0)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     add_vocabulary(writer)
@@ -130,16 +123,9 @@ def write_gemma3(path: Path, model: Gemma3ForCausalLM, *, extra: Mapping[str, ob
     """A GGUF of a Gemma 3 text model."""
     config = model.config
     writer = GGUFWriter(path, "gemma3")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    add_sizes(writer, config, rope_theta=1000000.0)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(1000000.0)
     writer.add_sliding_window(config.sliding_window)
     add_vocabulary(writer)
     add_metadata(writer, extra)
@@ -147,6 +133,18 @@ def write_gemma3(path: Path, model: Gemma3ForCausalLM, *, extra: Mapping[str, ob
         offset = 1.0 if name.endswith("norm.weight") else 0.0
         add_tensor(writer, gguf_name(name, GEMMA3_TENSORS), weight + offset, "F32")
     close(writer)
+
+
+def add_sizes(writer: GGUFWriter, config: Any, *, rope_theta: float) -> None:
+    """What every family's files say of the model's shape."""
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope_theta)
 
 
 def close(writer: GGUFWriter) -> None:

@@ -111,6 +111,22 @@ def test_the_pages_of_a_decoded_tensor_are_given_back_and_read_again(tmp_path: P
         assert torch.equal(checkpoint.load(other), expected)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_the_pages_of_blocks_are_given_back_and_not_shared(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_llama(path, tiny_llama(hidden_size=1024), quantised=kind)
+    checkpoint = open_checkpoint(path, Ledger())
+    before = resident_file_bytes(path)
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.o_proj.weight"):
+        blocks = checkpoint.load_blocks(name)
+        assert blocks is not None
+        blocks.dequantised()
+        stored = blocks.codes.numel() * blocks.bits // 8
+        # The system reads ahead into the neighbours' pages, by up to 64 KiB on either side.
+        assert resident_file_bytes(path) - before < stored / 2
+
+
 def resident_file_bytes(path: Path) -> int:
     """Of this process's mapping of the file."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())

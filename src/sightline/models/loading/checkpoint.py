@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from sightline.core.errors import CheckpointError
+from sightline.kernels.block_weights import BlockWeights
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.text.tokenizer import Tokenizer
 
@@ -53,12 +54,17 @@ class Checkpoint(ABC):
 
         May share memory with the file's pages.
         """
-        if name not in self.tensors:
-            raise CheckpointError(
-                f"{self.location}: expected a tensor {name!r}, got {len(self.tensors)} tensors without it. "
-                "The checkpoint does not fit its config: get it again."
-            )
+        self._check_name(name)
         return self._read(name)
+
+    def load_blocks(self, name: str) -> BlockWeights | None:
+        """The tensor `name` on the CPU as the file quantises it, equal to `load` once it is dequantised.
+
+        None where the tensor is not a matrix of small integers in blocks along its rows. Shares no memory with the
+        file's pages.
+        """
+        self._check_name(name)
+        return self._read_blocks(name)
 
     @abstractmethod
     def load_tokenizer(self) -> Tokenizer:
@@ -67,3 +73,14 @@ class Checkpoint(ABC):
     @abstractmethod
     def _read(self, name: str) -> torch.Tensor:
         """The tensor's data; `name` is one of `tensors`."""
+
+    def _read_blocks(self, name: str) -> BlockWeights | None:  # noqa: ARG002 - for the formats that override it
+        """None, unless a format says otherwise; `name` is one of `tensors`."""
+        return None
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.tensors:
+            raise CheckpointError(
+                f"{self.location}: expected a tensor {name!r}, got {len(self.tensors)} tensors without it. "
+                "The checkpoint does not fit its config: get it again."
+            )

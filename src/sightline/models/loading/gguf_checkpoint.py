@@ -12,12 +12,13 @@ import torch
 
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
+from sightline.kernels.block_weights import BlockWeights
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.loading.gguf_config import translate_config
-from sightline.models.loading.gguf_file import GgufFile
+from sightline.models.loading.gguf_file import GgufFile, GgufTensor
 from sightline.models.loading.gguf_names import ROPE_FACTORS, Counts, TensorSource, translate_tensors
-from sightline.models.loading.gguf_quantization import can_dequantise, dequantise
+from sightline.models.loading.gguf_quantization import can_dequantise, dequantise, read_blocks
 from sightline.text.gguf_metadata import GgufMetadata
 from sightline.text.gguf_tokenizer import end_token_ids, tokenizer_from_gguf
 from sightline.text.tokenizer import Tokenizer
@@ -26,7 +27,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class GgufCheckpoint(Checkpoint):
-    """Every weight is decoded to fp32 when it is loaded."""
+    """Every weight is decoded to fp32 when it is loaded, unless it is asked for as blocks."""
 
     def __init__(self, path: Path, ledger: Ledger) -> None:
         self._file = GgufFile(path)
@@ -59,16 +60,33 @@ class GgufCheckpoint(Checkpoint):
         source = self._sources[name]
         return source.layout.apply(*(self._decode(part, source.expert) for part in source.names))
 
+    def _read_blocks(self, name: str) -> BlockWeights | None:
+        source = self._sources[name]
+        if not source.layout.keeps_rows or len(source.shape) != 2:
+            return None
+        (stored,) = source.names
+        tensor = self._file.tensors[stored]
+        blocks = read_blocks(self._raw(tensor, source.expert), tensor.storage, source.shape)
+        if blocks is None:
+            return None
+        self._file.release(tensor)
+        move = source.layout.apply
+        return BlockWeights(move(blocks.codes), move(blocks.scales), move(blocks.minima), blocks.bits)
+
     def _decode(self, name: str, expert: int | None = None) -> torch.Tensor:
         tensor = self._file.tensors[name]
-        raw, shape = self._file.raw(tensor), tensor.shape
-        if expert is not None:
-            num_bytes = tensor.num_bytes // shape[0]
-            raw, shape = raw[expert * num_bytes : (expert + 1) * num_bytes], shape[1:]
-        decoded = dequantise(raw, tensor.storage, shape)
+        shape = tensor.shape if expert is None else tensor.shape[1:]
+        decoded = dequantise(self._raw(tensor, expert), tensor.storage, shape)
         if tensor.storage.name != "F32":  # which shares its pages
             self._file.release(tensor)
         return decoded
+
+    def _raw(self, tensor: GgufTensor, expert: int | None) -> memoryview:
+        raw = self._file.raw(tensor)
+        if expert is None:
+            return raw
+        num_bytes = tensor.num_bytes // tensor.shape[0]
+        return raw[expert * num_bytes : (expert + 1) * num_bytes]
 
     def _describe(self, source: TensorSource) -> TensorInfo:
         stored = dict.fromkeys(self._file.tensors[name].storage.name for name in source.names)

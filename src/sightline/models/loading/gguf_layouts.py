@@ -21,9 +21,11 @@ class Layout:
     """Takes the sources in order. The result is contiguous."""
     shape: Callable[..., Shape | None] = lambda shape: shape
     """The result's shape from those of the sources; None where they do not fit each other."""
+    keeps_rows: bool = False
+    """Whether each row of one source comes out whole, if elsewhere: `apply` then takes anything with as many rows."""
 
 
-UNCHANGED = Layout(lambda tensor: tensor)
+UNCHANGED = Layout(lambda tensor: tensor, keeps_rows=True)
 
 MINUS_ONE = Layout(lambda tensor: tensor - 1.0)
 """Gemma scales by (1 + weight); its converter stores the sum so that a plain norm can read it."""
@@ -39,7 +41,7 @@ def split_pairs(num_heads: int) -> Layout:
         pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
-    return Layout(apply)
+    return Layout(apply, keeps_rows=True)
 
 
 def _transposed_shape(shape: Shape) -> Shape | None:

@@ -1,4 +1,4 @@
-"""Decoding of GGUF tensor bytes to fp32.
+"""Decoding of GGUF tensor bytes to fp32, and to block weights where a type is one of small integers.
 
 Owns the arithmetic. The common types are decoded with torch, in the operation order of the reference decoder,
 so results are equal bit for bit; the rest go through the `gguf` package. Does not know files or tensor names.
@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 
+from sightline.kernels.block_weights import BlockWeights, CodeBits
 from sightline.models.loading.gguf_types import StorageType
 
 
@@ -47,9 +48,9 @@ def _halves(blocks: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[blocks, 16] bytes to [blocks, 32] fp32: the low nibbles of a block are its first half."""
+    """[blocks, 16] bytes to [blocks, 32] of 0 to 15: the low nibbles of a block are its first half."""
     packed = packed.contiguous()
-    return torch.stack((packed & 0x0F, packed >> 4), dim=1).view(packed.shape[0], -1).float()
+    return torch.stack((packed & 0x0F, packed >> 4), dim=1).view(packed.shape[0], -1)
 
 
 def _decode_q8_0(blocks: torch.Tensor) -> torch.Tensor:
@@ -57,13 +58,13 @@ def _decode_q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 2:]).sub_(8.0).mul_(_halves(blocks, 0, 2))
+    return _nibbles(blocks[:, 2:]).float().sub_(8.0).mul_(_halves(blocks, 0, 2))
 
 
 def _decode_q4_1(blocks: torch.Tensor) -> torch.Tensor:
     halves = _halves(blocks, 0, 4)
     # Two rounded operations, as in the reference: a fused multiply-add would differ in the last bit.
-    return _nibbles(blocks[:, 4:]).mul_(halves[:, :1]).add_(halves[:, 1:])
+    return _nibbles(blocks[:, 4:]).float().mul_(halves[:, :1]).add_(halves[:, 1:])
 
 
 _DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
@@ -75,6 +76,44 @@ _DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyTy
         "Q4_0": _decode_q4_0,
         "Q4_1": _decode_q4_1,
     }
+)
+
+
+def read_blocks(raw: memoryview, storage: StorageType, shape: tuple[int, ...]) -> BlockWeights | None:
+    """The elements of a tensor [out_features, in_features] as they are stored, copied out of `raw`.
+
+    None where the type is not one of codes in blocks of 32 with a scale. Finite numbers are equal to those of
+    `dequantise` once they are dequantised.
+    """
+    read = _BLOCK_READERS.get(storage.name)
+    if read is None:
+        return None
+    codes, scales, minima, bits = read(torch.frombuffer(raw, dtype=torch.uint8).view(-1, storage.block_bytes))
+    return BlockWeights(codes.view(shape), scales.view(shape[0], -1), minima.view(shape[0], -1), bits)
+
+
+_Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, CodeBits]
+"""Codes [blocks, 32], scales and minima [blocks, 1]."""
+
+
+def _read_q8_0(blocks: torch.Tensor) -> _Blocks:
+    scales = _halves(blocks, 0, 2)
+    # Flipping the sign bit of a signed byte adds 128 to it.
+    return blocks[:, 2:] ^ 0x80, scales, scales * -128, CodeBits.EIGHT
+
+
+def _read_q4_0(blocks: torch.Tensor) -> _Blocks:
+    scales = _halves(blocks, 0, 2)
+    return _nibbles(blocks[:, 2:]), scales, scales * -8, CodeBits.FOUR
+
+
+def _read_q4_1(blocks: torch.Tensor) -> _Blocks:
+    halves = _halves(blocks, 0, 4)
+    return _nibbles(blocks[:, 4:]), halves[:, :1].contiguous(), halves[:, 1:].contiguous(), CodeBits.FOUR
+
+
+_BLOCK_READERS: Mapping[str, Callable[[torch.Tensor], _Blocks]] = MappingProxyType(
+    {"Q8_0": _read_q8_0, "Q4_0": _read_q4_0, "Q4_1": _read_q4_1}
 )
 
 
