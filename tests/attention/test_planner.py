@@ -35,7 +35,7 @@ class OneLayer(Model):
     def reserve(self, scratch: Scratch) -> None:
         """It needs no memory."""
 
-    def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:  # noqa: ARG002
+    def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         out = torch.full_like(self.step.inputs.q, torch.nan)
         planned.attend(self.step.layer, self.step.inputs, out)
         return out

@@ -9,14 +9,22 @@ import pytest
 import torch
 
 from sightline.core import config as config_module
-from sightline.core.config import PADDING_PAGES, SCRATCH_SHARE, EngineConfig, ModelFacts, ResolvedConfig, resolve
+from sightline.core.config import (
+    PADDING_PAGES,
+    SCRATCH_SHARE,
+    EngineConfig,
+    ModelFacts,
+    Quantization,
+    ResolvedConfig,
+    resolve,
+)
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 CUDA = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
-FACTS = ModelFacts(max_positions=1000, weight_elements=500, cache_elements_per_token=10)
+FACTS = ModelFacts(max_positions=1000, weight_elements=500, quantised_bytes=0, cache_elements_per_token=10)
 WEIGHT_BYTES = 500 * 4
 PAGE_BYTES = 10 * 4 * 16
 
@@ -134,9 +142,25 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
             attention_backend="torch",
             seed=3,
             paranoid=True,
+            quantization="keep",
         )
     )
-    assert config == ResolvedConfig(CPU, torch.float32, 77, 5, 99, 8, 101, config.scratch_bytes, "torch", 3, True)
+    assert config == ResolvedConfig(
+        CPU, torch.float32, Quantization.KEEP, 77, 5, 99, 8, 101, config.scratch_bytes, "torch", 3, True
+    )
+
+
+def test_weights_that_stay_quantised_leave_room_for_more_pages(memory: pytest.MonkeyPatch) -> None:
+    give(memory, WEIGHT_BYTES + 20 * PAGE_BYTES)
+    config = EngineConfig(max_model_len=100)
+    kept = replace(FACTS, weight_elements=0, quantised_bytes=WEIGHT_BYTES // 4)
+    pages = [resolved(config, facts).num_pages for facts in (FACTS, kept)]
+    assert pages[1] > pages[0]
+
+
+def test_an_unknown_way_with_quantised_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected quantization dequantise or keep, got 'awq'"):
+        EngineConfig(quantization="awq")
 
 
 @pytest.mark.parametrize("fraction", [0.25, 1.0])

@@ -187,7 +187,7 @@ def load(folder: Path) -> Decoder:
     ledger = Ledger()
     checkpoint = open_checkpoint(folder, ledger)
     return define(dict(checkpoint.config), ledger).load(
-        WeightReader(checkpoint, torch.float32, CPU, lambda done, total: None)
+        WeightReader(checkpoint, torch.float32, CPU, Ledger(), lambda done, total: None)
     )
 
 

@@ -216,7 +216,9 @@ def changed_runtime(folder: Path, change: Change) -> Runtime:
     original = define_model(checkpoint.config, ledger)
     assert isinstance(original, DecoderDefinition)
     definition = change.define(original)
-    decoder = change.build(definition.load(WeightReader(checkpoint, torch.float32, CPU, lambda done, total: None)))
+    decoder = change.build(
+        definition.load(WeightReader(checkpoint, torch.float32, CPU, ledger, lambda done, total: None))
+    )
     groups = group_layers(definition.attention_specs())
     selections = select_backends(base.config, groups, [selection.candidate for selection in base.selections[:1]])
     return assemble_runtime(base.config, definition, decoder, groups, selections)

@@ -7,12 +7,23 @@ Neither is ever mutated. Knows nothing of tensors' contents or of how a model is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
+
+
+class Quantization(Enum):
+    """What becomes of weights that the file quantises."""
+
+    DEQUANTISE = "dequantise"
+    """They are exact: what the file's numbers stand for, in the compute dtype."""
+    KEEP = "keep"
+    """They stay quantised in memory and are multiplied as such, where an op can."""
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PADDING_PAGES = 1
@@ -28,6 +39,7 @@ class EngineConfig:
     model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    quantization: str = Quantization.DEQUANTISE.value
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
@@ -49,6 +61,9 @@ class EngineConfig:
             )
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"expected dtype auto, {', '.join(DTYPES)}, got {self.dtype!r}")
+        kinds = [kind.value for kind in Quantization]
+        if self.quantization not in kinds:
+            raise ConfigError(f"expected quantization {' or '.join(kinds)}, got {self.quantization!r}")
         for name, value in (
             ("max_num_seqs", self.max_num_seqs),
             ("max_num_batched_tokens", self.max_num_batched_tokens),
@@ -70,6 +85,9 @@ class ModelFacts:
 
     max_positions: int
     weight_elements: int
+    """That are kept in the compute dtype."""
+    quantised_bytes: int
+    """Of the weights that stay quantised."""
     cache_elements_per_token: int
     """Over all layers and pools."""
 
@@ -80,6 +98,7 @@ class ResolvedConfig:
 
     device: Device
     dtype: torch.dtype
+    quantization: Quantization
     max_model_len: int
     max_rows: int
     max_step_tokens: int
@@ -109,7 +128,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         )
     model_len = asked_len or facts.max_positions
     max_rows = _resolve_rows(config, ledger)
-    left = available_bytes(device) - facts.weight_elements * dtype.itemsize
+    left = available_bytes(device) - facts.weight_elements * dtype.itemsize - facts.quantised_bytes
     scratch_bytes = max(0, left) // SCRATCH_SHARE
     useful = max_rows * -(-model_len // config.page_size)
     num_pages = _resolve_pages(config, facts, dtype, left - scratch_bytes, useful)
@@ -129,6 +148,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     return ResolvedConfig(
         device=device,
         dtype=dtype,
+        quantization=Quantization(config.quantization),
         max_model_len=model_len,
         max_rows=max_rows,
         max_step_tokens=config.max_num_batched_tokens,

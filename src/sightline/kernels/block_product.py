@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,9 @@ class ProductShape:
 class BlockProduct(ABC):
     """y = x W^T, with W kept only in the form that its op reads."""
 
+    out_features: int
+    in_features: int
+
     @abstractmethod
     def __init__(self, weights: BlockWeights) -> None:
         """Packs `weights`, of a shape that `refusal` takes. Correct on every CPU, fast on those it takes."""
@@ -93,6 +96,7 @@ class Int4PackProduct(BlockProduct):
     _OUT_MULTIPLE: ClassVar = 16
 
     def __init__(self, weights: BlockWeights) -> None:
+        self.out_features, self.in_features = weights.out_features, weights.in_features
         self._num_planes = _NUM_PLANES[weights.bits]
         shape = ProductShape(weights.out_features, weights.in_features, weights.bits)
         self._packed = torch.empty(shape.out_features, shape.plane_features // 2, dtype=torch.uint8)
@@ -139,6 +143,7 @@ class DynamicInt4Product(BlockProduct):
     _OUT_MULTIPLE: ClassVar = 8
 
     def __init__(self, weights: BlockWeights) -> None:
+        self.out_features, self.in_features = weights.out_features, weights.in_features
         planes = _NibblePlanes.of(weights)
         self._shape = ProductShape(weights.out_features, weights.in_features, weights.bits)
         even, odd = planes.codes[:, 0::2], planes.codes[:, 1::2]
@@ -185,24 +190,29 @@ _PRODUCTS: tuple[type[BlockProduct], ...] = (Int4PackProduct, DynamicInt4Product
 """In the order of preference."""
 
 
-def choose_product(shape: ProductShape, cpu: CpuFeatures) -> type[BlockProduct] | str:
-    """The first product that serves the shape on the CPU, or why none does."""
+class ProductChoice(NamedTuple):
+    """Which product serves, or why none does."""
+
+    product: type[BlockProduct] | None
+    refusals: str
+    """Empty where a product serves."""
+
+
+def choose_product(shape: ProductShape, cpu: CpuFeatures) -> ProductChoice:
+    """The first product that serves the shape on the CPU. Nothing has to be read for it."""
     refusals = []
     for product in _PRODUCTS:
         reason = product.refusal(shape, cpu)
         if reason is None:
-            return product
+            return ProductChoice(product, "")
         refusals.append(f"{product.__name__}: {reason}")
-    return "; ".join(refusals)
-
-
-def block_product(weights: BlockWeights, cpu: CpuFeatures) -> BlockProduct | str:
-    """The weights packed for the product that serves them on the CPU, or why none does."""
-    chosen = choose_product(ProductShape(weights.out_features, weights.in_features, weights.bits), cpu)
-    return chosen if isinstance(chosen, str) else chosen(weights)
+    return ProductChoice(None, "; ".join(refusals))
 
 
 _NUM_PLANES: Mapping[CodeBits, int] = MappingProxyType({CodeBits.FOUR: 1, CodeBits.EIGHT: 2})
+
+PACKED_BITS: Mapping[CodeBits, int] = MappingProxyType({CodeBits.FOUR: 6, CodeBits.EIGHT: 12})
+"""Memory that a product takes for a weight, scales and offsets included, at most."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec
 from sightline.layers.attention import SoftmaxAttention
-from sightline.layers.linear import Linear, Projection
+from sightline.layers.embedding import Embedding
+from sightline.layers.linear import Projection
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
 from sightline.layers.norm import RmsNorm
@@ -70,17 +70,18 @@ class DecoderDefinition(ModelDefinition):
 
     def load(self, weights: WeightReader) -> Decoder:
         """Builds the network from tensors with Hugging Face names."""
-        embedding = weights.take("model.embed_tokens.weight", (self.num_tokens, self.hidden_size))
+        embedding, head = self._load_vocabulary(weights)
         layers = tuple(_load_layer(self, weights, index) for index in range(len(self.layers)))
         final_norm = _norm(self, weights, "model.norm")
-        if self.tied_embedding:
-            head: Projection = Linear(embedding)
-            weights.finish(ignorable=("lm_head.weight",))
-        else:
-            head = weights.projection({"lm_head": self.num_tokens}, self.hidden_size, bias=False)
-            weights.finish()
-        rotaries = {spec: Rotary(spec, embedding.device) for spec in {layer.rotary for layer in self.layers}}
+        weights.finish(ignorable=("lm_head.weight",) if self.tied_embedding else ())
+        rotaries = {spec: Rotary(spec, weights.device) for spec in {layer.rotary for layer in self.layers}}
         return Decoder(self, embedding, layers, final_norm, head, rotaries)
+
+    def _load_vocabulary(self, weights: WeightReader) -> tuple[Embedding, Projection]:
+        if self.tied_embedding:
+            return weights.tied_embedding("model.embed_tokens", self.num_tokens, self.hidden_size)
+        embedding = weights.embedding("model.embed_tokens", self.num_tokens, self.hidden_size)
+        return embedding, weights.projection({"lm_head": self.num_tokens}, self.hidden_size, bias=False)
 
 
 class StreamBuffers:
@@ -123,8 +124,7 @@ class Decoder(Model):
     """The network with its weights."""
 
     definition: DecoderDefinition
-    embedding: Tensor
-    """[vocab_size, hidden_size]."""
+    embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     final_norm: RmsNorm
     head: Projection
@@ -138,7 +138,7 @@ class Decoder(Model):
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         batch, stream = planned.batch, self._stream(scratch)
-        stream.hidden.copy_(F.embedding(batch.tokens, self.embedding))
+        self.embedding(batch.tokens, stream.hidden)
         if self.definition.embedding_scale != 1.0:
             stream.hidden.mul_(torch.tensor(self.definition.embedding_scale, dtype=stream.hidden.dtype))
         tables = {spec: rotary.table(batch.positions, stream.hidden.dtype) for spec, rotary in self.rotaries.items()}

@@ -1,4 +1,7 @@
-"""Taking weights out of a checkpoint, with every name and shape checked and none left over."""
+"""Taking weights out of a checkpoint, with every name and shape checked and none left over.
+
+Owns the choice between weights in the compute dtype and weights that stay as the file quantises them.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,100 @@ import torch
 from torch import Tensor
 
 from sightline.core.errors import CheckpointError
-from sightline.layers.linear import Linear, Projection
-from sightline.models.loading.checkpoint import Checkpoint
+from sightline.core.ledger import Ledger
+from sightline.kernels.block_product import BlockProduct, CpuFeatures, ProductChoice, ProductShape, choose_product
+from sightline.kernels.block_weights import concatenate
+from sightline.layers.embedding import BlockEmbedding, DenseEmbedding, Embedding
+from sightline.layers.linear import BlockLinear, Linear, Projection
+from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 
 DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that older checkpoints store although the config determines them."""
 
 
 class WeightReader:
-    """Hands out tensors in the compute dtype and remembers which were taken."""
+    """Hands out weights and remembers which were taken."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         dtype: torch.dtype,
         device: torch.device,
+        ledger: Ledger,
         on_progress: Callable[[int, int], None],
+        *,
+        keep_on: CpuFeatures | None = None,
     ) -> None:
+        """`keep_on` is the CPU that multiplies with quantised weights as such; None: all are dequantised."""
+        self.device = device
         self._checkpoint = checkpoint
         self._dtype = dtype
-        self._device = device
+        self._ledger = ledger
         self._on_progress = on_progress
+        self._keep_on = keep_on
         self._taken: set[str] = set()
+        self._dequantised: dict[str, list[str]] = {}
+        """By reason: projections that were to stay quantised and could not."""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The tensor, in `dtype` or the compute dtype. Raises where it is missing or of another shape."""
+        info = self._claim(name, shape)
+        if self._keep_on is not None and len(shape) > 2:
+            self._note(f"expected a matrix a projection, got experts stored as one tensor of {info.stored_as}", [name])
+        return self._checkpoint.load(name).to(device=self.device, dtype=dtype or self._dtype)
+
+    def projection(self, sizes: Mapping[str, int], in_features: int, *, bias: bool) -> Projection:
+        """One product in place of several with the same input, their outputs side by side.
+
+        `sizes` gives the output size of each stored projection, `name`.weight, with `name`.bias where there is one.
+        """
+        biases = [self.take(f"{name}.bias", (size,)) for name, size in sizes.items()] if bias else []
+        joined_bias = _joined(biases) if biases else None
+        shapes = {f"{name}.weight": (size, in_features) for name, size in sizes.items()}
+        product = self._kept_product(shapes)
+        if product is None:
+            return Linear(_joined([self.take(name, shape) for name, shape in shapes.items()]), joined_bias)
+        blocks = [self._checkpoint.load_blocks(name) for name in shapes]
+        return BlockLinear(product(concatenate(blocks)), joined_bias)
+
+    def embedding(self, name: str, num_tokens: int, hidden_size: int) -> Embedding:
+        """A vector a token, `name`.weight."""
+        info = self._claim(f"{name}.weight", (num_tokens, hidden_size))
+        if self._keep_on is not None and info.blocks is not None:
+            return BlockEmbedding(self._checkpoint.load_blocks(f"{name}.weight"))
+        return DenseEmbedding(self.take(f"{name}.weight", info.shape))
+
+    def tied_embedding(self, name: str, num_tokens: int, hidden_size: int) -> tuple[Embedding, Projection]:
+        """A vector a token, and the product with the same vectors as an output projection."""
+        shape = (num_tokens, hidden_size)
+        product = self._kept_product({f"{name}.weight": shape})
+        if product is None:
+            weight = self.take(f"{name}.weight", shape)
+            return DenseEmbedding(weight), Linear(weight)
+        blocks = self._checkpoint.load_blocks(f"{name}.weight")
+        return BlockEmbedding(blocks), BlockLinear(product(blocks))
+
+    def finish(self, ignorable: Iterable[str] = ()) -> None:
+        """Raises where the checkpoint holds tensors that the model did not take: they would change the result.
+
+        Then puts what could not stay quantised into the ledger.
+        """
+        left = {name for name in self._checkpoint.tensors if not name.endswith(DERIVED_SUFFIXES)}
+        left -= self._taken | set(ignorable)
+        if left:
+            names = ", ".join(sorted(left)[:5])
+            raise CheckpointError(
+                f"expected no tensor beyond the model's own in {self._checkpoint.location}, got {len(left)} "
+                f"that it would ignore: {names}"
+            )
+        for reason, names_of in self._dequantised.items():
+            self._ledger.record(
+                "--quantization keep",
+                f"{len(names_of)} weights are dequantised, {names_of[0]} among them: {reason}",
+                "use a file in Q8_0, Q4_0 or Q4_1, or leave the flag out",
+            )
+
+    def _claim(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._checkpoint.tensors.get(name)
         if info is None:
             raise CheckpointError(
@@ -45,27 +117,30 @@ class WeightReader:
             )
         self._taken.add(name)
         self._on_progress(len(self._taken), len(self._checkpoint.tensors))
-        return self._checkpoint.load(name).to(device=self._device, dtype=dtype or self._dtype)
+        return info
 
-    def projection(self, sizes: Mapping[str, int], in_features: int, *, bias: bool) -> Projection:
-        """One product in place of several with the same input, their outputs side by side.
+    def _kept_product(self, shapes: Mapping[str, tuple[int, int]]) -> type[BlockProduct] | None:
+        """The product of weights that stay as the file quantises them, side by side.
 
-        `sizes` gives the output size of each stored projection, `name`.weight, with `name`.bias where there is one.
+        None where they are dequantised; why, if they were to stay, is noted.
         """
-        weights = [self.take(f"{name}.weight", (size, in_features)) for name, size in sizes.items()]
-        biases = [self.take(f"{name}.bias", (size,)) for name, size in sizes.items()] if bias else []
-        return Linear(_joined(weights), _joined(biases) if biases else None)
+        infos = [self._claim(name, shape) for name, shape in shapes.items()]
+        if self._keep_on is None:
+            return None
+        widths = {info.blocks for info in infos}
+        bits = widths.pop()
+        if bits is None or widths:
+            stored = ", ".join(sorted({info.stored_as for info in infos}))
+            choice = ProductChoice(None, f"expected one of Q8_0, Q4_0 and Q4_1 for all of a projection, got {stored}")
+        else:
+            num_outputs, (_, in_features) = sum(info.shape[0] for info in infos), infos[0].shape
+            choice = choose_product(ProductShape(num_outputs, in_features, bits), self._keep_on)
+        if choice.product is None:
+            self._note(choice.refusals, shapes)
+        return choice.product
 
-    def finish(self, ignorable: Iterable[str] = ()) -> None:
-        """Raises where the checkpoint holds tensors that the model did not take: they would change the result."""
-        left = {name for name in self._checkpoint.tensors if not name.endswith(DERIVED_SUFFIXES)}
-        left -= self._taken | set(ignorable)
-        if left:
-            names = ", ".join(sorted(left)[:5])
-            raise CheckpointError(
-                f"expected no tensor beyond the model's own in {self._checkpoint.location}, got {len(left)} "
-                f"that it would ignore: {names}"
-            )
+    def _note(self, reason: str, names: Iterable[str]) -> None:
+        self._dequantised.setdefault(reason, []).extend(names)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -19,9 +19,10 @@ from sightline.attention.selection import Candidate, Selection, select_backend
 from sightline.attention.spec import LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
-from sightline.core.config import EngineConfig, ModelFacts, ResolvedConfig, resolve
+from sightline.core.config import EngineConfig, ModelFacts, Quantization, ResolvedConfig, resolve
 from sightline.core.device import detect_device, single_threaded
 from sightline.core.ledger import Ledger
+from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.layers.scratch import Activations
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.loading.checkpoint import Checkpoint
@@ -55,9 +56,18 @@ def build_runtime(
     device = detect_device(config.device)
     definition = define_model(checkpoint.config, ledger)
     groups = group_layers(definition.attention_specs())
-    resolved = resolve(config, _facts(checkpoint, definition, groups), device, ledger)
+    resolved = resolve(
+        config, _facts(Quantization(config.quantization), checkpoint, definition, groups), device, ledger
+    )
     selections = select_backends(resolved, groups, CANDIDATES)
-    reader = WeightReader(checkpoint, resolved.dtype, device.torch_device, on_progress)
+    reader = WeightReader(
+        checkpoint,
+        resolved.dtype,
+        device.torch_device,
+        ledger,
+        on_progress,
+        keep_on=CpuFeatures.detect() if resolved.quantization is Quantization.KEEP else None,
+    )
     with single_threaded():
         model = definition.load(reader)
     return assemble_runtime(resolved, definition, model, groups, selections)
@@ -119,10 +129,19 @@ def assemble_runtime(
     )
 
 
-def _facts(checkpoint: Checkpoint, definition: ModelDefinition, groups: Sequence[LayerGroup]) -> ModelFacts:
+def _facts(
+    quantization: Quantization, checkpoint: Checkpoint, definition: ModelDefinition, groups: Sequence[LayerGroup]
+) -> ModelFacts:
+    elements, quantised_bytes = 0, 0
+    for info in checkpoint.tensors.values():
+        if quantization is Quantization.KEEP and info.blocks is not None:
+            quantised_bytes += math.prod(info.shape) * PACKED_BITS[info.blocks] // 8
+        else:
+            elements += math.prod(info.shape)
     return ModelFacts(
         max_positions=definition.max_positions,
-        weight_elements=sum(math.prod(info.shape) for info in checkpoint.tensors.values()),
+        weight_elements=elements,
+        quantised_bytes=quantised_bytes,
         cache_elements_per_token=sum(
             pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
         ),

@@ -12,10 +12,9 @@ from gguf import GGMLQuantizationType
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
 from sightline.kernels.block_product import DynamicInt4Product, Int4PackProduct
-from sightline.kernels.block_weights import BlockWeights, CodeBits
-from sightline.models.loading.checkpoint import Checkpoint
+from sightline.kernels.block_weights import CodeBits
 from sightline.models.loading.default_model import default_model_path
-from sightline.models.loading.gguf_quantization import dequantise, read_blocks
+from sightline.models.loading.gguf_quantization import block_bits, dequantise, read_blocks
 from sightline.models.loading.gguf_types import STORAGE_BY_CODE
 from sightline.models.loading.opening import open_checkpoint
 from support.gguf_checks import opened
@@ -26,12 +25,6 @@ BITS = {"Q8_0": CodeBits.EIGHT, "Q4_0": CodeBits.FOUR, "Q4_1": CodeBits.FOUR}
 HEAD = "model.embed_tokens.weight"
 
 
-def loaded_blocks(checkpoint: Checkpoint, name: str) -> BlockWeights:
-    blocks = checkpoint.load_blocks(name)
-    assert blocks is not None, name
-    return blocks
-
-
 @pytest.mark.parametrize("kind", BITS)
 def test_random_blocks_stand_for_what_they_decode_to(kind: str) -> None:
     storage = STORAGE_BY_CODE[GGMLQuantizationType[kind]]
@@ -40,7 +33,6 @@ def test_random_blocks_stand_for_what_they_decode_to(kind: str) -> None:
     raw[:, [1, 3]] &= 0xBB  # takes a bit from the exponents of the halves, whose infinities and NaNs have them all
     data = memoryview(bytearray(raw.tobytes()))
     read = read_blocks(data, storage, shape)
-    assert read is not None
     assert read.bits == BITS[kind]
     assert int(read.codes.max()) == (1 << BITS[kind]) - 1
     assert torch.equal(read.dequantised(), dequantise(data, storage, shape))
@@ -48,8 +40,7 @@ def test_random_blocks_stand_for_what_they_decode_to(kind: str) -> None:
 
 def test_only_types_of_small_integers_with_a_scale_have_blocks() -> None:
     for storage in STORAGE_BY_CODE.values():
-        read = read_blocks(memoryview(bytearray(storage.block_bytes)), storage, (1, storage.block_elements))
-        assert (read is not None) == (storage.name in BITS), storage.name
+        assert block_bits(storage) == BITS.get(storage.name), storage.name
 
 
 @pytest.mark.parametrize("kind", BITS)
@@ -59,20 +50,19 @@ def test_every_matrix_of_a_quantised_llama_has_blocks(tmp_path: Path, kind: str)
     checkpoint = opened(tmp_path / "tiny.gguf")
     matrices = {name for name, info in checkpoint.tensors.items() if len(info.shape) == 2}
     assert {"model.layers.1.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight", HEAD} <= matrices
-    for name in checkpoint.tensors:
+    assert {name for name, info in checkpoint.tensors.items() if info.blocks is not None} == matrices
+    for name in matrices:
         blocks = checkpoint.load_blocks(name)
-        assert (blocks is not None) == (name in matrices), name
-        if blocks is not None:
-            assert blocks.codes.is_contiguous()
-            assert blocks.bits == BITS[kind]
-            assert torch.equal(blocks.dequantised(), checkpoint.load(name)), name
+        assert blocks.codes.is_contiguous()
+        assert blocks.bits == checkpoint.tensors[name].blocks == BITS[kind]
+        assert torch.equal(blocks.dequantised(), checkpoint.load(name)), name
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q5_0"])
 def test_other_types_have_no_blocks(tmp_path: Path, kind: str) -> None:
     write_llama(tmp_path / "tiny.gguf", tiny_llama(), quantised=kind)
     checkpoint = opened(tmp_path / "tiny.gguf")
-    assert all(checkpoint.load_blocks(name) is None for name in checkpoint.tensors)
+    assert all(info.blocks is None for info in checkpoint.tensors.values())
 
 
 def test_each_expert_has_its_own_blocks(tmp_path: Path) -> None:
@@ -82,7 +72,7 @@ def test_each_expert_has_its_own_blocks(tmp_path: Path) -> None:
     experts = [name for name in checkpoint.tensors if ".experts." in name]
     assert len({tuple(checkpoint.load(name).flatten().tolist()) for name in experts}) == len(experts) > 0
     for name in experts:
-        assert torch.equal(loaded_blocks(checkpoint, name).dequantised(), checkpoint.load(name)), name
+        assert torch.equal(checkpoint.load_blocks(name).dequantised(), checkpoint.load(name)), name
 
 
 def test_layouts_that_break_rows_leave_no_blocks(tmp_path: Path) -> None:
@@ -91,13 +81,15 @@ def test_layouts_that_break_rows_leave_no_blocks(tmp_path: Path) -> None:
     for part in ("experts.gate_up_proj", "experts.down_proj"):
         name = f"model.layers.0.mlp.{part}"
         assert "Q8_0" in checkpoint.tensors[name].stored_as
-        assert checkpoint.load_blocks(name) is None
+        assert checkpoint.tensors[name].blocks is None
+        with pytest.raises(CheckpointError, match="in blocks along its rows, got"):
+            checkpoint.load_blocks(name)
 
 
 def test_folders_have_no_blocks(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path, Ledger())
-    assert all(checkpoint.load_blocks(name) is None for name in checkpoint.tensors)
+    assert all(info.blocks is None for info in checkpoint.tensors.values())
 
 
 def test_a_tensor_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -110,7 +102,7 @@ def test_the_default_models_weights_are_multiplied_as_they_are_stored() -> None:
     checkpoint = opened(default_model_path())
     for name, kind in ((HEAD, "Q8_0"), ("model.layers.7.self_attn.q_proj.weight", "Q4_1")):
         assert checkpoint.tensors[name].stored_as == kind
-        blocks = loaded_blocks(checkpoint, name)
+        blocks = checkpoint.load_blocks(name)
         weights = checkpoint.load(name)
         assert torch.equal(blocks.dequantised(), weights)
         some = blocks.take_rows(torch.arange(320))

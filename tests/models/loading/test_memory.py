@@ -45,7 +45,7 @@ def watch():
 
 watcher = threading.Thread(target=watch)
 watcher.start()
-model = definition.load(WeightReader(checkpoint, torch.float32, torch.device("cpu"), lambda *_: None))
+model = definition.load(WeightReader(checkpoint, torch.float32, torch.device("cpu"), Ledger(), lambda *_: None))
 done.set()
 watcher.join()
 print(json.dumps(max(peak, anonymous()) - before))
@@ -60,7 +60,7 @@ def test_weights_in_the_compute_dtype_share_the_pages_of_their_file(tmp_path: Pa
     else:
         write_llama(path, model)
     checkpoint = open_checkpoint(path, Ledger())
-    reader = WeightReader(checkpoint, torch.float32, torch.device("cpu"), lambda done, total: None)
+    reader = WeightReader(checkpoint, torch.float32, torch.device("cpu"), Ledger(), lambda done, total: None)
     for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"):
         address = checkpoint.load(name).data_ptr()
         assert reader.take(name, checkpoint.tensors[name].shape).data_ptr() == address

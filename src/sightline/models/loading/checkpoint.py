@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from sightline.core.errors import CheckpointError
-from sightline.kernels.block_weights import BlockWeights
+from sightline.kernels.block_weights import BlockWeights, CodeBits
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.text.tokenizer import Tokenizer
 
@@ -27,6 +27,8 @@ class TensorInfo:
     """What `Checkpoint.load` returns: the stored dtype, or the one that it is decoded to without loss."""
     stored_as: str
     """The format's own name of the stored type: "BF16", "Q4_1"."""
+    blocks: CodeBits | None = None
+    """The width of its codes where `Checkpoint.load_blocks` returns it as blocks."""
 
 
 class Checkpoint(ABC):
@@ -57,13 +59,17 @@ class Checkpoint(ABC):
         self._check_name(name)
         return self._read(name)
 
-    def load_blocks(self, name: str) -> BlockWeights | None:
+    def load_blocks(self, name: str) -> BlockWeights:
         """The tensor `name` on the CPU as the file quantises it, equal to `load` once it is dequantised.
 
-        None where the tensor is not a matrix of small integers in blocks along its rows. Shares no memory with the
-        file's pages.
+        For tensors with `TensorInfo.blocks`. Shares no memory with the file's pages.
         """
         self._check_name(name)
+        if self.tensors[name].blocks is None:
+            raise CheckpointError(
+                f"{self.location}: expected {name!r} in blocks along its rows, got {self.tensors[name].stored_as}. "
+                "Load it dequantised."
+            )
         return self._read_blocks(name)
 
     @abstractmethod
@@ -74,9 +80,9 @@ class Checkpoint(ABC):
     def _read(self, name: str) -> torch.Tensor:
         """The tensor's data; `name` is one of `tensors`."""
 
-    def _read_blocks(self, name: str) -> BlockWeights | None:  # noqa: ARG002 - for the formats that override it
-        """None, unless a format says otherwise; `name` is one of `tensors`."""
-        return None
+    def _read_blocks(self, name: str) -> BlockWeights:
+        """The tensor's blocks; `name` is one of `tensors` that has them. Formats that have none need no more."""
+        raise NotImplementedError(f"{type(self).__name__} describes {name!r} as blocks and cannot read them")
 
     def _check_name(self, name: str) -> None:
         if name not in self.tensors:

@@ -12,13 +12,13 @@ import torch
 
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
-from sightline.kernels.block_weights import BlockWeights
+from sightline.kernels.block_weights import BlockWeights, CodeBits
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.loading.gguf_config import translate_config
 from sightline.models.loading.gguf_file import GgufFile, GgufTensor
 from sightline.models.loading.gguf_names import ROPE_FACTORS, Counts, TensorSource, translate_tensors
-from sightline.models.loading.gguf_quantization import can_dequantise, dequantise, read_blocks
+from sightline.models.loading.gguf_quantization import block_bits, can_dequantise, dequantise, read_blocks
 from sightline.text.gguf_metadata import GgufMetadata
 from sightline.text.gguf_tokenizer import end_token_ids, tokenizer_from_gguf
 from sightline.text.tokenizer import Tokenizer
@@ -60,15 +60,11 @@ class GgufCheckpoint(Checkpoint):
         source = self._sources[name]
         return source.layout.apply(*(self._decode(part, source.expert) for part in source.names))
 
-    def _read_blocks(self, name: str) -> BlockWeights | None:
+    def _read_blocks(self, name: str) -> BlockWeights:
         source = self._sources[name]
-        if not source.layout.keeps_rows or len(source.shape) != 2:
-            return None
         (stored,) = source.names
         tensor = self._file.tensors[stored]
         blocks = read_blocks(self._raw(tensor, source.expert), tensor.storage, source.shape)
-        if blocks is None:
-            return None
         self._file.release(tensor)
         move = source.layout.apply
         return BlockWeights(move(blocks.codes), move(blocks.scales), move(blocks.minima), blocks.bits)
@@ -90,7 +86,13 @@ class GgufCheckpoint(Checkpoint):
 
     def _describe(self, source: TensorSource) -> TensorInfo:
         stored = dict.fromkeys(self._file.tensors[name].storage.name for name in source.names)
-        return TensorInfo(source.shape, torch.float32, "+".join(stored))
+        return TensorInfo(source.shape, torch.float32, "+".join(stored), self._block_bits(source))
+
+    def _block_bits(self, source: TensorSource) -> CodeBits | None:
+        if not source.layout.keeps_rows or len(source.shape) != 2:
+            return None
+        (stored,) = source.names
+        return block_bits(self._file.tensors[stored].storage)
 
     def _check_types(self) -> None:
         for tensor in self._file.tensors.values():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -79,41 +80,53 @@ _DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyTy
 )
 
 
-def read_blocks(raw: memoryview, storage: StorageType, shape: tuple[int, ...]) -> BlockWeights | None:
+def block_bits(storage: StorageType) -> CodeBits | None:
+    """The width of the codes of a type that `read_blocks` takes: codes in blocks of 32 with a scale."""
+    reader = _BLOCK_READERS.get(storage.name)
+    return None if reader is None else reader.bits
+
+
+def read_blocks(raw: memoryview, storage: StorageType, shape: tuple[int, ...]) -> BlockWeights:
     """The elements of a tensor [out_features, in_features] as they are stored, copied out of `raw`.
 
-    None where the type is not one of codes in blocks of 32 with a scale. Finite numbers are equal to those of
-    `dequantise` once they are dequantised.
+    The type is one with `block_bits`. Finite numbers are equal to those of `dequantise` once they are dequantised.
     """
-    read = _BLOCK_READERS.get(storage.name)
-    if read is None:
-        return None
-    codes, scales, minima, bits = read(torch.frombuffer(raw, dtype=torch.uint8).view(-1, storage.block_bytes))
-    return BlockWeights(codes.view(shape), scales.view(shape[0], -1), minima.view(shape[0], -1), bits)
+    reader = _BLOCK_READERS[storage.name]
+    codes, scales, minima = reader.read(torch.frombuffer(raw, dtype=torch.uint8).view(-1, storage.block_bytes))
+    return BlockWeights(codes.view(shape), scales.view(shape[0], -1), minima.view(shape[0], -1), reader.bits)
 
 
-_Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, CodeBits]
+_Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Codes [blocks, 32], scales and minima [blocks, 1]."""
 
 
 def _read_q8_0(blocks: torch.Tensor) -> _Blocks:
     scales = _halves(blocks, 0, 2)
     # Flipping the sign bit of a signed byte adds 128 to it.
-    return blocks[:, 2:] ^ 0x80, scales, scales * -128, CodeBits.EIGHT
+    return blocks[:, 2:] ^ 0x80, scales, scales * -128
 
 
 def _read_q4_0(blocks: torch.Tensor) -> _Blocks:
     scales = _halves(blocks, 0, 2)
-    return _nibbles(blocks[:, 2:]), scales, scales * -8, CodeBits.FOUR
+    return _nibbles(blocks[:, 2:]), scales, scales * -8
 
 
 def _read_q4_1(blocks: torch.Tensor) -> _Blocks:
     halves = _halves(blocks, 0, 4)
-    return _nibbles(blocks[:, 4:]), halves[:, :1].contiguous(), halves[:, 1:].contiguous(), CodeBits.FOUR
+    return _nibbles(blocks[:, 4:]), halves[:, :1].contiguous(), halves[:, 1:].contiguous()
 
 
-_BLOCK_READERS: Mapping[str, Callable[[torch.Tensor], _Blocks]] = MappingProxyType(
-    {"Q8_0": _read_q8_0, "Q4_0": _read_q4_0, "Q4_1": _read_q4_1}
+class _BlockReader(NamedTuple):
+    bits: CodeBits
+    read: Callable[[torch.Tensor], _Blocks]
+
+
+_BLOCK_READERS: Mapping[str, _BlockReader] = MappingProxyType(
+    {
+        "Q8_0": _BlockReader(CodeBits.EIGHT, _read_q8_0),
+        "Q4_0": _BlockReader(CodeBits.FOUR, _read_q4_0),
+        "Q4_1": _BlockReader(CodeBits.FOUR, _read_q4_1),
+    }
 )
 
 

@@ -1,0 +1,145 @@
+"""Weights that stay quantised give the dequantised answer but for rounding, and what cannot stay is in the ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sightline.attention.spec import group_layers
+from sightline.core.config import EngineConfig
+from sightline.core.errors import ConfigError
+from sightline.core.ledger import Ledger
+from sightline.kernels.block_product import CpuFeatures
+from sightline.layers.embedding import BlockEmbedding, DenseEmbedding
+from sightline.layers.linear import BlockLinear, Linear
+from sightline.models.decoder import Decoder
+from sightline.models.loading.opening import open_checkpoint
+from sightline.models.registry import define_model
+from sightline.models.weights import WeightReader
+from sightline.runner.build import Runtime, assemble_runtime
+from support.gguf_families import tiny, write_family
+from support.gguf_files import VOCABULARY, tiny_llama, write_llama
+from support.tiny_models import load_runtime, random_prompts, stepped_logits
+
+CPUS = {"x86": CpuFeatures("AVX512", kleidiai=False), "aarch64": CpuFeatures("DEFAULT", kleidiai=True)}
+"""Each one's product is correct on every CPU, and fast on its own."""
+WIDTHS = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+all_types = pytest.mark.parametrize("quantised", ["Q8_0", "Q4_0", "Q4_1"])
+all_cpus = pytest.mark.parametrize("cpu", CPUS.values(), ids=CPUS.keys())
+
+
+def load_kept(path: Path, cpu: CpuFeatures, ledger: Ledger) -> Decoder:
+    checkpoint = open_checkpoint(path, ledger)
+    reader = WeightReader(checkpoint, torch.float32, torch.device("cpu"), ledger, lambda done, total: None, keep_on=cpu)
+    decoder = define_model(checkpoint.config, ledger).load(reader)
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+def exact_runtime(path: Path) -> Runtime:
+    return load_runtime(path, EngineConfig(cache_tokens=256, page_size=8))
+
+
+def kept_runtime(path: Path, cpu: CpuFeatures, ledger: Ledger) -> Runtime:
+    exact, decoder = exact_runtime(path), load_kept(path, cpu, ledger)
+    groups = group_layers(decoder.definition.attention_specs())
+    return assemble_runtime(exact.config, decoder.definition, decoder, groups, exact.selections)
+
+
+def logits_of(runtime: Runtime) -> Tensor:
+    """Of rows in chunks and decoding, alone and beside others."""
+    sequences = random_prompts([40, 25, 33], vocab=VOCABULARY)
+    return torch.cat(stepped_logits(runtime, sequences, [30, 9, 20], chunk=16))
+
+
+def write_quantised_llama(path: Path, quantised: str, **changes: Any) -> None:
+    write_llama(path, tiny_llama(**WIDTHS, **changes), quantised=quantised)
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Of the whole, as a share of its length."""
+    return float((got - expected).norm() / expected.norm())
+
+
+@all_types
+@all_cpus
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_every_matrix_stays_quantised_and_gives_nearly_the_exact_logits(
+    quantised: str, cpu: CpuFeatures, tied: bool, tmp_path: Path
+) -> None:
+    path, ledger = tmp_path / "tiny.gguf", Ledger()
+    write_quantised_llama(path, quantised, tie_word_embeddings=tied)
+    decoder = load_kept(path, cpu, ledger)
+    assert list(ledger) == []
+    assert isinstance(decoder.embedding, BlockEmbedding)
+    for layer in decoder.layers:
+        kept = [layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down]  # type: ignore[union-attr]
+        assert all(isinstance(projection, BlockLinear) for projection in [*kept, decoder.head])
+    error = distance(logits_of(kept_runtime(path, cpu, ledger)), logits_of(exact_runtime(path)))
+    assert 0.0 < error < 0.08
+
+
+@all_cpus
+def test_another_file_is_much_further_away(cpu: CpuFeatures, tmp_path: Path) -> None:
+    """What the tolerance above can tell apart: the same model with one projection's rows in another order."""
+    write_quantised_llama(tmp_path / "tiny.gguf", "Q4_0")
+    expected = logits_of(exact_runtime(tmp_path / "tiny.gguf"))
+    model = tiny_llama(**WIDTHS)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.data = weight.data.roll(1, dims=0)
+    write_llama(tmp_path / "other.gguf", model, quantised="Q4_0")
+    assert distance(logits_of(kept_runtime(tmp_path / "other.gguf", cpu, Ledger())), expected) > 0.3
+
+
+def test_biases_and_experts_stay_beside_quantised_weights(tmp_path: Path) -> None:
+    for family in ("qwen2", "qwen3moe"):
+        path = tmp_path / f"{family}.gguf"
+        write_family(path, family, tiny(family), quantised="Q8_0")
+        ledger = Ledger()
+        kept = logits_of(kept_runtime(path, CPUS["x86"], ledger))
+        assert distance(kept, logits_of(exact_runtime(path))) < 0.08
+
+
+def test_a_file_that_quantises_nothing_says_so(tmp_path: Path) -> None:
+    write_llama(tmp_path / "tiny.gguf", tiny_llama())
+    ledger = Ledger()
+    decoder = load_kept(tmp_path / "tiny.gguf", CPUS["x86"], ledger)
+    assert isinstance(decoder.head, Linear)
+    assert isinstance(decoder.embedding, DenseEmbedding)
+    [entry] = ledger
+    assert entry.subject == "--quantization keep"
+    assert "15 weights are dequantised" in entry.outcome
+    assert "expected one of Q8_0, Q4_0 and Q4_1 for all of a projection, got F32" in entry.outcome
+
+
+def test_types_that_no_op_multiplies_are_dequantised_exactly_and_named(tmp_path: Path) -> None:
+    path, ledger = tmp_path / "tiny.gguf", Ledger()
+    write_quantised_llama(path, "Q5_0")
+    runtime = kept_runtime(path, CPUS["x86"], ledger)
+    assert torch.equal(logits_of(runtime), logits_of(exact_runtime(path)))
+    assert "got Q5_0" in next(iter(ledger)).outcome
+
+
+def test_experts_in_one_tensor_are_dequantised_and_named(tmp_path: Path) -> None:
+    write_family(tmp_path / "tiny.gguf", "gpt-oss", tiny("gpt-oss"), quantised="Q8_0")
+    ledger = Ledger()
+    load_kept(tmp_path / "tiny.gguf", CPUS["x86"], ledger)
+    assert any("got experts stored as one tensor of Q8_0" in entry.outcome for entry in ledger)
+
+
+def test_a_cpu_without_an_op_runs_dequantised_and_says_why(tmp_path: Path) -> None:
+    path, ledger = tmp_path / "tiny.gguf", Ledger()
+    write_quantised_llama(path, "Q4_0")
+    runtime = kept_runtime(path, CpuFeatures("VSX", kleidiai=False), ledger)
+    assert torch.equal(logits_of(runtime), logits_of(exact_runtime(path)))
+    assert "expected a CPU with AVX2 or AVX512, got VSX" in next(iter(ledger)).outcome
+
+
+def test_strict_refuses_what_cannot_stay_quantised(tmp_path: Path) -> None:
+    write_llama(tmp_path / "tiny.gguf", tiny_llama())
+    with pytest.raises(ConfigError, match="refused under --strict: --quantization keep"):
+        load_kept(tmp_path / "tiny.gguf", CPUS["x86"], Ledger(strict=True))
