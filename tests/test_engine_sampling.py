@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from sightline.core.request import CompletionOutput, PositionLogprobs
 from sightline.live import LiveSequence
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.scheduler.scheduler import SequenceState
+from sightline.text.detokenizer import _ByteLevel
 from sightline.text.tokenizer import PromptTokens, Tokenizer
 from support.tiny_models import VOCAB, make_model, random_prompts, reference_logits
 
@@ -344,6 +346,44 @@ def test_an_interruption_anywhere_in_a_commit_loses_and_repeats_nothing(
         for each in output.outputs:
             assert each.logprobs is not None
             assert [next(iter(entry)) for entry in each.logprobs] == list(each.token_ids)
+
+
+def test_an_interruption_while_a_token_becomes_text_loses_no_text(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = with_text(tiny(folder)).engine
+    expected = one(with_text(tiny(folder)), SAMPLED).outputs[0]
+    feed, calls = _ByteLevel.feed, iter(range(10_000))
+
+    def interrupted(step: _ByteLevel, pieces: Iterable[str]) -> Iterable[str]:
+        fed = feed(step, pieces)
+        if next(calls) % 3 == 1:
+            raise KeyboardInterrupt
+        return fed
+
+    monkeypatch.setattr(_ByteLevel, "feed", interrupted)
+    request = engine.submit(tokens_of(9)["prompt_token_ids"], SAMPLED)
+    interruptions = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            interruptions += 1
+    assert interruptions > 10
+    assert engine.pop_output(request).outputs[0] == expected
+
+
+def test_a_refused_request_has_as_many_outputs_as_one_that_fails_while_it_runs(folder: Path) -> None:
+    llm = tiny(folder)
+    params = [with_changes(SAMPLED, n=3, max_tokens=2), with_changes(SAMPLED, n=2, max_tokens=2)]
+    refused, fine = llm.generate([{"prompt_token_ids": []}, tokens_of(9)], params)
+    assert "at least one token" in str(refused.error)
+    assert [(each.index, each.finish_reason, each.token_ids) for each in refused.outputs] == [
+        (index, "error", ()) for index in range(3)
+    ]
+    assert refused.finished
+    assert [each.finish_reason for each in fine.outputs] == ["length"] * 2
+    assert fine.error is None
 
 
 def test_a_nan_in_the_prompt_fails_a_request_that_wants_its_logprobs(folder: Path) -> None:

@@ -22,7 +22,8 @@ from sightline.core.request import (
 )
 from sightline.runner.adjustment import TokenAdjustment
 from sightline.runner.logprobs import TokenLogprobs, token_logprobs
-from sightline.runner.sampler import RowSampling, derived_seed
+from sightline.runner.noise import derived_seed
+from sightline.runner.sampler import RowSampling
 from sightline.scheduler.scheduler import SequenceState
 from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.stop import StopMatcher
@@ -106,10 +107,14 @@ class LiveSequence:
 
     def _read_tokens(self) -> FinishReason | None:
         for token in self.generated(self.num_taken_in):
-            self.num_taken_in += 1
             ends = token in self.params.eos_token_ids or token in self.params.stop_token_ids
+            text = ""
             if self.detokenizer is not None and (not ends or self.params.include_stop_str_in_output):
-                self._say(self.detokenizer.push([token]))
+                text = self.detokenizer.push([token])
+            # Counted once its text is there: where an interruption lost it, the token is read again.
+            self.num_taken_in += 1
+            if text:
+                self._say(text)
             if self._stopped_by_text():
                 return FinishReason.STOP
             if ends:

@@ -63,6 +63,7 @@ class EngineSettings(TypedDict, total=False):
 
     device: str
     dtype: str
+    quantization: str
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -109,7 +110,11 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continues every prompt, all in one batch. A prompt that cannot run fails alone: see `RequestOutput.error`."""
+        """Continues every prompt, all in one batch.
+
+        A prompt that cannot run fails alone, whether before its first step or later: `RequestOutput.error` says why,
+        and each of its `n` outputs has the finish reason "error".
+        """
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         return self._run(listed, self._encode_prompt, sampling_params, use_tqdm=use_tqdm)
 
@@ -214,7 +219,7 @@ class LLM:
                     running[self.engine.submit(token_ids, wanted, text)] = index
                 except RequestError as error:
                     logger.warning("request %d was refused: %s", index, error)
-                    outputs[index] = _refused(item, error)
+                    outputs[index] = _refused(item, wanted.n, error)
             with _progress_bar(enabled=use_tqdm) as bar:
                 task = bar.add_task("Generating", total=len(inputs), completed=len(outputs))
                 while running:
@@ -272,12 +277,13 @@ def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int
     return params
 
 
-def _refused(item: object, error: RequestError) -> RequestOutput:
+def _refused(item: object, num_outputs: int, error: RequestError) -> RequestOutput:
+    """As many outputs as were asked for, as a request has that fails while it runs."""
     return RequestOutput(
         request_id=new_request_id(),
         prompt=_text_of(item),
         prompt_token_ids=(),
-        outputs=(CompletionOutput(0, "", (), FinishReason.ERROR.value),),
+        outputs=tuple(CompletionOutput(index, "", (), FinishReason.ERROR.value) for index in range(num_outputs)),
         finished=True,
         params=None,
         error=str(error),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -20,13 +20,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from runner.statistics import SMALLEST_P_VALUE, p_value
 from sightline.core.request import MAX_SEED, EffectiveParams
 from sightline.runner.adjustment import TokenAdjustment
 from sightline.runner.drawing import truncated_probabilities
-from sightline.runner.sampler import RowSampling, derived_seed, sample, uniform
+from sightline.runner.sampler import RowSampling, sample
 
 DRAWS = 6000
-SMALLEST_P_VALUE = 1e-4
 PLAIN = EffectiveParams(
     temperature=1.0,
     top_p=1.0,
@@ -107,14 +107,6 @@ def reference(logits: Sequence[float], params: EffectiveParams) -> dict[int, flo
     kept = [token for token in kept if weights[token] >= params.min_p * weights[kept[0]]]
     mass = sum(weights[token] for token in kept)
     return {token: weights[token] / mass for token in kept}
-
-
-def p_value(counts: Mapping[int, int], expected: Mapping[int, float]) -> float:
-    """Of Pearson's chi-squared test: how likely counts at least so far from what is expected are."""
-    assert min(expected.values()) > 5, "too few draws for the test to hold"
-    statistic = sum((counts.get(key, 0) - mean) ** 2 / mean for key, mean in expected.items())
-    freedom = len(expected) - 1
-    return float(torch.special.gammaincc(torch.tensor(freedom / 2.0), torch.tensor(statistic / 2.0)))
 
 
 def draw(logits: Sequence[float], params: EffectiveParams, count: int) -> Counter[int]:
@@ -272,14 +264,6 @@ def test_an_adjusted_rows_token_is_the_same_alone_and_in_a_batch(
     assert sample(logits, made).tokens == alone
 
 
-def test_seeds_of_continuations_are_the_requests_own_and_others_that_follow_from_it() -> None:
-    assert [derived_seed(seed, 0) for seed in (0, 7, MAX_SEED)] == [0, 7, MAX_SEED]
-    seeds = [derived_seed(seed, index) for seed in range(50) for index in range(50)]
-    assert len(set(seeds)) == len(seeds)
-    assert all(0 <= seed <= MAX_SEED for seed in seeds)
-    assert buckets([uniform(derived_seed(3, index), 0) for index in range(DRAWS)], 64) > SMALLEST_P_VALUE
-
-
 def test_another_seed_or_another_place_draws_anew() -> None:
     flat = [0.0] * 1000
     by_place = draw(flat, PLAIN, 100)
@@ -318,35 +302,3 @@ def test_the_smallest_temperatures_are_greedy_and_disturb_no_other_row(temperatu
     rows = [RowSampling(replace(PLAIN, temperature=temperature), 0), RowSampling(PLAIN, 1)]
     logits = torch.tensor([[1.0, 50.0, 10.0], [2.0, 1.0, 0.0]])
     assert sample(logits, rows).tokens == (1, sample(logits[1:], rows[1:]).tokens[0])
-
-
-@settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, MAX_SEED), place=st.integers(0, 2**40))
-def test_uniform_is_a_function_of_seed_and_place_into_the_unit_interval(seed: int, place: int) -> None:
-    value = uniform(seed, place)
-    assert 0.0 <= value < 1.0
-    assert value == uniform(seed, place)
-    assert value not in (uniform(seed, place + 1), uniform((seed + 1) & MAX_SEED, place))
-
-
-def buckets(values: Sequence[float], count: int) -> float:
-    """The p-value of `values` against equal buckets."""
-    counts = Counter(int(value * count) for value in values)
-    return p_value(counts, {bucket: len(values) / count for bucket in range(count)})
-
-
-@pytest.mark.parametrize("seed", [0, 1, 12345, MAX_SEED])
-def test_uniform_is_uniform_over_places(seed: int) -> None:
-    assert buckets([uniform(seed, place) for place in range(DRAWS)], 64) > SMALLEST_P_VALUE
-
-
-@pytest.mark.parametrize("place", [0, 1, 1000])
-def test_uniform_is_uniform_over_neighbouring_seeds(place: int) -> None:
-    assert buckets([uniform(seed, place) for seed in range(DRAWS)], 64) > SMALLEST_P_VALUE
-
-
-@pytest.mark.parametrize("step", [(0, 1), (1, 0), (1, -1)], ids=["places", "seeds", "both"])
-def test_neighbours_are_independent(step: tuple[int, int]) -> None:
-    pairs = [(uniform(7, place), uniform(7 + step[0], place + step[1])) for place in range(1, DRAWS + 1)]
-    cells = Counter(int(first * 8) * 8 + int(second * 8) for first, second in pairs)
-    assert p_value(cells, dict.fromkeys(range(64), DRAWS / 64)) > SMALLEST_P_VALUE

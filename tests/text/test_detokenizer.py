@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import pytest
@@ -12,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from sightline.core.errors import UnsupportedModelError
-from sightline.text.detokenizer import IncrementalDetokenizer, check_streamable
+from sightline.text.detokenizer import IncrementalDetokenizer, _Step, check_streamable
 from sightline.text.tokenizer import PromptTokens, Tokenizer
 from text.tiny_tokenizers import SPACE, TEXTS, train_byte_level, train_sentence_piece
 
@@ -144,3 +146,40 @@ def test_decoder_that_cannot_be_streamed_is_refused_by_name() -> None:
 def test_what_the_start_up_check_passes_can_be_streamed(kind: str) -> None:
     check_streamable(tokenizer(kind))
     assert IncrementalDetokenizer(tokenizer(kind)).flush() == ""
+
+
+def interrupting(method: Callable[..., Iterable[str]], chance: random.Random) -> Callable[..., Iterable[str]]:
+    """Interrupted now and then when it has changed all that it changes."""
+
+    def called(*arguments: object) -> Iterable[str]:
+        pieces = list(method(*arguments))
+        if chance.random() < 0.2:
+            raise KeyboardInterrupt
+        return pieces
+
+    return called
+
+
+def repeated(call: Callable[[], str]) -> tuple[str, int]:
+    """The text, and how many interruptions there were before it came."""
+    for interruptions in range(1000):
+        try:
+            return call(), interruptions
+        except KeyboardInterrupt:
+            pass
+    raise AssertionError("it never came through")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupted_call_has_done_nothing_and_can_be_made_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(3)
+    bytes_and_words = [4 + byte for byte in "é€A".encode()] + [4 + 0xFF, 4 + 0xE2]
+    ids = [*tokenizer(kind).encode_prompt(" ".join(TEXTS)), *bytes_and_words] * 2
+    for step in _Step.__subclasses__():
+        for name in ("feed", "finish"):
+            monkeypatch.setattr(step, name, interrupting(getattr(step, name), chance))
+    detokenizer = IncrementalDetokenizer(tokenizer(kind))
+    calls = [lambda token_id=token_id: detokenizer.push([token_id]) for token_id in ids]
+    told = [repeated(call) for call in [*calls, detokenizer.flush]]
+    assert "".join(text for text, _ in told) == tokenizer(kind).decode(ids)
+    assert sum(interruptions for _, interruptions in told) > 10

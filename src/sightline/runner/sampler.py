@@ -1,7 +1,8 @@
 """From logits to tokens.
 
 A token depends on its row's logits, its parameters, the tokens before it, its seed and its place in the output, and on
-nothing else: the random number is a function of (seed, place), so neither the batch nor a recomputation changes it.
+nothing else: each token's noise is a function of (seed, place, token), so neither the batch nor a recomputation changes
+it, and a rounding of the logits changes a choice only where two tokens were about as good.
 
     raw logits ─ bias, penalties, forbidden tokens ─ temperature ─ top-k ─ top-p ─ min-p ─ draw
          └─ log probabilities that are told
@@ -18,9 +19,7 @@ from sightline.core.request import EffectiveParams
 from sightline.runner.adjustment import TokenAdjustment, adjusted
 from sightline.runner.drawing import Choice, draw
 from sightline.runner.logprobs import TokenLogprobs, token_logprobs
-
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+from sightline.runner.noise import noise_key
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,11 @@ def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Sampled:
     finite = _finite(logits)
     adjusting = [(index, row.adjustment) for index, row in enumerate(rows) if row.adjustment is not None]
     with adjusted(logits, adjusting) as values:
-        tokens = _argmax(values)
         drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0 and finite[index]]
+        tokens = _argmax(values) if len(drawn) < len(rows) else [0] * len(rows)
         if drawn:
-            chosen = draw(values[drawn], [_choice(rows[index]) for index in drawn])
+            some = values if len(drawn) == len(rows) else values[drawn]
+            chosen = draw(some, [_choice(rows[index]) for index in drawn])
             for index, token in zip(drawn, chosen, strict=True):
                 tokens[index] = token
     return Sampled(tuple(tokens), tuple(finite), _logprobs(logits, rows, tokens, finite))
@@ -88,22 +88,5 @@ def _logprobs(
     return dict(zip(counts, told, strict=True))
 
 
-def derived_seed(seed: int, index: int) -> int:
-    """The seed of a request's `index`-th continuation. The first keeps the request's own, whatever `n` is."""
-    return seed if index == 0 else _mix(_mix(seed ^ _GOLDEN) + index * _GOLDEN)
-
-
 def _choice(row: RowSampling) -> Choice:
-    return Choice(row.params, uniform(row.params.seed, row.place))
-
-
-def uniform(seed: int, place: int) -> float:
-    """A number in [0, 1) that depends on (seed, place) alone: a counter run through a 64-bit mixer."""
-    return (_mix(_mix(seed) + (place + 1) * _GOLDEN) >> 11) * 2.0**-53
-
-
-def _mix(value: int) -> int:
-    value &= _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
+    return Choice(row.params, noise_key(row.params.seed, row.place))

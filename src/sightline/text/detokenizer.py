@@ -11,12 +11,13 @@ change.
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from sightline.core.errors import UnsupportedModelError
 from sightline.text.tokenizer import Tokenizer
@@ -25,7 +26,10 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDetokenizer:
-    """Turns the ids of one sequence to text as they come."""
+    """Turns the ids of one sequence to text as they come.
+
+    A call that raises has done nothing: it can be made again.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -41,16 +45,22 @@ class IncrementalDetokenizer:
         """
         spellings = (self._tokenizer.token(token_id) for token_id in token_ids if token_id not in self._skipped)
         pieces: list[str] = [spelling for spelling in spellings if spelling is not None]
-        for step in self._steps:
+        steps = [step.copied() for step in self._steps]
+        for step in steps:
             pieces = list(step.feed(pieces))
-        return "".join(pieces)
+        text = "".join(pieces)
+        self._steps = steps
+        return text
 
     def flush(self) -> str:
         """What was held back, decoded as it stands. The sequence ends here."""
         pieces: list[str] = []
-        for step in self._steps:
+        steps = [step.copied() for step in self._steps]
+        for step in steps:
             pieces = [*step.feed(pieces), *step.finish()]
-        return "".join(pieces)
+        text = "".join(pieces)
+        self._steps = steps
+        return text
 
 
 def check_streamable(tokenizer: Tokenizer) -> None:
@@ -71,6 +81,10 @@ class _Step(ABC):
     def finish(self) -> Iterable[str]:
         """What was held back."""
         return ()
+
+    def copied(self) -> Self:
+        """One that goes on from here by itself. A step with parts that change in place copies them too."""
+        return copy.copy(self)
 
 
 class _Replace(_Step):
@@ -96,6 +110,11 @@ class _ByteLevel(_Step):
     def finish(self) -> Iterable[str]:
         return [self._decoder.decode(b"", final=True)]
 
+    def copied(self) -> Self:
+        other = super().copied()
+        other._decoder = _same_decoder(self._decoder)
+        return other
+
 
 class _ByteFallback(_Step):
     """Tokens such as `<0x0A>` stand for bytes. A run of them is text if all of it is UTF-8."""
@@ -104,6 +123,8 @@ class _ByteFallback(_Step):
 
     def __init__(self) -> None:
         self._run = bytearray()
+        """Shared by copies, so that a copy costs nothing: what lies beyond the own length is another's."""
+        self._run_length = 0
         self._run_is_broken = False
         self._check = codecs.getincrementaldecoder("utf-8")(errors="strict")
 
@@ -118,8 +139,8 @@ class _ByteFallback(_Step):
         return out
 
     def finish(self) -> Iterable[str]:
-        held = bytes(self._run)
-        self._run.clear()
+        held = bytes(self._run[: self._run_length])
+        self._run_length = 0
         self._run_is_broken = False
         self._check.reset()
         try:
@@ -127,17 +148,23 @@ class _ByteFallback(_Step):
         except UnicodeDecodeError:
             return [REPLACEMENT * len(held)]
 
+    def copied(self) -> Self:
+        other = super().copied()
+        other._check = _same_decoder(self._check)
+        return other
+
     def _extend_run(self, byte: int) -> str:
         """Once a run is broken, each of its bytes is a replacement character for certain."""
-        self._run.append(byte)
+        self._run[self._run_length :] = (byte,)
+        self._run_length += 1
         if not self._run_is_broken:
             try:
                 self._check.decode(bytes([byte]))
                 return ""
             except UnicodeDecodeError:
                 self._run_is_broken = True
-        certain = REPLACEMENT * len(self._run)
-        self._run.clear()
+        certain = REPLACEMENT * self._run_length
+        self._run_length = 0
         return certain
 
 
@@ -170,6 +197,12 @@ class _StripLeft(_Step):
             if kept:
                 self._left = 0
             yield kept
+
+
+def _same_decoder(decoder: codecs.BufferedIncrementalDecoder) -> codecs.BufferedIncrementalDecoder:
+    other = codecs.getincrementaldecoder("utf-8")(errors=decoder.errors)
+    other.setstate(decoder.getstate())
+    return other
 
 
 def _build_steps(decoder: Any) -> list[_Step]:

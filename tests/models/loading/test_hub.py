@@ -86,7 +86,10 @@ def opened(location: str) -> Checkpoint:
         ("owner/name@../../x", None),
         ("owner/name:../x.gguf", None),
         ("owner/name:weights.bin", None),
-        ("models/file.gguf", None),
+        ("owner/file.gguf@main", HubReference("owner/file.gguf", "main")),
+        ("owner/name.gguf:file.gguf", HubReference("owner/name.gguf", None, "file.gguf")),
+        ("owner/name-GGUF", HubReference("owner/name-GGUF")),
+        ("models/deep/file.gguf", None),
         ("a/b/c", None),
         ("owner/na me", None),
         ("owner/name\n", None),
@@ -96,6 +99,26 @@ def test_what_is_an_id_and_what_only_a_path(text: str, expected: HubReference | 
     assert parse_reference(text) == expected
     if expected is not None:
         assert str(expected) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "models/foo.bin",
+        "weights/model.gguf",
+        "models/foo.safetensors",
+        "models/foo.GGUF",
+        "a/b.pt",
+        "a/b.pth",
+        "a/b.ckpt",
+    ],
+)
+def test_a_path_with_a_slip_in_it_is_not_taken_for_an_id(text: str, hub: HubServer) -> None:
+    with pytest.raises(ModelError) as caught:
+        opened(text)
+    assert f"got {text!r}: read as a path, there is no such file; read as an id, its name is" in str(caught.value)
+    assert f"Check the path, or write {text}@main" in str(caught.value)
+    assert hub.fetched == []
 
 
 def test_a_folder_is_fetched_once_and_without_pickles_or_code(hub: HubServer) -> None:

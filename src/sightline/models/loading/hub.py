@@ -4,6 +4,8 @@ Owns which files are fetched: configs, vocabularies, templates, and weights as s
 code. Does not open what it fetched. Only the operator names models: nothing here is reached by a request.
 
     owner/name[@revision][:file.gguf]
+
+A bare id that ends like a file of weights is refused: it is far more often a path with a slip in it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ LEFT_OUT = ("*/*", "consolidated*.safetensors")
 """Folders hold other formats of the same weights, and so do Mistral's consolidated files."""
 GGUF_SUFFIX = ".gguf"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")
+_WEIGHT_SUFFIXES = (GGUF_SUFFIX, ".safetensors", ".ckpt", *_PICKLES)
 _MAX_LISTED = 40
 
 
@@ -57,12 +60,21 @@ class HubReference:
 
 
 def parse_reference(text: str) -> HubReference | None:
-    """The reference that `text` spells, or None where it can only be a path."""
+    """The reference that `text`, which is no path that exists, spells, or None where it can only be a path.
+
+    `ModelError` where it could be meant as either: an id that is named like a file of weights.
+    """
     match = _REFERENCE.fullmatch(text)
-    if match is None or match["repository"].endswith((GGUF_SUFFIX, ".safetensors")) or ".." in text:
+    if match is None or ".." in text:
         return None
     if match["file"] is not None and not match["file"].endswith(GGUF_SUFFIX):
         return None
+    if match["repository"] == text and text.lower().endswith(_WEIGHT_SUFFIXES):
+        raise ModelError(
+            f"expected a folder, a .gguf file or a Hugging Face id, got {text!r}: read as a path, there is no such "
+            "file; read as an id, its name is that of a file of weights. Check the path, or write "
+            f"{text}@main if a Hugging Face model has this name."
+        )
     return HubReference(match["repository"], match["revision"], match["file"])
 
 

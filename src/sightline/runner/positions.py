@@ -1,0 +1,23 @@
+"""Where a comparison holds. On the CPU numpy compares and lists in a tenth of the time that torch takes."""
+
+from __future__ import annotations
+
+import numpy
+import torch
+from torch import Tensor
+
+
+def true_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of what is true in a mask [num_rows, num_columns] bool, row by row: two of [num_true] int64."""
+    if mask.device.type == "cpu":
+        flat = torch.from_numpy(numpy.flatnonzero(mask.numpy()))
+        return flat // mask.shape[1], flat % mask.shape[1]
+    rows, columns = mask.nonzero(as_tuple=True)
+    return rows, columns
+
+
+def at_most(values: Tensor, limits: Tensor) -> Tensor:
+    """values <= limits, bool."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(numpy.less_equal(values.numpy(), limits.numpy()))
+    return values <= limits
