@@ -24,8 +24,11 @@ from sightline.version import __version__
 
 if TYPE_CHECKING:
     from sightline.core.request import EffectiveParams, SamplingParams
-    from sightline.llm import LLM, EngineSettings, TextStream
-    from sightline.tools.bench import Work
+    from sightline.llm import LLM, TextStream
+    from sightline.tools.bench import Report
+    from sightline.tools.bench_work import Works
+    from sightline.tools.growth import GrowthReport
+    from sightline.tools.profile_step import ProfileReport
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 _SUFFIXES = {"k": 1024, "m": 1024**2}
@@ -41,6 +44,19 @@ def parse_count(text: str) -> int:
     if not digits.isdecimal():
         raise click.BadParameter(f"expected a whole number such as 4096 or 4k, got {text!r}")
     return int(digits) * factor
+
+
+def parse_counts(text: str) -> list[int]:
+    """Whole numbers of at least 1, separated by commas."""
+    counts = [parse_count(part) for part in text.split(",")]
+    if min(counts) < 1:
+        raise click.BadParameter(f"expected whole numbers of at least 1, got {text!r}")
+    return counts
+
+
+def counts_option(name: str, *, help: str, default: str) -> Callable[[_CommandT], _CommandT]:
+    """An option whose value is a list of counts."""
+    return click.option(name, type=parse_counts, metavar="NUMBERS", default=default, show_default=True, help=help)
 
 
 def count_option(*names: str, help: str, default: int | None = None) -> Callable[[_CommandT], _CommandT]:
@@ -74,6 +90,13 @@ engine_options = _collected(
     ),
     device=click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
     dtype=click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
+    quantization=click.option(
+        "--quantization",
+        type=click.Choice(["dequantise", "keep"]),
+        default="dequantise",
+        show_default=True,
+        help="What becomes of a file's quantised weights: exact, or kept small and multiplied as they are.",
+    ),
     max_model_len=count_option(
         "--max-model-len", "--context-length", "max_model_len", help="Longest sequence, in tokens."
     ),
@@ -220,13 +243,21 @@ def chat(
         history.append({"role": "assistant", "content": answer})
 
 
+json_settings = {
+    "as_json": json_option,
+    "save_result": click.option(
+        "--save-result", type=click.Path(dir_okay=False), help="Write the JSON object here too."
+    ),
+}
 bench_options = _collected(
     "how",
-    compare=click.option("--compare", default="", help="Other engines to run in turns: transformers."),
+    compare=click.option(
+        "--compare", default="", metavar="NAMES", help="Other engines to run in turns: transformers,llama.cpp,vllm."
+    ),
     num_iters=count_option("--num-iters", default=5, help="Rounds that count; medians are told."),
-    as_json=click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output."),
-    save_result=click.option("--save-result", type=click.Path(dir_okay=False), help="Write the JSON object here too."),
+    **json_settings,
 )
+report_file_options = _collected("how", **json_settings)
 
 
 @app.group()
@@ -236,19 +267,29 @@ def bench() -> None:
 
 @bench.command()
 @count_option("--input-len", default=512, help="Tokens of the prompt that is read.")
-@count_option("--output-len", default=48, help="Tokens that are generated.")
+@count_option("--output-len", default=48, help="Tokens that each row generates.")
 @count_option("--batch-size", default=1, help="Rows that generate at once.")
+@counts_option("--contexts", default="32", help="Tokens of the rows' prompts, in turns: 64,128,256,512 mixes them.")
 @bench_options
 @engine_options
-def latency(input_len: int, output_len: int, batch_size: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Time a prompt and a batch of rows."""
+def latency(
+    input_len: int,
+    output_len: int,
+    batch_size: int,
+    contexts: list[int],
+    how: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """Time the reading of a prompt, and the decoding of a batch of rows without the reading.
+
+    Decoding is a run of --output-len tokens less a run of one token on the same prompts, in the same round.
+    """
     from sightline.tools.bench_work import latency_works
 
-    _bench(
-        how,
-        settings,
-        lambda size, machine, vocab: latency_works(size, machine, vocab, (input_len, output_len), batch_size),
-    )
+    if output_len < 2:
+        raise click.BadParameter(f"expected at least 2 tokens, got {output_len}", param_hint="--output-len")
+    lengths = (input_len, output_len)
+    _compare(how, settings, lambda floor, vocab: latency_works(floor, vocab, lengths, contexts, batch_size))
 
 
 @bench.command()
@@ -264,35 +305,69 @@ def throughput(
     from sightline.tools.bench_work import throughput_works
 
     lengths = (random_input_len, random_output_len)
-    _bench(how, settings, lambda size, machine, vocab: throughput_works(size, machine, vocab, lengths, num_prompts))
+    _compare(how, settings, lambda floor, vocab: throughput_works(floor, vocab, lengths, num_prompts))
 
 
-def _bench(how: dict[str, Any], settings: dict[str, Any], works: Callable[..., list[Work]]) -> None:
-    """Loads, measures, prints."""
-    import torch
+@bench.command()
+@counts_option("--rows", default="1,2,4,8,16,32,64", help="Rows of a step, at the first of the contexts.")
+@counts_option("--contexts", default="64,128,256,512,1k,2k,4k", help="Tokens that rows hold, with 1 row and with 8.")
+@count_option("--num-steps", default=8, help="Decode steps of each point; medians are told.")
+@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE.svg", help="Draw the curves here.")
+@report_file_options
+@engine_options
+def growth(
+    rows: list[int],
+    contexts: list[int],
+    num_steps: int,
+    plot: str | None,
+    how: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """Time decode steps over rows and over contexts, with the floor."""
+    from sightline.tools.bench_work import load_subject
+    from sightline.tools.growth import measure_growth
 
-    from sightline.tools.bench import measure_machine, table
-    from sightline.tools.bench_work import load_engines, model_size, open_model, run_works
+    report = measure_growth(
+        load_subject(settings),
+        rows,
+        contexts,
+        num_steps,
+        lambda timing: notes.print(
+            f"[dim]{len(timing.held)} × context {timing.context}: {timing.step_seconds * 1e3:.2f} ms a step[/]"
+        ),
+    )
+    if plot is not None:
+        Path(plot).write_text(report.svg())
+    _print_report(report, how)
+
+
+@bench.command()
+@count_option("--batch-size", default=1, help="Rows of a step.")
+@count_option("--input-len", default=64, help="Tokens that each row holds.")
+@count_option("--num-steps", default=16, help="Decode steps that are timed, and then taken apart.")
+@report_file_options
+@engine_options
+def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Tell where the time of a decode step goes."""
+    from sightline.tools.bench_work import load_subject
+    from sightline.tools.profile_step import profile_steps
+
+    _print_report(profile_steps(load_subject(settings), batch_size, input_len, num_steps), how)
+
+
+def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> None:
+    from sightline.tools.bench_work import compare_engines
 
     compared = [name.strip() for name in how["compare"].split(",") if name.strip()]
-    checkpoint = open_model(settings.pop("model"))
-    engines, llm = load_engines(checkpoint, compared, cast("EngineSettings", settings))
-    machine = measure_machine()
-    planned = works(model_size(checkpoint, llm.engine.runtime.config.dtype), machine, llm.engine.vocab_size)
-    report = run_works(engines, planned, machine, how["num_iters"], torch.get_num_threads())
+    _print_report(compare_engines(settings, works, compared, how["num_iters"]), how)
+
+
+def _print_report(report: Report | GrowthReport | ProfileReport, how: dict[str, Any]) -> None:
+    """As text, or as one JSON object; the object also into a file where one is asked for."""
     text = json.dumps(asdict(report), indent=2)
     if how["save_result"] is not None:
         Path(how["save_result"]).write_text(text + "\n")
-    if how["as_json"]:
-        click.echo(text)
-        return
-    click.echo(
-        f"{checkpoint.location.name}, {report.threads} threads, greedy: "
-        f"read {machine.read_bytes_per_second / 1e9:.1f} GB/s, "
-        f"product {machine.operations_per_second / 1e9:.0f} GFLOP/s\n"
-    )
-    for line in table(report.results):
-        click.echo(line)
+    click.echo(text if how["as_json"] else "\n".join(report.lines()))
 
 
 def main() -> None:

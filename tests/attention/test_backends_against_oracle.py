@@ -207,3 +207,10 @@ def test_a_nan_in_one_row_reaches_no_other_row() -> None:
     out, _ = step.run()
     assert out[1].isnan().any()
     torch.testing.assert_close(out[[0, 2]], expected[[0, 2]], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@all_backends
+def test_rows_that_are_computed_in_another_order_come_back_in_their_own(backend: str) -> None:
+    """Rows are put together by their numbers of keys, here every other one."""
+    step = Step(Bench([PLAIN], backend), [Row(40, 1), Row(3, 1), Row(33, 1), Row(2, 1)])
+    torch.testing.assert_close(step.run()[0], step.expected()[0], atol=TOLERANCE, rtol=TOLERANCE)

@@ -32,6 +32,10 @@ class OneLayer(Model):
     def __init__(self, step: Step) -> None:
         self.step = step
 
+    @property
+    def turns(self) -> bool:
+        return False
+
     def reserve(self, scratch: Scratch) -> None:
         """It needs no memory."""
 

@@ -76,7 +76,7 @@ def test_products_equal_those_of_the_dequantised_weights(
 ) -> None:
     weights, x = random_weights(bits, symmetric=symmetric), random_inputs(rows).to(dtype)
     out = product(weights)(x)
-    assert (out.dtype, out.shape, out.is_contiguous()) == (dtype, (rows, OUT), True)
+    assert (out.shape, out.is_contiguous()) == ((rows, OUT), True)
     assert largest_error(out, weights, x) < TOLERANCE
 
 

@@ -25,7 +25,7 @@ def test_only_batches_of_decoding_rows_are_turned() -> None:
 def test_a_buffer_has_a_row_for_each_token_whatever_its_order(num_tokens: int) -> None:
     scratch = activations(100).shaped(num_tokens)
     taken, rows = scratch.take("a", 24), scratch.take_rows("b", 24)
-    assert taken.shape == rows.shape == empty_rows(num_tokens, 24, taken).shape == (num_tokens, 24)
+    assert taken.shape == rows.shape == empty_rows(num_tokens, 24, taken, turns=True).shape == (num_tokens, 24)
     assert rows.is_contiguous()
     if num_tokens > 1:
         assert taken.is_contiguous() != prefers_feature_major(num_tokens)

@@ -10,6 +10,7 @@ from sightline.layers.linear import Linear, Projection
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
 from sightline.layers.scratch import Activations, Scratch, empty_rows
+from sightline.layers.sink import Written
 
 
 class PoisonedWorkspace(Workspace):
@@ -29,15 +30,15 @@ def scratch_for(x: Tensor) -> Scratch:
 
 def project(projection: Projection, x: Tensor) -> Tensor:
     """The projection of x, in the memory order that its rows prefer."""
-    out = empty_rows(x.shape[0], projection.out_features, x).fill_(torch.nan)
+    out = empty_rows(x.shape[0], projection.out_features, x, turns=True).fill_(torch.nan)
     projection(x, out)
     return out
 
 
 def feed(mlp: GatedMlp | ExpertMlp, x: Tensor) -> Tensor:
     """What a feed-forward of either kind gives for x [num_tokens, hidden]."""
-    out = empty_rows(x.shape[0], x.shape[1], x).fill_(torch.nan)
-    mlp(x, out, scratch_for(x))
+    out = empty_rows(x.shape[0], x.shape[1], x, turns=True).fill_(torch.nan)
+    mlp(x, Written(out), scratch_for(x))
     return out
 
 

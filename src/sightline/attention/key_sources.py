@@ -36,12 +36,16 @@ class TileTokens:
 
     def of(self, values: Tensor) -> Tensor:
         """[num_rows, query_len, ...]."""
+        if self.contiguous == slice(0, len(values)):
+            return values.view(self.num_rows, self.query_len, *values.shape[1:])
         chosen = values[self.contiguous] if self.contiguous is not None else values.index_select(0, self.indices)
         return chosen.view(self.num_rows, self.query_len, *values.shape[1:])
 
     def put(self, out: Tensor, result: Tensor) -> None:
         flat = result.reshape(self.num_rows * self.query_len, *out.shape[1:])
-        if self.contiguous is not None:
+        if self.contiguous == slice(0, len(out)):
+            out.copy_(flat)
+        elif self.contiguous is not None:
             out[self.contiguous] = flat
         else:
             out.index_copy_(0, self.indices, flat)

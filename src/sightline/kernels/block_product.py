@@ -82,7 +82,7 @@ class BlockProduct(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in_features] in fp32, bf16 or fp16 to [rows, out_features] in the same dtype, contiguous."""
+        """[rows, in_features] in fp32, bf16 or fp16 to [rows, out_features], in the precision that the op gives."""
 
 
 class Int4PackProduct(BlockProduct):
@@ -127,11 +127,11 @@ class Int4PackProduct(BlockProduct):
         return self._packed.nbytes + self._scales_and_offsets.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        inputs = _repeated(x.to(torch.bfloat16), self._num_planes)
+        inputs = _repeated(x.to(torch.bfloat16, memory_format=torch.contiguous_format), self._num_planes)
         out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
             inputs, self._packed, BLOCK_SIZE, self._scales_and_offsets
         )
-        return out.to(x.dtype)
+        return out
 
 
 class DynamicInt4Product(BlockProduct):
@@ -183,7 +183,7 @@ class DynamicInt4Product(BlockProduct):
         if self._offsets is not None:
             blocks = inputs.reshape(len(inputs), shape.in_features // BLOCK_SIZE, BLOCK_SIZE)
             out.addmm_(blocks.sum(dim=2), self._offsets)
-        return out.to(x.dtype)
+        return out
 
 
 _PRODUCTS: tuple[type[BlockProduct], ...] = (Int4PackProduct, DynamicInt4Product)

@@ -16,6 +16,7 @@ from sightline.layers.linear import Projection
 from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import Halves, RotaryTable
 from sightline.layers.scratch import Scratch
+from sightline.layers.sink import Sink
 
 
 class AttentionBuffers:
@@ -58,8 +59,8 @@ class SoftmaxAttention:
     def buffers(self, scratch: Scratch) -> AttentionBuffers:
         return scratch.of(AttentionBuffers, self.spec.num_q_heads, self.spec.num_kv_heads, self.spec.head_dim)
 
-    def __call__(self, x: Tensor, out: Tensor, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
-        """Writes `out` from x, both [num_tokens, hidden]."""
+    def __call__(self, x: Tensor, sink: Sink, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
+        """From x [num_tokens, hidden]."""
         buffers = self.buffers(scratch)
         self.qkv(x, buffers.qkv)
         if not buffers.is_row_major:
@@ -70,4 +71,4 @@ class SoftmaxAttention:
         # One rotation for queries and keys together: with few tokens, operations cost more than their elements.
         rotary.rotate(buffers.turned, buffers.rotated)
         planned.attend(self.layer, SoftmaxInputs(*buffers.inputs, self.sinks), buffers.attended_heads)
-        self.output(buffers.attended, out)
+        sink.take_product(self.output, buffers.attended)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sightline.layers.linear import Projection
 from sightline.layers.scratch import Scratch
+from sightline.layers.sink import Sink
 
 
 class Activation(Enum):
@@ -44,9 +45,9 @@ class GatedMlp:
     def buffers(self, scratch: Scratch) -> MlpBuffers:
         return scratch.of(MlpBuffers, self.down.in_features)
 
-    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Writes `out` from x, both [num_tokens, hidden]."""
+    def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
+        """From x [num_tokens, hidden]."""
         buffers = self.buffers(scratch)
         self.gate_up(x, buffers.gate_up)
         torch.mul(self.activation(buffers.gate), buffers.up, out=buffers.gated)
-        self.down(buffers.gated, out)
+        sink.take_product(self.down, buffers.gated)

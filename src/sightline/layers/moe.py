@@ -15,6 +15,7 @@ from torch import Tensor
 from sightline.layers.linear import Projection
 from sightline.layers.mlp import Activation
 from sightline.layers.scratch import Scratch, empty_rows
+from sightline.layers.sink import Sink
 
 
 class Share(Enum):
@@ -91,8 +92,8 @@ class ExpertMlp:
     def buffers(self, scratch: Scratch) -> RouterBuffers:
         return scratch.of(RouterBuffers, self.routing.num_experts)
 
-    def __call__(self, x: Tensor, out: Tensor, scratch: Scratch) -> None:
-        """Writes `out` from x, both [num_tokens, hidden]."""
+    def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
+        """From x [num_tokens, hidden]."""
         num_tokens, hidden = x.shape
         per_token = self.routing.experts_per_token
         logits = self.buffers(scratch).logits
@@ -110,11 +111,11 @@ class ExpertMlp:
                 outputs.index_copy_(0, by_expert[chosen], expert(inputs[chosen]))
             start += count
         by_token = outputs.view(num_tokens, per_token, hidden)
-        out.copy_(torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1))
+        sink.take(torch.bmm(weights.to(x.dtype).unsqueeze(1), by_token).squeeze(1))
 
 
 def _product(projection: Projection, x: Tensor) -> Tensor:
-    out = empty_rows(x.shape[0], projection.out_features, x)
+    out = empty_rows(x.shape[0], projection.out_features, x, turns=projection.turns)
     projection(x, out)
     return out
 

@@ -8,21 +8,22 @@ from torch.nn import functional as F
 
 
 class RmsNorm:
-    """x / rms(x) * weight over the last dimension, computed in fp32."""
+    """x / sqrt(mean(x²) + epsilon) * weight over the last dimension, computed in fp32."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         """Weight [features] fp32."""
         self.weight = weight
         self.epsilon = epsilon
-        self._epsilon = torch.tensor(epsilon, dtype=torch.float32, device=weight.device)
-        self._share = 1.0 / weight.shape[0]
+        num_features = weight.shape[0]
+        self._least_length = torch.tensor((num_features * epsilon) ** 0.5, dtype=torch.float32, device=weight.device)
+        self._scaled_weight = weight * num_features**0.5
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Writes `out`, which may be x itself."""
         if x.dtype != torch.float32:
             out.copy_(F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon))
             return
-        # Four small operations: torch's own norm takes twice their time for one row and ten times for a prompt.
+        # By lengths instead of means, the same in four small operations: torch's own norm takes twice their time for
+        # one row and ten times for a prompt.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        factor = torch.addcmul(self._epsilon, length, length, value=self._share).rsqrt_()
-        torch.mul(x, factor, out=out).mul_(self.weight)
+        torch.div(x, length.hypot_(self._least_length), out=out).mul_(self._scaled_weight)

@@ -33,9 +33,9 @@ def prefers_feature_major(num_rows: int) -> bool:
     return 6 <= num_rows <= 48
 
 
-def empty_rows(num_rows: int, features: int, like: Tensor) -> Tensor:
-    """[num_rows, features] of `like`'s dtype and device, in the memory order that products with so many rows prefer."""
-    if prefers_feature_major(num_rows):
+def empty_rows(num_rows: int, features: int, like: Tensor, *, turns: bool) -> Tensor:
+    """[num_rows, features] of `like`'s dtype and device, for a product that gains, or not, by being turned."""
+    if turns and prefers_feature_major(num_rows):
         return like.new_empty((features, num_rows)).t()
     return like.new_empty((num_rows, features))
 
@@ -52,7 +52,11 @@ KindT = TypeVar("KindT", bound=BufferKind)
 class Activations:
     """A lane's leases. The largest step decides their size, so that no step allocates."""
 
-    def __init__(self, workspace: Workspace, lane: Lane, max_tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, workspace: Workspace, lane: Lane, max_tokens: int, dtype: torch.dtype, *, turns: bool = True
+    ) -> None:
+        """`turns` says that the products gain by feature after feature where `prefers_feature_major` says so."""
+        self.turns = turns
         self._workspace = workspace
         self._lane = lane
         self.max_tokens = max_tokens
@@ -97,7 +101,7 @@ class Scratch:
     def take(self, name: str, features: int) -> Tensor:
         """[num_tokens, features], contents undefined, in the memory order that products prefer."""
         memory = self._activations.memory(name, features)[: self.num_tokens * features]
-        if prefers_feature_major(self.num_tokens):
+        if self._activations.turns and prefers_feature_major(self.num_tokens):
             return memory.view(features, self.num_tokens).t()
         return memory.view(self.num_tokens, features)
 

@@ -15,6 +15,11 @@ from sightline.models.weights import WeightReader
 class Model(ABC):
     """A network with its weights. Its forward takes no batch but a planned one."""
 
+    @property
+    @abstractmethod
+    def turns(self) -> bool:
+        """Whether its products gain by activations that lie feature after feature in memory."""
+
     @abstractmethod
     def reserve(self, scratch: Scratch) -> None:
         """Asks for every buffer that any step will use."""

@@ -20,6 +20,7 @@ from sightline.layers.moe import ExpertMlp
 from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch, empty_rows
+from sightline.layers.sink import Added, Written
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.feed_forward import FeedForward
 from sightline.models.weights import WeightReader
@@ -85,12 +86,13 @@ class DecoderDefinition(ModelDefinition):
 
 
 class StreamBuffers:
-    """What flows from layer to layer, and what each adds to it."""
+    """What flows from layer to layer, and what each makes of it."""
 
     def __init__(self, scratch: Scratch, hidden_size: int) -> None:
         self.hidden = scratch.take("stream.hidden", hidden_size)
         self.normed = scratch.take("stream.normed", hidden_size)
-        self.added = scratch.take("stream.added", hidden_size)
+        self.result = scratch.take("stream.result", hidden_size)
+        self.onto_stream, self.alone = Added(self.hidden), Written(self.result)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,16 +109,21 @@ class DecoderLayer:
 
     def __call__(self, stream: StreamBuffers, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
         """Adds what the layer finds to the stream."""
-        hidden, normed, added = stream.hidden, stream.normed, stream.added
-        self.attention_norm(hidden, normed)
-        self.attention(normed, added, planned, rotary, scratch)
-        if self.attention_out_norm is not None:
-            self.attention_out_norm(added, added)
-        self.mlp_norm(hidden.add_(added), normed)
-        self.mlp(normed, added, scratch)
-        if self.mlp_out_norm is not None:
-            self.mlp_out_norm(added, added)
-        hidden.add_(added)
+        self.attention_norm(stream.hidden, stream.normed)
+        sink = stream.onto_stream if self.attention_out_norm is None else stream.alone
+        self.attention(stream.normed, sink, planned, rotary, scratch)
+        _add_normed(self.attention_out_norm, stream)
+        self.mlp_norm(stream.hidden, stream.normed)
+        sink = stream.onto_stream if self.mlp_out_norm is None else stream.alone
+        self.mlp(stream.normed, sink, scratch)
+        _add_normed(self.mlp_out_norm, stream)
+
+
+def _add_normed(norm: RmsNorm | None, stream: StreamBuffers) -> None:
+    """Adds the normalised result of a sub-layer; without a norm it was added already."""
+    if norm is not None:
+        norm(stream.result, stream.result)
+        stream.hidden.add_(stream.result)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +136,10 @@ class Decoder(Model):
     final_norm: RmsNorm
     head: Projection
     rotaries: dict[RotarySpec, Rotary]
+
+    @property
+    def turns(self) -> bool:
+        return self.layers[0].attention.qkv.turns
 
     def reserve(self, scratch: Scratch) -> None:
         self._stream(scratch)
@@ -151,7 +162,7 @@ class Decoder(Model):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         self.final_norm(hidden, hidden)
-        out = empty_rows(hidden.shape[0], self.head.out_features, hidden)
+        out = empty_rows(hidden.shape[0], self.head.out_features, hidden, turns=self.head.turns)
         self.head(hidden, out)
         logits = out.contiguous().float()
         softcap = self.definition.logit_softcap

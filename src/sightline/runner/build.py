@@ -117,6 +117,7 @@ def assemble_runtime(
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
     planner = Planner(bindings, limits, device, paranoid=config.paranoid)
+    activations = Activations(workspace, MAIN_LANE, config.max_step_tokens, config.dtype, turns=model.turns)
     return Runtime(
         config=config,
         definition=definition,
@@ -125,7 +126,7 @@ def assemble_runtime(
         bindings=bindings,
         selections=tuple(selections),
         planner=planner,
-        runner=Runner(model, planner, Activations(workspace, MAIN_LANE, config.max_step_tokens, config.dtype)),
+        runner=Runner(model, planner, activations),
     )
 
 

@@ -1,7 +1,7 @@
 """Speed, measured side by side: every engine runs the same prompts in turns, after it has given the same tokens.
 
-Owns the measuring and the floor. Engines are callables that continue prompts of token ids greedily; `peers` makes the
-other engines' ones.
+Owns the measuring. Engines are callables that continue prompts of token ids greedily; `peers` makes the other
+engines' ones.
 """
 
 from __future__ import annotations
@@ -10,30 +10,32 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from random import Random
 from typing import TypeAlias
-
-import torch
 
 from sightline.core.errors import ConfigError, SightlineError
 from sightline.core.request import SamplingParams
 from sightline.llm import LLM
+from sightline.tools.floor import Machine
 
 Prompts: TypeAlias = Sequence[Sequence[int]]
 Generate: TypeAlias = Callable[[Prompts, int], list[tuple[int, ...]]]
 """(prompts, number of tokens) to the tokens of each, greedy, ends ignored."""
 
+OURS = "sightline"
 CHECKED_TOKENS = 16
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What this machine can do, measured in the same run."""
+class Span(Enum):
+    """Which part of a run is timed, and which tokens it counts."""
 
-    read_bytes_per_second: float
-    """By a matrix-vector product."""
-    operations_per_second: float
-    """By a square product."""
+    PREFILL = "prefill"
+    """A run of one token; the prompts' tokens count."""
+    DECODE = "decode"
+    """A run of all tokens less a run of one; the tokens after the first count."""
+    WHOLE = "whole"
+    """A run of all tokens; those generated count."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,21 @@ class Work:
     """What is measured."""
 
     name: str
+    span: Span
     prompts: Prompts
     output_len: int
     floor_seconds: float
-    """Its weights read once a step, or its products, whichever takes longer. Experts count as if all were used."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the work counts: those generated, or those read where only one is generated."""
-        if self.output_len == 1:
-            return sum(len(prompt) for prompt in self.prompts)
-        return len(self.prompts) * self.output_len
+        """Tokens that the work counts."""
+        match self.span:
+            case Span.PREFILL:
+                return sum(len(prompt) for prompt in self.prompts)
+            case Span.DECODE:
+                return len(self.prompts) * (self.output_len - 1)
+            case Span.WHOLE:
+                return len(self.prompts) * self.output_len
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,68 @@ class Result:
     slowest_seconds: float
     tokens_per_second: float
     of_floor: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far an engine's greedy tokens are Sightline's."""
+
+    equal_first: int
+    """Prompts whose first token is equal."""
+    num_prompts: int
+    equal_tokens: int
+    """Tokens before the first other one, over all prompts."""
+    num_tokens: int
+
+    @property
+    def is_full(self) -> bool:
+        return self.equal_tokens == self.num_tokens
+
+    def __str__(self) -> str:
+        return (
+            f"{self.equal_first} of {self.num_prompts} first tokens and "
+            f"{self.equal_tokens} of {self.num_tokens} leading tokens equal"
+        )
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What every number depends on."""
+
+    model: str
+    dtype: str
+    quantization: str
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.dtype}, quantization {self.quantization}, {self.threads} threads"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole run."""
+
+    conditions: Conditions
+    machine: Machine
+    engines: Mapping[str, str]
+    """By name: what the engine multiplies with."""
+    checked_on: str
+    """What the prompts were that the engines had to agree on."""
+    agreement: Mapping[str, Agreement]
+    """By name, of the others."""
+    results: tuple[Result, ...]
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        described = [f"- {name}: {runs}" for name, runs in self.engines.items()]
+        agreed = [f"- {name}: {agreement}" for name, agreement in self.agreement.items()]
+        heading = [f"{self.conditions}, greedy: {self.machine}", "", *described]
+        return [
+            *heading,
+            *(["", f"Same tokens as Sightline on {self.checked_on}:", *agreed] if agreed else []),
+            "",
+            *table(self.results),
+        ]
 
 
 def sightline_engine(llm: LLM) -> Generate:
@@ -80,81 +148,119 @@ def sightline_engine(llm: LLM) -> Generate:
     return generate
 
 
-def measure_machine() -> Machine:
-    """Rates of this machine now, in fp32 with torch's threads."""
-    matrix, vector, square = torch.ones(1 << 14, 1 << 13), torch.ones(1 << 13), torch.ones(2048, 2048)
-    read = min(_timed(lambda: matrix @ vector) for _ in range(5))
-    product = min(_timed(lambda: square @ square) for _ in range(5))
-    return Machine(matrix.nbytes / read, 2 * 2048**3 / product)
-
-
-def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
     """Prompts of random tokens, the same for every engine."""
     order = Random(seed)
-    return [[order.randrange(vocab_size // 2, vocab_size) for _ in range(length)] for _ in range(count)]
+    return [[order.randrange(vocab_size // 2, vocab_size) for _ in range(length)] for length in lengths]
 
 
-def decode_floor(machine: Machine, num_weights: int, num_bytes: int, rows: int) -> float:
-    """Seconds of one step of `rows` rows: its weights read once, or its products."""
-    return max(num_bytes / machine.read_bytes_per_second, 2 * num_weights * rows / machine.operations_per_second)
+def compare_tokens(
+    engines: Mapping[str, Generate], prompts: Prompts, end_tokens: frozenset[int]
+) -> dict[str, Agreement]:
+    """How far each other engine's tokens are those of the first one.
 
-
-def prefill_floor(machine: Machine, num_layer_weights: int, num_tokens: int) -> float:
-    """Seconds of the products of `num_tokens` through the layers; only the last one needs the vocabulary."""
-    return 2 * num_layer_weights * num_tokens / machine.operations_per_second
-
-
-def check_equal(engines: Mapping[str, Generate], prompts: Prompts) -> None:
-    """Raises unless all engines give the same greedy tokens: the speed of a wrong answer is not reported."""
+    A prompt's comparison ends where the first engine gives an end token: some engines never do when told to ignore
+    ends, and what follows is then another text.
+    """
     answers = {name: generate(prompts, CHECKED_TOKENS) for name, generate in engines.items()}
-    first = next(iter(answers))
-    for name, tokens in answers.items():
-        if tokens != answers[first]:
+    ours = [_before_end(tokens, end_tokens) for tokens in answers.pop(next(iter(engines)))]
+    if not any(ours):
+        raise SightlineError(
+            "expected prompts that the model continues, got an end token at once for all; use another model"
+        )
+    return {name: _agreement(ours, theirs) for name, theirs in answers.items()}
+
+
+def check_agreement(agreement: Mapping[str, Agreement], *, exact: bool) -> None:
+    """Raises where an engine's tokens are others': the speed of a wrong answer is not reported.
+
+    Where roundings differ (not `exact`), tokens may part after a while, but most prompts' first ones must be equal.
+    """
+    for name, found in agreement.items():
+        if exact and not found.is_full:
             raise SightlineError(
-                f"expected the same {CHECKED_TOKENS} greedy tokens from {first} and {name}, got other ones; "
+                f"expected the same {CHECKED_TOKENS} greedy tokens from {OURS} and {name}, got {found}; "
                 "no speed is reported"
+            )
+        if 2 * found.equal_first <= found.num_prompts:
+            raise SightlineError(
+                f"expected most first tokens of {OURS} and {name} to be equal, got {found}; no speed is reported"
             )
 
 
-def measure(engines: Mapping[str, Generate], work: Work, rounds: int) -> list[Result]:
-    """Each engine's times on the work, the engines in turns, after one run that does not count."""
+def measure(engines: Mapping[str, Generate], work: Work, rounds: int) -> dict[str, list[float]]:
+    """Each engine's seconds on the work, the engines in turns, after one run that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(rounds + 1):
         for name, generate in engines.items():
-            start = time.perf_counter()
-            answers = generate(work.prompts, work.output_len)
-            spent = time.perf_counter() - start
-            if {len(tokens) for tokens in answers} != {work.output_len}:
-                raise ConfigError(
-                    f"expected {work.output_len} tokens of every prompt from {name}, got fewer; "
-                    "lower the output length or raise max_model_len"
-                )
+            spent = _spend(name, generate, work)
             if round_number > 0:
                 seconds[name].append(spent)
-    return [
-        Result(
-            work=work.name,
-            engine=name,
-            median_seconds=statistics.median(times),
-            slowest_seconds=max(times),
-            tokens_per_second=work.num_tokens / statistics.median(times),
-            of_floor=work.floor_seconds / statistics.median(times),
+    return seconds
+
+
+def summarise(work: Work, seconds: Mapping[str, Sequence[float]]) -> list[Result]:
+    """Each engine's median, with its rate and its share of the floor."""
+    results = []
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        if median <= 0:
+            raise SightlineError(
+                f"expected {work.output_len} tokens to take {name} longer than one, got {median:.4f} s more; "
+                "raise the output length or the number of rounds"
+            )
+        results.append(
+            Result(work.name, name, median, max(times), work.num_tokens / median, work.floor_seconds / median)
         )
-        for name, times in seconds.items()
-    ]
+    return results
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """Lines of a Markdown table, with ratios to the first engine of each work."""
+    """Lines of a Markdown table, with ratios to Sightline."""
     lines = ["| work | engine | tokens/s | Sightline is | of the floor |", "| --- | --- | --- | --- | --- |"]
-    ours = {result.work: result.tokens_per_second for result in results if result.engine == "sightline"}
+    ours = {result.work: result.tokens_per_second for result in results if result.engine == OURS}
     for result in results:
         rate, ratio = result.tokens_per_second, ours[result.work] / result.tokens_per_second
         lines.append(f"| {result.work} | {result.engine} | {rate:.1f} | {ratio:.2f}× | {result.of_floor:.0%} |")
     return lines
 
 
-def _timed(run: Callable[[], object]) -> float:
+def _spend(name: str, generate: Generate, work: Work) -> float:
+    """Seconds of the work's span."""
+    match work.span:
+        case Span.PREFILL:
+            return _run(name, generate, work.prompts, 1)
+        case Span.DECODE:
+            first = _run(name, generate, work.prompts, 1)
+            return _run(name, generate, work.prompts, work.output_len) - first
+        case Span.WHOLE:
+            return _run(name, generate, work.prompts, work.output_len)
+
+
+def _run(name: str, generate: Generate, prompts: Prompts, count: int) -> float:
     start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    answers = generate(prompts, count)
+    spent = time.perf_counter() - start
+    if {len(tokens) for tokens in answers} != {count}:
+        raise ConfigError(
+            f"expected {count} tokens of every prompt from {name}, got fewer; "
+            "lower the output length or raise max_model_len"
+        )
+    return spent
+
+
+def _before_end(tokens: Sequence[int], end_tokens: frozenset[int]) -> tuple[int, ...]:
+    ends = (index for index, token in enumerate(tokens) if token in end_tokens)
+    return tuple(tokens[: next(ends, len(tokens))])
+
+
+def _agreement(ours: Prompts, theirs: Prompts) -> Agreement:
+    compared = [(mine, other) for mine, other in zip(ours, theirs, strict=True) if mine]
+    leading = [_num_leading(mine, other) for mine, other in compared]
+    return Agreement(sum(map(bool, leading)), len(compared), sum(leading), sum(len(mine) for mine, _ in compared))
+
+
+def _num_leading(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Equal tokens before the first that differs."""
+    differing = (index for index, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
+    return next(differing, min(len(ours), len(theirs)))

@@ -54,7 +54,7 @@ MIN_GATHERED_KEYS = 4096
 """Keys that a tile may gather even where sequences are shorter: enough rows to be worth a call."""
 
 MIN_KEYS_IN_PLACE = 256
-"""Keys from which on a row is worth a call of its own, if that saves gathering them."""
+"""Keys from which on a row is worth a call of its own, if that saves gathering them. A row alone has one anyway."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +151,12 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
         spans = row_spans(step.batch, self._spec.window)
         if not transient:
             spans = split_long(spans, self._spec, knows_causal=self._fits_fused(step))
-        alone = {span: InPlace(run) for span in spans if (run := self._run(span, step)) is not None}
+        least = MIN_KEYS_IN_PLACE if len(spans) > 1 else 1
+        alone = {
+            span: InPlace(run)
+            for span in spans
+            if span.num_keys >= least and (run := self._run(span, step)) is not None
+        }
         together = pack_tiles([span for span in spans if span not in alone], self._max_keys, transient=transient)
         tiles = [*((span,) for span in alone), *together]
         return _TorchPlan(
@@ -168,7 +173,7 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
 
     def _run(self, span: RowSpan, step: StepView) -> slice | None:
         """The slots of a row that is read where it lies."""
-        if step.policy is CachePolicy.TRANSIENT or span.is_fresh or span.num_keys < MIN_KEYS_IN_PLACE:
+        if step.policy is CachePolicy.TRANSIENT or span.is_fresh:
             return None
         stop = span.context_len + span.query_len
         return self._pool.table.run(step.batch.rows[span.row], span.first_key, stop, self._pool.page_size)
@@ -205,6 +210,7 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
 
 
 def _contiguous_tokens(rows: tuple[RowSpan, ...]) -> slice | None:
+    """The tile's tokens where they lie side by side."""
     for previous, span in itertools.pairwise(rows):
         if span.first_token != previous.first_token + previous.query_len:
             return None

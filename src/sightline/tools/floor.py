@@ -1,0 +1,152 @@
+"""The least time that a step can take here: its bytes over the read rate, or its operations over the product's.
+
+Owns the machine's measured rates, and what a step of a model reads and multiplies. Does not know engines.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
+from sightline.runner.build import Runtime
+
+KEEP = "keep"
+"""The `quantization` setting under which products use the file's own weights."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine can do, measured in the same run."""
+
+    read_bytes_per_second: float
+    """By a matrix-vector product in fp32."""
+    operations_per_second: float
+    """By a square product in the compute dtype."""
+
+    def best(self, other: Machine) -> Machine:
+        """The faster of both in each."""
+        return Machine(
+            max(self.read_bytes_per_second, other.read_bytes_per_second),
+            max(self.operations_per_second, other.operations_per_second),
+        )
+
+    def __str__(self) -> str:
+        read, product = self.read_bytes_per_second / 1e9, self.operations_per_second / 1e9
+        return f"read {read:.1f} GB/s, product {product:.0f} GFLOP/s"
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Weights that a step multiplies with; experts count as if all were used."""
+
+    layers: int
+    vocabulary: int
+    """Of the output projection."""
+    num_bytes: int
+    """Of all of them, as they are multiplied."""
+
+    @property
+    def weights(self) -> int:
+        return self.layers + self.vocabulary
+
+
+@dataclass(frozen=True)
+class CacheReads:
+    """What one group of layers reads of a row's cache in a step."""
+
+    bytes_per_token: int
+    window: int | None
+    """Tokens that it sees at most."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least time of any step of one model on one machine."""
+
+    machine: Machine
+    size: ModelSize
+    caches: tuple[CacheReads, ...]
+
+    def decode(self, contexts: Sequence[int]) -> float:
+        """Seconds of one step that gives each row a token: weights once and every row's cache, or the products.
+
+        `contexts` are the rows' tokens in the cache.
+        """
+        cached = sum(
+            cache.bytes_per_token * min(context, cache.window or context)
+            for cache in self.caches
+            for context in contexts
+        )
+        return max(
+            (self.size.num_bytes + cached) / self.machine.read_bytes_per_second,
+            2 * self.size.weights * len(contexts) / self.machine.operations_per_second,
+        )
+
+    def decode_all(self, contexts: Sequence[int], num_steps: int) -> float:
+        """Seconds of `num_steps` such steps, in which every row grows by a token."""
+        return sum(self.decode([context + step for context in contexts]) for step in range(1, num_steps + 1))
+
+    def prefill(self, num_tokens: int) -> float:
+        """Seconds of the products of `num_tokens` through the layers; only the last one needs the vocabulary."""
+        return 2 * self.size.layers * num_tokens / self.machine.operations_per_second
+
+
+def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
+    """Rates of this machine now, with torch's threads."""
+    matrix, vector = torch.ones(1 << 14, 1 << 13, device=device), torch.ones(1 << 13, device=device)
+    square = torch.ones(2048, 2048, dtype=dtype, device=device)
+    read = min(_timed(lambda: matrix @ vector) for _ in range(5))
+    product = min(_timed(lambda: square @ square) for _ in range(5))
+    return Machine(matrix.nbytes / read, 2 * 2048**3 / product)
+
+
+def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> ModelSize:
+    """Counted from the headers; no weight is read."""
+    sizes = {name: math.prod(info.shape) for name, info in checkpoint.tensors.items()}
+    embedding = sizes.get("model.embed_tokens.weight", 0)
+    head = sizes.get("lm_head.weight", 0)
+    multiplied = {
+        name: info for name, info in checkpoint.tensors.items() if not (head and name == "model.embed_tokens.weight")
+    }
+    num_bytes = sum(
+        _stored_bytes(info, dtype) if quantization == KEEP else math.prod(info.shape) * dtype.itemsize
+        for info in multiplied.values()
+    )
+    return ModelSize(sum(sizes.values()) - embedding - head, head or embedding, num_bytes)
+
+
+def cache_reads(runtime: Runtime) -> tuple[CacheReads, ...]:
+    """What the layer groups of a built engine read."""
+    return tuple(
+        CacheReads(
+            sum(pool.spec.elements_per_token for pool in binding.cache.pools.values()) * runtime.config.dtype.itemsize,
+            binding.group.spec.window,
+        )
+        for binding in runtime.bindings
+    )
+
+
+def _stored_bytes(info: TensorInfo, dtype: torch.dtype) -> int:
+    """In the file. A tensor joined of several counts as if it were stored in equal parts of each one's type."""
+    rates: list[float] = []
+    for name in info.stored_as.split("+"):
+        if name in GGMLQuantizationType.__members__:
+            block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+            rates.append(num_bytes / block)
+        else:
+            rates.append(float(dtype.itemsize))
+    return round(math.prod(info.shape) * sum(rates) / len(rates))
+
+
+def _timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
