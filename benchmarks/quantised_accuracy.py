@@ -2,16 +2,20 @@
 
     python benchmarks/quantised_accuracy.py [--model FILE.gguf]
 
-Scores TEXT with exact weights, then with `--quantization keep`, and prints a Markdown table: the mean and the largest
-difference of the log-probability of the text's own tokens, and the perplexity of each.
+Runs TEXT with exact weights, then with `--quantization keep`, and prints a Markdown table: perplexity, and how far the
+logits are from the exact ones at every position.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 
-from sightline import LLM, SamplingParams
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sightline import LLM
+from sightline.runner.batching import RowWork, assemble
 
 TEXT = """\
 The harbour was quiet when the first boats came in. Nets lay in heaps along the wall, and the smell of salt and diesel
@@ -39,34 +43,35 @@ spring came, the water climbed over the meadows, and for three weeks the new bri
 """
 
 
-def log_probabilities(model: str | None, quantization: str) -> list[float]:
-    """Of each token of the text after the first, given those before it."""
-    llm = LLM(model, quantization=quantization)
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    [output] = llm.generate([TEXT], params, use_tqdm=False)
-    if output.prompt_logprobs is None:
-        raise SystemExit(f"expected the prompt's log-probabilities, got an error: {output.error}")
-    tokens = output.prompt_token_ids
-    return [
-        chosen[token].logprob
-        for token, chosen in zip(tokens, output.prompt_logprobs, strict=True)
-        if chosen is not None
-    ]
+def score(model: str | None, quantization: str) -> tuple[Tensor, Tensor]:
+    """Logits [num_tokens - 1, vocab_size] of every token of the text but the last, and the tokens that follow."""
+    llm = LLM(model, quantization=quantization, max_num_batched_tokens=1024)
+    runtime, tokens = llm.engine.runtime, llm.tokenizer.encode_prompt(TEXT)
+    row = runtime.store.open_row()
+    runtime.store.grow_row(row, len(tokens))
+    batch = assemble([RowWork(row, tokens, context_len=0, num_logits=len(tokens))], runtime.store)
+    logits = runtime.runner.forward(runtime.planner.plan(batch))
+    return logits[:-1], torch.tensor(tokens[1:])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description="Compare quantised with exact compute.")
     parser.add_argument("--model", default=None, help="a GGUF file; the default model without it")
     model = parser.parse_args().model
-    scores = {kind: log_probabilities(model, kind) for kind in ("dequantise", "keep")}
-    exact = scores["dequantise"]
-    print("| weights | tokens | perplexity | mean difference of a token's log-probability | largest |")
-    print("| --- | --- | --- | --- | --- |")
-    for kind, values in scores.items():
-        differences = [abs(ours - theirs) for ours, theirs in zip(values, exact, strict=True)]
-        perplexity = math.exp(-sum(values) / len(values))
-        mean = sum(differences) / len(differences)
-        print(f"| {kind} | {len(values)} | {perplexity:.4f} | {mean:.5f} | {max(differences):.4f} |")
+    exact, following = score(model, "dequantise")
+    print("| weights | tokens | perplexity | logits' error, rms of rms | largest | same best token | mean KL |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for kind in ("dequantise", "keep"):
+        logits = exact if kind == "dequantise" else score(model, kind)[0]
+        perplexity = F.cross_entropy(logits, following).exp()
+        error = logits - exact
+        share = error.square().mean().sqrt() / exact.square().mean().sqrt()
+        same = (logits.argmax(-1) == exact.argmax(-1)).float().mean()
+        divergence = F.kl_div(logits.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="batchmean")
+        print(
+            f"| {kind} | {len(following)} | {perplexity:.4f} | {share:.2%} | {error.abs().max():.3f} | {same:.1%} | "
+            f"{divergence:.5f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from sightline.llm import LLM
 from sightline.models.loading.opening import open_checkpoint
 from sightline.tools import peers
 from sightline.tools.bench import random_prompts, sightline_engine
-from sightline.tools.peer_copies import copy_as_folder, copy_gguf
+from sightline.tools.peer_copies import STORED_AS, copy_as_folder, copy_gguf
 from sightline.tools.peers import PeerModel
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama
 
@@ -63,7 +63,7 @@ def test_an_engine_that_is_unknown_or_not_installed_is_an_error(monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_gguf_copy_holds_the_same_weights_in_the_dtype(model_file: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    copy_gguf(model_file, tmp_path / "copy.gguf", dtype)
+    copy_gguf(model_file, tmp_path / "copy.gguf", STORED_AS[dtype])
     source, copy = open_checkpoint(model_file, Ledger()), open_checkpoint(tmp_path / "copy.gguf", Ledger())
     assert copy.config == source.config
     assert copy.tensors.keys() == source.tensors.keys()

@@ -14,18 +14,37 @@ from typing import Any
 
 import numpy
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGML_QUANT_VERSION,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    LlamaFileType,
+    ReaderTensor,
+)
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
 from sightline.core.errors import ConfigError
 from sightline.models.loading.checkpoint import Checkpoint
 
-_TYPES: Mapping[torch.dtype, tuple[GGMLQuantizationType, LlamaFileType]] = MappingProxyType(
+STORED_AS: Mapping[torch.dtype, GGMLQuantizationType] = MappingProxyType(
     {
-        torch.float32: (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
-        torch.float16: (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
-        torch.bfloat16: (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+        torch.float32: GGMLQuantizationType.F32,
+        torch.float16: GGMLQuantizationType.F16,
+        torch.bfloat16: GGMLQuantizationType.BF16,
+    }
+)
+_FILE_TYPES: Mapping[GGMLQuantizationType, LlamaFileType] = MappingProxyType(
+    {
+        GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
+        GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
+        GGMLQuantizationType.BF16: LlamaFileType.MOSTLY_BF16,
+        GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
+        GGMLQuantizationType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
+        GGMLQuantizationType.Q4_1: LlamaFileType.MOSTLY_Q4_1,
     }
 )
 _REWRITTEN_KEYS = frozenset({"general.architecture", "general.file_type", "general.quantization_version"})
@@ -33,28 +52,45 @@ _FOREIGN_KEYS = frozenset({"rope_frequency_factors"})
 """Config keys that a GGUF file's config may have and a Hugging Face one has not."""
 
 
-def copy_gguf(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Writes `source` again with its matrices in `dtype`; vectors are fp32, as converters leave them."""
+def copy_gguf(
+    source: Path, target: Path, kind: GGMLQuantizationType, *, unchanged: frozenset[str] = frozenset()
+) -> None:
+    """Writes `source` again with its matrices stored as `kind`; vectors are fp32, as converters leave them.
+
+    The tensors named in `unchanged` keep the type that they have.
+    """
     reader = GGUFReader(source)
-    kind, file_type = _TYPES[dtype]
     writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name in _REWRITTEN_KEYS or name.startswith("GGUF."):
             continue
         nested = field.types[1] if field.types[0] is GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], nested)
-    writer.add_file_type(file_type)
-    kinds = [kind if len(tensor.shape) > 1 else GGMLQuantizationType.F32 for tensor in reader.tensors]
+    writer.add_file_type(_FILE_TYPES[kind])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    kinds = [_stored_kind(tensor, kind, unchanged) for tensor in reader.tensors]
     for tensor, stored in zip(reader.tensors, kinds, strict=True):
         shape = [int(size) for size in reversed(tensor.shape)]
-        num_bytes = math.prod(shape) * GGML_QUANT_SIZES[stored][1]
-        writer.add_tensor_info(tensor.name, shape, numpy.dtype(numpy.float32), num_bytes, stored)
+        block_elements, block_bytes = GGML_QUANT_SIZES[stored]
+        num_bytes = math.prod(shape) // block_elements * block_bytes
+        if stored not in STORED_AS.values():
+            # The writer takes the shape of the bytes of a quantised tensor.
+            shape[-1] = shape[-1] // block_elements * block_bytes
+            writer.add_tensor_info(tensor.name, shape, numpy.dtype(numpy.uint8), num_bytes, stored)
+        else:
+            writer.add_tensor_info(tensor.name, shape, numpy.dtype(numpy.float32), num_bytes, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor, stored in zip(reader.tensors, kinds, strict=True):
         writer.write_tensor_data(quantize(dequantize(tensor.data, tensor.tensor_type), stored))
     writer.close()
+
+
+def _stored_kind(tensor: ReaderTensor, kind: GGMLQuantizationType, unchanged: frozenset[str]) -> GGMLQuantizationType:
+    if tensor.name in unchanged:
+        return tensor.tensor_type
+    return kind if len(tensor.shape) > 1 else GGMLQuantizationType.F32
 
 
 def copy_as_folder(checkpoint: Checkpoint, target: Path, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from sightline.core.errors import ConfigError, SightlineError
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.tools.bench import Generate, Prompts
 from sightline.tools.floor import KEEP
-from sightline.tools.peer_copies import copy_as_folder, copy_gguf
+from sightline.tools.peer_copies import STORED_AS, copy_as_folder, copy_gguf
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def llama_cpp_peer(model: PeerModel) -> Peer:
     path, runs = location, "the file's own weights, float16 cache"
     if model.quantization != KEEP:
         path, runs = model.folder / "copy.gguf", f"a copy with {model.dtype_name} weights and cache"
-        copy_gguf(location, path, model.dtype)
+        copy_gguf(location, path, STORED_AS[model.dtype])
         kinds = {torch.float32: "GGML_TYPE_F32", torch.float16: "GGML_TYPE_F16", torch.bfloat16: "GGML_TYPE_BF16"}
         params.cache_type_k = params.cache_type_v = library.ggml_type[kinds[model.dtype]]
     params.model.path = str(path)

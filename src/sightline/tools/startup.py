@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sightline.core.config import Quantization
 from sightline.engine import Engine
 
 
@@ -9,8 +10,10 @@ def startup_report(engine: Engine) -> list[str]:
     """A few lines for a person. Degradations are not among them: they are logged, whoever starts the engine."""
     runtime, config = engine.runtime, engine.runtime.config
     cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
+    dtype = str(config.dtype).removeprefix("torch.")
+    weights = f"{dtype}, weights as quantised" if config.quantization is Quantization.KEEP else dtype
     lines = [
-        f"{config.device.name} · {str(config.dtype).removeprefix('torch.')} · context {config.max_model_len:,} tokens",
+        f"{config.device.name} · {weights} · context {config.max_model_len:,} tokens",
         f"cache of {_mebibytes(cache_bytes)}: {config.cache_tokens:,} tokens in pages of {config.page_size}"
         f" · scratch {_mebibytes(runtime.workspace.num_bytes)}",
     ]
