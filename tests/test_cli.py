@@ -6,9 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
+from sightline.cli import app
+from sightline.core.config import Quantization
 from sightline.version import __version__
 
 QUICK = ["--max-model-len", "1k", "--max-tokens", "6", "--temperature", "0"]
@@ -118,3 +123,33 @@ def test_bad_input_is_one_clear_line_and_a_failing_exit_code(arguments: list[str
     assert result.returncode != 0
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["latency", "--num-iters", "0"],
+        ["latency", "--batch-size", "0"],
+        ["throughput", "--num-prompts", "0"],
+        ["growth", "--num-steps", "0"],
+        ["growth", "--rows", "1,0"],
+        ["profile", "--num-steps", "0"],
+    ],
+)
+def test_a_measurement_of_nothing_is_refused(flags: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", *flags])
+    assert result.exit_code == 2
+    assert "expected a whole number of at least 1, got '0'" in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("flag", ["--save-result", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(flag: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "growth", flag, str(tmp_path / "nowhere" / "file")])
+    assert result.exit_code == 2
+    assert "expected a file in a folder that exists" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_ways_with_quantised_weights_are_those_of_the_config() -> None:
+    [option] = [each for each in app.commands["generate"].params if each.name == "quantization"]
+    assert isinstance(option.type, click.Choice)
+    assert list(option.type.choices) == [kind.value for kind in Quantization]

@@ -48,10 +48,15 @@ def parse_count(text: str) -> int:
 
 def parse_counts(text: str) -> list[int]:
     """Whole numbers of at least 1, separated by commas."""
-    counts = [parse_count(part) for part in text.split(",")]
-    if min(counts) < 1:
-        raise click.BadParameter(f"expected whole numbers of at least 1, got {text!r}")
-    return counts
+    return [parse_positive_count(part) for part in text.split(",")]
+
+
+def parse_target(text: str) -> Path:
+    """A file that can be written when the work is done: no measurement is lost for want of a folder."""
+    path = Path(text)
+    if path.is_dir() or not path.resolve().parent.is_dir():
+        raise click.BadParameter(f"expected a file in a folder that exists, got {text!r}; make the folder first")
+    return path
 
 
 def counts_option(name: str, *, help: str, default: str) -> Callable[[_CommandT], _CommandT]:
@@ -59,12 +64,27 @@ def counts_option(name: str, *, help: str, default: str) -> Callable[[_CommandT]
     return click.option(name, type=parse_counts, metavar="NUMBERS", default=default, show_default=True, help=help)
 
 
-def count_option(*names: str, help: str, default: int | None = None) -> Callable[[_CommandT], _CommandT]:
+def parse_positive_count(text: str) -> int:
+    """A whole number of at least 1."""
+    count = parse_count(text)
+    if count < 1:
+        raise click.BadParameter(f"expected a whole number of at least 1, got {text!r}")
+    return count
+
+
+def count_option(
+    *names: str, help: str, default: int | None = None, parse: Callable[[str], int] = parse_count
+) -> Callable[[_CommandT], _CommandT]:
     """An option whose value is a count."""
     shown = None if default is None else str(default)
     return click.option(
-        *names, type=parse_count, metavar="NUMBER", default=shown, show_default=default is not None, help=help
+        *names, type=parse, metavar="NUMBER", default=shown, show_default=default is not None, help=help
     )
+
+
+def measure_option(name: str, *, help: str, default: int) -> Callable[[_CommandT], _CommandT]:
+    """An option of a measurement, of which nothing is no measurement."""
+    return count_option(name, help=help, default=default, parse=parse_positive_count)
 
 
 def _collected(name: str, **options: Callable[[_CommandT], _CommandT]) -> Callable[[_CommandT], _CommandT]:
@@ -95,7 +115,7 @@ engine_options = _collected(
         type=click.Choice(["dequantise", "keep"]),
         default="dequantise",
         show_default=True,
-        help="What becomes of a file's quantised weights: exact, or kept small and multiplied as they are.",
+        help="A file's quantised weights: exact, or kept small and multiplied as they are, with rounded inputs.",
     ),
     max_model_len=count_option(
         "--max-model-len", "--context-length", "max_model_len", help="Longest sequence, in tokens."
@@ -246,7 +266,7 @@ def chat(
 json_settings = {
     "as_json": json_option,
     "save_result": click.option(
-        "--save-result", type=click.Path(dir_okay=False), help="Write the JSON object here too."
+        "--save-result", type=parse_target, metavar="FILE", help="Write the JSON object here too."
     ),
 }
 bench_options = _collected(
@@ -254,7 +274,7 @@ bench_options = _collected(
     compare=click.option(
         "--compare", default="", metavar="NAMES", help="Other engines to run in turns: transformers,llama.cpp,vllm."
     ),
-    num_iters=count_option("--num-iters", default=5, help="Rounds that count; medians are told."),
+    num_iters=measure_option("--num-iters", default=5, help="Rounds that count; medians are told."),
     **json_settings,
 )
 report_file_options = _collected("how", **json_settings)
@@ -266,9 +286,9 @@ def bench() -> None:
 
 
 @bench.command()
-@count_option("--input-len", default=512, help="Tokens of the prompt that is read.")
-@count_option("--output-len", default=48, help="Tokens that each row generates.")
-@count_option("--batch-size", default=1, help="Rows that generate at once.")
+@measure_option("--input-len", default=512, help="Tokens of the prompt that is read.")
+@measure_option("--output-len", default=48, help="Tokens that each row generates.")
+@measure_option("--batch-size", default=1, help="Rows that generate at once.")
 @counts_option("--contexts", default="32", help="Tokens of the rows' prompts, in turns: 64,128,256,512 mixes them.")
 @bench_options
 @engine_options
@@ -293,9 +313,9 @@ def latency(
 
 
 @bench.command()
-@count_option("--num-prompts", default=16, help="Prompts that run at once.")
-@count_option("--random-input-len", default=64, help="Random tokens of each prompt.")
-@count_option("--random-output-len", default=48, help="Tokens that each generates.")
+@measure_option("--num-prompts", default=16, help="Prompts that run at once.")
+@measure_option("--random-input-len", default=64, help="Random tokens of each prompt.")
+@measure_option("--random-output-len", default=48, help="Tokens that each generates.")
 @bench_options
 @engine_options
 def throughput(
@@ -311,15 +331,15 @@ def throughput(
 @bench.command()
 @counts_option("--rows", default="1,2,4,8,16,32,64", help="Rows of a step, at the first of the contexts.")
 @counts_option("--contexts", default="64,128,256,512,1k,2k,4k", help="Tokens that rows hold, with 1 row and with 8.")
-@count_option("--num-steps", default=8, help="Decode steps of each point; medians are told.")
-@click.option("--plot", type=click.Path(dir_okay=False), metavar="FILE.svg", help="Draw the curves here.")
+@measure_option("--num-steps", default=8, help="Decode steps of each point; medians are told.")
+@click.option("--plot", type=parse_target, metavar="FILE.svg", help="Draw the curves here.")
 @report_file_options
 @engine_options
 def growth(
     rows: list[int],
     contexts: list[int],
     num_steps: int,
-    plot: str | None,
+    plot: Path | None,
     how: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
@@ -337,14 +357,14 @@ def growth(
         ),
     )
     if plot is not None:
-        Path(plot).write_text(report.svg())
+        plot.write_text(report.svg())
     _print_report(report, how)
 
 
 @bench.command()
-@count_option("--batch-size", default=1, help="Rows of a step.")
-@count_option("--input-len", default=64, help="Tokens that each row holds.")
-@count_option("--num-steps", default=16, help="Decode steps that are timed, and then taken apart.")
+@measure_option("--batch-size", default=1, help="Rows of a step.")
+@measure_option("--input-len", default=64, help="Tokens that each row holds.")
+@measure_option("--num-steps", default=16, help="Decode steps that are timed, and then taken apart.")
 @report_file_options
 @engine_options
 def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -365,9 +385,9 @@ def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> Non
 def _print_report(report: Report | GrowthReport | ProfileReport, how: dict[str, Any]) -> None:
     """As text, or as one JSON object; the object also into a file where one is asked for."""
     text = json.dumps(asdict(report), indent=2)
-    if how["save_result"] is not None:
-        Path(how["save_result"]).write_text(text + "\n")
     click.echo(text if how["as_json"] else "\n".join(report.lines()))
+    if how["save_result"] is not None:
+        how["save_result"].write_text(text + "\n")
 
 
 def main() -> None:

@@ -136,3 +136,12 @@ def test_pages_that_fall_are_no_run() -> None:
     table = PageTable(num_rows=1, max_pages=8, device=torch.device("cpu"))
     table.append(1, [6, 5, 4])
     assert table.run(1, 0, 12, page_size=4) is None
+
+
+@pytest.mark.parametrize(("first", "stop"), [(0, 13), (12, 16), (40, 44), (3, 3), (5, 2), (-1, 4)])
+def test_a_run_of_entries_that_the_row_has_no_pages_for_is_refused(first: int, stop: int) -> None:
+    table = make_table(max_pages=8)
+    table.append(1, [4, 5, 6])
+    table.append(2, [7, 8])
+    with pytest.raises(ValueError, match="expected entries that row 1 has pages for"):
+        table.run(1, first, stop, page_size=4)

@@ -154,6 +154,7 @@ def test_the_command_measures_every_engine_on_the_same_work(command: str, tmp_pa
         "dtype": "float32",
         "quantization": "dequantise",
         "threads": torch.get_num_threads(),
+        "degradations": [],
     }
     works = {entry["work"] for entry in report["results"]}
     assert len(report["results"]) == 2 * len(works)

@@ -72,6 +72,10 @@ class PageTable:
     def run(self, row: int, first: int, stop: int, page_size: int) -> slice | None:
         """The slots of entries `first` to `stop` of a row where they lie side by side in order, None where not."""
         pages = self._owned[row][first // page_size : -(-stop // page_size)]
+        if not 0 <= first < stop or len(pages) != -(-stop // page_size) - first // page_size:
+            raise ValueError(
+                f"expected entries that row {row} has pages for, got {first} to {stop} of {len(pages)} pages"
+            )
         if pages != list(range(pages[0], pages[0] + len(pages))):
             return None
         start = pages[0] * page_size + first % page_size

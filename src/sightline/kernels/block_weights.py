@@ -16,6 +16,10 @@ BLOCK_SIZE = 32
 """Consecutive inputs of a row that share a scale and a minimum."""
 
 
+LOOKUP_BITS = 10
+"""Memory that `BlockWeights` take for a weight: a byte for its code, and its share of two fp32 numbers a block."""
+
+
 class CodeBits(IntEnum):
     """How many bits the codes use."""
 

@@ -26,9 +26,10 @@ class AttentionBuffers:
         num_turned = num_q_heads + num_kv_heads
         num_heads, num_tokens = num_turned + num_kv_heads, scratch.num_tokens
         self.qkv = scratch.take("attention.qkv", num_heads * head_dim)
-        # Attention reads a token's head as one run of numbers.
+        # Attention reads a head as one run of numbers. Every step asks for it, so that the largest reserves it.
+        rows = scratch.take_rows("attention.rows", num_heads * head_dim)
         self.is_row_major = self.qkv.is_contiguous()
-        self.rows = self.qkv if self.is_row_major else scratch.take_rows("attention.rows", num_heads * head_dim)
+        self.rows = self.qkv if self.is_row_major else rows
         heads = self.rows.view(num_tokens, num_heads, head_dim)
         self.turned = Halves.of(heads[:, :num_turned])
         """Queries and keys, before the rotation."""

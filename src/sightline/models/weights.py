@@ -22,6 +22,9 @@ DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that older checkpoints store although the config determines them."""
 
 
+BLOCK_TYPES = "one of Q8_0, Q4_0 and Q4_1"
+
+
 class WeightReader:
     """Hands out weights and remembers which were taken."""
 
@@ -44,13 +47,14 @@ class WeightReader:
         self._keep_on = keep_on
         self._taken: set[str] = set()
         self._dequantised: dict[str, list[str]] = {}
-        """By reason: projections that were to stay quantised and could not."""
+        """By reason: weights that are quantised in the file, were to stay so, and could not."""
+        self._num_kept = 0
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The tensor, in `dtype` or the compute dtype. Raises where it is missing or of another shape."""
         info = self._claim(name, shape)
-        if self._keep_on is not None and len(shape) > 2:
-            self._note(f"expected a matrix a projection, got experts stored as one tensor of {info.stored_as}", [name])
+        if len(shape) > 2:
+            self._note("expected a matrix a projection, got experts stored as one tensor", {name: info})
         return self._checkpoint.load(name).to(device=self.device, dtype=dtype or self._dtype)
 
     def projection(self, sizes: Mapping[str, int], in_features: int, *, bias: bool) -> Projection:
@@ -71,7 +75,9 @@ class WeightReader:
         """A vector a token, `name`.weight."""
         info = self._claim(f"{name}.weight", (num_tokens, hidden_size))
         if self._keep_on is not None and info.blocks is not None:
+            self._num_kept += 1
             return BlockEmbedding(self._checkpoint.load_blocks(f"{name}.weight"))
+        self._note(f"expected {BLOCK_TYPES}, got {info.stored_as}", {f"{name}.weight": info})
         return DenseEmbedding(self.take(f"{name}.weight", info.shape))
 
     def tied_embedding(self, name: str, num_tokens: int, hidden_size: int) -> tuple[Embedding, Projection]:
@@ -101,7 +107,13 @@ class WeightReader:
             self._ledger.record(
                 "--quantization keep",
                 f"{len(names_of)} weights are dequantised, {names_of[0]} among them: {reason}",
-                "use a file in Q8_0, Q4_0 or Q4_1, or leave the flag out",
+                "use another file, or leave the flag out if memory allows",
+            )
+        if self._keep_on is not None and not self._num_kept and not self._dequantised:
+            self._ledger.record(
+                "--quantization keep",
+                "changes nothing: no weight of the file is quantised",
+                f"use a file in {BLOCK_TYPES}, or leave the flag out",
             )
 
     def _claim(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -124,23 +136,32 @@ class WeightReader:
 
         None where they are dequantised; why, if they were to stay, is noted.
         """
-        infos = [self._claim(name, shape) for name, shape in shapes.items()]
+        infos = {name: self._claim(name, shape) for name, shape in shapes.items()}
         if self._keep_on is None:
             return None
-        widths = {info.blocks for info in infos}
-        bits = widths.pop()
-        if bits is None or widths:
-            stored = ", ".join(sorted({info.stored_as for info in infos}))
-            choice = ProductChoice(None, f"expected one of Q8_0, Q4_0 and Q4_1 for all of a projection, got {stored}")
-        else:
-            num_outputs, (_, in_features) = sum(info.shape[0] for info in infos), infos[0].shape
-            choice = choose_product(ProductShape(num_outputs, in_features, bits), self._keep_on)
+        choice = choose_kept_product(list(infos.values()), self._keep_on)
         if choice.product is None:
-            self._note(choice.refusals, shapes)
+            self._note(choice.refusals, infos)
+        else:
+            self._num_kept += len(infos)
         return choice.product
 
-    def _note(self, reason: str, names: Iterable[str]) -> None:
-        self._dequantised.setdefault(reason, []).extend(names)
+    def _note(self, reason: str, infos: Mapping[str, TensorInfo]) -> None:
+        """Remembers why weights lose what the file saves; those that it stores as numbers lose nothing."""
+        quantised = [name for name, info in infos.items() if info.is_quantised]
+        if self._keep_on is not None and quantised:
+            self._dequantised.setdefault(reason, []).extend(quantised)
+
+
+def choose_kept_product(infos: Sequence[TensorInfo], cpu: CpuFeatures) -> ProductChoice:
+    """The product on the CPU of weights side by side that stay as the file quantises them; known from headers."""
+    widths = {info.blocks for info in infos}
+    bits = widths.pop()
+    if bits is None or widths:
+        stored = ", ".join(sorted({info.stored_as for info in infos}))
+        return ProductChoice(None, f"expected {BLOCK_TYPES} for all of a projection, got {stored}")
+    num_outputs, (_, in_features) = sum(info.shape[0] for info in infos), infos[0].shape
+    return choose_product(ProductShape(num_outputs, in_features, bits), cpu)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

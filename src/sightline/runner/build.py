@@ -23,11 +23,12 @@ from sightline.core.config import EngineConfig, ModelFacts, Quantization, Resolv
 from sightline.core.device import detect_device, single_threaded
 from sightline.core.ledger import Ledger
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
+from sightline.kernels.block_weights import LOOKUP_BITS
 from sightline.layers.scratch import Activations
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_model
-from sightline.models.weights import WeightReader
+from sightline.models.weights import WeightReader, choose_kept_product
 from sightline.runner.runner import Runner
 
 
@@ -57,7 +58,7 @@ def build_runtime(
     definition = define_model(checkpoint.config, ledger)
     groups = group_layers(definition.attention_specs())
     resolved = resolve(
-        config, _facts(Quantization(config.quantization), checkpoint, definition, groups), device, ledger
+        config, model_facts(Quantization(config.quantization), checkpoint, definition, groups), device, ledger
     )
     selections = select_backends(resolved, groups, CANDIDATES)
     reader = WeightReader(
@@ -130,19 +131,23 @@ def assemble_runtime(
     )
 
 
-def _facts(
+def model_facts(
     quantization: Quantization, checkpoint: Checkpoint, definition: ModelDefinition, groups: Sequence[LayerGroup]
 ) -> ModelFacts:
-    elements, quantised_bytes = 0, 0
-    for info in checkpoint.tensors.values():
-        if quantization is Quantization.KEEP and info.blocks is not None:
-            quantised_bytes += math.prod(info.shape) * PACKED_BITS[info.blocks] // 8
-        else:
+    """Read from the headers: no weight is loaded."""
+    cpu = CpuFeatures.detect() if quantization is Quantization.KEEP else None
+    elements, quantised_bits = 0, 0
+    for name, info in checkpoint.tensors.items():
+        if cpu is None or info.blocks is None or choose_kept_product([info], cpu).product is None:
             elements += math.prod(info.shape)
+            continue
+        # An embedding is kept to be looked up in, and packed as well where it is the output projection too.
+        lookup_bits = LOOKUP_BITS if "embed" in name else 0
+        quantised_bits += math.prod(info.shape) * (PACKED_BITS[info.blocks] + lookup_bits)
     return ModelFacts(
         max_positions=definition.max_positions,
         weight_elements=elements,
-        quantised_bytes=quantised_bytes,
+        quantised_bytes=quantised_bits // 8,
         cache_elements_per_token=sum(
             pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
         ),

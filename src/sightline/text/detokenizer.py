@@ -140,7 +140,7 @@ class _ByteFallback(_Step):
 
     def finish(self) -> Iterable[str]:
         held = bytes(self._run[: self._run_length])
-        self._run_length = 0
+        self._start_run()
         self._run_is_broken = False
         self._check.reset()
         try:
@@ -164,8 +164,12 @@ class _ByteFallback(_Step):
             except UnicodeDecodeError:
                 self._run_is_broken = True
         certain = REPLACEMENT * self._run_length
-        self._run_length = 0
+        self._start_run()
         return certain
+
+    def _start_run(self) -> None:
+        """In memory of its own: a copy may still hold the bytes of the run before."""
+        self._run, self._run_length = bytearray(), 0
 
 
 class _Metaspace(_Step):

@@ -102,9 +102,12 @@ class Conditions:
     dtype: str
     quantization: str
     threads: int
+    degradations: tuple[str, ...]
+    """What of all this is not as it was asked for."""
 
     def __str__(self) -> str:
-        return f"{self.model}, {self.dtype}, quantization {self.quantization}, {self.threads} threads"
+        lost = "".join(f"; {degradation}" for degradation in self.degradations)
+        return f"{self.model}, {self.dtype}, quantization {self.quantization}, {self.threads} threads{lost}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TypeAlias, cast
 
 import torch
 
+from sightline.core.config import Quantization
 from sightline.core.errors import SightlineError
 from sightline.core.ledger import Ledger
 from sightline.llm import LLM, EngineSettings
@@ -30,7 +31,7 @@ from sightline.tools.bench import (
     sightline_engine,
     summarise,
 )
-from sightline.tools.floor import KEEP, Floor, cache_reads, measure_machine, model_size
+from sightline.tools.floor import Floor, cache_reads, measure_machine, model_size
 from sightline.tools.peers import PeerModel, check_peers, load_peers
 
 CHECKED_TEXT = (
@@ -40,7 +41,6 @@ CHECKED_TEXT = (
 )
 """Continued by every engine before it is timed: on random tokens any rounding changes the likeliest token."""
 CHECKED_LENGTHS = (12, 24, 36, 48)
-DEQUANTISE = "dequantise"
 Works: TypeAlias = Callable[[Floor, int], Sequence[Work]]
 """(floor, size of the vocabulary) to what is measured."""
 
@@ -68,22 +68,29 @@ def load_subject(settings: dict[str, object]) -> Subject:
     wanted = dict(settings)
     model = cast("str | None", wanted.pop("model", None))
     checkpoint = open_checkpoint(default_model_path() if model is None else model, Ledger())
-    quantization = str(wanted.get("quantization", DEQUANTISE))
     llm = LLM(str(checkpoint.location), **cast("EngineSettings", wanted | {"skip_tokenizer_init": True}))
     runtime = llm.engine.runtime
-    dtype = runtime.config.dtype
+    dtype, quantization = runtime.config.dtype, runtime.config.quantization.value
     machine = measure_machine(dtype, runtime.config.device.torch_device)
     return Subject(
         llm=llm,
         checkpoint=checkpoint,
         floor=Floor(machine, model_size(checkpoint, dtype, quantization), cache_reads(runtime)),
         conditions=Conditions(
-            model=checkpoint.location.name,
+            model=_shown_name(model, checkpoint),
             dtype=str(dtype).removeprefix("torch."),
             quantization=quantization,
             threads=torch.get_num_threads(),
+            degradations=tuple(str(entry) for entry in llm.engine.ledger),
         ),
     )
+
+
+def _shown_name(model: str | None, checkpoint: Checkpoint) -> str:
+    """A Hugging Face id as it was given; of a path the last part."""
+    if model is None or Path(model).exists():
+        return checkpoint.location.resolve().name
+    return model
 
 
 def latency_works(
@@ -140,7 +147,7 @@ def compare_engines(settings: dict[str, object], works: Works, compared: Sequenc
         agreement = compare_tokens(engines, checked, frozenset(subject.checkpoint.generation.eos_token_ids))
         check_agreement(agreement, exact=_is_exact(subject.conditions))
         seconds = [measure(engines, work, rounds) for work in planned]
-    kept = subject.conditions.quantization == KEEP
+    kept = subject.conditions.quantization == Quantization.KEEP.value
     own = "the file's own" if kept else subject.conditions.dtype
     ours = f"{own} weights, {subject.conditions.dtype} cache"
     described = {OURS: ours} | {name: peer.runs for name, peer in peers.items()}
@@ -161,7 +168,7 @@ def checked_prompts(checkpoint: Checkpoint, vocab_size: int) -> tuple[str, list[
 
 def _is_exact(conditions: Conditions) -> bool:
     """True where engines differ by rounding too small to change a greedy token, bar a tie."""
-    return conditions.dtype == "float32" and conditions.quantization != KEEP
+    return conditions.dtype == "float32" and conditions.quantization != Quantization.KEEP.value
 
 
 def _peer_model(subject: Subject, works: Sequence[Work], folder: Path) -> PeerModel:

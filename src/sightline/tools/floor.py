@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from sightline.core.config import Quantization
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.runner.build import Runtime
-
-KEEP = "keep"
-"""The `quantization` setting under which products use the file's own weights."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,9 @@ def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) ->
         name: info for name, info in checkpoint.tensors.items() if not (head and name == "model.embed_tokens.weight")
     }
     num_bytes = sum(
-        _stored_bytes(info, dtype) if quantization == KEEP else math.prod(info.shape) * dtype.itemsize
+        _stored_bytes(info, dtype)
+        if quantization == Quantization.KEEP.value
+        else math.prod(info.shape) * dtype.itemsize
         for info in multiplied.values()
     )
     return ModelSize(sum(sizes.values()) - embedding - head, head or embedding, num_bytes)

@@ -12,7 +12,7 @@ from sightline.tools.bench import Conditions
 from sightline.tools.bench_work import Subject
 from sightline.tools.floor import Floor, Machine
 from sightline.tools.plot import Panel, Series, draw
-from sightline.tools.stepping import decoding_rows
+from sightline.tools.stepping import check_room, decoding_rows
 
 MANY_ROWS = 8
 """Of the second curve over contexts."""
@@ -83,6 +83,8 @@ def measure_growth(
     """Times all rows at the first context, then all contexts with 1 row and with `MANY_ROWS`."""
     by_rows = [(count, contexts[0]) for count in rows]
     by_context = [(count, context) for count in (1, MANY_ROWS) for context in contexts]
+    for count, context in [*by_rows, *by_context]:
+        check_room(subject.llm.engine, count, context, num_steps)
     timed: list[Timing] = []
     for count, context in [*by_rows, *by_context]:
         timed.append(time_steps(subject.llm.engine, count, context, num_steps))

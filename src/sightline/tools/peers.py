@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from sightline.core.config import Quantization
 from sightline.core.errors import ConfigError, SightlineError
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.tools.bench import Generate, Prompts
-from sightline.tools.floor import KEEP
 from sightline.tools.peer_copies import STORED_AS, copy_as_folder, copy_gguf
 
 
@@ -101,7 +101,7 @@ def llama_cpp_peer(model: PeerModel) -> Peer:
     library = import_module("xllamacpp")
     params = library.CommonParams()
     path, runs = location, "the file's own weights, float16 cache"
-    if model.quantization != KEEP:
+    if model.quantization != Quantization.KEEP.value:
         path, runs = model.folder / "copy.gguf", f"a copy with {model.dtype_name} weights and cache"
         copy_gguf(location, path, STORED_AS[model.dtype])
         kinds = {torch.float32: "GGML_TYPE_F32", torch.float16: "GGML_TYPE_F16", torch.bfloat16: "GGML_TYPE_BF16"}

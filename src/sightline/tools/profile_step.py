@@ -21,7 +21,8 @@ from sightline.tools.stepping import decoding_rows
 
 _ELEMENTWISE = (
     "add sub mul div pow addcmul addcdiv neg abs exp log rsqrt sqrt reciprocal sin cos tanh erf silu gelu relu sigmoid "
-    "clamp minimum maximum where lerp roll mean sum amax amin rms_norm _fused_rms_norm native_layer_norm copy_ cat"
+    "clamp minimum maximum where lerp roll mean sum amax amin rms_norm _fused_rms_norm native_layer_norm "
+    "linalg_vector_norm hypot copy_ cat"
 )
 GROUPS: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {

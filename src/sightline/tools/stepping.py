@@ -21,9 +21,8 @@ def decoding_rows(engine: Engine, rows: int, context: int, num_steps: int) -> It
     Gives the rows' tokens in the cache before the first of those steps. Rows that have read their prompt decode
     along while others read theirs, so that they hold a few more.
     """
-    reading_steps = -(-rows * context // max(1, engine.runtime.config.max_step_tokens - rows))
-    max_tokens = 1 + reading_steps + WARM_STEPS + num_steps + 1
-    _check_room(engine, rows, context + max_tokens)
+    check_room(engine, rows, context, num_steps)
+    max_tokens = _max_tokens(engine, rows, context, num_steps)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     prompts = random_prompts([context] * rows, engine.vocab_size)
     gained = {engine.submit(prompt, params): 0 for prompt in prompts}
@@ -60,8 +59,16 @@ def _take(engine: Engine, gained: dict[str, int]) -> None:
         gained[request] += 0 if delta is None else len(delta.token_ids)
 
 
-def _check_room(engine: Engine, rows: int, tokens: int) -> None:
+def _max_tokens(engine: Engine, rows: int, context: int, num_steps: int) -> int:
+    """Tokens that a row may generate until the last step that counts."""
+    reading_steps = -(-rows * context // max(1, engine.runtime.config.max_step_tokens - rows))
+    return 1 + reading_steps + WARM_STEPS + num_steps + 1
+
+
+def check_room(engine: Engine, rows: int, context: int, num_steps: int) -> None:
+    """Raises where the engine cannot hold so many rows for so many steps."""
     config = engine.runtime.config
+    tokens = context + _max_tokens(engine, rows, context, num_steps)
     if rows > config.max_rows:
         raise ConfigError(f"expected at most {config.max_rows} rows, got {rows}; raise --max-num-seqs")
     if tokens > config.max_model_len:

@@ -17,6 +17,9 @@ from sightline.kernels.block_weights import BlockWeights, CodeBits
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.text.tokenizer import Tokenizer
 
+PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+"""Stored types whose elements are the weights."""
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -29,6 +32,11 @@ class TensorInfo:
     """The format's own name of the stored type: "BF16", "Q4_1"."""
     blocks: CodeBits | None = None
     """The width of its codes where `Checkpoint.load_blocks` returns it as blocks."""
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the file stores codes, and not the numbers themselves."""
+        return not set(self.stored_as.split("+")) <= PLAIN_TYPES
 
 
 class Checkpoint(ABC):
