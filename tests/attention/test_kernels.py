@@ -19,8 +19,8 @@ def inputs(q_heads: int, kv_heads: int, query_len: int, kv_len: int) -> tuple[Te
     generator = torch.Generator().manual_seed(q_heads + kv_heads + query_len + kv_len)
     return (
         torch.randn(3, query_len, q_heads, 8, generator=generator) * 2,
-        torch.randn(3, kv_len, kv_heads, 8, generator=generator),
-        torch.randn(3, kv_len, kv_heads, 8, generator=generator),
+        torch.randn(3, kv_len, kv_heads, 8, generator=generator).transpose(1, 2),
+        torch.randn(3, kv_len, kv_heads, 8, generator=generator).transpose(1, 2),
     )
 
 
@@ -42,14 +42,14 @@ def looped(
     for row in range(rows):
         for query in range(query_len):
             for head in range(q_heads):
-                kv_head = head // (q_heads // k.shape[2])
+                kv_head = head // (q_heads // k.shape[1])
                 total = 0.0 if sinks is None else math.exp(float(sinks[head]))
-                for key in range(k.shape[1]):
-                    score = float(q[row, query, head] @ k[row, key, kv_head]) * SCALE
+                for key in range(k.shape[2]):
+                    score = float(q[row, query, head] @ k[row, kv_head, key]) * SCALE
                     if softcap is not None:
                         score = softcap * math.tanh(score / softcap)
                     weight = math.exp(score + (0.0 if bias is None else float(bias[row, 0, query, key])))
-                    out[row, query, head] += weight * v[row, key, kv_head]
+                    out[row, query, head] += weight * v[row, kv_head, key]
                     total += weight
                 out[row, query, head] /= total or 1.0
                 lse[row, query, head] = math.log(total) if total else -math.inf

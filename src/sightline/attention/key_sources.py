@@ -36,14 +36,14 @@ class TileTokens:
 
     def of(self, values: Tensor) -> Tensor:
         """[num_rows, query_len, ...]."""
-        if self.contiguous == slice(0, len(values)):
+        if self.contiguous == slice(0, values.shape[0]):
             return values.view(self.num_rows, self.query_len, *values.shape[1:])
         chosen = values[self.contiguous] if self.contiguous is not None else values.index_select(0, self.indices)
         return chosen.view(self.num_rows, self.query_len, *values.shape[1:])
 
     def put(self, out: Tensor, result: Tensor) -> None:
         flat = result.reshape(self.num_rows * self.query_len, *out.shape[1:])
-        if self.contiguous == slice(0, len(out)):
+        if self.contiguous == slice(0, out.shape[0]):
             out.copy_(flat)
         elif self.contiguous is not None:
             out[self.contiguous] = flat
@@ -54,6 +54,8 @@ class TileTokens:
 class LayerEntries(NamedTuple):
     """What a layer has to read from."""
 
+    layer: int
+    """In its group."""
     keys: Tensor
     """[num_slots, num_kv_heads, head_dim]."""
     values: Tensor
@@ -64,8 +66,8 @@ class KeySource(ABC):
     """Where a tile's keys and values come from."""
 
     @abstractmethod
-    def read(self, layer: LayerEntries) -> tuple[Tensor, Tensor]:
-        """Both [num_rows, num_keys, num_kv_heads, head_dim]."""
+    def read(self, entries: LayerEntries) -> tuple[Tensor, Tensor]:
+        """Both [num_rows, num_kv_heads, num_keys, head_dim], in any memory order but for head_dim."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,18 +76,20 @@ class FromStep(KeySource):
 
     tokens: TileTokens
 
-    def read(self, layer: LayerEntries) -> tuple[Tensor, Tensor]:
-        return self.tokens.of(layer.inputs.k), self.tokens.of(layer.inputs.v)
+    def read(self, entries: LayerEntries) -> tuple[Tensor, Tensor]:
+        k, v = self.tokens.of(entries.inputs.k), self.tokens.of(entries.inputs.v)
+        return k.transpose(1, 2), v.transpose(1, 2)
 
 
-@dataclass(frozen=True)
 class InPlace(KeySource):
-    """They are one row's, side by side in the pool."""
+    """They are one row's, side by side in the pool. All layers' views are made at once."""
 
-    slots: slice
+    def __init__(self, slots: slice, keys: Tensor, values: Tensor) -> None:
+        """Keys and values [num_layers, num_slots, num_kv_heads, head_dim]."""
+        self._k, self._v = (plane[:, slots].transpose(1, 2).unsqueeze(1).unbind(0) for plane in (keys, values))
 
-    def read(self, layer: LayerEntries) -> tuple[Tensor, Tensor]:
-        return layer.keys[self.slots].unsqueeze(0), layer.values[self.slots].unsqueeze(0)
+    def read(self, entries: LayerEntries) -> tuple[Tensor, Tensor]:
+        return self._k[entries.layer], self._v[entries.layer]
 
 
 class Gathered(KeySource):
@@ -95,9 +99,11 @@ class Gathered(KeySource):
         """Slots [num_rows, num_keys] int64."""
         self._slots = slots.view(-1)
         self._k, self._v = scratch.k[: slots.numel()], scratch.v[: slots.numel()]
-        self._by_row = tuple(part.view(*slots.shape, *part.shape[1:]) for part in (self._k, self._v))
+        self._k_by_row, self._v_by_row = (
+            part.view(*slots.shape, *part.shape[1:]).transpose(1, 2) for part in (self._k, self._v)
+        )
 
-    def read(self, layer: LayerEntries) -> tuple[Tensor, Tensor]:
-        gather_entries(layer.keys, self._slots, self._k)
-        gather_entries(layer.values, self._slots, self._v)
-        return self._by_row[0], self._by_row[1]
+    def read(self, entries: LayerEntries) -> tuple[Tensor, Tensor]:
+        gather_entries(entries.keys, self._slots, self._k)
+        gather_entries(entries.values, self._slots, self._v)
+        return self._k_by_row, self._v_by_row

@@ -85,16 +85,16 @@ class _TorchPlan(AttentionPlan[SoftmaxInputs]):
         """Everything was built on the host."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
-        readable = LayerEntries(self.keys[layer], self.values[layer], inputs)
+        entries = LayerEntries(layer, self.keys[layer], self.values[layer], inputs)
         if self.write_slots is not None:
-            write_entries(readable.keys, self.write_slots, inputs.k)
-            write_entries(readable.values, self.write_slots, inputs.v)
+            write_entries(entries.keys, self.write_slots, inputs.k)
+            write_entries(entries.values, self.write_slots, inputs.v)
         lse = None
         if self.needs_lse:
             lse = inputs.q.new_full(inputs.q.shape[:2], -torch.inf, dtype=torch.float32)
         for tile in self.tiles:
             q = tile.tokens.of(inputs.q)
-            k, v = tile.source.read(readable)
+            k, v = tile.source.read(entries)
             if tile.fused:
                 tile.tokens.put(out, fused_attention(q, k, v, tile.bias, scale=self.spec.scale, causal=tile.causal))
                 continue
@@ -153,7 +153,7 @@ class TorchBackend(AttentionBackend[SoftmaxInputs]):
             spans = split_long(spans, self._spec, knows_causal=self._fits_fused(step))
         least = MIN_KEYS_IN_PLACE if len(spans) > 1 else 1
         alone = {
-            span: InPlace(run)
+            span: InPlace(run, self._pool.plane("k"), self._pool.plane("v"))
             for span in spans
             if span.num_keys >= least and (run := self._run(span, step)) is not None
         }
