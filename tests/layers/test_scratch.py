@@ -18,10 +18,10 @@ class Pair:
 
 
 def test_only_batches_of_decoding_rows_are_turned() -> None:
-    assert [rows for rows in (0, 1, 5, 6, 16, 48, 49, 128) if prefers_feature_major(rows)] == [6, 16, 48]
+    assert [rows for rows in (0, 1, 7, 8, 16, 48, 49, 128) if prefers_feature_major(rows)] == [8, 16, 48]
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 6, 48, 100])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 8, 48, 100])
 def test_a_buffer_has_a_row_for_each_token_whatever_its_order(num_tokens: int) -> None:
     scratch = activations(100).shaped(num_tokens)
     taken, rows = scratch.take("a", 24), scratch.take_rows("b", 24)

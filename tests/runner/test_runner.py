@@ -22,7 +22,7 @@ def test_no_step_leases_memory(family: str, tmp_path: Path) -> None:
         write_family(path, family, tiny(family))
     runtime = load_runtime(path, EngineConfig(cache_tokens=256, max_num_batched_tokens=64))
     reserved = runtime.workspace.ledger()
-    for num_tokens in (1, 6, 16, 48, 49, 64):
+    for num_tokens in (1, 7, 8, 16, 48, 49, 64):
         row = runtime.store.open_row()
         runtime.store.grow_row(row, num_tokens)
         work = [RowWork(row, [5] * num_tokens, context_len=0, num_logits=1)]

@@ -27,10 +27,10 @@ OWNER = "activations"
 def prefers_feature_major(num_rows: int) -> bool:
     """True where W x is faster than x W^T: a batch of decoding rows, but neither one of a few nor a prefill.
 
-    Measured for the products of a small decoder (docs/benchmarks.md): at 16 rows 1.1 to 2.7 times as fast, at 32 about
-    1.3 times, slower at 2 to 4 and equal at 64.
+    Measured over all products of a small decoder (docs/benchmarks.md): 1.2 times as fast at 8 and 16 rows, 1.4 at 32,
+    equal at 48, slower at 2 to 6 and at 64.
     """
-    return 6 <= num_rows <= 48
+    return 8 <= num_rows <= 48
 
 
 def empty_rows(num_rows: int, features: int, like: Tensor, *, turns: bool) -> Tensor:
