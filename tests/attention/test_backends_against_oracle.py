@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sightline.attention import tiles
+from sightline.attention.backends.torch_backend import MIN_KEYS_IN_PLACE
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.core.batch import FULL, MaskKind, RowMask
 from support.attention_cases import BACKENDS, Bench, Row, Step, map_inputs, walk_slots
@@ -116,10 +117,10 @@ def test_a_very_long_row_beside_short_ones(backend: str) -> None:
 def test_long_contexts_side_by_side_in_the_pool_equal_the_oracle(
     backend: str, spec: SoftmaxSpec, needs: frozenset[Feature]
 ) -> None:
-    bench = Bench([spec], backend, page_size=4, shuffled=False)
-    rows = [Row(300, 1), Row(5, 1), Row(257, 9), Row(290, 6, FULL), Row(0, 40)]
+    bench = Bench([spec], backend, page_size=4, shuffled=False, max_seq_len=1200)
+    rows = [Row(1100, 1), Row(5, 1), Row(MIN_KEYS_IN_PLACE, 9), Row(1025, 6, FULL), Row(0, 40)]
     step = Step(bench, rows)
-    assert bench.store.pools[0].table.run(step.table_rows[0], 0, 301, 4) is not None
+    assert bench.store.pools[0].table.run(step.table_rows[0], 0, 1101, 4) is not None
     out, lse = step.run(needs)
     expected, expected_lse = step.expected()
     torch.testing.assert_close(out, expected, atol=TOLERANCE, rtol=TOLERANCE)

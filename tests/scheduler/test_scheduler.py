@@ -255,7 +255,7 @@ def test_the_fullest_pool_decides_about_admission() -> None:
     loop = Loop(make_store(6))
     loop.submit("a", 2, 11)
     loop.step()
-    assert loop.store.num_free_pages == 5, "pages are taken as the row grows, not when it is admitted"
+    assert loop.store.num_free_pages == 3, "a's pages are taken when it is admitted"
     loop.submit("b", 2, 15)
     assert list(loop.step()) == ["a"], "b's four pages are not there beside a's three"
 

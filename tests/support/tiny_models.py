@@ -165,7 +165,10 @@ def _gpt_oss() -> PreTrainedModel:
         swiglu_limit=1.5,
         rope_parameters=rope,
     )
-    return GptOssForCausalLM(config)
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = config.swiglu_limit  # which older releases of transformers leave at 7
+    return model
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {

@@ -131,7 +131,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def schedule(self) -> Schedule:
-        """The next step's rows, with pages for their new tokens."""
+        """The next step's rows, which have pages for their new tokens."""
         step = _Room(self._max_step_tokens, self._max_scored_tokens)
         rows = [
             self._row(sequence, step.take(sequence))
@@ -141,6 +141,8 @@ class Scheduler:
         while self._waiting and step.allows(self._waiting[0]) and self._has_room(self._waiting[0]):
             sequence = self._waiting.popleft()
             sequence.table_row = self._store.open_row()
+            # Its whole length is reserved: taken at once, its pages lie side by side wherever the free ones do.
+            self._store.grow_row(sequence.table_row, sequence.max_len)
             self._running.append(sequence)
             rows.append(self._row(sequence, step.take(sequence)))
         return Schedule(tuple(rows))
@@ -167,10 +169,9 @@ class Scheduler:
             sequence.table_row = None
 
     def _row(self, sequence: SequenceState, count: int) -> ScheduledRow:
-        """So many of a running sequence's pending tokens, with pages for them."""
+        """So many of a running sequence's pending tokens."""
         assert sequence.table_row is not None, "a running sequence has a row"
         assert sequence.num_pending > 0, "a running sequence has a token to compute"
-        self._store.grow_row(sequence.table_row, sequence.num_computed + count)
         return ScheduledRow(sequence, sequence.table_row, count)
 
     def _has_room(self, sequence: SequenceState) -> bool:
