@@ -46,7 +46,8 @@ class OneLayer(Model):
 
 
 def runner_for(step: Step, planner: Planner | None = None) -> Runner:
-    return Runner(OneLayer(step), planner or step.bench.planner, activations(step.bench.max_step_tokens))
+    memory = {lane: activations(step.bench.max_step_tokens) for lane in step.bench.lanes}
+    return Runner(OneLayer(step), planner or step.bench.planner, memory)
 
 
 def check(step: Step, planned: PlannedBatch) -> None:

@@ -151,11 +151,12 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
 
 
 def test_weights_that_stay_quantised_leave_room_for_more_pages(memory: pytest.MonkeyPatch) -> None:
-    give(memory, WEIGHT_BYTES + 20 * PAGE_BYTES)
+    give(memory, 200_000 + 20 * PAGE_BYTES)
+    exact = replace(FACTS, weight_elements=50_000)
+    kept, uncounted = (replace(FACTS, weight_elements=0, quantised_bytes=count) for count in (100_000, 0))
     config = EngineConfig(max_model_len=100)
-    kept = replace(FACTS, weight_elements=0, quantised_bytes=WEIGHT_BYTES // 4)
-    pages = [resolved(config, facts).num_pages for facts in (FACTS, kept)]
-    assert pages[1] > pages[0]
+    pages = [resolved(config, facts).num_pages for facts in (exact, kept, uncounted)]
+    assert pages[0] < pages[1] < pages[2], "kept weights take less, but not nothing"
 
 
 def test_an_unknown_way_with_quantised_weights_is_refused() -> None:

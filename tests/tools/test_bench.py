@@ -159,3 +159,9 @@ def test_the_command_measures_every_engine_on_the_same_work(command: str, tmp_pa
     works = {entry["work"] for entry in report["results"]}
     assert len(report["results"]) == 2 * len(works)
     assert all(entry["tokens_per_second"] > 0 and entry["of_floor"] > 0 for entry in report["results"])
+
+
+def test_contexts_that_no_row_would_have_are_refused() -> None:
+    floor = Floor(Machine(1e9, 1e9), ModelSize(10, 10, 80), ())
+    with pytest.raises(ConfigError, match="expected at most 2 contexts, one a row, got 3; raise --batch-size"):
+        latency_works(floor, 100, (8, 8), [1, 2, 3], rows=2)

@@ -118,7 +118,10 @@ def assemble_runtime(
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
     planner = Planner(bindings, limits, device, paranoid=config.paranoid)
-    activations = Activations(workspace, MAIN_LANE, config.max_step_tokens, config.dtype, turns=model.turns)
+    activations = {
+        lane: Activations(workspace, lane, config.max_step_tokens, config.dtype, turns=model.turns)
+        for lane in limits.lanes
+    }
     return Runtime(
         config=config,
         definition=definition,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch, Planner
+from sightline.attention.workspace import Lane
 from sightline.core.errors import UnplannedBatchError
 from sightline.layers.scratch import Activations
 from sightline.models.contract import Model
@@ -14,11 +17,13 @@ from sightline.models.contract import Model
 class Runner:
     """Runs planned batches through one model."""
 
-    def __init__(self, model: Model, planner: Planner, activations: Activations) -> None:
+    def __init__(self, model: Model, planner: Planner, activations: Mapping[Lane, Activations]) -> None:
+        """Activations for every lane that the planner plans for: steps of two lanes may be under way at once."""
         self._model = model
         self._planner = planner
         self._activations = activations
-        model.reserve(activations.shaped(activations.max_tokens))
+        for memory in activations.values():
+            model.reserve(memory.shaped(memory.max_tokens))
 
     def forward(self, planned: PlannedBatch) -> Tensor:
         """Logits [num_logits, vocab_size] fp32. The certificate is checked here, at every call."""
@@ -29,4 +34,5 @@ class Runner:
         current = self._planner.ensure(planned)
         with torch.inference_mode():
             current.prepare()
-            return self._model.forward(current, self._activations.shaped(current.batch.num_tokens))
+            memory = self._activations[current.plan.certificate.lane]
+            return self._model.forward(current, memory.shaped(current.batch.num_tokens))

@@ -11,7 +11,7 @@ from typing import TypeAlias, cast
 import torch
 
 from sightline.core.config import Quantization
-from sightline.core.errors import SightlineError
+from sightline.core.errors import ConfigError, SightlineError
 from sightline.core.ledger import Ledger
 from sightline.llm import LLM, EngineSettings
 from sightline.models.loading.checkpoint import Checkpoint
@@ -98,6 +98,8 @@ def latency_works(
 ) -> list[Work]:
     """A prompt read, and rows that generate, whose prompts have the `contexts` in turns."""
     input_len, output_len = lengths
+    if len(contexts) > rows:
+        raise ConfigError(f"expected at most {rows} contexts, one a row, got {len(contexts)}; raise --batch-size")
     held = [contexts[row % len(contexts)] for row in range(rows)]
     described = "+".join(str(context) for context in dict.fromkeys(held))
     return [
