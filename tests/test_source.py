@@ -3,52 +3,124 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
-import sightline
+import pytest
 
-ROOT = Path(sightline.__file__).parent
+from sightline.attention.backends.registry import BUILT_IN
+from support.source_rules import (
+    ROOT,
+    Rule,
+    class_checks,
+    comparisons_with_names,
+    modules,
+    probes,
+    violations,
+)
+
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_USUAL_FUNCTION_LINES = 40
+REGISTRY = "attention/backends/registry.py"
+compares_names = comparisons_with_names({candidate.name for candidate in BUILT_IN})
 
 
-def nodes() -> Iterator[tuple[Path, ast.AST]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            yield path, node
+def lines(rule: Rule, snippet: str) -> list[int]:
+    return rule(ast.parse(snippet))
 
 
 def test_nothing_is_probed_for_attributes() -> None:
-    probes = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path, node in nodes()
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and (node.func.id in ("hasattr", "setattr") or (node.func.id == "getattr" and len(node.args) == 3))
-    ]
-    assert probes == []
+    assert violations(probes) == []
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "hasattr(backend, 'init_mha_chunk_metadata')",
+        "getattr(backend, 'plan', None)",
+        "init = getattr(backend, 'plan', default)",
+        "setattr(batch, 'planned', True)",
+    ],
+)
+def test_a_probe_would_be_found(snippet: str) -> None:
+    assert lines(probes, f"x = 1\n{snippet}") == [2]
+
+
+def test_reading_an_attribute_by_a_name_that_must_be_there_is_no_probe() -> None:
+    assert lines(probes, "getattr(params, name)\nself.getattr(a, b, c)") == []
+
+
+def test_nothing_asks_an_object_which_backend_or_plan_it_is() -> None:
+    assert violations(class_checks, excepted=[REGISTRY]) == []
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "isinstance(backend, TorchBackend)",
+        "isinstance(backend, (str, torch_backend.TorchBackend))",
+        "isinstance(plan, AttentionPlan | None)",
+        "issubclass(loaded, AttentionBackend)",
+        "type(plan) is _TorchPlan",
+        "type(plan) in (A, _TorchPlan)",
+        "match plan:\n  case AttentionPlan(): pass",
+        "match plan:\n  case (int() | backends.TorchBackend(pool=p)): pass",
+    ],
+)
+def test_asking_for_a_backend_or_a_plan_by_class_would_be_found(snippet: str) -> None:
+    assert len(lines(class_checks, snippet)) == 1
+
+
+def test_asking_whether_a_batch_is_planned_is_allowed() -> None:
+    assert lines(class_checks, "isinstance(work, PlannedBatch)\nmatch work:\n  case PlannedBatch(): pass") == []
+
+
+def test_nothing_compares_a_backends_name() -> None:
+    assert violations(compares_names, excepted=[REGISTRY]) == []
+
+
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        "name == 'torch'",
+        "'reference' != self.kind",
+        "name in ('flash', 'torch')",
+        "name not in {'reference'}",
+        "name is 'torch'",
+        "selection.candidate.name == wanted",
+        "wanted in self.backend.name",
+        "candidate.name in fast",
+        "config.attention_backend == preferred",
+        "attention_backend in names",
+        "match name:\n  case 'torch': pass",
+        "match config.attention_backend:\n  case other: pass",
+    ],
+)
+def test_comparing_a_backends_name_would_be_found(snippet: str) -> None:
+    assert len(lines(compares_names, snippet)) == 1
+
+
+def test_asking_whether_a_backend_was_asked_for_is_allowed() -> None:
+    allowed = (
+        "config.attention_backend is None\nNone is not attention_backend\nlayer.name == other\nx == 'torch.float32'"
+    )
+    assert lines(compares_names, allowed) == []
 
 
 def test_no_function_rebinds_a_global() -> None:
-    assert [f"{path}:{node.lineno}" for path, node in nodes() if isinstance(node, ast.Global)] == []
-
-
-def test_backends_inherit_from_the_contract_alone() -> None:
-    bases = {
-        (node.name, ast.unparse(base))
-        for path, node in nodes()
-        if path.parent.name == "backends" and isinstance(node, ast.ClassDef)
-        for base in node.bases
-    }
-    assert {base.split("[")[0] for _, base in bases} == {"AttentionBackend", "AttentionPlan"}
+    rebound = [
+        f"{path}:{node.lineno}"
+        for path, module in modules()
+        for node in ast.walk(module)
+        if isinstance(node, ast.Global)
+    ]
+    assert rebound == []
 
 
 def test_files_and_functions_stay_readable() -> None:
     lengths = sorted(
         node.end_lineno - node.lineno + 1
-        for _, node in nodes()
+        for _, module in modules()
+        for node in ast.walk(module)
         if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
     )
     assert lengths[-1] <= MAX_FUNCTION_LINES
@@ -57,7 +129,4 @@ def test_files_and_functions_stay_readable() -> None:
 
 
 def test_every_module_says_what_it_owns() -> None:
-    undocumented = [
-        str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if not ast.get_docstring(ast.parse(path.read_text()))
-    ]
-    assert undocumented == []
+    assert [path for path, module in modules() if not ast.get_docstring(module)] == []

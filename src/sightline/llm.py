@@ -71,6 +71,7 @@ class EngineSettings(TypedDict, total=False):
     cache_tokens: int | None
     memory_fraction: float
     attention_backend: str | None
+    require_proof: bool
     seed: int | None
     skip_tokenizer_init: bool
     strict: bool

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from sightline.attention.backends import registry
 from sightline.attention.backends.reference_backend import ReferenceBackend
-from sightline.attention.backends.registry import CANDIDATES
+from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.capability import ANY, Capability, HostLengths, Requirement, refusals
-from sightline.attention.selection import Candidate, select_backend
+from sightline.attention.contract import AttentionBackend, SoftmaxInputs
+from sightline.attention.selection import Candidate, Selection, select_backend
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError, NoBackendError
@@ -28,6 +31,7 @@ ROW = Capability(
     dtypes=frozenset({torch.float32, torch.bfloat16}),
     cache_dtypes=frozenset({torch.float32}),
     head_dims=frozenset({64, 128}),
+    group_sizes=frozenset({1, 2}),
     page_sizes=frozenset({16}),
     features=frozenset(),
     host_lengths=HostLengths.EXACT,
@@ -46,12 +50,16 @@ def candidate(name: str, *rows: Capability, by_default: bool = True) -> Candidat
     class Stub(ReferenceBackend):
         capabilities: ClassVar[tuple[Capability, ...]] = rows
 
-    return Candidate(name, Stub, by_default)
+    return Candidate(name, by_default, "a test", lambda: Stub)
+
+
+def select(candidates: Sequence[Candidate], need: Requirement, requested: str | None = None) -> Selection:
+    return select_backend(registry.offer(candidates, requested), need, "group7")
 
 
 def refusal_text(candidates: Sequence[Candidate], need: Requirement, requested: str | None = None) -> str:
     with pytest.raises(NoBackendError) as caught:
-        select_backend(candidates, need, requested, "group7")
+        select(candidates, need, requested)
     return str(caught.value)
 
 
@@ -79,6 +87,11 @@ REFUSED: dict[str, tuple[Capability, Requirement, str]] = {
     ),
     "cache dtype": (ROW, replace(NEED, cache_dtype=torch.bfloat16), "does not read a torch.bfloat16 cache"),
     "head dimension": (ROW, replace(NEED, spec=replace(PLAIN, head_dim=96)), "does not list head dimension 96"),
+    "group size": (
+        ROW,
+        replace(NEED, spec=replace(PLAIN, num_kv_heads=1)),
+        "does not list 4 query heads on a key head",
+    ),
     "page size": (ROW, replace(NEED, page_size=32), "does not list page size 32"),
     "feature of the spec": (ROW, replace(NEED, spec=replace(PLAIN, window=5)), "lacks window"),
     "feature of the engine": (ROW, replace(NEED, extra_features=frozenset({Feature.LSE})), "lacks lse"),
@@ -116,13 +129,14 @@ def test_compute_capability_is_of_no_matter_on_a_cpu() -> None:
     assert refusals(row, replace(NEED, device=SM120)) != ()
 
 
-@pytest.mark.parametrize("field", ["compute_capabilities", "cache_dtypes", "head_dims", "page_sizes"])
+@pytest.mark.parametrize("field", ["compute_capabilities", "cache_dtypes", "head_dims", "group_sizes", "page_sizes"])
 def test_any_serves_every_value_of_its_column_and_of_no_other(field: str) -> None:
     row = replace(CUDA_ROW, head_dims=frozenset({64}))
-    need = Requirement(replace(PLAIN, head_dim=97), SM120, torch.float32, torch.float16, page_size=3)
-    assert len(refusals(row, need)) == 4
+    spec = replace(PLAIN, head_dim=97, num_kv_heads=1)
+    need = Requirement(spec, SM120, torch.float32, torch.float16, page_size=3)
+    assert len(refusals(row, need)) == 5
     changes: dict[str, Any] = {field: ANY}
-    assert len(refusals(replace(row, **changes), need)) == 3
+    assert len(refusals(replace(row, **changes), need)) == 4
 
 
 def test_a_requirement_needs_the_features_of_the_spec_and_of_the_engine() -> None:
@@ -132,9 +146,7 @@ def test_a_requirement_needs_the_features_of_the_spec_and_of_the_engine() -> Non
 
 def test_the_first_backend_that_serves_is_chosen_and_the_others_say_why_not() -> None:
     other_dtype = replace(ROW, dtypes=frozenset({torch.float16}))
-    chosen = select_backend(
-        [candidate("half", other_dtype), candidate("first", ROW), candidate("second", ROW)], NEED, None, "group0"
-    )
+    chosen = select([candidate("half", other_dtype), candidate("first", ROW), candidate("second", ROW)], NEED)
     assert chosen.candidate.name == "first"
     assert chosen.capability == ROW
     assert chosen.refused == (
@@ -145,20 +157,24 @@ def test_the_first_backend_that_serves_is_chosen_and_the_others_say_why_not() ->
 
 def test_the_row_that_fits_is_the_one_reported() -> None:
     half, full = replace(ROW, dtypes=frozenset({torch.float16})), replace(ROW, features=frozenset(Feature))
-    assert select_backend([candidate("both", half, full)], NEED, None, "group0").capability is full
+    assert select([candidate("both", half, full)], NEED).capability is full
 
 
 def test_a_backend_that_serves_only_by_name_is_never_chosen_without_it() -> None:
     by_name = candidate("oracle", ROW, by_default=False)
-    chosen = select_backend([by_name, candidate("usual", ROW)], NEED, None, "group0")
+    chosen = select([by_name, candidate("usual", ROW)], NEED)
     assert chosen.candidate.name == "usual"
     assert chosen.refused == (("oracle", ("serves only when asked for by name",)),)
-    assert "oracle: serves only when asked for by name" in refusal_text([by_name], NEED)
-    assert select_backend([by_name], NEED, "oracle", "group0").candidate is by_name
+    assert select([by_name], NEED, "oracle").candidate is by_name
+
+
+def test_an_error_where_every_backend_serves_only_by_name_lists_them() -> None:
+    text = refusal_text([candidate("oracle", ROW, by_default=False)], NEED)
+    assert "oracle: serves only when asked for by name" in text
 
 
 def test_an_explicit_choice_wins_over_the_order() -> None:
-    chosen = select_backend([candidate("first", ROW), candidate("second", ROW)], NEED, "second", "group0")
+    chosen = select([candidate("first", ROW), candidate("second", ROW)], NEED, "second")
     assert chosen.candidate.name == "second"
     assert chosen.refused == (("first", ("second was asked for",)),)
 
@@ -180,7 +196,7 @@ def test_the_nearest_to_an_explicit_choice_is_that_choice() -> None:
 
 def test_an_unknown_choice_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="expected an attention backend out of first, second, got 'third'") as caught:
-        select_backend([candidate("first", ROW), candidate("second", ROW)], NEED, "third", "group0")
+        select([candidate("first", ROW), candidate("second", ROW)], NEED, "third")
     assert not isinstance(caught.value, NoBackendError)
 
 
@@ -213,7 +229,7 @@ def test_a_feature_that_no_backend_has_is_an_error_that_names_it(feature: Featur
     for requested in (None, "lacking"):
         assert f"  lacking: lacks {feature.value}\n" in refusal_text([candidate("lacking", others)], need, requested)
     able = candidate("able", replace(ROW, features=frozenset({feature})))
-    assert select_backend([candidate("lacking", others), able], need, None, "group0").candidate is able
+    assert select([candidate("lacking", others), able], need).candidate is able
 
 
 def test_a_missing_package_is_named() -> None:
@@ -224,12 +240,134 @@ def test_a_missing_package_is_named() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_real_backends_serve_every_feature_on_a_cpu_and_the_oracle_only_by_name(dtype: torch.dtype) -> None:
     spec = replace(PLAIN, window=4, softcap=2.0, sinks=True)
-    need = Requirement(spec, CPU, dtype, dtype, page_size=5, extra_features=frozenset(Feature))
-    assert select_backend(CANDIDATES, need, None, "group0").candidate.name == "torch"
-    for each in CANDIDATES:
-        assert select_backend(CANDIDATES, need, each.name, "group0").candidate is each
+    features = frozenset(Feature) - {Feature.BATCH_INVARIANT}
+    need = Requirement(spec, CPU, dtype, dtype, page_size=5, extra_features=features)
+    assert select(BUILT_IN, need).candidate.name == "torch"
+    for name in ("torch", "reference"):
+        assert select(BUILT_IN, need, name).candidate is registry.find(name, BUILT_IN)
 
 
-def test_the_real_backends_refuse_a_card_that_they_do_not_list() -> None:
-    text = refusal_text(CANDIDATES, replace(NEED, device=SM120))
-    assert all(f"  {each.name}: " in text for each in CANDIDATES)
+def test_a_row_that_does_not_depend_on_its_neighbours_is_promised_by_the_oracle_alone() -> None:
+    need = replace(NEED, extra_features=frozenset({Feature.BATCH_INVARIANT}))
+    text = refusal_text(BUILT_IN, need)
+    assert "  torch: lacks batch-invariant\n" in text
+    assert "  reference: serves only when asked for by name\n" in text
+    assert select(BUILT_IN, need, "reference").backend is ReferenceBackend
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_the_portable_backends_serve_every_card(capability: tuple[int, int]) -> None:
+    card = replace(SM120, compute_capability=capability)
+    for name in ("torch", "reference"):
+        assert select(BUILT_IN, replace(NEED, device=card), name).candidate.name == name
+
+
+def test_the_default_order_is_the_order_of_the_list() -> None:
+    offered = registry.offer(BUILT_IN, None)
+    assert offered.candidates == tuple(each for each in BUILT_IN if each.by_default)
+    assert {name for name, _ in offered.passed_over} == {each.name for each in BUILT_IN if not each.by_default}
+
+
+def test_a_doubt_about_a_row_that_serves_is_a_reason_like_any_other() -> None:
+    doubted = {"first"}
+
+    def doubt(each: Candidate, row: Capability, need: Requirement) -> tuple[str, ...]:
+        return ("is not proven here",) if each.name in doubted else ()
+
+    offered = registry.offer([candidate("first", ROW), candidate("second", ROW)], None)
+    chosen = select_backend(offered, NEED, "group0", doubt)
+    assert chosen.candidate.name == "second"
+    assert chosen.refused == (("first", ("is not proven here",)),)
+    doubted.add("second")
+    with pytest.raises(NoBackendError, match="first: is not proven here\n  second: is not proven here"):
+        select_backend(offered, NEED, "group0", doubt)
+
+
+def test_a_backend_that_nobody_asks_for_is_never_loaded() -> None:
+    loaded = []
+
+    def watched(name: str, *, by_default: bool) -> Candidate:
+        def load() -> type[AttentionBackend[SoftmaxInputs]]:
+            loaded.append(name)
+            return candidate(name, ROW).load()
+
+        return Candidate(name, by_default, "a test", load)
+
+    candidates = [watched("first", by_default=True), watched("second", by_default=True)]
+    candidates.append(watched("third", by_default=False))
+    select(candidates, NEED)
+    assert loaded == ["first"], "what comes after the first that serves is not loaded either"
+    select(candidates, NEED, "third")
+    assert loaded == ["first", "third"]
+
+
+@dataclass(frozen=True)
+class FakeEntryPoint:
+    """As much of an entry point as discovery uses."""
+
+    name: str
+    loads: object
+    dist: SimpleNamespace | None
+    value: str = "package.module:Thing"
+
+    def load(self) -> object:
+        if isinstance(self.loads, Exception):
+            raise self.loads
+        return self.loads
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *entries: FakeEntryPoint) -> None:
+    def entry_points(*, group: str) -> tuple[FakeEntryPoint, ...]:
+        return entries if group == registry.ENTRY_POINT_GROUP else ()
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+
+
+def entry(name: str, loads: object, distribution: str | None = "fast-attention") -> FakeEntryPoint:
+    return FakeEntryPoint(name, loads, None if distribution is None else SimpleNamespace(name=distribution))
+
+
+def test_an_installed_packages_backend_is_found_and_serves_when_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend = candidate("unused", ROW).load()
+    install(monkeypatch, entry("fast", backend))
+    candidates = registry.installed()
+    assert [each.name for each in candidates] == [*(each.name for each in BUILT_IN), "fast"]
+    assert candidates[-1].distribution == "fast-attention"
+    assert "fast" not in [each.name for each in registry.offer(candidates, None).candidates]
+    chosen = select(candidates, NEED, "fast")
+    assert (chosen.candidate.name, chosen.backend) == ("fast", backend)
+
+
+def test_an_installed_packages_backend_is_imported_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, entry("broken", ImportError("no such symbol")))
+    candidates = registry.installed()
+    assert select(candidates, NEED).candidate.name == "torch"
+    with pytest.raises(ImportError, match="no such symbol"):
+        select(candidates, NEED, "broken")
+
+
+def test_two_backends_of_one_name_are_an_error_that_names_both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, entry("torch", None))
+    with pytest.raises(ConfigError, match="named 'torch', got one of sightline and one of fast-attention"):
+        registry.installed()
+    install(monkeypatch, entry("twin", None, "one"), entry("twin", None, None))
+    with pytest.raises(ConfigError, match="named 'twin', got one of one and one of an unknown package"):
+        registry.installed()
+
+
+@pytest.mark.parametrize("thing", [Candidate, "a string", ReferenceBackend.plan])
+def test_an_entry_point_that_is_no_backend_class_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, thing: object
+) -> None:
+    install(monkeypatch, entry("odd", thing))
+    message = "expected package.module:Thing of fast-attention, registered as backend 'odd', to be a subclass of"
+    with pytest.raises(ConfigError, match=message):
+        select(registry.installed(), NEED, "odd")
+
+
+def test_an_unknown_name_lists_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, entry("fast", ReferenceBackend))
+    with pytest.raises(ConfigError, match=r"out of .*torch.*, fast, got 'slow'"):
+        registry.offer(registry.installed(), "slow")

@@ -9,7 +9,7 @@ import torch
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.workspace import MAIN_LANE, Lane, LeaseEntry, Workspace
-from sightline.core.errors import ConfigError
+from sightline.core.errors import ConfigError, PlanError
 
 CPU = torch.device("cpu")
 SIDE_LANE = Lane(1)
@@ -77,6 +77,46 @@ def test_later_leases_move_no_earlier_one() -> None:
         workspace.lease("group0", f"other{index}", MAIN_LANE, [100], torch.float32).fill_(1.0)
     assert first.data_ptr() == address
     assert first.count_nonzero() == 0
+
+
+def test_a_lease_from_a_sealed_arena_raises_and_says_where_it_belongs() -> None:
+    workspace = Workspace(CPU, 1000)
+    kept = workspace.lease("group0", "k", MAIN_LANE, [4], torch.float32, zeroed=True)
+    workspace.seal()
+    with pytest.raises(PlanError, match=r"before the first step, got group0\.v during one; take it in the constructor"):
+        workspace.lease("group0", "v", MAIN_LANE, [4], torch.float32)
+    with pytest.raises(PlanError, match="before the first step"):
+        workspace.lease("group0", "k", MAIN_LANE, [4], torch.float32)
+    assert workspace.ledger() == (LeaseEntry("group0", "k", MAIN_LANE, 16),)
+    assert kept.tolist() == [0.0] * 4, "what was leased before stays as it was"
+
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+INTEGERS = [torch.int64, torch.int32, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_poisoned_lease_is_nan_all_over(dtype: torch.dtype) -> None:
+    lease = Workspace(CPU, 1000, poison=True).lease("group0", "k", MAIN_LANE, [3, 5], dtype)
+    assert lease.float().isnan().all()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_a_poisoned_lease_of_integers_holds_indices_within_any_bounds(dtype: torch.dtype) -> None:
+    lease = Workspace(CPU, 1000, poison=True).lease("group0", "slots", MAIN_LANE, [3, 5], dtype)
+    assert (lease == 1).all()
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
+def test_a_zeroed_lease_is_zero_under_poison_too(dtype: torch.dtype) -> None:
+    workspace = Workspace(CPU, 1000, poison=True)
+    lease = workspace.lease("group0", "counters", MAIN_LANE, [3, 5], dtype, zeroed=True)
+    assert (lease.float() == 0).all()
+
+
+def test_without_poison_a_lease_costs_no_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: torch.full((64,), 7.0))
+    assert (Workspace(CPU, 1000).lease("group0", "k", MAIN_LANE, [64], torch.float32) == 7.0).all()
 
 
 def test_a_buffer_has_the_shape_and_dtype_asked_for() -> None:
@@ -176,3 +216,54 @@ def test_contents_are_what_the_last_plan_took_and_no_more() -> None:
     buffers.begin()
     buffers.take("slots", [2], torch.int64).copy_(torch.tensor([5, 6]))
     assert [tensor.tolist() for tensor in buffers.contents(["slots"])] == [[5, 6]]
+
+
+def test_addresses_stay_once_the_largest_step_was_planned() -> None:
+    buffers = PlanBuffers(CPU)
+
+    def plan(num_rows: int, num_keys: int) -> None:
+        buffers.begin()
+        buffers.take("slots", [num_rows, num_keys], torch.int64)
+        buffers.take("bias", [num_rows, 1, num_keys], torch.float32)
+
+    plan(1, 3)
+    small = dict(buffers.addresses())
+    plan(16, 100)
+    largest = dict(buffers.addresses())
+    assert set(largest) == {"slots", "bias"}
+    assert largest != small
+    for num_rows, num_keys in ((16, 100), (1, 1), (3, 77), (16, 99), (0, 0), (16, 100)):
+        plan(num_rows, num_keys)
+        assert buffers.addresses() == largest
+
+
+def test_an_address_is_where_the_buffer_that_was_taken_begins() -> None:
+    buffers = PlanBuffers(CPU)
+    taken = {name: buffers.take(name, [9], torch.int32).data_ptr() for name in ("tokens", "slots")}
+    assert buffers.addresses() == taken
+
+
+def test_a_poisoned_buffer_shows_what_is_read_before_it_is_filled_at_every_plan() -> None:
+    buffers = PlanBuffers(CPU, poison=True)
+    for size in (4, 2, 9):
+        buffers.begin()
+        bias = buffers.take("bias", [size], torch.float32)
+        slots = buffers.take("slots", [size], torch.int64)
+        assert bias.isnan().all()
+        assert (slots == 1).all()
+        bias.zero_()
+        slots.fill_(5)
+
+
+def test_poison_leaves_what_another_buffer_holds_alone() -> None:
+    buffers = PlanBuffers(CPU, poison=True)
+    first = buffers.take("first", [4], torch.float32).fill_(3.0)
+    buffers.take("second", [400], torch.float32)
+    assert first.tolist() == [3.0] * 4
+
+
+def test_without_poison_a_buffer_keeps_what_the_last_plan_left() -> None:
+    buffers = PlanBuffers(CPU)
+    buffers.take("slots", [4], torch.int64).fill_(5)
+    buffers.begin()
+    assert buffers.take("slots", [4], torch.int64).tolist() == [5] * 4

@@ -142,12 +142,17 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
             attention_backend="torch",
             seed=3,
             paranoid=True,
+            require_proof=True,
             quantization="keep",
         )
     )
     assert config == ResolvedConfig(
-        CPU, torch.float32, Quantization.KEEP, 77, 5, 99, 8, 101, config.scratch_bytes, "torch", 3, True
+        CPU, torch.float32, Quantization.KEEP, 77, 5, 99, 8, 101, config.scratch_bytes, "torch", 3, True, True
     )
+
+
+def test_proof_is_asked_for_only_where_the_user_asks() -> None:
+    assert not resolved(EngineConfig(cache_tokens=1000)).require_proof
 
 
 def test_weights_that_stay_quantised_leave_room_for_more_pages(memory: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
 from sightline.core.batch import CAUSAL, MaskKind, RowMask
 from sightline.runner.batching import RowWork, assemble, assemble_transient
-from support.attention_cases import shuffle_free_pages, walk_slots
+from sightline.testing.bench import Layout, arrange_free_pages, walk_slots
 
 CPU = torch.device("cpu")
 POOL = PoolSpec("kv", (PlaneSpec("k", (1,), torch.float32),), num_layers=1)
@@ -20,7 +20,7 @@ SPECS = (GroupCacheSpec("group0", (POOL,)), GroupCacheSpec("group1", (POOL,)))
 
 def make_store(page_size: int = 4, seed: int = 1) -> CacheStore:
     store = CacheStore(SPECS, CacheLimits(200, page_size, 8, 64), CPU)
-    shuffle_free_pages(store, seed)
+    arrange_free_pages(store, Layout.SHUFFLED, seed)
     return store
 
 

@@ -13,15 +13,8 @@ from sightline.layers.scratch import Activations, Scratch, empty_rows
 from sightline.layers.sink import Written
 
 
-class PoisonedWorkspace(Workspace):
-    """Every lease is NaN until it is written."""
-
-    def lease(self, *args: object, **options: object) -> Tensor:
-        return super().lease(*args, **options).fill_(torch.nan)  # type: ignore[arg-type]
-
-
 def activations(max_tokens: int, dtype: torch.dtype = torch.float32) -> Activations:
-    return Activations(PoisonedWorkspace(torch.device("cpu"), 1 << 30), MAIN_LANE, max_tokens, dtype)
+    return Activations(Workspace(torch.device("cpu"), 1 << 30, poison=True), MAIN_LANE, max_tokens, dtype)
 
 
 def scratch_for(x: Tensor) -> Scratch:

@@ -33,7 +33,7 @@ from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import RowWork, assemble
 from sightline.runner.build import Runtime, build_runtime
-from support.attention_cases import poison, shuffle_free_pages
+from sightline.testing.bench import Layout, Unused, arrange_free_pages, fill_pools
 
 VOCAB = 101
 WEIGHT_SCALE = 0.3
@@ -211,8 +211,8 @@ def load_runtime(folder: Path, config: EngineConfig) -> Runtime:
     """The runtime over poisoned, shuffled pools."""
     ledger = Ledger(strict=True)
     runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger, lambda done, total: None)
-    poison(runtime.store)
-    shuffle_free_pages(runtime.store, seed=3)
+    fill_pools(runtime.store, Unused.NAN)
+    arrange_free_pages(runtime.store, Layout.SHUFFLED, seed=3)
     return runtime
 
 

@@ -1,1 +1,41 @@
-"""The attention contract: specs, capabilities, selection, planning, the oracle, and the backends."""
+"""Attention: specs, capabilities, plans, backends.
+
+What is exported here is the contract for backends, Sightline's own and those of other packages.
+"""
+
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths
+from sightline.attention.contract import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendContext,
+    CachePolicy,
+    Limits,
+    Lse,
+    SoftmaxInputs,
+    StepView,
+)
+from sightline.attention.merge import merge_parts
+from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.core.device import DeviceKind
+
+__all__ = [
+    "ANY",
+    "AttentionBackend",
+    "AttentionPlan",
+    "BackendContext",
+    "CachePolicy",
+    "Capability",
+    "DeviceKind",
+    "Feature",
+    "GraphLevel",
+    "HostLengths",
+    "Limits",
+    "Lse",
+    "PlanBuffers",
+    "SoftmaxInputs",
+    "SoftmaxSpec",
+    "SpecKind",
+    "StepView",
+    "merge_parts",
+]

@@ -11,12 +11,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sightline.attention.workspace import poison_
+
 
 class PlanBuffers:
     """Named tensors that are reused from step to step and grow to the largest size asked for."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, poison: bool = False) -> None:
+        """`poison` fills what is taken with what shows when it is read before it is filled."""
         self._device = device
+        self._poison = poison
         self._storage: dict[str, Tensor] = {}
         self._views: dict[str, Tensor] = {}
         self._epochs: dict[str, int] = {}
@@ -40,8 +44,14 @@ class PlanBuffers:
             storage = self._storage[name] = torch.empty(capacity, dtype=dtype, device=self._device)
         self._epochs[name] = self._epochs.get(name, 0) + 1
         self._filled.add(name)
-        self._views[name] = storage[: size.numel()].view(size)
-        return self._views[name]
+        view = self._views[name] = storage[: size.numel()].view(size)
+        if self._poison:
+            poison_(view)
+        return view
+
+    def addresses(self) -> Mapping[str, int]:
+        """Where each buffer lies: the same from step to step, once the largest was planned."""
+        return {name: storage.data_ptr() for name, storage in self._storage.items()}
 
     def stamp(self) -> Mapping[str, int]:
         """The epoch of each buffer that was taken since `begin`."""

@@ -32,6 +32,15 @@ class HostLengths(Enum):
     BOUND = "bound"
 
 
+class GraphLevel(Enum):
+    """What a captured CUDA graph may hold of a plan."""
+
+    NONE = "none"
+    """Nothing: what is launched depends on the lengths."""
+    FULL = "full"
+    """`prepare` and `run`: replayed after another plan of as many rows and tokens, they serve that plan's lengths."""
+
+
 @dataclass(frozen=True)
 class Capability:
     """One row: every combination of its values is served."""
@@ -43,9 +52,12 @@ class Capability:
     dtypes: frozenset[torch.dtype]
     cache_dtypes: frozenset[torch.dtype] | Wildcard
     head_dims: frozenset[int] | Wildcard
+    group_sizes: frozenset[int] | Wildcard
+    """Query heads that share a key head."""
     page_sizes: frozenset[int] | Wildcard
     features: frozenset[Feature]
     host_lengths: HostLengths
+    graph: GraphLevel = GraphLevel.NONE
     package: str | None = None
     """What must be installed for this row, beyond Sightline's own dependencies."""
 
@@ -67,25 +79,31 @@ class Requirement:
         return self.spec.features | self.extra_features
 
 
-def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
-    """Every reason why the row does not serve the need; empty where it does."""
+def device_refusals(capability: Capability, device: Device) -> tuple[str, ...]:
+    """Why the row cannot run on the device at all, whatever is asked of it."""
     reasons = []
     if capability.package is not None and not _is_installed(capability.package):
         reasons.append(f"package {capability.package} is not installed")
+    if device.kind not in capability.devices:
+        reasons.append(f"runs on {_names(capability.devices)}, not {device.kind.value}")
+    elif device.kind is DeviceKind.CUDA and not _serves(capability.compute_capabilities, device.compute_capability):
+        reasons.append(f"does not list compute capability {device.compute_capability}")
+    return tuple(reasons)
+
+
+def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
+    """Every reason why the row does not serve the need; empty where it does."""
+    reasons = list(device_refusals(capability, need.device))
     if need.spec.kind not in capability.spec_kinds:
         reasons.append(f"serves {_names(capability.spec_kinds)} attention, not {need.spec.kind.value}")
-    if need.device.kind not in capability.devices:
-        reasons.append(f"runs on {_names(capability.devices)}, not {need.device.kind.value}")
-    elif not _serves(capability.compute_capabilities, need.device.compute_capability) and (
-        need.device.kind is DeviceKind.CUDA
-    ):
-        reasons.append(f"does not list compute capability {need.device.compute_capability}")
     if need.dtype not in capability.dtypes:
         reasons.append(f"computes in {_dtypes(capability.dtypes)}, not {need.dtype}")
     if not _serves(capability.cache_dtypes, need.cache_dtype):
         reasons.append(f"does not read a {need.cache_dtype} cache")
     if not _serves(capability.head_dims, need.spec.head_dim):
         reasons.append(f"does not list head dimension {need.spec.head_dim}")
+    if not _serves(capability.group_sizes, need.spec.group_size):
+        reasons.append(f"does not list {need.spec.group_size} query heads on a key head")
     if not _serves(capability.page_sizes, need.page_size):
         reasons.append(f"does not list page size {need.page_size}")
     missing = need.features - capability.features

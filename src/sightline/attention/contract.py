@@ -75,7 +75,10 @@ class StepView:
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxInputs:
-    """One layer's inputs. Padding tokens come last and belong to no row."""
+    """One layer's inputs, to be read only. Padding tokens come last, belong to no row and may hold anything.
+
+    A head is one run of numbers; tokens and heads may lie at any distance, as in the parts of one projection.
+    """
 
     q: Tensor
     """[num_tokens, num_q_heads, head_dim]."""
@@ -109,7 +112,7 @@ class AttentionBackend(ABC, Generic[InputsT]):
 
     @abstractmethod
     def __init__(self, context: BackendContext) -> None:
-        """Takes every lease that any plan may need."""
+        """Takes every lease that any plan may need: the workspace is sealed before the first plan."""
 
     @abstractmethod
     def plan(self, step: StepView, buffers: PlanBuffers) -> AttentionPlan[InputsT]:

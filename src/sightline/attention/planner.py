@@ -133,7 +133,7 @@ class Planner:
         self._limits = limits
         self._paranoid = paranoid
         self._pools: dict[str, Pool] = {pool.key: pool for binding in bindings for pool in binding.cache.pools.values()}
-        self._buffers = {lane: tuple(PlanBuffers(device) for _ in bindings) for lane in limits.lanes}
+        self._buffers = {lane: tuple(PlanBuffers(device, poison=paranoid) for _ in bindings) for lane in limits.lanes}
         places = {
             layer: LayerPlace(group, index)
             for group, binding in enumerate(bindings)
@@ -171,6 +171,14 @@ class Planner:
         plan = StepPlan(certificate, policy, needs, tuple(plans), self._places)
         self._issued.add(plan)
         return PlannedBatch(batch, plan)
+
+    def buffer_addresses(self, lane: Lane) -> Mapping[str, int]:
+        """Where the plan buffers of every group lie in a lane."""
+        return {
+            f"{binding.group.name}.{name}": address
+            for binding, buffers in zip(self._bindings, self._buffers[lane], strict=True)
+            for name, address in buffers.addresses().items()
+        }
 
     def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
         """A plan that is current: planned where there is none, proven or planned again where there is one."""

@@ -36,14 +36,13 @@ def attend_row(
 
     Returns the output [query_len, q_heads, d] and the natural log-sum-exp [query_len, q_heads], fp32.
     """
-    group_size = spec.num_q_heads // spec.num_kv_heads
     out = torch.zeros(q.shape[0], spec.num_q_heads, spec.head_dim, device=q.device)
     lse = torch.full((q.shape[0], spec.num_q_heads), -torch.inf, device=q.device)
     for query in range(q.shape[0]):
         seen = visible[query].nonzero().squeeze(1).to(q.device)
         for head in range(spec.num_q_heads):
-            keys = k[seen, head // group_size].float()
-            values = v[seen, head // group_size].float()
+            keys = k[seen, head // spec.group_size].float()
+            values = v[seen, head // spec.group_size].float()
             scores = keys @ q[query, head].float() * spec.scale
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)

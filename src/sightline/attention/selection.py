@@ -1,26 +1,44 @@
 """Which backend serves a group, and why the others do not.
 
-A pure function of capability rows and a requirement. Never replaces an explicit choice.
+A pure function of capability rows, a requirement and, where proof is asked for, the proofs. Never replaces an
+explicit choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sightline.attention.capability import Capability, Requirement, refusals
 from sightline.attention.contract import AttentionBackend, SoftmaxInputs
-from sightline.core.errors import ConfigError, NoBackendError
+from sightline.core.errors import NoBackendError
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend that selection may choose, in order of preference."""
+    """A backend that selection may choose."""
 
     name: str
-    backend: type[AttentionBackend[SoftmaxInputs]]
     by_default: bool
     """False for a backend that serves only when it is asked for by name."""
+    distribution: str
+    """The package that ships it."""
+    load: Callable[[], type[AttentionBackend[SoftmaxInputs]]]
+    """Imports it. A backend that nobody asks for is not imported."""
+
+
+Refused = tuple[str, tuple[str, ...]]
+"""A backend's name and the reasons."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What selection may choose from."""
+
+    candidates: tuple[Candidate, ...]
+    """In order of preference."""
+    passed_over: tuple[Refused, ...]
+    """Backends that are not asked."""
 
 
 @dataclass(frozen=True)
@@ -28,40 +46,48 @@ class Selection:
     """The choice for one group."""
 
     candidate: Candidate
+    backend: type[AttentionBackend[SoftmaxInputs]]
     capability: Capability
-    refused: tuple[tuple[str, tuple[str, ...]], ...]
-    """(name, reasons) of every candidate that was not chosen."""
+    refused: tuple[Refused, ...]
+    """Every backend that was not chosen."""
 
 
-def select_backend(candidates: Sequence[Candidate], need: Requirement, requested: str | None, group: str) -> Selection:
-    """The requested backend, or the first that serves the need; else an error with every reason."""
-    names = [candidate.name for candidate in candidates]
-    if requested is not None and requested not in names:
-        raise ConfigError(f"expected an attention backend out of {', '.join(names)}, got {requested!r}")
-    chosen: tuple[Candidate, Capability] | None = None
-    refused: list[tuple[str, tuple[str, ...]]] = []
-    for candidate in candidates:
-        fitting, reasons = _match(candidate, need)
-        if requested not in (None, candidate.name):
-            reasons = (f"{requested} was asked for",)
-        elif requested is None and not candidate.by_default:
-            reasons = ("serves only when asked for by name", *reasons)
-        elif fitting is not None and chosen is not None:
-            reasons = (f"{chosen[0].name} comes first",)
-        elif fitting is not None:
-            chosen = (candidate, fitting)
+Doubt = Callable[[Candidate, Capability, Requirement], tuple[str, ...]]
+"""Reasons not to trust a row that serves a need; empty where there is none."""
+
+
+def no_doubt(candidate: Candidate, capability: Capability, need: Requirement) -> tuple[str, ...]:
+    """A declaration is enough."""
+    del candidate, capability, need
+    return ()
+
+
+def select_backend(offer: Offer, need: Requirement, group: str, doubt: Doubt = no_doubt) -> Selection:
+    """The first backend that serves the need; else an error with every reason."""
+    chosen: tuple[Candidate, type[AttentionBackend[SoftmaxInputs]], Capability] | None = None
+    refused: list[Refused] = []
+    for candidate in offer.candidates:
+        if chosen is not None:
+            refused.append((candidate.name, (f"{chosen[0].name} comes first",)))
             continue
-        refused.append((candidate.name, reasons))
+        backend = candidate.load()
+        fitting, reasons = _match(candidate, backend.capabilities, need, doubt)
+        if fitting is None:
+            refused.append((candidate.name, reasons))
+        else:
+            chosen = (candidate, backend, fitting)
     if chosen is None:
-        raise NoBackendError(_no_backend_text(need, group, refused, requested))
-    return Selection(*chosen, tuple(refused))
+        raise NoBackendError(_no_backend_text(need, group, refused, offer.passed_over))
+    return Selection(*chosen, (*refused, *offer.passed_over))
 
 
-def _match(candidate: Candidate, need: Requirement) -> tuple[Capability | None, tuple[str, ...]]:
+def _match(
+    candidate: Candidate, rows: Sequence[Capability], need: Requirement, doubt: Doubt
+) -> tuple[Capability | None, tuple[str, ...]]:
     """The first row that fits, or the reasons of the row that comes nearest."""
     nearest: tuple[str, ...] | None = None
-    for capability in candidate.backend.capabilities:
-        reasons = refusals(capability, need)
+    for capability in rows:
+        reasons = refusals(capability, need) or doubt(candidate, capability, need)
         if not reasons:
             return capability, ()
         if nearest is None or len(reasons) < len(nearest):
@@ -69,15 +95,16 @@ def _match(candidate: Candidate, need: Requirement) -> tuple[Capability | None, 
     return None, nearest or ("declares no capability",)
 
 
-def _no_backend_text(
-    need: Requirement, group: str, refused: Sequence[tuple[str, tuple[str, ...]]], requested: str | None
-) -> str:
+def _no_backend_text(need: Requirement, group: str, refused: Sequence[Refused], passed_over: Sequence[Refused]) -> str:
     wanted = ", ".join(sorted(feature.value for feature in need.features)) or "no special feature"
     lines = [
         f"expected an attention backend for {group} ({need.spec.kind.value}, {wanted}, {need.dtype}, "
         f"head dimension {need.spec.head_dim}, page size {need.page_size}, {need.device.kind.value}), got none:"
     ]
-    lines += [f"  {name}: {'; '.join(reasons)}" for name, reasons in refused]
-    nearest = requested or min(refused, key=lambda entry: len(entry[1]))[0]
-    lines.append(f"The nearest is {nearest}: remove what it refuses, or choose another device or dtype.")
+    lines += [f"  {name}: {'; '.join(reasons)}" for name, reasons in (*refused, *passed_over)]
+    if refused:
+        nearest = min(refused, key=lambda entry: len(entry[1]))[0]
+        lines.append(f"The nearest is {nearest}: remove what it refuses, or choose another device or dtype.")
+    else:
+        lines.append("Ask for one of them by name.")
     return "\n".join(lines)

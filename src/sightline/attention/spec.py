@@ -29,6 +29,10 @@ class Feature(Enum):
     NON_CAUSAL = "non-causal"
     TREE_MASK = "tree-mask"
     LSE = "lse"
+    DETERMINISTIC = "deterministic"
+    """The same step gives the same bits."""
+    BATCH_INVARIANT = "batch-invariant"
+    """A row's bits do not depend on the rows beside it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,11 @@ class SoftmaxSpec:
     @property
     def kind(self) -> SpecKind:
         return SpecKind.SOFTMAX
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a key head: head h reads key head h // group_size."""
+        return self.num_q_heads // self.num_kv_heads
 
     @property
     def features(self) -> frozenset[Feature]:

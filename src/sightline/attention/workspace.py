@@ -1,6 +1,7 @@
 """Scratch memory: one arena of named leases, taken when backends are built, counted in a ledger.
 
-A lease's address never changes. Does not know what a lease is used for.
+A lease's address never changes, and once the arena is sealed there are no new ones. Does not know what a lease is
+used for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NewType
 import torch
 from torch import Tensor
 
-from sightline.core.errors import ConfigError
+from sightline.core.errors import ConfigError, PlanError
 
 Lane = NewType("Lane", int)
 """A stream of steps with its own scratch memory and plan buffers."""
@@ -29,12 +30,23 @@ class LeaseEntry:
     num_bytes: int
 
 
+def poison_(tensor: Tensor) -> None:
+    """Fills memory with what shows in any result that it reaches: NaN, or the number 1 in integers.
+
+    Integers are indices as a rule, and 1 lies within any bounds: a device would not survive one that does not.
+    """
+    tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
+
+
 class Workspace:
     """Hands out leases until `limit_bytes` is reached."""
 
-    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+    def __init__(self, device: torch.device, limit_bytes: int, *, poison: bool = False) -> None:
+        """`poison` fills leases that do not ask for zeros with what shows when it is read before it is written."""
         self._device = device
         self._limit_bytes = limit_bytes
+        self._poison = poison
+        self._sealed = False
         self._leases: dict[tuple[str, str, Lane], Tensor] = {}
 
     def lease(
@@ -49,6 +61,11 @@ class Workspace:
     ) -> Tensor:
         """A tensor that belongs to (`owner`, `name`, `lane`) for good. `zeroed` says that it starts as zeros."""
         key = (owner, name, lane)
+        if self._sealed:
+            raise PlanError(
+                f"expected every lease to be taken before the first step, got {owner}.{name} during one; "
+                "take it in the constructor, at the largest size of any step"
+            )
         if key in self._leases:
             raise ValueError(f"lease {key} was taken already; keep the tensor that it returned")
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -58,8 +75,14 @@ class Workspace:
                 f"{num_bytes:,} more for {owner}.{name}; lower max_model_len or max_num_batched_tokens"
             )
         allocate = torch.zeros if zeroed else torch.empty
-        self._leases[key] = allocate(tuple(shape), dtype=dtype, device=self._device)
-        return self._leases[key]
+        lease = self._leases[key] = allocate(tuple(shape), dtype=dtype, device=self._device)
+        if self._poison and not zeroed:
+            poison_(lease)
+        return lease
+
+    def seal(self) -> None:
+        """Everything is built: whoever asks for more from here on has forgotten something."""
+        self._sealed = True
 
     @property
     def num_bytes(self) -> int:

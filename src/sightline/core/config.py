@@ -49,6 +49,8 @@ class EngineConfig:
     memory_fraction: float = 0.5
     """Share of the memory left after the weights that the cache may take."""
     attention_backend: str | None = None
+    require_proof: bool = False
+    """Refuse an attention backend that the conformance kit has not proven on this machine."""
     seed: int | None = None
     skip_tokenizer_init: bool = False
     strict: bool = False
@@ -110,6 +112,7 @@ class ResolvedConfig:
     attention_backend: str | None
     seed: int | None
     paranoid: bool
+    require_proof: bool
 
     @property
     def cache_tokens(self) -> int:
@@ -158,6 +161,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         attention_backend=config.attention_backend,
         seed=config.seed,
         paranoid=config.paranoid,
+        require_proof=config.require_proof,
     )
 
 

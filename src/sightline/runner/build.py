@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 import torch
 
-from sightline.attention.backends.registry import CANDIDATES
+from sightline.attention.backends import registry
 from sightline.attention.capability import Requirement
 from sightline.attention.contract import BackendContext, Limits
 from sightline.attention.planner import GroupBinding, Planner
-from sightline.attention.selection import Candidate, Selection, select_backend
+from sightline.attention.proof import ProofBook
+from sightline.attention.selection import Candidate, Selection, no_doubt, select_backend
 from sightline.attention.spec import LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.config import EngineConfig, ModelFacts, Quantization, ResolvedConfig, resolve
 from sightline.core.device import detect_device, single_threaded
+from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
@@ -60,7 +62,7 @@ def build_runtime(
     resolved = resolve(
         config, model_facts(Quantization(config.quantization), checkpoint, definition, groups), device, ledger
     )
-    selections = select_backends(resolved, groups, CANDIDATES)
+    selections = select_backends(resolved, groups, registry.installed())
     reader = WeightReader(
         checkpoint,
         resolved.dtype,
@@ -78,12 +80,14 @@ def select_backends(
     config: ResolvedConfig, groups: Sequence[LayerGroup], candidates: Sequence[Candidate]
 ) -> tuple[Selection, ...]:
     """A backend for each group."""
+    offer = registry.offer(candidates, config.attention_backend)
+    doubt = ProofBook(proof_folder()).doubts if config.require_proof else no_doubt
     return tuple(
         select_backend(
-            candidates,
+            offer,
             Requirement(group.spec, config.device, config.dtype, config.dtype, config.page_size),
-            config.attention_backend,
             group.name,
+            doubt,
         )
         for group in groups
     )
@@ -105,14 +109,12 @@ def assemble_runtime(
         device,
         poison=config.paranoid,
     )
-    workspace = Workspace(device, config.scratch_bytes)
+    workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)
     bindings = tuple(
         GroupBinding(
             group,
             cache,
-            selection.candidate.backend(
-                BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device)
-            ),
+            selection.backend(BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device)),
             selection.capability,
         )
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
@@ -122,6 +124,8 @@ def assemble_runtime(
         lane: Activations(workspace, lane, config.max_step_tokens, config.dtype, turns=model.turns)
         for lane in limits.lanes
     }
+    runner = Runner(model, planner, activations)
+    workspace.seal()
     return Runtime(
         config=config,
         definition=definition,
@@ -130,7 +134,7 @@ def assemble_runtime(
         bindings=bindings,
         selections=tuple(selections),
         planner=planner,
-        runner=Runner(model, planner, activations),
+        runner=runner,
     )
 
 

@@ -79,11 +79,12 @@ class ReferenceBackend(AttentionBackend[SoftmaxInputs]):
     capabilities: ClassVar[tuple[Capability, ...]] = (
         Capability(
             spec_kinds=frozenset({SpecKind.SOFTMAX}),
-            devices=frozenset({DeviceKind.CPU}),
+            devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
             compute_capabilities=ANY,
             dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-            cache_dtypes=ANY,
+            cache_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
             head_dims=ANY,
+            group_sizes=ANY,
             page_sizes=ANY,
             features=frozenset(Feature),
             host_lengths=HostLengths.EXACT,

@@ -1,15 +1,76 @@
-"""The backends that selection may choose, in order of preference.
+"""The backends that there are, in order of preference: Sightline's own, then those of installed packages.
 
-The only place that knows them by name.
+The only place that knows them by name. A package registers a backend through the entry point group
+`sightline.attention_backends`; it serves when it is asked for by name, and is imported only then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.backends.torch_backend import TorchBackend
-from sightline.attention.selection import Candidate
+from sightline.attention.contract import AttentionBackend, SoftmaxInputs
+from sightline.attention.selection import Candidate, Offer
+from sightline.core.errors import ConfigError
 
-CANDIDATES: tuple[Candidate, ...] = (
-    Candidate("torch", TorchBackend, by_default=True),
-    Candidate("reference", ReferenceBackend, by_default=False),
+ENTRY_POINT_GROUP = "sightline.attention_backends"
+BUILT_IN: tuple[Candidate, ...] = (
+    Candidate("torch", True, "sightline", lambda: TorchBackend),
+    Candidate("reference", False, "sightline", lambda: ReferenceBackend),
 )
+
+
+def installed() -> tuple[Candidate, ...]:
+    """Every backend on this machine. Raises `ConfigError` where two have one name."""
+    candidates = {candidate.name: candidate for candidate in BUILT_IN}
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
+        distribution = entry.dist.name if entry.dist is not None else "an unknown package"
+        if entry.name in candidates:
+            raise ConfigError(
+                f"expected one attention backend named {entry.name!r}, got one of "
+                f"{candidates[entry.name].distribution} and one of {distribution}; uninstall one of them"
+            )
+        candidates[entry.name] = Candidate(entry.name, False, distribution, _loader(entry, distribution))
+    return tuple(candidates.values())
+
+
+def find(name: str, candidates: Sequence[Candidate]) -> Candidate:
+    """The backend of that name. Raises `ConfigError` with the names that there are."""
+    for candidate in candidates:
+        if candidate.name == name:
+            return candidate
+    names = ", ".join(candidate.name for candidate in candidates)
+    raise ConfigError(f"expected an attention backend out of {names}, got {name!r}")
+
+
+def offer(candidates: Sequence[Candidate], requested: str | None) -> Offer:
+    """The one that was asked for, or all that serve by default."""
+    if requested is not None:
+        asked = find(requested, candidates)
+        others = tuple(
+            (candidate.name, (f"{requested} was asked for",)) for candidate in candidates if candidate is not asked
+        )
+        return Offer((asked,), others)
+    return Offer(
+        tuple(candidate for candidate in candidates if candidate.by_default),
+        tuple(
+            (candidate.name, ("serves only when asked for by name",))
+            for candidate in candidates
+            if not candidate.by_default
+        ),
+    )
+
+
+def _loader(entry: EntryPoint, distribution: str) -> Callable[[], type[AttentionBackend[SoftmaxInputs]]]:
+    def load() -> type[AttentionBackend[SoftmaxInputs]]:
+        loaded = entry.load()
+        if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
+            raise ConfigError(
+                f"expected {entry.value} of {distribution}, registered as backend {entry.name!r}, to be a subclass of "
+                f"AttentionBackend, got {loaded!r}; mend its entry point"
+            )
+        return loaded
+
+    return load

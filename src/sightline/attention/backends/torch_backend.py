@@ -113,13 +113,15 @@ class _TorchPlan(AttentionPlan[SoftmaxInputs]):
 def _capability(dtype: torch.dtype) -> Capability:
     return Capability(
         spec_kinds=frozenset({SpecKind.SOFTMAX}),
-        devices=frozenset({DeviceKind.CPU}),
+        devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
         compute_capabilities=ANY,
         dtypes=frozenset({dtype}),
         cache_dtypes=frozenset({dtype}),
         head_dims=ANY,
+        group_sizes=ANY,
         page_sizes=ANY,
-        features=frozenset(Feature),
+        # Rows beside a row change the shapes of the products, and with them the order of their sums.
+        features=frozenset(Feature) - {Feature.BATCH_INVARIANT},
         host_lengths=HostLengths.EXACT,
     )
 

@@ -1,0 +1,329 @@
+"""Proofs: which capability rows passed the whole conformance kit, where, and of which versions. One file each.
+
+A row is *declared* until there is a proof of exactly that row, on this device, with these versions and sources; a
+proof of anything else proves nothing. Knows rows, devices and a folder. Does not know the checks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import platform
+import shlex
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from enum import Enum
+from functools import cache
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sightline.attention.capability import Capability, Requirement
+from sightline.attention.selection import Candidate
+from sightline.core.device import Device, DeviceKind
+from sightline.core.errors import ConfigError
+from sightline.version import __version__
+
+_FORMAT = 1
+_SIGHTLINE = Path(__file__).parents[1]
+_PROVEN_SOURCES = ("attention", "cache", "core", "kernels", "testing")
+"""Packages whose sources a proof is about; `testing` because a proof is worth what the kit tried."""
+_TOOLCHAIN = ("torch", "triton", "numpy")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a proof is a proof of. A proof of anything else proves nothing."""
+
+    backend: str
+    distribution: str
+    """The package that ships the backend."""
+    row: str
+    """Digest of everything that the capability row declares."""
+    device_kind: str
+    device_name: str
+    compute_capability: tuple[int, ...]
+    """(major, minor) on CUDA, empty on a CPU."""
+    machine: str
+    """The host's processor and the instructions that torch uses of it."""
+    versions: tuple[tuple[str, str], ...]
+    """Of packages, by name."""
+    sources: str
+    """Digest of Sightline's sources and of the backend's."""
+
+    @property
+    def digest(self) -> str:
+        return _digest_of(asdict(self))
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The values that were tried, by column; of a column that says `ANY` nothing else is proven."""
+
+    head_dims: tuple[int, ...]
+    group_sizes: tuple[int, ...]
+    page_sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    cache_dtypes: tuple[str, ...]
+
+    def __or__(self, other: Coverage) -> Coverage:
+        return Coverage(*(_union(mine, others) for mine, others in zip(_columns(self), _columns(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A passed full run of the conformance kit."""
+
+    identity: Identity
+    coverage: Coverage
+    checks: tuple[str, ...]
+    """Names of those that passed; those that the row need not pass are not here."""
+    date: str
+    """UTC, ISO 8601."""
+
+    def to_json(self) -> str:
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
+
+
+def utc_now() -> str:
+    """The date of a proof that is made now."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def declared(capability: Capability) -> dict[str, Any]:
+    """Everything that a row declares, by column, in terms of JSON and in one order."""
+    return {field.name: _plain(getattr(capability, field.name)) for field in fields(capability)}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def prove_command(candidate: str, device: Device, *flags: str) -> str:
+    """What to type to prove a backend on a device."""
+    words = ["sightline", "conformance", "--backend", candidate]
+    if device.kind is not DeviceKind.CPU:
+        words += ["--device", device.kind.value]
+    return shlex.join([*words, *flags])
+
+
+class ProofBook:
+    """The proofs in one folder. Files that are not whole, or not this user's own, are not trusted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def prepare(self) -> None:
+        """Makes the folder, for this user alone. Raises `ConfigError` where that cannot be."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folder.chmod(0o700)
+        except OSError as error:
+            raise ConfigError(
+                f"expected a folder for proofs that can be written, got {self.folder}: {error.strerror}; "
+                "set XDG_CACHE_HOME to another folder"
+            ) from error
+
+    def identify(self, candidate: Candidate, capability: Capability, device: Device) -> Identity:
+        """What a proof made now would be a proof of."""
+        return Identity(
+            backend=candidate.name,
+            distribution=candidate.distribution,
+            row=_digest_of(declared(capability)),
+            device_kind=device.kind.value,
+            device_name=device.name,
+            compute_capability=device.compute_capability or (),
+            machine=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            versions=_versions(candidate, capability),
+            sources=_sources(candidate),
+        )
+
+    def record(self, proof: Proof) -> Path:
+        """Keeps a proof, with what an earlier one of the same thing covered; returns its file."""
+        self.prepare()
+        path = self._path(proof.identity)
+        earlier = _read(path, proof.identity)
+        if isinstance(earlier, Proof) and earlier.checks == proof.checks:
+            proof = replace(proof, coverage=proof.coverage | earlier.coverage)
+        handle, name = tempfile.mkstemp(dir=self.folder, prefix=".proof-")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(proof.to_json())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        return path
+
+    def void(self, identity: Identity) -> bool:
+        """Removes the proof of something that failed since; says whether there was one."""
+        path = self._path(identity)
+        existed = path.exists()
+        path.unlink(missing_ok=True)
+        return existed
+
+    def find(self, candidate: Candidate, capability: Capability, device: Device) -> Proof | None:
+        """The proof of this row, on this device, with these versions and sources."""
+        identity = self.identify(candidate, capability, device)
+        found = _read(self._path(identity), identity)
+        return found if isinstance(found, Proof) else None
+
+    def distrusted(self) -> tuple[str, ...]:
+        """Every file of the folder that counts for nothing, and why."""
+        read = {path: _read(path, None) for path in sorted(self.folder.glob("*.json"))}
+        return tuple(f"{path}: {found}" for path, found in read.items() if isinstance(found, str))
+
+    def doubts(self, candidate: Candidate, capability: Capability, need: Requirement) -> tuple[str, ...]:
+        """Why the row is not proven for the need, each reason with the command that would prove it."""
+        identity = self.identify(candidate, capability, need.device)
+        path = self._path(identity)
+        found = _read(path, identity)
+        run = prove_command(candidate.name, need.device)
+        if isinstance(found, str):
+            return (f"its proof, {path}, is not trusted: {found}; run: {run}",)
+        if found is None:
+            return (f"not proven on this device with these versions; run: {run}",)
+        return tuple(_uncovered(candidate, found.coverage, need))
+
+    def _path(self, identity: Identity) -> Path:
+        return self.folder / f"{identity.digest}.json"
+
+
+def _uncovered(candidate: Candidate, coverage: Coverage, need: Requirement) -> Iterable[str]:
+    numbers = (
+        ("head dimension", "--head-dim", need.spec.head_dim, coverage.head_dims),
+        ("group size", "--group-size", need.spec.group_size, coverage.group_sizes),
+        ("page size", "--page-size", need.page_size, coverage.page_sizes),
+    )
+    for name, flag, value, tried in numbers:
+        if value not in tried:
+            run = prove_command(candidate.name, need.device, flag, str(value))
+            yield f"{name} {value} is declared, not proven; run: {run}"
+    for name, dtype, names in (
+        ("dtype", need.dtype, coverage.dtypes),
+        ("cache", need.cache_dtype, coverage.cache_dtypes),
+    ):
+        if dtype_name(dtype) not in names:
+            yield f"{name} {dtype_name(dtype)} is declared, and the conformance kit cannot try it"
+
+
+def _read(path: Path, identity: Identity | None) -> Proof | str | None:
+    """The proof in a file, None where there is no file, or why it is not trusted."""
+    try:
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            return "expected a file that this user alone can write, got one that others can"
+        proof = _parse(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return f"expected a proof, got {error}"
+    if proof.identity.digest != path.stem or (identity is not None and proof.identity != identity):
+        return "expected a proof of what its name says, got one of something else"
+    return proof
+
+
+def _parse(text: str) -> Proof:
+    """Raises `ValueError` for anything that `Proof.to_json` would not write."""
+    try:
+        data = json.loads(text)
+        identity, coverage = dict(data["identity"]), dict(data["coverage"])
+        proof = Proof(
+            Identity(
+                **identity
+                | {
+                    "compute_capability": tuple(identity["compute_capability"]),
+                    "versions": tuple((name, version) for name, version in identity["versions"]),
+                }
+            ),
+            Coverage(**{name: tuple(values) for name, values in coverage.items()}),
+            tuple(data["checks"]),
+            data["date"],
+        )
+        proven_at = datetime.fromisoformat(proof.date)
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"something else ({error})") from error
+    columns = _columns(proof.coverage)
+    whole = all(type(each) is int for column in columns[:3] for each in column) and all(
+        type(each) is str for column in (*columns[3:], proof.checks) for each in column
+    )
+    if data.get("format") != _FORMAT or not whole or not proof.checks or proven_at.tzinfo is None:
+        raise ValueError("something else")
+    return proof
+
+
+def _columns(coverage: Coverage) -> tuple[tuple[Any, ...], ...]:
+    return (
+        coverage.head_dims,
+        coverage.group_sizes,
+        coverage.page_sizes,
+        coverage.dtypes,
+        coverage.cache_dtypes,
+    )
+
+
+def _union(mine: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys((*mine, *others)))
+
+
+def _versions(candidate: Candidate, capability: Capability) -> tuple[tuple[str, str], ...]:
+    names = {*_TOOLCHAIN, candidate.distribution}
+    if capability.package is not None:
+        names |= _distributions(capability.package.split(".")[0])
+    found = {name: version for name in names if (version := _version(name)) is not None}
+    return tuple(sorted((found | {"sightline": __version__, "python": platform.python_version()}).items()))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _distributions(module: str) -> frozenset[str]:
+    """What is installed under other names than its modules."""
+    return frozenset(metadata.packages_distributions().get(module, ()))
+
+
+def _sources(candidate: Candidate) -> str:
+    """Digest of Sightline's sources, and of all of the package that the backend is in."""
+    backend = candidate.load()
+    try:
+        module = Path(inspect.getfile(backend)).resolve()
+    except (TypeError, OSError) as error:
+        raise ConfigError(
+            f"expected backend {candidate.name!r} in a file, got {backend!r}, which no proof can name; "
+            "put it in a module"
+        ) from error
+    depth = backend.__module__.count(".") + (module.stem == "__init__")
+    package = module.parents[depth - 1].rglob("*.py") if depth else ()
+    files = {path.relative_to(module.parents[depth]): path for path in (module, *package)}
+    for name in _PROVEN_SOURCES:
+        files |= {path.relative_to(_SIGHTLINE.parent): path for path in (_SIGHTLINE / name).rglob("*.py")}
+    return _digest_of({path.as_posix(): sha256(file.read_bytes()).hexdigest() for path, file in files.items()})
+
+
+def _digest_of(value: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _plain(value: object) -> Any:
+    match value:
+        case Enum():
+            return value.value
+        case torch.dtype():
+            return dtype_name(value)
+        case frozenset():
+            return sorted(_plain(each) for each in value)
+        case tuple():
+            return [_plain(each) for each in value]
+        case _:
+            return value

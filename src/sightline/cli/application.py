@@ -1,0 +1,32 @@
+"""The `sightline` command: all its commands in one group, and what an error becomes."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from sightline.cli.bench import bench
+from sightline.cli.conformance import conformance
+from sightline.cli.console import print_error
+from sightline.cli.generate import chat, generate
+from sightline.cli.inspection import capabilities, collect_env, version
+from sightline.core.errors import SightlineError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+def app() -> None:
+    """An LLM inference engine in which attention cannot be silently wrong."""
+
+
+for command in (bench, capabilities, chat, collect_env, conformance, generate, version):
+    app.add_command(command)
+
+
+def main() -> None:
+    """The entry point: an error that Sightline raises on purpose is a message and exit code 1, not a traceback."""
+    try:
+        app.main(prog_name="sightline", standalone_mode=True)
+    except SightlineError as error:
+        print_error(error)
+        sys.exit(1)

@@ -1,0 +1,145 @@
+"""`bench`: what is measured is asked for here; how, is in `sightline.tools`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sightline.cli.console import notes
+from sightline.cli.options import collected, counts_option, engine_options, json_option, measure_option, parse_target
+
+if TYPE_CHECKING:
+    from sightline.tools.bench import Report
+    from sightline.tools.bench_work import Works
+    from sightline.tools.growth import GrowthReport
+    from sightline.tools.profile_step import ProfileReport
+
+json_settings = {
+    "as_json": json_option,
+    "save_result": click.option(
+        "--save-result", type=parse_target, metavar="FILE", help="Write the JSON object here too."
+    ),
+}
+bench_options = collected(
+    "how",
+    compare=click.option(
+        "--compare", default="", metavar="NAMES", help="Other engines to run in turns: transformers,llama.cpp,vllm."
+    ),
+    num_iters=measure_option("--num-iters", default=5, help="Rounds that count; medians are told."),
+    **json_settings,
+)
+report_file_options = collected("how", **json_settings)
+
+
+@click.group()
+def bench() -> None:
+    """Measure speed: engines in turns, after they have given the same tokens, with the floor."""
+
+
+@bench.command()
+@measure_option("--input-len", default=512, help="Tokens of the prompt that is read.")
+@measure_option("--output-len", default=48, help="Tokens that each row generates.")
+@measure_option("--batch-size", default=1, help="Rows that generate at once.")
+@counts_option("--contexts", default="32", help="Tokens of the rows' prompts, in turns: 64,128,256,512 mixes them.")
+@bench_options
+@engine_options
+def latency(
+    input_len: int,
+    output_len: int,
+    batch_size: int,
+    contexts: list[int],
+    how: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """Time the reading of a prompt, and the decoding of a batch of rows without the reading.
+
+    Decoding is a run of --output-len tokens less a run of one token on the same prompts, in the same round.
+    """
+    from sightline.tools.bench_work import latency_works
+
+    if output_len < 2:
+        raise click.BadParameter(f"expected at least 2 tokens, got {output_len}", param_hint="--output-len")
+    lengths = (input_len, output_len)
+    _compare(how, settings, lambda floor, vocab: latency_works(floor, vocab, lengths, contexts, batch_size))
+
+
+@bench.command()
+@measure_option("--num-prompts", default=16, help="Prompts that run at once.")
+@measure_option("--random-input-len", default=64, help="Random tokens of each prompt.")
+@measure_option("--random-output-len", default=48, help="Tokens that each generates.")
+@bench_options
+@engine_options
+def throughput(
+    num_prompts: int, random_input_len: int, random_output_len: int, how: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Time many prompts, read and continued."""
+    from sightline.tools.bench_work import throughput_works
+
+    lengths = (random_input_len, random_output_len)
+    _compare(how, settings, lambda floor, vocab: throughput_works(floor, vocab, lengths, num_prompts))
+
+
+@bench.command()
+@counts_option("--rows", default="1,2,4,8,16,32,64", help="Rows of a step, at the first of the contexts.")
+@counts_option("--contexts", default="64,128,256,512,1k,2k,4k", help="Tokens that rows hold, with 1 row and with 8.")
+@measure_option("--num-steps", default=8, help="Decode steps of each point; medians are told.")
+@click.option("--plot", type=parse_target, metavar="FILE.svg", help="Draw the curves here.")
+@report_file_options
+@engine_options
+def growth(
+    rows: list[int],
+    contexts: list[int],
+    num_steps: int,
+    plot: Path | None,
+    how: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """Time decode steps over rows and over contexts, with the floor."""
+    from sightline.tools.bench_work import load_subject
+    from sightline.tools.growth import measure_growth
+
+    report = measure_growth(
+        load_subject(settings),
+        rows,
+        contexts,
+        num_steps,
+        lambda timing: notes.print(
+            f"[dim]{len(timing.held)} × context {timing.context}: {timing.step_seconds * 1e3:.2f} ms a step[/]"
+        ),
+    )
+    if plot is not None:
+        plot.write_text(report.svg())
+    _print_report(report, how)
+
+
+@bench.command()
+@measure_option("--batch-size", default=1, help="Rows of a step.")
+@measure_option("--input-len", default=64, help="Tokens that each row holds.")
+@measure_option("--num-steps", default=16, help="Decode steps that are timed, and then taken apart.")
+@report_file_options
+@engine_options
+def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Tell where the time of a decode step goes."""
+    from sightline.tools.bench_work import load_subject
+    from sightline.tools.profile_step import profile_steps
+
+    _print_report(profile_steps(load_subject(settings), batch_size, input_len, num_steps), how)
+
+
+def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> None:
+    from sightline.tools.bench_work import compare_engines
+
+    compared = [name.strip() for name in how["compare"].split(",") if name.strip()]
+    _print_report(compare_engines(settings, works, compared, how["num_iters"]), how)
+
+
+def _print_report(report: Report | GrowthReport | ProfileReport, how: dict[str, Any]) -> None:
+    """As text, or as one JSON object; the object also into a file where one is asked for."""
+    text = json.dumps(asdict(report), indent=2)
+    click.echo(text if how["as_json"] else "\n".join(report.lines()))
+    if how["save_result"] is not None:
+        how["save_result"].write_text(text + "\n")

@@ -1,0 +1,128 @@
+"""`conformance`: proves backends on this machine. What is tried, and what it means, is in `sightline.testing`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+from rich.markup import escape
+
+from sightline.cli.console import notes, print_distrusted
+from sightline.cli.options import json_option, parse_positive_count
+
+if TYPE_CHECKING:
+    from sightline.testing.kit import CheckResult
+    from sightline.testing.report import ConformanceReport, Outcome, RowToTry, TriedRow
+
+_CommandT = TypeVar("_CommandT", bound=Callable[..., None])
+
+
+def _more_option(name: str, column: str) -> Callable[[_CommandT], _CommandT]:
+    return click.option(
+        name,
+        type=parse_positive_count,
+        multiple=True,
+        metavar="NUMBER",
+        help=f"Try this {column} too, in rows that declare any; may be repeated.",
+    )
+
+
+@click.command()
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+@click.option("--quick", is_flag=True, help="A few cases of each check: soon done, and proves nothing.")
+@_more_option("--page-size", "page size")
+@_more_option("--head-dim", "head dimension")
+@_more_option("--group-size", "number of query heads on a key head")
+@json_option
+def conformance(
+    backends: tuple[str, ...],
+    device: str,
+    quick: bool,
+    page_size: tuple[int, ...],
+    head_dim: tuple[int, ...],
+    group_size: tuple[int, ...],
+    as_json: bool,
+) -> None:
+    """Try attention backends against the oracle, row by row; a full run that passes is kept as a proof.
+
+    Fails where any check fails. `--require-proof` of the other commands asks for the proofs.
+    """
+    from sightline.attention.proof import ProofBook
+    from sightline.core.environment import proof_folder
+    from sightline.testing.report import Watch, more_samples, run_conformance
+    from sightline.testing.trial import Effort
+
+    book = ProofBook(proof_folder())
+    print_distrusted(book)
+    report = run_conformance(
+        backends,
+        device=device,
+        effort=Effort.QUICK if quick else Effort.FULL,
+        samples=more_samples(head_dim, group_size, page_size),
+        book=book,
+        watch=Watch(_say_row, _say_result),
+    )
+    click.echo(json.dumps(report.to_data(), indent=2) if as_json else "\n".join(_lines(report)))
+    sys.exit(1 if report.failed else 0)
+
+
+def _say_row(row: RowToTry) -> None:
+    notes.print(f"[dim]{escape(row.candidate.name)} · {escape(row.label)} on {escape(row.subject.device.name)}[/]")
+
+
+def _say_result(row: RowToTry, result: CheckResult) -> None:
+    del row
+    notes.print(f"[dim]  {escape(result.check)}: {result.verdict.value} ({result.seconds:.1f} s)[/]", soft_wrap=True)
+
+
+def _lines(report: ConformanceReport) -> Iterator[str]:
+    from sightline.testing.report import TriedRow
+
+    for outcome in report.outcomes:
+        yield from _outcome_lines(report, outcome)
+    if not any(isinstance(outcome, TriedRow) for outcome in report.outcomes):
+        yield "nothing was tried, so that nothing is proven"
+
+
+def _outcome_lines(report: ConformanceReport, outcome: Outcome) -> Iterator[str]:
+    from sightline.testing.report import SkippedRow, TriedRow, Unloadable
+
+    match outcome:
+        case Unloadable(backend, reason):
+            yield f"{backend}: FAILED: {reason}"
+        case SkippedRow(backend, label, reasons):
+            yield f"{backend} · {label} on {report.device.name}: skipped: {'; '.join(reasons)}"
+        case TriedRow():
+            yield from _row_lines(report, outcome)
+
+
+def _row_lines(report: ConformanceReport, row: TriedRow) -> Iterator[str]:
+    """Counts, then whatever did not pass, then what is proven."""
+    from sightline.testing.kit import Verdict
+
+    counts = ", ".join(f"{len(row.of(verdict))} {verdict.value}" for verdict in Verdict if row.of(verdict))
+    yield (
+        f"{row.backend} · {row.label} on {report.device.name}: {counts or 'no checks'} "
+        f"({row.num_steps} steps, {row.seconds:.1f} s)"
+    )
+    for result in row.of(Verdict.FAILED):
+        yield f"  FAILED {result.check}, which proves: {report.proves[result.check]}"
+        yield from (f"    {line}" for line in result.detail.splitlines())
+    for verdict in (Verdict.BLOCKED, Verdict.EXCUSED):
+        yield from (f"  {verdict.value} {result.check}: {result.detail}" for result in row.of(verdict))
+    yield from (f"  not tried: the row does not list {value}" for value in row.not_listed)
+    yield f"  {_meaning(report, row)}"
+
+
+def _meaning(report: ConformanceReport, row: TriedRow) -> str:
+    from sightline.testing.trial import Effort
+
+    if row.proof is not None:
+        return "proven on this device with these versions"
+    if report.effort is Effort.QUICK:
+        return "a quick run proves nothing; leave out --quick for a proof"
+    return "not proven" + ("; the proof that there was is void" if row.voided else "")

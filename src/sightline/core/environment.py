@@ -1,0 +1,20 @@
+"""The environment variables that Sightline reads: all of them, and here alone. A malformed value raises.
+
+Does not know what lies in the folders that it names.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sightline.core.errors import ConfigError
+
+
+def proof_folder() -> Path:
+    """Where passed runs of the conformance kit are kept: `$XDG_CACHE_HOME/sightline/proofs`, else under ~/.cache."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(named) if named else Path.home() / ".cache"
+    if not cache.is_absolute():
+        raise ConfigError(f"expected an absolute path in XDG_CACHE_HOME, got {named!r}; set a full path, or unset it")
+    return cache / "sightline" / "proofs"

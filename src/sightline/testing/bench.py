@@ -1,0 +1,211 @@
+"""A planner over pools that are laid out to find faults: pages out of order, unused slots full of what would show.
+
+Builds what a runtime builds, for one backend and without a model. Does not know what is checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from sightline.attention.capability import Capability
+from sightline.attention.contract import AttentionBackend, BackendContext, Limits, SoftmaxInputs
+from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.spec import SoftmaxSpec, group_layers
+from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
+from sightline.cache.pools import CacheLimits, CacheStore, Pool
+from sightline.core.batch import CAUSAL, Batch, RowMask
+from sightline.core.device import Device
+from sightline.runner.batching import RowWork, assemble
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tried: one capability row of one backend, on one device."""
+
+    name: str
+    backend: type[AttentionBackend[SoftmaxInputs]]
+    capability: Capability
+    device: Device
+    planner: type[Planner] = Planner
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a step."""
+
+    context_len: int
+    query_len: int
+    mask: RowMask = CAUSAL
+    positions: tuple[int, ...] | None = None
+    """Of the new tokens, where they do not follow the context one by one."""
+
+    @property
+    def seq_len(self) -> int:
+        return self.context_len + self.query_len
+
+
+class Layout(Enum):
+    """How the pages of a row lie in the pool."""
+
+    IN_ORDER = "in order"
+    """Side by side, each row's after the other's."""
+    SHUFFLED = "shuffled"
+    """In random order, and the rows' interleaved."""
+    DESCENDING = "descending"
+    """Side by side, the last page first."""
+
+
+class Unused(Enum):
+    """What stands in slots that nobody wrote."""
+
+    GARBAGE = "garbage"
+    """Numbers: they show where they are read with any weight."""
+    NAN = "NaN"
+    """It shows where it is read at all, also where its weight is 0."""
+
+
+class Memory(Enum):
+    """What stands in leases that did not ask for zeros."""
+
+    ZEROS = "zeros"
+    POISON = "poison"
+
+
+class _ZeroedWorkspace(Workspace):
+    """Gives zeros to everyone, so that only the check that is about them can find a backend that forgot to ask."""
+
+    def lease(
+        self, owner: str, name: str, lane: Lane, shape: Sequence[int], dtype: torch.dtype, *, zeroed: bool = False
+    ) -> Tensor:
+        del zeroed
+        return super().lease(owner, name, lane, shape, dtype, zeroed=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything about a bench but its backend and its specs."""
+
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    """None is the compute dtype."""
+    max_seq_len: int = 512
+    max_rows: int = 16
+    max_step_tokens: int = 512
+    lanes: tuple[Lane, ...] = (MAIN_LANE,)
+    paranoid: bool = False
+    layout: Layout = Layout.SHUFFLED
+    unused: Unused = Unused.NAN
+    memory: Memory = Memory.POISON
+
+
+class Bench:
+    """Pools, backends and a planner for one or more layers."""
+
+    def __init__(self, subject: Subject, specs: Sequence[SoftmaxSpec], setting: Setting) -> None:
+        self.subject = subject
+        self.specs = tuple(specs)
+        self.setting = setting
+        self.device = subject.device.torch_device
+        self.groups = group_layers(specs)
+        pages = setting.max_rows * -(-setting.max_seq_len // setting.page_size) + 1
+        self.store = CacheStore(
+            [group.cache_spec(setting.cache_dtype or setting.dtype) for group in self.groups],
+            CacheLimits(pages, setting.page_size, setting.max_rows, setting.max_seq_len),
+            self.device,
+        )
+        fill_pools(self.store, setting.unused)
+        arrange_free_pages(self.store, setting.layout)
+        self.workspace = self._make_workspace()
+        self.planner = self._make_planner(self.workspace)
+
+    def another_planner(self) -> Planner:
+        """A planner with backends of its own over the same pools."""
+        return self._make_planner(self._make_workspace())
+
+    def _make_workspace(self) -> Workspace:
+        if self.setting.memory is Memory.ZEROS:
+            return _ZeroedWorkspace(self.device, 1 << 34)
+        return Workspace(self.device, 1 << 34, poison=True)
+
+    def _make_planner(self, workspace: Workspace) -> Planner:
+        setting = self.setting
+        limits = Limits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
+        bindings = [
+            GroupBinding(
+                group,
+                cache,
+                self.subject.backend(
+                    BackendContext(group.name, group.spec, cache, workspace, limits, setting.dtype, self.device)
+                ),
+                self.subject.capability,
+            )
+            for group, cache in zip(self.groups, self.store.groups, strict=True)
+        ]
+        workspace.seal()
+        return self.subject.planner(bindings, limits, self.device, paranoid=setting.paranoid)
+
+    def open_rows(self, rows: Sequence[Row]) -> list[int]:
+        """Page-table rows with pages for each row; shuffled ones grow in turns, so that their pages interleave."""
+        table_rows = [self.store.open_row() for _ in rows]
+        longest = max((row.seq_len for row in rows), default=0)
+        step = self.setting.page_size if self.setting.layout is Layout.SHUFFLED else max(longest, 1)
+        for length in range(step, longest + step, step):
+            for table_row, row in zip(table_rows, rows, strict=True):
+                self.store.grow_row(table_row, min(length, row.seq_len))
+        return table_rows
+
+    def batch(self, rows: Sequence[Row], table_rows: Sequence[int]) -> Batch:
+        return assemble(row_work(rows, table_rows), self.store)
+
+    def place_of(self, layer: int) -> tuple[Pool, int]:
+        """The pool of a layer, and the layer's number in it."""
+        for group, cache in zip(self.groups, self.store.groups, strict=True):
+            if layer in group.layers:
+                return cache.pools["kv"], group.layers.index(layer)
+        raise ValueError(f"expected a layer below {len(self.specs)}, got {layer}")
+
+
+def row_work(rows: Sequence[Row], table_rows: Sequence[int]) -> list[RowWork]:
+    """What the engine would be told to compute."""
+    return [
+        RowWork(table_row, [1] * row.query_len, row.context_len, row.query_len > 0, row.mask, row.positions)
+        for row, table_row in zip(rows, table_rows, strict=True)
+    ]
+
+
+def arrange_free_pages(store: CacheStore, layout: Layout, seed: int = 7) -> None:
+    """Makes every pool hand out its free pages in that order."""
+    order = random.Random(seed)
+    for pool in store.pools:
+        pages = sorted(pool.allocator.allocate(pool.allocator.num_free))
+        if layout is Layout.SHUFFLED:
+            order.shuffle(pages)
+        elif layout is Layout.DESCENDING:
+            pages.reverse()
+        pool.allocator.release(pages)
+
+
+def fill_pools(store: CacheStore, unused: Unused) -> None:
+    """Fills every slot of every pool, the padding page included."""
+    generator = torch.Generator().manual_seed(11)
+    for pool in store.pools:
+        for plane in pool.spec.planes:
+            entries = pool.plane(plane.name)
+            if unused is Unused.NAN:
+                entries.fill_(torch.nan)
+            else:
+                noise = torch.randn(entries.shape[1:], generator=generator).to(entries.device, entries.dtype)
+                entries.copy_(noise * 2 if plane.name == "k" else noise.sign() * 100)
+
+
+def walk_slots(pool: Pool, table_row: int, length: int) -> list[int]:
+    """The slots of a row's first entries, by walking its pages."""
+    pages = pool.table.owned(table_row)
+    return [pages[entry // pool.page_size] * pool.page_size + entry % pool.page_size for entry in range(length)]

@@ -1,0 +1,171 @@
+"""Features: each that a row declares, alone and then together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.core.batch import FULL, MaskKind, RowMask
+from sightline.testing.bench import Layout, Row, Unused
+from sightline.testing.steps import Step
+from sightline.testing.trial import Check, Trial, masked, needs_feature, ragged_rows
+
+LSE = frozenset({Feature.LSE})
+_PARENTS = (
+    (-1, 0, 0, 1, 2),
+    (-1, 0, 1, 1, 1, 0, 5, 6),
+    (-1, -1, 0, 1),
+)
+"""Trees: the parent of each new token, -1 for one that follows the context."""
+
+
+def tree_row(context_len: int, parents: Sequence[int]) -> Row:
+    """A row whose new tokens form a tree: each sees its ancestors, and its depth is its position."""
+    count = len(parents)
+    tree, depths = torch.eye(count, dtype=torch.bool), [0] * count
+    for child, parent in enumerate(parents):
+        if parent >= 0:
+            tree[child] |= tree[parent]
+            depths[child] = depths[parent] + 1
+    return Row(context_len, count, RowMask(MaskKind.TREE, tree), tuple(context_len + depth for depth in depths))
+
+
+def _tree_rows(page: int) -> list[Row]:
+    return [tree_row(page + 4, _PARENTS[0]), Row(3, 1), tree_row(0, _PARENTS[1]), tree_row(page - 1, _PARENTS[2])]
+
+
+def scale(trial: Trial) -> None:
+    for factor in trial.some((0.4, 1.7)):
+        trial.try_rows(ragged_rows(trial.page_size), replace(trial.plain, scale=trial.plain.scale * factor))
+
+
+def grouped_heads(trial: Trial) -> None:
+    for size in trial.some(trial.samples.of_group_sizes(trial.row), 3):
+        for kv_heads in (1, 3):
+            spec = replace(trial.plain, num_q_heads=size * kv_heads, num_kv_heads=kv_heads)
+            trial.try_rows([Row(20, 1), Row(3, 1), Row(0, 4), Row(7, 3)], spec)
+
+
+def head_dims(trial: Trial) -> None:
+    for head_dim in trial.samples.of_head_dims(trial.row):
+        spec = replace(trial.plain, head_dim=head_dim, scale=head_dim**-0.5)
+        trial.try_rows([Row(20, 1), Row(3, 1), Row(0, 4), Row(7, 3)], spec)
+
+
+def window(trial: Trial) -> None:
+    page = trial.page_size
+    for size in trial.some((page // 2 + 1, 1, 2, page, 2 * page + 3), 3):
+        spec = replace(trial.plain, window=size)
+        trial.try_rows(ragged_rows(page), spec)
+        around = [Row(max(size + delta, 0), 1) for delta in (-2, -1, 0, 1, 2)]
+        trial.try_rows([*around, Row(0, size), Row(0, size + 1), Row(size, 3)], spec)
+
+
+def softcap(trial: Trial) -> None:
+    for cap in trial.some((2.0, 0.5, 30.0)):
+        trial.try_rows(ragged_rows(trial.page_size), replace(trial.plain, softcap=cap))
+
+
+def sinks(trial: Trial) -> None:
+    trial.try_rows(ragged_rows(trial.page_size), replace(trial.plain, sinks=True))
+
+
+def non_causal(trial: Trial) -> None:
+    page = trial.page_size
+    rows = [Row(5, 12, FULL), Row(0, 2 * page + 1, FULL), Row(page + 1, 1, FULL), Row(3, 2)]
+    trial.try_rows(rows)
+    if Feature.WINDOW in trial.row.features:
+        trial.try_rows(rows, replace(trial.plain, window=4))
+
+
+def tree_mask(trial: Trial) -> None:
+    trial.try_rows(_tree_rows(trial.page_size))
+    # A query that sees nothing: no context, and not itself.
+    blind = RowMask(MaskKind.TREE, torch.tensor([[True, False], [False, False]]))
+    trial.try_rows([Row(0, 2, blind), Row(2, 2, blind)])
+
+
+def lse(trial: Trial) -> None:
+    step = Step(trial.bench(), ragged_rows(trial.page_size))
+    plain = trial.try_step(step)
+    trial.require(plain.lse is None, "expected no LSE from a step that does not need one, got a tensor")
+    step = Step(trial.bench(), ragged_rows(trial.page_size))
+    answer = trial.try_step(step, LSE)
+    trial.require(answer.lse is not None, "expected the LSE from a step that needs it, got None")
+    if answer.lse is not None:
+        trial.require(answer.lse.dtype == torch.float32, f"expected the LSE in float32, got {answer.lse.dtype}")
+    fresh = [Row(0, length) for length in (1, 7, trial.page_size + 1)]
+    trial.try_step(Step(trial.bench(), fresh, transient=True), LSE)
+
+
+def features_together(trial: Trial) -> None:
+    declared = trial.row.features
+    page = trial.page_size
+    setting = replace(trial.setting, layout=Layout.SHUFFLED, unused=Unused.NAN)
+    rows = ragged_rows(page)
+    kinds = [rows]
+    if Feature.NON_CAUSAL in declared:
+        kinds.append([*masked(rows[:4], mask=FULL), *rows[4:]])
+    if Feature.TREE_MASK in declared:
+        kinds.append([*_tree_rows(page), *rows[:4]])
+    needs = LSE & declared
+    for spec in _combinations(trial):
+        for kind in kinds:
+            trial.try_rows(kind, spec, setting)
+            if needs:
+                trial.try_rows(kind, spec, setting, needs)
+
+
+def _combinations(trial: Trial) -> tuple[SoftmaxSpec, ...]:
+    """Specs with everything that is declared, and with every pair."""
+    declared = trial.row.features
+    changes: dict[Feature, dict[str, object]] = {
+        Feature.WINDOW: {"window": trial.page_size // 2 + 1},
+        Feature.SOFTCAP: {"softcap": 1.5},
+        Feature.SINKS: {"sinks": True},
+    }
+    able = [change for feature, change in changes.items() if feature in declared]
+    specs = []
+    for dropped in range(len(able) + 1):
+        spec = trial.plain
+        for index, change in enumerate(able):
+            if index != dropped:
+                spec = replace(spec, **change)  # type: ignore[arg-type]
+        specs.append(spec)
+    return trial.some(specs[::-1])
+
+
+def _feature(feature: Feature, proves: str, run: object) -> Check:
+    return Check(feature.value, proves, run, ("ragged",), needs_feature(feature))  # type: ignore[arg-type]
+
+
+CHECKS = (
+    Check("scale", "scores are scaled as the spec says", scale, ("ragged",)),
+    Check(
+        "grouped-heads",
+        "query head h reads key head h // group size, for every declared size",
+        grouped_heads,
+        ("ragged",),
+    ),
+    Check("head-dims", "every declared head dimension", head_dims, ("ragged",)),
+    _feature(Feature.WINDOW, "a query sees keys less than the window away, at its border and beyond", window),
+    _feature(Feature.SOFTCAP, "scores are capped", softcap),
+    _feature(Feature.SINKS, "sinks take weight and give no value", sinks),
+    _feature(Feature.NON_CAUSAL, "rows with a full mask, within a symmetric window too", non_causal),
+    _feature(Feature.TREE_MASK, "trees: a token sees its ancestors; one that sees nothing gives 0", tree_mask),
+    _feature(Feature.LSE, "the natural log-sum-exp, where it is asked for and only there", lse),
+    Check(
+        "features-together",
+        "all declared features at once, and by pairs, on shuffled pages with NaN in unused slots",
+        features_together,
+        (
+            "page-order",
+            "unused-slots",
+            "scale",
+            *(feature.value for feature in Feature if feature not in (Feature.DETERMINISTIC, Feature.BATCH_INVARIANT)),
+        ),
+    ),
+)

@@ -1,0 +1,111 @@
+"""Captured CUDA graphs: replayed after another plan, they give what that plan gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from sightline.attention.capability import GraphLevel
+from sightline.attention.contract import SoftmaxInputs
+from sightline.attention.workspace import MAIN_LANE
+from sightline.core.batch import Batch, Lengths, PoolRows
+from sightline.core.device import DeviceKind
+from sightline.testing.bench import Row, Subject
+from sightline.testing.steps import Answer, Step, to_device
+from sightline.testing.trial import Check, Trial
+
+_CAPTURED = [Row(5 * index, 1 + index % 3) for index in range(8)]
+_REPLAYED: tuple[Sequence[Row], ...] = (
+    [Row(40, 1), Row(3, 4), Row(0, 6), Row(17, 1), Row(33, 2)],
+    [Row(100, 1)] * 8,
+    [Row(0, 15)],
+    [],
+)
+"""Other rows, other lengths, within what was captured."""
+
+
+def captured_replay(trial: Trial) -> None:
+    bench = trial.bench()
+    num_rows, num_tokens = len(_CAPTURED), sum(row.query_len for row in _CAPTURED)
+    step = Step(bench, _CAPTURED)
+    # The bucket's own memory: what is captured reads from it, whatever is replayed is copied into it.
+    static = step.batch
+    inputs = to_device(step.inputs, bench.device)
+    out = torch.full_like(inputs.q, torch.nan)
+    planned = bench.planner.plan(static)
+    with torch.inference_mode():
+        planned.prepare()
+        planned.attend(step.layer, inputs, out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            planned.prepare()
+            planned.attend(step.layer, inputs, out)
+    addresses = bench.planner.buffer_addresses(MAIN_LANE)
+    for seed, rows in enumerate((_CAPTURED, *_REPLAYED)):
+        other = Step(bench, rows, seed=seed)
+        other.pad(num_rows - len(rows), num_tokens - other.batch.num_tokens, torch.nan)
+        real = sum(row.query_len for row in rows)
+        _copy_inputs(to_device(other.inputs, bench.device), inputs)
+        bench.planner.plan(_in_place(other.batch, static))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        trial.hold(other, Answer(out.cpu(), None), "a captured step, replayed")
+        trial.require(
+            bool(out[real:].isnan().all()), "expected replay to leave the output of padding tokens, got numbers"
+        )
+        moved = addresses.items() ^ bench.planner.buffer_addresses(MAIN_LANE).items()
+        trial.require(not moved, f"expected plan buffers to stay where they were captured, got {sorted(moved)[:3]}")
+        for table_row in other.table_rows:
+            bench.store.close_row(table_row)
+
+
+def _copy_inputs(source: SoftmaxInputs, target: SoftmaxInputs) -> None:
+    for name in ("q", "k", "v"):
+        vars(target)[name].copy_(vars(source)[name])
+
+
+def _in_place(batch: Batch, static: Batch) -> Batch:
+    """The batch with its contents in the static batch's memory."""
+    static.tokens.copy_(batch.tokens)
+    static.positions.copy_(batch.positions)
+    pools = {}
+    for key, rows in batch.pools.items():
+        memory = static.pools[key].write_slots
+        memory.copy_(rows.write_slots)
+        pools[key] = PoolRows(rows.table_id, rows.versions, memory)
+    return replace(
+        batch,
+        tokens=static.tokens,
+        positions=static.positions,
+        query_lens=_lengths_in_place(batch.query_lens, static.query_lens),
+        context_lens=_lengths_in_place(batch.context_lens, static.context_lens),
+        pools=pools,
+    )
+
+
+def _lengths_in_place(lengths: Lengths, static: Lengths) -> Lengths:
+    static.device.copy_(lengths.device)
+    return Lengths(static.device, lengths.bound, lengths.host)
+
+
+def _not_captured(subject: Subject) -> str | None:
+    if subject.capability.graph is GraphLevel.NONE:
+        return "it declares that it cannot be captured"
+    if subject.device.kind is not DeviceKind.CUDA:
+        return "graphs are captured on CUDA devices only"
+    return None
+
+
+CHECKS = (
+    Check(
+        "captured-replay",
+        "a captured step, replayed with other rows and lengths, equals the oracle; addresses stay",
+        captured_replay,
+        ("next-batch", "padding", "idle"),
+        _not_captured,
+    ),
+)

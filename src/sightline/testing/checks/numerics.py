@@ -1,0 +1,143 @@
+"""Numbers: every dtype, sums over many keys, scores far from 0, and the same bits where they are declared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from sightline.attention.spec import Feature
+from sightline.testing.bench import Row, Setting
+from sightline.testing.steps import Step
+from sightline.testing.trial import (
+    Check,
+    Trial,
+    cache_dtypes,
+    compute_dtypes,
+    needs_feature,
+    ragged_rows,
+)
+
+
+def dtypes(trial: Trial) -> None:
+    for dtype in compute_dtypes(trial.row)[1:]:
+        other = trial.in_dtype(dtype)
+        other.try_rows(ragged_rows(trial.page_size))
+        trial.num_steps += other.num_steps
+
+
+def cache_dtype_pairs(trial: Trial) -> None:
+    for cache_dtype in cache_dtypes(trial.row):
+        for dtype in compute_dtypes(trial.row):
+            other = trial.in_dtype(dtype, cache_dtype)
+            other.try_rows(ragged_rows(trial.page_size))
+            trial.num_steps += other.num_steps
+
+
+def _long(trial: Trial, longest: int) -> Setting:
+    return replace(trial.setting, max_seq_len=longest + 64, max_rows=2)
+
+
+def split_merge(trial: Trial) -> None:
+    lengths = [border + delta for border in (256, 512, 1024, 2048) for delta in (-1, 0, 1)]
+    for length in trial.some([1025, 300, *lengths]):
+        for slope in (6.0, -6.0):
+            step = Step(trial.bench(setting=_long(trial, length)), [Row(length - 1, 1)])
+            # Scores that climb or fall along the row: each part's maximum differs, and so do their weights.
+            keys, values = step.contexts[0]
+            direction = step.inputs.q[0, :: trial.plain.group_size].float()
+            direction = direction / direction.square().sum(-1, keepdim=True)
+            ramp = torch.linspace(0.0, slope, length - 1) / trial.plain.scale
+            climbing = ramp.view(-1, 1, 1) * direction + 0.3 * keys.float()
+            step.contexts[0] = (climbing.to(keys.dtype), values)
+            step.write_contexts()
+            trial.try_step(step)
+
+
+def accumulation(trial: Trial) -> None:
+    length = 4096
+    for dtype in compute_dtypes(trial.row):
+        low = trial.in_dtype(dtype)
+        step = Step(low.bench(setting=_long(low, length)), [Row(length - 1, 1)])
+        # All keys weigh the same, and the values are about 1: a sum that loses what is small loses most of it.
+        step.inputs.q.zero_()
+        keys, values = step.contexts[0]
+        step.contexts[0] = (keys, (1.0 + 0.1 * values.float()).to(values.dtype))
+        step.write_contexts()
+        low.try_step(step)
+        trial.num_steps += low.num_steps
+
+
+def large_scores(trial: Trial) -> None:
+    for factor in trial.some((30.0, 15.0)):
+        step = Step(trial.bench(), ragged_rows(trial.page_size))
+        step.inputs.q.mul_(factor)
+        trial.try_step(step)
+
+
+def determinism(trial: Trial) -> None:
+    rows = [*ragged_rows(trial.page_size), Row(300, 1), Row(200, 9)]
+    bench = trial.bench(setting=replace(trial.setting, max_rows=40))
+    step = Step(bench, rows)
+    first = trial.try_step(step)
+    for repeat in range(3):
+        trial.try_step(Step(bench, [Row(5 + repeat, 2), Row(0, 3)], seed=repeat))
+        again = step.run()
+        trial.require(
+            torch.equal(first.out, again.out),
+            f"expected the same bits from the same step, got {int((first.out != again.out).sum())} numbers that differ",
+        )
+
+
+def batch_invariance(trial: Trial) -> None:
+    chosen = [Row(40, 1), Row(200, 1), Row(0, 17), Row(33, 6)]
+    others = [Row(5, 1), Row(90, 3), Row(300, 1), Row(0, 40)]
+    bench = trial.bench(setting=replace(trial.setting, max_rows=40))
+    for index, row in enumerate(chosen):
+        alone = Step(bench, [row], seed=index)
+        first = trial.try_step(alone)
+        for before in trial.some((len(others), 0, 2)):
+            crowd = Step(bench, [*others[:before], row, *others[before:]], seed=100 + before)
+            start = sum(other.query_len for other in others[:before])
+            place = slice(start, start + row.query_len)
+            for name in ("q", "k", "v"):
+                vars(crowd.inputs)[name][place] = vars(alone.inputs)[name]
+            crowd.contexts[before] = alone.contexts[0]
+            crowd.write_contexts()
+            got = crowd.run().out[place]
+            trial.require(
+                torch.equal(got, first.out),
+                f"expected a row of {row.context_len}+{row.query_len} to give the same bits alone and beside "
+                f"{len(others)} others, got {int((got != first.out).sum())} numbers that differ",
+            )
+            for table_row in crowd.table_rows:
+                bench.store.close_row(table_row)
+        bench.store.close_row(alone.table_rows[0])
+
+
+CHECKS = (
+    Check("dtypes", "every declared dtype", dtypes, ("ragged",)),
+    Check("cache-dtypes", "every declared pair of compute and cache dtype", cache_dtype_pairs, ("dtypes",)),
+    Check("large-scores", "scores of hundreds: nothing overflows", large_scores, ("ragged",)),
+    Check(
+        "split-merge",
+        "rows of hundreds and thousands of keys whose parts weigh very differently",
+        split_merge,
+        ("ragged",),
+    ),
+    Check("accumulation", "sums over thousands of keys keep what is small", accumulation, ("split-merge",)),
+    Check(
+        "determinism",
+        "the same step gives the same bits",
+        determinism,
+        ("ragged",),
+        needs_feature(Feature.DETERMINISTIC),
+    ),
+    Check(
+        "batch-invariance",
+        "a row gives the same bits alone and beside others",
+        batch_invariance,
+        ("ragged",),
+        needs_feature(Feature.BATCH_INVARIANT),
+    ),
+)

@@ -1,0 +1,79 @@
+"""Pages: any order, any size, shared between rows, and full of what nobody wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from sightline.testing.bench import Layout, Row, Unused
+from sightline.testing.steps import Step, map_inputs
+from sightline.testing.trial import Check, Trial, ragged_rows
+
+
+def page_order(trial: Trial) -> None:
+    for layout in (Layout.SHUFFLED, Layout.DESCENDING):
+        setting = replace(trial.setting, layout=layout)
+        trial.try_rows(ragged_rows(trial.page_size), setting=setting)
+        trial.try_rows([Row(5 * trial.page_size + 1, 1)], setting=setting)
+    # In order, then not: looking at the first two pages finds nothing.
+    bench = trial.bench()
+    table_row = bench.store.open_row()
+    for pool in bench.store.pools:
+        pages = sorted(pool.allocator.allocate(5))
+        pool.table.append(table_row, [*pages[:2], *reversed(pages[2:])])
+    trial.try_step(Step(bench, [Row(4 * trial.page_size + 1, 2)], table_rows=[table_row]))
+
+
+def page_sharing(trial: Trial) -> None:
+    page = trial.page_size
+    for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
+        bench = trial.bench(setting=replace(trial.setting, layout=layout))
+        owner = Step(bench, [Row(2 * page, 1)])
+        pages = owner.pool.table.owned(owner.table_rows[0])
+        keys, values = owner.contexts[0]
+        rows, table_rows = [Row(2 * page, 1)], list(owner.table_rows)
+        for shared, query_len in ((2, 1), (1, 3), (2, 2)):
+            twin = bench.store.open_row()
+            owner.pool.allocator.share(pages[:shared])
+            owner.pool.table.append(twin, pages[:shared])
+            rows.append(Row(shared * page, query_len))
+            bench.store.grow_row(twin, rows[-1].seq_len)
+            table_rows.append(twin)
+        contexts = [(keys[: row.context_len], values[: row.context_len]) for row in rows]
+        trial.try_step(Step(bench, rows, seed=4, table_rows=table_rows, contexts=contexts))
+
+
+def page_sizes(trial: Trial) -> None:
+    for page_size in trial.some([size for size in trial.samples.of_page_sizes(trial.row) if size != trial.page_size]):
+        setting = replace(
+            trial.setting, page_size=page_size, layout=Layout.SHUFFLED, max_seq_len=max(512, 8 * page_size)
+        )
+        trial.try_rows(ragged_rows(page_size), setting=setting)
+
+
+def unused_slots(trial: Trial) -> None:
+    for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
+        setting = replace(trial.setting, unused=Unused.NAN, layout=layout)
+        trial.try_rows(ragged_rows(trial.page_size), setting=setting)
+    # What a row of another request holds is of no matter either.
+    step = Step(trial.bench(), [Row(20, 1), Row(25, 1), Row(30, 1)])
+    expected = step.expected()
+    step.inputs = map_inputs(step.inputs, torch.clone)
+    step.inputs.k[1] = torch.nan
+    answer = step.run()
+    for row in (0, 2):
+        trial.compare(answer.out[row], expected.out[row], f"the output of row {row} beside a row with NaN")
+
+
+CHECKS = (
+    Check("page-order", "pages shuffled, interleaved between rows, descending", page_order, ("ragged",)),
+    Check("page-sharing", "rows that share the pages of a prefix", page_sharing, ("page-order",)),
+    Check("page-sizes", "every declared page size", page_sizes, ("page-order",)),
+    Check(
+        "unused-slots",
+        "NaN in slots that nobody wrote, and in another row, reaches no result",
+        unused_slots,
+        ("ragged",),
+    ),
+)

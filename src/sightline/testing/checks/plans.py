@@ -1,0 +1,204 @@
+"""Plans: each its own, for every layer and group, and none that runs when what it was made from has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from sightline.attention.planner import PlannedBatch
+from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.workspace import MAIN_LANE, Lane
+from sightline.core.errors import StalePlanError
+from sightline.testing.bench import Bench, Row
+from sightline.testing.steps import Step, map_inputs, to_device
+from sightline.testing.trial import Check, Trial, fail, ragged_rows
+
+_ROWS = (Row(17, 1), Row(3, 4))
+_OTHERS = (Row(30, 1), Row(31, 2), Row(0, 5))
+
+
+def layers(trial: Trial) -> None:
+    bench = trial.bench(trial.plain, trial.plain, trial.plain)
+    steps = [Step(bench, _ROWS, seed=0, layer=0)]
+    steps += [Step(bench, _ROWS, seed=layer, layer=layer, table_rows=steps[0].table_rows) for layer in (1, 2)]
+    planned = steps[0].plan()
+    planned.prepare()
+    for step in steps:
+        trial.hold(step, step.attend(planned), f"layer {step.layer}")
+
+
+def groups(trial: Trial) -> None:
+    other = _another_spec(trial)
+    bench = trial.bench(trial.plain, other, trial.plain, other)
+    for rows in (_ROWS, _OTHERS):
+        steps = [Step(bench, rows, seed=0, layer=0)]
+        steps += [Step(bench, rows, seed=layer, layer=layer, table_rows=steps[0].table_rows) for layer in (1, 2, 3)]
+        planned = steps[0].plan()
+        planned.prepare()
+        for step in steps:
+            trial.hold(step, step.attend(planned), f"layer {step.layer} of a hybrid")
+
+
+def _another_spec(trial: Trial) -> SoftmaxSpec:
+    """A second group: with a window where that is declared, else with another scale."""
+    if Feature.WINDOW in trial.row.features:
+        return replace(trial.plain, window=6)
+    return replace(trial.plain, scale=trial.plain.scale / 2)
+
+
+def inputs_kept(trial: Trial) -> None:
+    step = Step(trial.bench(), ragged_rows(trial.page_size))
+    planned = step.plan()
+    planned.prepare()
+    given = to_device(map_inputs(step.inputs, torch.clone), trial.subject.device.torch_device)
+    planned.attend(step.layer, given, torch.empty_like(given.q))
+    for name, value in (("q", given.q), ("k", given.k), ("v", given.v)):
+        trial.require(
+            torch.equal(value.cpu(), vars(step.inputs)[name]),
+            f"expected run to leave its inputs as they are, got a changed {name}",
+        )
+
+
+def strided_inputs(trial: Trial) -> None:
+    for rows in (ragged_rows(trial.page_size), [Row(0, 6)], [Row(9, 1)]):
+        step = Step(trial.bench(), rows)
+        planned = step.plan()
+        planned.prepare()
+        parts = (step.inputs.q, step.inputs.k, step.inputs.v, torch.full_like(step.inputs.q, torch.nan))
+        wide = torch.cat(parts, dim=1).to(trial.subject.device.torch_device)
+        q, k, v, _ = torch.split(wide, [part.shape[1] for part in parts], dim=1)
+        out = torch.full_like(step.inputs.q, torch.nan, device=wide.device)
+        planned.attend(step.layer, replace(step.inputs, q=q, k=k, v=v), out)
+        trial.num_steps += 1
+        trial.compare(out.cpu(), step.expected().out, "the output for inputs that are parts of one tensor")
+
+
+def lanes(trial: Trial) -> None:
+    bench = trial.bench(setting=replace(trial.setting, lanes=(MAIN_LANE, Lane(1))))
+    first, second = Step(bench, _ROWS), Step(bench, _OTHERS, seed=1)
+    plans = [bench.planner.plan(first.batch), bench.planner.plan(second.batch, lane=Lane(1))]
+    for planned in plans:
+        planned.prepare()
+    for _ in range(2):
+        for step, planned in zip((first, second), plans, strict=True):
+            trial.require(
+                bench.planner.ensure(planned) is planned,
+                "expected plans of two lanes to stay current, got one planned again",
+            )
+            trial.hold(step, step.attend(planned), "two plans in two lanes")
+
+
+def plan_buffers(trial: Trial) -> None:
+    bench = trial.bench()
+    first, second = Step(bench, _ROWS), Step(bench, [Row(30, 2), Row(31, 3)], seed=1)
+    early, late = first.plan(), second.plan()
+    for _ in range(2):
+        for step, planned in ((second, late), (first, early)):
+            current = bench.planner.ensure(planned)
+            current.prepare()
+            trial.hold(step, step.attend(current), "two plans in one lane, of which the older is made again")
+
+
+def filled_buffers(trial: Trial) -> None:
+    bench = trial.bench(setting=replace(trial.setting, paranoid=True))
+    for seed, rows in enumerate((_OTHERS, _ROWS, ragged_rows(trial.page_size))):
+        trial.try_step(Step(bench, rows, seed=seed))
+
+
+def _foreign(step: Step, other: Step) -> PlannedBatch:
+    return replace(other.plan(), batch=step.batch)
+
+
+def _padded(step: Step, other: Step) -> PlannedBatch:
+    del other
+    return replace(step.plan(), batch=step.batch.pad(len(step.rows) + 1, step.batch.num_tokens))
+
+
+def _reordered(step: Step, other: Step) -> PlannedBatch:
+    del other
+    return replace(step.bench.planner.plan(step.batch.take([1, 0])), batch=step.batch)
+
+
+def _forged(step: Step, other: Step) -> PlannedBatch:
+    mine = step.plan()
+    return replace(mine, plan=replace(other.plan(lane=Lane(1)).plan, certificate=mine.plan.certificate))
+
+
+def _of_another_planner(step: Step, other: Step) -> PlannedBatch:
+    del other
+    return step.bench.another_planner().plan(step.batch)
+
+
+_REBUILT: dict[str, Callable[[Step, Step], PlannedBatch]] = {
+    "another batch's plan": _foreign,
+    "a plan kept while its batch was padded": _padded,
+    "a plan of the same rows in another order": _reordered,
+    "another batch's plan under this batch's certificate": _forged,
+    "another planner's plan": _of_another_planner,
+}
+"""Ways in which derived state goes stale: the plan is made again."""
+
+
+def stale_plans(trial: Trial) -> None:
+    setting = replace(trial.setting, lanes=(MAIN_LANE, Lane(1)))
+    for way, make in _REBUILT.items():
+        bench = trial.bench(setting=setting)
+        step, other = Step(bench, _ROWS), Step(bench, _OTHERS, seed=1)
+        planned = make(step, other)
+        current = bench.planner.ensure(planned)
+        current.prepare()
+        trial.require(current.plan is not planned.plan, f"expected {way} to be made again, got it back as it was")
+        trial.hold(step, step.attend(current), way)
+    bench = trial.bench(setting=setting)
+    step = Step(bench, _ROWS)
+    idle = bench.planner.ensure(replace(step.plan(), batch=step.batch.idle()))
+    trial.require(
+        idle.plan.certificate.num_rows == 0, "expected a batch turned idle to be planned again, got its old plan"
+    )
+    _must_raise(bench, step, "pages that went back", lambda: bench.store.close_row(step.table_rows[1]))
+    bench = trial.bench(setting=setting)
+    step = Step(bench, _ROWS)
+    _must_raise(bench, step, "pages that changed owner", lambda: _reopen(bench, step))
+    elsewhere = Step(trial.bench(setting=setting), _ROWS)
+    _must_raise(bench, elsewhere, "pages of other pools", lambda: None)
+
+
+def _reopen(bench: Bench, step: Step) -> None:
+    """The same row, with pages for as many tokens, of another owner."""
+    bench.store.close_row(step.table_rows[0])
+    row = bench.store.open_row()
+    bench.store.grow_row(row, step.rows[0].seq_len)
+
+
+def _must_raise(bench: Bench, step: Step, way: str, change: Callable[[], None]) -> None:
+    planned = step.plan()
+    change()
+    try:
+        bench.planner.ensure(planned)
+    except StalePlanError:
+        return
+    fail(f"expected a StalePlanError for a plan over {way}, got a plan to run")
+
+
+CHECKS = (
+    Check("layers", "each layer of a group has a cache of its own", layers, ("ragged",)),
+    Check("groups", "a hybrid: every group is planned, by its own spec", groups, ("layers",)),
+    Check("inputs-kept", "run reads its inputs and leaves them as they are", inputs_kept, ("ragged",)),
+    Check("strided-inputs", "queries, keys and values may be parts of one tensor", strided_inputs, ("ragged",)),
+    Check("filled-buffers", "a plan fills what it takes: old contents are of no matter", filled_buffers, ("ragged",)),
+    Check("lanes", "two live plans in two lanes do not disturb each other", lanes, ("next-batch",)),
+    Check(
+        "plan-buffers",
+        "of two plans in one lane the older is found stale, for all that a plan derives lies in plan buffers",
+        plan_buffers,
+        ("next-batch",),
+    ),
+    Check(
+        "stale-plans",
+        "a plan that is another's, or whose batch or pages changed since, is made again or refused",
+        stale_plans,
+        ("plan-buffers",),
+    ),
+)

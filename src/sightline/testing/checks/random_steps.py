@@ -1,0 +1,100 @@
+"""Random steps: everything that a row declares, thrown together by a seed that the failure names."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.core.batch import CAUSAL, FULL, RowMask
+from sightline.testing.bench import Layout, Memory, Row, Setting, Unused
+from sightline.testing.checks.features import LSE, tree_row
+from sightline.testing.steps import Step
+from sightline.testing.trial import Check, CheckFailed, Effort, Trial, compute_dtypes, fail
+
+_NUM_SEEDS = {Effort.QUICK: 8, Effort.FULL: 120}
+
+
+def random_steps(trial: Trial) -> None:
+    for seed in range(_NUM_SEEDS[trial.effort]):
+        try:
+            _try_seed(trial, seed)
+        except CheckFailed as failure:
+            fail(f"seed {seed}: {failure}")
+
+
+def _try_seed(trial: Trial, seed: int) -> None:
+    """A few steps in turn on one bench, the same rows going on between them."""
+    draw = random.Random(seed)
+    other = trial.in_dtype(draw.choice(compute_dtypes(trial.row)))
+    spec, setting = _spec(other, draw), _setting(other, draw)
+    bench = other.bench(spec, setting=setting)
+    needs = LSE & trial.row.features if draw.random() < 0.3 else frozenset[Feature]()
+    step = Step(bench, _rows(trial, draw, setting.page_size), seed=seed)
+    for _ in range(draw.randint(1, 3)):
+        if draw.random() < 0.4:
+            step.pad(draw.randint(0, 2), draw.randint(0, 5), float("nan"))
+        other.try_step(step, needs)
+        step = step.next_step(draw.choice([1, 1, 1, 2, 5]), seed=seed + 1000)
+    if draw.random() < 0.3:
+        fresh = [replace(row, context_len=0, positions=None) for row in _rows(trial, draw, setting.page_size)]
+        plain = [row if row.mask.tree is None else Row(0, row.query_len) for row in fresh]
+        other.try_step(Step(bench, plain, seed=seed, transient=True), needs)
+    trial.num_steps += other.num_steps
+
+
+def _spec(trial: Trial, draw: random.Random) -> SoftmaxSpec:
+    declared = trial.row.features
+    head_dim = draw.choice(trial.samples.of_head_dims(trial.row)[:4])
+    kv_heads = draw.randint(1, 3)
+
+    def wants(feature: Feature) -> bool:
+        return feature in declared and draw.random() < 0.4
+
+    return SoftmaxSpec(
+        num_q_heads=kv_heads * draw.choice(trial.samples.of_group_sizes(trial.row)[:5]),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 * draw.uniform(0.5, 1.5),
+        window=draw.randint(1, 40) if wants(Feature.WINDOW) else None,
+        softcap=draw.uniform(0.5, 10.0) if wants(Feature.SOFTCAP) else None,
+        sinks=wants(Feature.SINKS),
+    )
+
+
+def _setting(trial: Trial, draw: random.Random) -> Setting:
+    page_size = draw.choice(trial.samples.of_page_sizes(trial.row))
+    return replace(
+        trial.setting,
+        page_size=page_size,
+        layout=draw.choice(list(Layout)),
+        unused=Unused.NAN,
+        memory=Memory.POISON,
+        paranoid=draw.random() < 0.3,
+        max_seq_len=max(512, 8 * page_size),
+    )
+
+
+def _rows(trial: Trial, draw: random.Random, page: int) -> list[Row]:
+    rows = []
+    for _ in range(draw.randint(1, 9)):
+        context_len = draw.choice([0, 0, 1, page - 1, page, page + 1, draw.randint(0, 120)])
+        if Feature.TREE_MASK in trial.row.features and draw.random() < 0.15:
+            rows.append(tree_row(context_len, [draw.randint(-1, index - 1) for index in range(draw.randint(1, 7))]))
+            continue
+        rows.append(Row(context_len, draw.choice([1, 1, 1, 2, 7, draw.randint(1, 30)]), _mask(trial, draw)))
+    return rows
+
+
+def _mask(trial: Trial, draw: random.Random) -> RowMask:
+    return FULL if Feature.NON_CAUSAL in trial.row.features and draw.random() < 0.2 else CAUSAL
+
+
+CHECKS = (
+    Check(
+        "random-steps",
+        "seeded random steps over everything that is declared, several in turn, padded, shuffled and poisoned",
+        random_steps,
+        ("features-together", "page-sizes", "dtypes", "next-batch", "padding", "zeroed-leases"),
+    ),
+)

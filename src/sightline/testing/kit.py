@@ -1,0 +1,108 @@
+"""Running the checks, each after those that it builds on, and what came of it.
+
+    cache-write ─▶ write-slots ─▶ causal ─▶ context ─▶ … ─▶ ragged ─┬▶ features
+                                                                    ├▶ pages
+                                                                    └▶ plans, memory, numerics
+
+A check whose ground failed is blocked, not failed: what is reported as failed is where the fault is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from sightline.attention.capability import Capability
+from sightline.testing.bench import Subject
+from sightline.testing.checks import CHECKS
+from sightline.testing.trial import Check, CheckFailed, Effort, Samples, Trial
+
+
+class Verdict(Enum):
+    """What came of a check."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    BLOCKED = "blocked"
+    """A check that it builds on failed."""
+    EXCUSED = "excused"
+    """The row does not declare it."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What came of one check, and why."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+    """Why, for whatever did not pass."""
+    num_steps: int
+    """Steps that were compared with the oracle."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """What came of one capability row."""
+
+    backend: str
+    capability: Capability
+    effort: Effort
+    samples: Samples
+    results: tuple[CheckResult, ...]
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        return tuple(result for result in self.results if result.verdict is Verdict.FAILED)
+
+    @property
+    def passed(self) -> bool:
+        """Nothing failed, so nothing is blocked either."""
+        return not self.failed
+
+
+def try_row(
+    subject: Subject,
+    effort: Effort = Effort.FULL,
+    samples: Samples | None = None,
+    checks: Sequence[Check] = CHECKS,
+    on_result: Callable[[CheckResult], None] | None = None,
+) -> RowReport:
+    """Every check of one capability row, in order."""
+    samples = samples or Samples()
+    results: dict[str, CheckResult] = {}
+    for check in checks:
+        results[check.name] = result = try_check(check, subject, effort, samples, results.values())
+        if on_result is not None:
+            on_result(result)
+    return RowReport(subject.name, subject.capability, effort, samples, tuple(results.values()))
+
+
+def try_check(
+    check: Check, subject: Subject, effort: Effort, samples: Samples, earlier: Iterable[CheckResult] = ()
+) -> CheckResult:
+    """One check, unless it is excused or one that it builds on did not pass."""
+    excuse = check.excused(subject)
+    if excuse is not None:
+        return CheckResult(check.name, Verdict.EXCUSED, excuse, 0, 0.0)
+    missing = [
+        result.check
+        for result in earlier
+        if result.check in check.after and result.verdict in (Verdict.FAILED, Verdict.BLOCKED)
+    ]
+    if missing:
+        return CheckResult(check.name, Verdict.BLOCKED, f"builds on {', '.join(missing)}", 0, 0.0)
+    started, num_steps = time.perf_counter(), 0
+    verdict, detail = Verdict.PASSED, ""
+    try:
+        trial = Trial(subject, effort, samples)
+        check.run(trial)
+        num_steps = trial.num_steps
+    except CheckFailed as failure:
+        verdict, detail = Verdict.FAILED, str(failure)
+    except Exception as error:  # the border to other people's code: whatever it raises is its result
+        verdict, detail = Verdict.FAILED, f"expected no error, got {type(error).__name__}: {error}"
+    return CheckResult(check.name, verdict, detail, num_steps, time.perf_counter() - started)

@@ -1,0 +1,157 @@
+"""The pytest plug-in: one test for each check of each row of a backend, so that a package's own tests prove it.
+
+    pytest --conformance-backend mine            once
+    conformance_backends = ["mine"]              in pytest's settings: whenever pytest is run without paths
+
+Tests are named `conformance::mine::float32::window`, and `-k` chooses among them. They may run in several processes
+and in any selection, so they record no proof: `sightline conformance` does. Imports nothing heavy until it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from sightline.testing.kit import CheckResult
+    from sightline.testing.report import RowToTry, SkippedRow, Unloadable
+    from sightline.testing.trial import Check
+
+
+class ConformanceFailure(Exception):  # noqa: N818 - the name is what pytest prints
+    """A check failed; the message is its detail."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sightline", "conformance of attention backends")
+    group.addoption(
+        "--conformance-backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Try this attention backend against the contract; may be repeated.",
+    )
+    group.addoption("--conformance-quick", action="store_true", help="A few cases of each check.")
+    group.addoption("--conformance-device", default="auto", metavar="DEVICE", help="auto, cpu or cuda.")
+    parser.addini(
+        "conformance_backends", "Attention backends to try whenever pytest is run without paths.", type="linelist"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Decides what is tried. It stands in the options, which workers of pytest-xdist get: they always have paths."""
+    if not config.option.conformance_backend and config.args_source is not pytest.Config.ArgsSource.ARGS:
+        config.option.conformance_backend = config.getini("conformance_backends")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    """Before pytest's own, so that -k and -m choose among these too."""
+    if session.config.option.conformance_backend:
+        rows = _rows(session.config)
+        collector = _Conformance.from_parent(session, name="conformance", nodeid="conformance", rows=rows)
+        report = session.ihook.pytest_make_collect_report(collector=collector)
+        session.ihook.pytest_collectreport(report=report)  # whoever counts tests counts these
+        items.extend(report.result)
+
+
+def _rows(config: pytest.Config) -> Sequence[RowToTry | SkippedRow | Unloadable]:
+    """Every row of the backends that were asked for."""
+    from sightline.attention.backends import registry
+    from sightline.core.device import detect_device
+    from sightline.core.errors import ConfigError
+    from sightline.testing.report import list_rows
+
+    try:
+        installed = registry.installed()
+        chosen = [registry.find(name, installed) for name in dict.fromkeys(config.option.conformance_backend)]
+        return list_rows(chosen, detect_device(config.option.conformance_device))
+    except ConfigError as error:
+        raise pytest.UsageError(str(error)) from error
+
+
+class _Conformance(pytest.Collector):
+    """The parent of all checks."""
+
+    def __init__(self, *, rows: Sequence[RowToTry | SkippedRow | Unloadable], **node: Any) -> None:
+        super().__init__(**node)
+        self._rows = rows
+
+    def collect(self) -> Iterator[pytest.Item]:
+        from sightline.testing.checks import CHECKS
+        from sightline.testing.report import SkippedRow, Unloadable
+
+        for row in self._rows:
+            match row:
+                case Unloadable(backend, reason):
+                    yield _Broken.from_parent(self, name=backend, reason=reason)
+                case SkippedRow(backend, label, reasons):
+                    yield _Skipped.from_parent(self, name=f"{backend}::{label}", reason="; ".join(reasons))
+                case _:
+                    earlier: dict[str, CheckResult] = {}
+                    for check in CHECKS:
+                        name = f"{row.candidate.name}::{row.label}::{check.name}"
+                        yield _CheckItem.from_parent(self, name=name, check=check, row=row, earlier=earlier)
+
+
+class _Item(pytest.Item):
+    """A test that is no function."""
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """What is wrong with the backend; how the kit found out is nobody's concern."""
+        if isinstance(excinfo.value, ConformanceFailure):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Any, int | None, str]:
+        return self.path, None, self.nodeid
+
+
+class _Skipped(_Item):
+    """A row that cannot be tried here."""
+
+    def __init__(self, *, reason: str, **node: Any) -> None:
+        super().__init__(**node)
+        self._reason = reason
+
+    def runtest(self) -> NoReturn:
+        pytest.skip(self._reason)
+
+
+class _Broken(_Item):
+    """A backend that cannot be imported."""
+
+    def __init__(self, *, reason: str, **node: Any) -> None:
+        super().__init__(**node)
+        self._reason = reason
+
+    def runtest(self) -> NoReturn:
+        raise ConformanceFailure(self._reason)
+
+
+class _CheckItem(_Item):
+    """One check of one row."""
+
+    def __init__(self, *, check: Check, row: RowToTry, earlier: dict[str, CheckResult], **node: Any) -> None:
+        super().__init__(**node)
+        self._check = check
+        self._row = row
+        self._earlier = earlier
+        """Of the same row in this process: a check whose ground failed elsewhere fails by itself."""
+
+    def runtest(self) -> None:
+        from sightline.testing.kit import Verdict, try_check
+        from sightline.testing.trial import Effort, Samples
+
+        effort = Effort.QUICK if self.config.option.conformance_quick else Effort.FULL
+        result = try_check(self._check, self._row.subject, effort, Samples(), self._earlier.values())
+        self._earlier[result.check] = result
+        match result.verdict:
+            case Verdict.FAILED:
+                raise ConformanceFailure(f"{self.name} proves: {self._check.proves}\n{result.detail}")
+            case Verdict.BLOCKED | Verdict.EXCUSED:
+                pytest.skip(f"{result.verdict.value}: {result.detail}")
+            case Verdict.PASSED:
+                pass

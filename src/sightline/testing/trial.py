@@ -1,0 +1,227 @@
+"""What a check is, and what it works with: benches of the plainest kind, comparison with the oracle, a count of steps.
+
+A check is about one thing. Everything else in its benches is as plain as can be, so that a backend that gets only
+that one thing wrong fails that check and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from sightline.attention.capability import ANY, Capability, Wildcard
+from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.testing.bench import Bench, Layout, Memory, Row, Setting, Subject, Unused
+from sightline.testing.steps import Answer, Step
+
+_T = TypeVar("_T")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Absolute and relative: what rounding inputs and outputs once may cost values of about 1, and some."""
+
+
+class CheckFailed(Exception):  # noqa: N818 - the name is the condition
+    """A backend did not do what its capability row, or the contract, says."""
+
+
+class Effort(Enum):
+    """How many of the cases a check tries."""
+
+    QUICK = "quick"
+    """A few: for the time while a backend is written. Proves nothing."""
+    FULL = "full"
+    """All of them."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What stands for `ANY` in a capability row."""
+
+    head_dims: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
+    group_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+    page_sizes: tuple[int, ...] = (16, 1, 3, 32, 64, 128)
+
+    def of_head_dims(self, row: Capability) -> tuple[int, ...]:
+        return _values(row.head_dims, self.head_dims)
+
+    def of_group_sizes(self, row: Capability) -> tuple[int, ...]:
+        return _values(row.group_sizes, self.group_sizes)
+
+    def of_page_sizes(self, row: Capability) -> tuple[int, ...]:
+        return _values(row.page_sizes, self.page_sizes)
+
+
+def _values(declared: frozenset[int] | Wildcard, samples: tuple[int, ...]) -> tuple[int, ...]:
+    return samples if declared is ANY else tuple(sorted(declared))
+
+
+class Trial:
+    """One check of one subject."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        effort: Effort,
+        samples: Samples,
+        dtype: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        """In the row's first dtype, unless another is named; the cache is in the same where it can be."""
+        self.subject = subject
+        self.row = subject.capability
+        self.effort = effort
+        self.samples = samples
+        self.num_steps = 0
+        """Steps that were compared with the oracle."""
+        caches, computed = cache_dtypes(self.row), compute_dtypes(self.row)
+        if not caches or not computed:
+            fail(f"expected a row with one of {_DTYPES} to compute in and to keep, got {self.row}")
+        self.dtype = dtype or computed[0]
+        self.cache_dtype = cache_dtype or (self.dtype if self.dtype in caches else caches[0])
+        self.page_size = samples.of_page_sizes(self.row)[0]
+        head_dim, group_size = samples.of_head_dims(self.row)[0], samples.of_group_sizes(self.row)[0]
+        self.plain = SoftmaxSpec(2 * group_size, 2, head_dim, head_dim**-0.5)
+        """As plain as the row allows."""
+
+    def in_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Trial:
+        """The same trial in another dtype."""
+        return Trial(self.subject, self.effort, self.samples, dtype, cache_dtype)
+
+    def some(self, values: Sequence[_T], quick: int = 2) -> tuple[_T, ...]:
+        """All of the values, or the first few."""
+        return tuple(values if self.effort is Effort.FULL else values[:quick])
+
+    @property
+    def setting(self) -> Setting:
+        """As plain as can be: pages in order, memory that is zero, numbers in unused slots."""
+        return Setting(
+            page_size=self.page_size,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            layout=Layout.IN_ORDER,
+            unused=Unused.GARBAGE,
+            memory=Memory.ZEROS,
+            max_seq_len=max(512, 8 * self.page_size),
+        )
+
+    def bench(self, *specs: SoftmaxSpec, setting: Setting | None = None) -> Bench:
+        return Bench(self.subject, specs or (self.plain,), setting or self.setting)
+
+    def try_step(self, step: Step, needs: frozenset[Feature] = frozenset()) -> Answer:
+        """Runs a step and holds it against the oracle."""
+        answer = step.run(needs)
+        self.hold(step, answer)
+        return answer
+
+    def try_rows(
+        self,
+        rows: Sequence[Row],
+        spec: SoftmaxSpec | None = None,
+        setting: Setting | None = None,
+        needs: frozenset[Feature] = frozenset(),
+    ) -> None:
+        """Runs a step of these rows on a bench of its own."""
+        self.try_step(Step(self.bench(spec or self.plain, setting=setting), rows), needs)
+
+    def hold(self, step: Step, answer: Answer, what: str = "") -> None:
+        """Compares an answer with the oracle's."""
+        self.num_steps += 1
+        expected = step.expected()
+        where = f"{what}{': ' if what else ''}{describe(step)}"
+        num_tokens = expected.out.shape[0]
+        self.compare(answer.out[:num_tokens], expected.out, f"the output of {where}")
+        if answer.lse is not None and expected.lse is not None:
+            self.compare(answer.lse[:num_tokens], expected.lse, f"the LSE of {where}")
+
+    def compare(self, got: Tensor, expected: Tensor, what: str) -> None:
+        """Within what rounding costs; -inf equals -inf, NaN equals nothing."""
+        if got.shape != expected.shape:
+            fail(f"expected {what} of shape {tuple(expected.shape)}, got {tuple(got.shape)}")
+        tolerance = _TOLERANCE[self.dtype]
+        if self.cache_dtype != self.dtype:
+            tolerance = max(tolerance, _TOLERANCE[self.cache_dtype])
+        wanted = expected.float()
+        error = torch.where(got.float() == wanted, 0.0, (got.float() - wanted).abs())
+        wrong = ~(error <= tolerance * (1 + wanted.abs()))
+        if wrong.any():
+            first = tuple(int(index) for index in wrong.nonzero()[0])
+            fail(
+                f"expected {what} within {tolerance:g} of the oracle, got {int(wrong.sum())} of {wrong.numel()} "
+                f"numbers beyond it; the first at {first}: expected {float(wanted[first]):.6g}, "
+                f"got {float(got[first]):.6g}"
+            )
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        """Something that is not a number."""
+        if not holds:
+            fail(otherwise)
+
+
+def fail(message: str) -> NoReturn:
+    raise CheckFailed(message)
+
+
+def compute_dtypes(row: Capability) -> tuple[torch.dtype, ...]:
+    """The declared compute dtypes that there is a tolerance for, the widest first."""
+    return tuple(dtype for dtype in _DTYPES if dtype in row.dtypes)
+
+
+def cache_dtypes(row: Capability) -> tuple[torch.dtype, ...]:
+    """The declared cache dtypes that there is a tolerance for."""
+    return tuple(dtype for dtype in _DTYPES if row.cache_dtypes is ANY or dtype in row.cache_dtypes)
+
+
+def describe(step: Step) -> str:
+    """A step as a person would write it down."""
+    setting, spec = step.bench.setting, step.spec
+    rows = ", ".join(f"{row.context_len}+{row.query_len}" for row in step.rows[:8])
+    more = f" and {len(step.rows) - 8} more" if len(step.rows) > 8 else ""
+    parts = [
+        f"rows (context+query) {rows or 'none'}{more}",
+        f"page size {setting.page_size}, {setting.layout.value}",
+        f"heads {spec.num_q_heads}/{spec.num_kv_heads} × {spec.head_dim}",
+    ]
+    parts += [feature.value for feature in sorted(spec.features, key=lambda feature: feature.value)]
+    return "; ".join(parts)
+
+
+def _never(subject: Subject) -> None:
+    del subject
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that is proved."""
+
+    name: str
+    proves: str
+    """In one sentence."""
+    run: Callable[[Trial], None]
+    """Raises `CheckFailed`."""
+    after: tuple[str, ...] = ()
+    """Checks without which this one says nothing: where one of them fails, this one is not tried."""
+    excused: Callable[[Subject], str | None] = _never
+    """Why a subject need not pass: it declares no such thing."""
+
+
+def needs_feature(feature: Feature) -> Callable[[Subject], str | None]:
+    """Excuses subjects that do not declare the feature."""
+    return lambda subject: None if feature in subject.capability.features else f"{feature.value} is not declared"
+
+
+def ragged_rows(page: int) -> list[Row]:
+    """Contexts around a page's border, queries of one and many, in no order."""
+    contexts = [0, 1, max(page - 1, 0), page, page + 1, 3 * page + 2]
+    decode = [Row(context, 1) for context in contexts]
+    prefill = [Row(page + 1, 7), Row(0, 11), Row(0, 1), Row(1, 5), Row(0, 11)]
+    return [prefill[0], *decode[:3], prefill[1], *decode[3:], *prefill[2:]]
+
+
+def masked(rows: Sequence[Row], **changes: object) -> list[Row]:
+    """The rows with something changed alike."""
+    return [replace(row, **changes) for row in rows]  # type: ignore[arg-type]

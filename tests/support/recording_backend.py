@@ -1,0 +1,82 @@
+"""A backend that another one serves, and that keeps what it was asked to plan and to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+from torch import Tensor
+
+from sightline.attention.backends import registry
+from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import Capability
+from sightline.attention.contract import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendContext,
+    Lse,
+    SoftmaxInputs,
+    StepView,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One plan, and what became of it."""
+
+    step: StepView
+    prepared: list[int] = field(default_factory=list)
+    """How many layers had run each time that it was prepared."""
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """The layer within the group and the tokens of each run."""
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of contexts and of queries."""
+        return self.step.batch.context_lens.exact(), self.step.batch.query_lens.exact()
+
+
+@dataclass(frozen=True, eq=False)
+class _RecordingPlan(AttentionPlan[SoftmaxInputs]):
+    inner: AttentionPlan[SoftmaxInputs]
+    record: Record
+
+    def prepare(self) -> None:
+        self.record.prepared.append(len(self.record.runs))
+        self.inner.prepare()
+
+    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
+        self.record.runs.append((layer, inputs.q.shape[0]))
+        return self.inner.run(layer, inputs, out)
+
+
+class RecordingBackend(AttentionBackend[SoftmaxInputs]):
+    """Gives the answers of the torch backend."""
+
+    capabilities: ClassVar[tuple[Capability, ...]] = TorchBackend.capabilities
+
+    def __init__(self, context: BackendContext) -> None:
+        self.context = context
+        self.records: list[Record] = []
+        self._inner = TorchBackend(context)
+
+    def plan(self, step: StepView, buffers: PlanBuffers) -> _RecordingPlan:
+        self.records.append(Record(step))
+        return _RecordingPlan(self._inner.plan(step, buffers), self.records[-1])
+
+
+@dataclass(frozen=True)
+class _EntryPoint:
+    name: str
+    load: Callable[[], type]
+    value: str = "a test"
+    dist: None = None
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **backends: type[AttentionBackend[SoftmaxInputs]]) -> None:
+    """Makes backends known by name, as if a package had registered them."""
+    entries = [_EntryPoint(name, lambda backend=backend: backend) for name, backend in backends.items()]  # type: ignore[misc]
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: entries)
