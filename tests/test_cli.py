@@ -181,7 +181,7 @@ def conformance(monkeypatch: pytest.MonkeyPatch, checks: tuple[Check, ...], *arg
 
 
 def passes(trial: Trial) -> None:
-    trial.num_steps += 1
+    trial.progress.num_steps += 1
 
 
 def fails(trial: Trial) -> None:
@@ -218,7 +218,7 @@ def test_conformance_tells_what_failed_what_is_blocked_and_what_is_excused(
         "  FAILED ground, which proves: there is ground",
         "    expected light, got darkness",
         "    and rain",
-        "  blocked house: builds on ground",
+        "  blocked by what failed: house",
         "  excused sky: no sky is declared",
         "  not proven; the proof that there was is void",
     ]

@@ -103,6 +103,14 @@ def test_each_thing_that_does_not_fit_is_the_one_reason_given(row: Capability, n
     assert refusals(row, need) == (reason,)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("page_sizes", 16), ("head_dims", {64}), ("features", ANY), ("dtypes", [])]
+)
+def test_a_row_that_is_not_made_of_sets_says_which_field(field: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"expected {field} to be a frozenset.*, got "):
+        replace(ROW, **{field: value})  # type: ignore[arg-type]
+
+
 def test_every_reason_is_given_at_once() -> None:
     need = Requirement(
         replace(PLAIN, head_dim=96, softcap=1.0, sinks=True), CPU, torch.float16, torch.float16, page_size=1
@@ -208,7 +216,7 @@ def test_no_backend_at_all_lists_each_with_all_its_reasons_and_the_nearest() -> 
     assert lines[1:] == [
         "  far: computes in torch.bfloat16, torch.float32, not torch.float16; lacks window",
         "  near: computes in torch.bfloat16, torch.float32, not torch.float16",
-        "The nearest is near: remove what it refuses, or choose another device or dtype.",
+        "The nearest is near: mend what it says, or choose another device or dtype.",
     ]
 
 
@@ -344,7 +352,7 @@ def test_an_installed_packages_backend_is_imported_only_when_it_is_asked_for(mon
     install(monkeypatch, entry("broken", ImportError("no such symbol")))
     candidates = registry.installed()
     assert select(candidates, NEED).candidate.name == "torch"
-    with pytest.raises(ImportError, match="no such symbol"):
+    with pytest.raises(ConfigError, match="got ImportError: no such symbol; mend or uninstall fast-attention"):
         select(candidates, NEED, "broken")
 
 

@@ -202,21 +202,24 @@ def test_values_that_were_not_tried_are_named_each_with_its_command(book: ProofB
     )
 
 
-def test_what_was_tried_before_stays_proven(book: ProofBook) -> None:
+def test_a_new_proof_takes_the_place_of_the_earlier_one(book: ProofBook) -> None:
+    """Values of two runs have not met: what both covered is for the run to try."""
     prove(book, coverage=replace(COVERAGE, page_sizes=(16, 48)))
     prove(book, coverage=replace(COVERAGE, page_sizes=(16, 56)))
     found = book.find(MINE, ROW, CPU)
     assert found is not None
-    assert found.coverage.page_sizes == (16, 56, 48)
+    assert found.coverage.page_sizes == (16, 56)
     assert len(list(book.folder.iterdir())) == 1
 
 
-def test_other_checks_do_not_take_over_what_earlier_ones_covered(book: ProofBook) -> None:
-    prove(book, coverage=replace(COVERAGE, page_sizes=(16, 48)))
-    book.record(Proof(book.identify(MINE, ROW, CPU), COVERAGE, ("causal",), utc_now()))
-    found = book.find(MINE, ROW, CPU)
-    assert found is not None
-    assert found.coverage == COVERAGE
+def test_a_proof_that_no_longer_holds_says_what_has_changed(book: ProofBook) -> None:
+    identity = book.identify(MINE, ROW, CPU)
+    older = replace(identity, sources="other", versions=(("torch", "1.0"),))
+    book.record(Proof(older, COVERAGE, ("causal",), "2026-01-02T03:04:05+00:00"))
+    [doubt] = book.doubts(MINE, ROW, NEED)
+    assert doubt.startswith("proven 2026-01-02 and not since: changed are sources, its own or Sightline's, ")
+    assert "the version of torch" in doubt
+    assert doubt.endswith("; run: sightline conformance --backend mine")
 
 
 def test_a_void_proof_is_gone(book: ProofBook) -> None:

@@ -57,7 +57,7 @@ def candidate(name: str, *rows: Capability) -> Candidate:
 
 
 def passes(trial: Trial) -> None:
-    trial.num_steps += 1
+    trial.progress.num_steps += 1
 
 
 def fails(trial: Trial) -> None:
@@ -226,11 +226,11 @@ def test_a_backend_without_rows_is_not_passed_over_in_silence(book: ProofBook) -
 
 def test_a_backend_that_cannot_be_imported_fails_alone(book: ProofBook) -> None:
     def load() -> type[ReferenceBackend]:
-        raise ImportError("no kernel")
+        raise ConfigError("no kernel")
 
     report = run(book, Candidate("broken", False, "a-package", load), MINE)
     broken, tried = report.outcomes
-    assert broken == Unloadable("broken", "expected an importable backend, got ImportError: no kernel")
+    assert broken == Unloadable("broken", "no kernel")
     assert isinstance(tried, TriedRow)
     assert tried.report.passed
     assert report.failed
@@ -263,6 +263,29 @@ def test_more_samples_come_after_the_usual_ones_and_are_proven(book: ProofBook) 
     proof = only(run(book, samples=samples)).proof
     assert proof is not None
     assert (proof.coverage.head_dims[-1], proof.coverage.group_sizes[-1], proof.coverage.page_sizes[-1]) == (40, 11, 48)
+
+
+def test_what_was_proven_before_is_tried_again_beside_what_is_new(book: ProofBook) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def look(trial: Trial) -> None:
+        seen.append(trial.samples.page_sizes)
+
+    checks = (Check("ground", "there is ground", look),)
+    run(book, checks=checks, samples=more_samples((), (), [48]))
+    proof = only(run(book, checks=checks, samples=more_samples((), (), [56]))).proof
+    assert proof is not None
+    assert {48, 56} <= set(seen[-1])
+    assert {48, 56} <= set(proof.coverage.page_sizes)
+
+
+def test_a_part_of_the_checks_proves_nothing(book: ProofBook) -> None:
+    report = run_conformance(only=["ground"], checks=PASSING, book=book, candidates=[MINE])
+    assert not report.is_whole
+    assert [result.check for result in only(report).report.results] == ["ground"]
+    assert only(report).proof is None
+    with pytest.raises(ConfigError, match=r"expected checks out of .*ground.*, got nonsense"):
+        run_conformance(only=["nonsense"], checks=PASSING, book=book, candidates=[MINE])
 
 
 def test_a_sample_that_the_row_does_not_list_is_told_and_not_proven(book: ProofBook) -> None:
@@ -304,6 +327,8 @@ def test_a_report_is_json(book: ProofBook) -> None:
         "check": "ground",
         "verdict": "failed",
         "detail": "expected light, got darkness",
+        "case": "",
+        "trace": "",
         "num_steps": 0,
         "seconds": 0,
         "proves": "there is ground",

@@ -17,6 +17,7 @@ from sightline.attention.contract import (
 )
 from sightline.attention.merge import merge_parts
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "HostLengths",
     "Limits",
     "Lse",
+    "MaskKind",
     "PlanBuffers",
     "SoftmaxInputs",
     "SoftmaxSpec",

@@ -61,6 +61,18 @@ class Capability:
     package: str | None = None
     """What must be installed for this row, beyond Sightline's own dependencies."""
 
+    def __post_init__(self) -> None:
+        for name in ("spec_kinds", "devices", "dtypes", "features"):
+            self._require_set(name, or_any=False)
+        for name in ("compute_capabilities", "cache_dtypes", "head_dims", "group_sizes", "page_sizes"):
+            self._require_set(name, or_any=True)
+
+    def _require_set(self, name: str, *, or_any: bool) -> None:
+        value = vars(self)[name]
+        if isinstance(value, frozenset) or (or_any and value is ANY):
+            return
+        raise TypeError(f"expected {name} to be a frozenset{' or ANY' if or_any else ''}, got {value!r}")
+
 
 @dataclass(frozen=True)
 class Requirement:

@@ -12,8 +12,8 @@ import os
 import platform
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from enum import Enum
 from functools import cache
@@ -71,9 +71,6 @@ class Coverage:
     page_sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
     cache_dtypes: tuple[str, ...]
-
-    def __or__(self, other: Coverage) -> Coverage:
-        return Coverage(*(_union(mine, others) for mine, others in zip(_columns(self), _columns(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -145,12 +142,9 @@ class ProofBook:
         )
 
     def record(self, proof: Proof) -> Path:
-        """Keeps a proof, with what an earlier one of the same thing covered; returns its file."""
+        """Keeps a proof, in place of an earlier one of the same thing; returns its file."""
         self.prepare()
         path = self._path(proof.identity)
-        earlier = _read(path, proof.identity)
-        if isinstance(earlier, Proof) and earlier.checks == proof.checks:
-            proof = replace(proof, coverage=proof.coverage | earlier.coverage)
         handle, name = tempfile.mkstemp(dir=self.folder, prefix=".proof-")
         try:
             with os.fdopen(handle, "w") as file:
@@ -188,11 +182,47 @@ class ProofBook:
         if isinstance(found, str):
             return (f"its proof, {path}, is not trusted: {found}; run: {run}",)
         if found is None:
-            return (f"not proven on this device with these versions; run: {run}",)
+            return (f"{self._why_unproven(identity)}; run: {run}",)
         return tuple(_uncovered(candidate, found.coverage, need))
+
+    def _why_unproven(self, identity: Identity) -> str:
+        """Says what has changed, where there is a proof of the same backend on the same device."""
+        kept = (_read(path, None) for path in self.folder.glob("*.json"))
+        related = [
+            proof
+            for proof in kept
+            if isinstance(proof, Proof)
+            and (proof.identity.backend, proof.identity.device_name) == (identity.backend, identity.device_name)
+        ]
+        if not related:
+            return "not proven on this device with these versions"
+        latest = min(related, key=lambda proof: (len(_differences(proof.identity, identity)), proof.date))
+        changed = ", ".join(_differences(latest.identity, identity))
+        return f"proven {latest.date[:10]} and not since: changed are {changed}"
 
     def _path(self, identity: Identity) -> Path:
         return self.folder / f"{identity.digest}.json"
+
+
+_NAMES = {
+    "distribution": "the package that ships it",
+    "row": "what the row declares",
+    "machine": "the processor",
+    "sources": "sources, its own or Sightline's",
+}
+"""How to call the parts of an identity that have no better name."""
+
+
+def _differences(one: Identity, other: Identity) -> list[str]:
+    """What two identities do not have in common, as a person would call it."""
+    different = [
+        _NAMES.get(field.name, field.name)
+        for field in fields(one)
+        if field.name != "versions" and vars(one)[field.name] != vars(other)[field.name]
+    ]
+    versions = (dict(one.versions), dict(other.versions))
+    packages = sorted(name for name in versions[0] | versions[1] if versions[0].get(name) != versions[1].get(name))
+    return [*different, *(f"the version of {name}" for name in packages)]
 
 
 def _uncovered(candidate: Candidate, coverage: Coverage, need: Requirement) -> Iterable[str]:
@@ -266,10 +296,6 @@ def _columns(coverage: Coverage) -> tuple[tuple[Any, ...], ...]:
         coverage.dtypes,
         coverage.cache_dtypes,
     )
-
-
-def _union(mine: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys((*mine, *others)))
 
 
 def _versions(candidate: Candidate, capability: Capability) -> tuple[tuple[str, str], ...]:

@@ -104,7 +104,7 @@ def _no_backend_text(need: Requirement, group: str, refused: Sequence[Refused], 
     lines += [f"  {name}: {'; '.join(reasons)}" for name, reasons in (*refused, *passed_over)]
     if refused:
         nearest = min(refused, key=lambda entry: len(entry[1]))[0]
-        lines.append(f"The nearest is {nearest}: remove what it refuses, or choose another device or dtype.")
+        lines.append(f"The nearest is {nearest}: mend what it says, or choose another device or dtype.")
     else:
         lines.append("Ask for one of them by name.")
     return "\n".join(lines)

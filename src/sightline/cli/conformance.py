@@ -34,6 +34,10 @@ def _more_option(name: str, column: str) -> Callable[[_CommandT], _CommandT]:
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--quick", is_flag=True, help="A few cases of each check: soon done, and proves nothing.")
+@click.option(
+    "--check", "names", multiple=True, metavar="NAME", help="Only this check; proves nothing; may be repeated."
+)
+@click.option("--verbose", "-v", is_flag=True, help="Show where in the code an unexpected error came from.")
 @_more_option("--page-size", "page size")
 @_more_option("--head-dim", "head dimension")
 @_more_option("--group-size", "number of query heads on a key head")
@@ -42,6 +46,8 @@ def conformance(
     backends: tuple[str, ...],
     device: str,
     quick: bool,
+    names: tuple[str, ...],
+    verbose: bool,
     page_size: tuple[int, ...],
     head_dim: tuple[int, ...],
     group_size: tuple[int, ...],
@@ -63,10 +69,11 @@ def conformance(
         device=device,
         effort=Effort.QUICK if quick else Effort.FULL,
         samples=more_samples(head_dim, group_size, page_size),
+        only=names,
         book=book,
         watch=Watch(_say_row, _say_result),
     )
-    click.echo(json.dumps(report.to_data(), indent=2) if as_json else "\n".join(_lines(report)))
+    click.echo(json.dumps(report.to_data(), indent=2) if as_json else "\n".join(_lines(report, verbose=verbose)))
     sys.exit(1 if report.failed else 0)
 
 
@@ -79,16 +86,16 @@ def _say_result(row: RowToTry, result: CheckResult) -> None:
     notes.print(f"[dim]  {escape(result.check)}: {result.verdict.value} ({result.seconds:.1f} s)[/]", soft_wrap=True)
 
 
-def _lines(report: ConformanceReport) -> Iterator[str]:
+def _lines(report: ConformanceReport, *, verbose: bool) -> Iterator[str]:
     from sightline.testing.report import TriedRow
 
     for outcome in report.outcomes:
-        yield from _outcome_lines(report, outcome)
+        yield from _outcome_lines(report, outcome, verbose=verbose)
     if not any(isinstance(outcome, TriedRow) for outcome in report.outcomes):
         yield "nothing was tried, so that nothing is proven"
 
 
-def _outcome_lines(report: ConformanceReport, outcome: Outcome) -> Iterator[str]:
+def _outcome_lines(report: ConformanceReport, outcome: Outcome, *, verbose: bool) -> Iterator[str]:
     from sightline.testing.report import SkippedRow, TriedRow, Unloadable
 
     match outcome:
@@ -97,10 +104,10 @@ def _outcome_lines(report: ConformanceReport, outcome: Outcome) -> Iterator[str]
         case SkippedRow(backend, label, reasons):
             yield f"{backend} · {label} on {report.device.name}: skipped: {'; '.join(reasons)}"
         case TriedRow():
-            yield from _row_lines(report, outcome)
+            yield from _row_lines(report, outcome, verbose=verbose)
 
 
-def _row_lines(report: ConformanceReport, row: TriedRow) -> Iterator[str]:
+def _row_lines(report: ConformanceReport, row: TriedRow, *, verbose: bool) -> Iterator[str]:
     """Counts, then whatever did not pass, then what is proven."""
     from sightline.testing.kit import Verdict
 
@@ -112,8 +119,13 @@ def _row_lines(report: ConformanceReport, row: TriedRow) -> Iterator[str]:
     for result in row.of(Verdict.FAILED):
         yield f"  FAILED {result.check}, which proves: {report.proves[result.check]}"
         yield from (f"    {line}" for line in result.detail.splitlines())
-    for verdict in (Verdict.BLOCKED, Verdict.EXCUSED):
-        yield from (f"  {verdict.value} {result.check}: {result.detail}" for result in row.of(verdict))
+        if result.case:
+            yield f"    tried: {result.case}"
+        if verbose:
+            yield from (f"    {line}" for line in result.trace.splitlines())
+    if row.of(Verdict.BLOCKED):
+        yield f"  blocked by what failed: {', '.join(result.check for result in row.of(Verdict.BLOCKED))}"
+    yield from (f"  excused {result.check}: {result.detail}" for result in row.of(Verdict.EXCUSED))
     yield from (f"  not tried: the row does not list {value}" for value in row.not_listed)
     yield f"  {_meaning(report, row)}"
 
@@ -123,6 +135,8 @@ def _meaning(report: ConformanceReport, row: TriedRow) -> str:
 
     if row.proof is not None:
         return "proven on this device with these versions"
+    if not report.is_whole:
+        return "a part of the checks proves nothing; leave out --check for a proof"
     if report.effort is Effort.QUICK:
         return "a quick run proves nothing; leave out --quick for a proof"
     return "not proven" + ("; the proof that there was is void" if row.voided else "")

@@ -119,7 +119,9 @@ engine_options = collected(
         show_default=True,
         help="The cache's share of free memory.",
     ),
-    attention_backend=click.option("--attention-backend", help="Force a backend: torch or reference."),
+    attention_backend=click.option(
+        "--attention-backend", help="Force a backend: torch, reference, or one of another package."
+    ),
     require_proof=click.option(
         "--require-proof", is_flag=True, help="Refuse backends that `sightline conformance` has not proven here."
     ),

@@ -61,6 +61,11 @@ class Layout(Enum):
     """Side by side, the last page first."""
 
 
+_NOISE_ENTRIES = 61
+GARBAGE_VALUE = 100.0
+"""The size of values in slots that nobody wrote: far from any that somebody did."""
+
+
 class Unused(Enum):
     """What stands in slots that nobody wrote."""
 
@@ -200,9 +205,11 @@ def fill_pools(store: CacheStore, unused: Unused) -> None:
             entries = pool.plane(plane.name)
             if unused is Unused.NAN:
                 entries.fill_(torch.nan)
-            else:
-                noise = torch.randn(entries.shape[1:], generator=generator).to(entries.device, entries.dtype)
-                entries.copy_(noise * 2 if plane.name == "k" else noise.sign() * 100)
+                continue
+            # A few different entries are enough, repeated: whoever reads a wrong slot reads another.
+            noise = torch.randn(_NOISE_ENTRIES, *entries.shape[2:], generator=generator)
+            noise = (noise * 2 if plane.name == "k" else noise.sign() * GARBAGE_VALUE).to(entries.device, entries.dtype)
+            entries.copy_(noise[torch.arange(entries.shape[1], device=entries.device) % _NOISE_ENTRIES])
 
 
 def walk_slots(pool: Pool, table_row: int, length: int) -> list[int]:

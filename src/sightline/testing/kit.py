@@ -9,7 +9,9 @@ A check whose ground failed is blocked, not failed: what is reported as failed i
 
 from __future__ import annotations
 
+import inspect
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +19,7 @@ from enum import Enum
 from sightline.attention.capability import Capability
 from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
-from sightline.testing.trial import Check, CheckFailed, Effort, Samples, Trial
+from sightline.testing.trial import Check, CheckFailed, Effort, Progress, Samples, Trial
 
 
 class Verdict(Enum):
@@ -39,6 +41,10 @@ class CheckResult:
     verdict: Verdict
     detail: str
     """Why, for whatever did not pass."""
+    case: str
+    """What was being tried when it failed."""
+    trace: str
+    """Of an error that was not expected."""
     num_steps: int
     """Steps that were compared with the oracle."""
     seconds: float
@@ -87,22 +93,30 @@ def try_check(
     """One check, unless it is excused or one that it builds on did not pass."""
     excuse = check.excused(subject)
     if excuse is not None:
-        return CheckResult(check.name, Verdict.EXCUSED, excuse, 0, 0.0)
+        return CheckResult(check.name, Verdict.EXCUSED, excuse, "", "", 0, 0.0)
     missing = [
         result.check
         for result in earlier
         if result.check in check.after and result.verdict in (Verdict.FAILED, Verdict.BLOCKED)
     ]
     if missing:
-        return CheckResult(check.name, Verdict.BLOCKED, f"builds on {', '.join(missing)}", 0, 0.0)
-    started, num_steps = time.perf_counter(), 0
-    verdict, detail = Verdict.PASSED, ""
+        return CheckResult(check.name, Verdict.BLOCKED, f"builds on {', '.join(missing)}", "", "", 0, 0.0)
+    started = time.perf_counter()
+    verdict, detail, trace, progress = Verdict.PASSED, "", "", Progress()
     try:
-        trial = Trial(subject, effort, samples)
-        check.run(trial)
-        num_steps = trial.num_steps
+        check.run(Trial(subject, effort, samples, progress=progress))
     except CheckFailed as failure:
         verdict, detail = Verdict.FAILED, str(failure)
     except Exception as error:  # the border to other people's code: whatever it raises is its result
-        verdict, detail = Verdict.FAILED, f"expected no error, got {type(error).__name__}: {error}"
-    return CheckResult(check.name, verdict, detail, num_steps, time.perf_counter() - started)
+        verdict, detail = Verdict.FAILED, f"expected no error, got {_raised(error, subject)}"
+        trace = "".join(traceback.format_exception(error))
+    case = progress.case if verdict is Verdict.FAILED else ""
+    return CheckResult(check.name, verdict, detail, case, trace, progress.num_steps, time.perf_counter() - started)
+
+
+def _raised(error: Exception, subject: Subject) -> str:
+    """An error, with the line of the backend's own that it came through last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == inspect.getfile(subject.backend)]
+    place = own[-1] if own else frames[-1]
+    return f"{type(error).__name__}: {error} (in {place.name}, {place.filename}:{place.lineno})"

@@ -150,7 +150,13 @@ class _CheckItem(_Item):
         self._earlier[result.check] = result
         match result.verdict:
             case Verdict.FAILED:
-                raise ConformanceFailure(f"{self.name} proves: {self._check.proves}\n{result.detail}")
+                parts = [
+                    f"{self.name} proves: {self._check.proves}",
+                    result.detail,
+                    f"tried: {result.case}",
+                    result.trace,
+                ]
+                raise ConformanceFailure("\n".join(filter(None, parts)))
             case Verdict.BLOCKED | Verdict.EXCUSED:
                 pytest.skip(f"{result.verdict.value}: {result.detail}")
             case Verdict.PASSED:

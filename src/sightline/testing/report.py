@@ -16,6 +16,7 @@ from sightline.attention.proof import Coverage, Proof, ProofBook, declared, dtyp
 from sightline.attention.selection import Candidate
 from sightline.core.device import Device, detect_device
 from sightline.core.environment import proof_folder
+from sightline.core.errors import ConfigError
 from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
 from sightline.testing.kit import CheckResult, RowReport, Verdict, try_row
@@ -84,6 +85,8 @@ class ConformanceReport:
 
     device: Device
     effort: Effort
+    is_whole: bool
+    """No check was left out: a part of them proves nothing."""
     proves: dict[str, str]
     """What each check proves, by name."""
     outcomes: tuple[Outcome, ...]
@@ -142,6 +145,7 @@ def run_conformance(
     effort: Effort = Effort.FULL,
     samples: Samples | None = None,
     checks: Sequence[Check] | None = None,
+    only: Sequence[str] = (),
     book: ProofBook | None = None,
     candidates: Sequence[Candidate] | None = None,
     watch: Watch | None = None,
@@ -149,7 +153,7 @@ def run_conformance(
     """Every check of every row of the backends of these names, or of all that are installed, on one device.
 
     A full run that passes is recorded as a proof in `book`, the user's own by default; one that fails voids the proof
-    that there was. A quick run proves nothing, and leaves the book as it is.
+    that there was. A quick run, and one of `only` some checks, proves nothing.
     """
     there = registry.installed() if candidates is None else candidates
     chosen = [registry.find(name, there) for name in dict.fromkeys(backends)] or there
@@ -158,26 +162,38 @@ def run_conformance(
     if effort is Effort.FULL:
         book.prepare()
     samples, watch = samples or Samples(), watch or Watch()
-    checks = CHECKS if checks is None else checks
+    tried = _chosen(CHECKS if checks is None else checks, only)
     outcomes: list[Outcome] = []
     for row in list_rows(chosen, target):
         if isinstance(row, RowToTry):
             watch.on_row(row)
-            outcomes.append(_try(row, effort, samples, checks, book, watch))
+            outcomes.append(_try(row, effort, samples, tried, None if only else book, watch))
         else:
             outcomes.append(row)
-    return ConformanceReport(target, effort, {check.name: check.proves for check in checks}, tuple(outcomes))
+    proves = {check.name: check.proves for check in tried}
+    return ConformanceReport(target, effort, not only, proves, tuple(outcomes))
+
+
+def _chosen(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
+    known = [check.name for check in checks]
+    unknown = [name for name in only if name not in known]
+    if unknown:
+        raise ConfigError(f"expected checks out of {', '.join(known)}, got {', '.join(unknown)}")
+    return tuple(check for check in checks if not only or check.name in only)
 
 
 def more_samples(
     head_dims: Sequence[int] = (), group_sizes: Sequence[int] = (), page_sizes: Sequence[int] = ()
 ) -> Samples:
     """The usual samples, and then these."""
-    usual = Samples()
+    return _more(Samples(), head_dims, group_sizes, page_sizes)
+
+
+def _more(samples: Samples, head_dims: Sequence[int], group_sizes: Sequence[int], page_sizes: Sequence[int]) -> Samples:
     return Samples(
-        _joined(usual.head_dims, head_dims),
-        _joined(usual.group_sizes, group_sizes),
-        _joined(usual.page_sizes, page_sizes),
+        _joined(samples.head_dims, head_dims),
+        _joined(samples.group_sizes, group_sizes),
+        _joined(samples.page_sizes, page_sizes),
     )
 
 
@@ -204,8 +220,8 @@ def load_backend(candidate: Candidate) -> type[AttentionBackend[SoftmaxInputs]] 
     """The backend's class, or why there is none."""
     try:
         return candidate.load()
-    except Exception as error:  # the border to other people's code: whatever its import raises is the result
-        return Unloadable(candidate.name, f"expected an importable backend, got {type(error).__name__}: {error}")
+    except ConfigError as error:
+        return Unloadable(candidate.name, str(error))
 
 
 def row_labels(rows: Sequence[Capability]) -> tuple[str, ...]:
@@ -225,20 +241,31 @@ def not_here(capability: Capability, device: Device) -> tuple[str, ...]:
 
 
 def _try(
-    row: RowToTry, effort: Effort, samples: Samples, checks: Sequence[Check], book: ProofBook, watch: Watch
+    row: RowToTry, effort: Effort, samples: Samples, checks: Sequence[Check], book: ProofBook | None, watch: Watch
 ) -> TriedRow:
-    capability = row.subject.capability
+    """`book` is where a proof goes; None where there can be none."""
+    subject = row.subject
+    if book is None or effort is not Effort.FULL:
+        report = try_row(subject, effort, samples, checks, lambda result: watch.on_result(row, result))
+        return TriedRow(row.candidate.name, row.label, report, None, False, _not_listed(subject.capability, samples))
     # Identified before it is tried: a proof is of the sources that were there when the run began.
-    identity = book.identify(row.candidate, capability, row.subject.device) if effort is Effort.FULL else None
-    report = try_row(row.subject, effort, samples, checks, lambda result: watch.on_result(row, result))
+    identity = book.identify(row.candidate, subject.capability, subject.device)
+    earlier = book.find(row.candidate, subject.capability, subject.device)
+    # What was proven stays so, together with what is new: a proof is of values that have met.
+    wider = samples if earlier is None else _wider(samples, earlier.coverage)
+    report = try_row(subject, effort, wider, checks, lambda result: watch.on_result(row, result))
     proof, voided = None, False
     passed = tuple(result.check for result in report.results if result.verdict is Verdict.PASSED)
-    if identity is not None and not report.passed:
+    if not report.passed:
         voided = book.void(identity)
-    elif identity is not None and passed:
-        proof = Proof(identity, _coverage(capability, samples), passed, utc_now())
+    elif passed:
+        proof = Proof(identity, _coverage(subject.capability, wider), passed, utc_now())
         book.record(proof)
-    return TriedRow(row.candidate.name, row.label, report, proof, voided, _not_listed(capability, samples))
+    return TriedRow(row.candidate.name, row.label, report, proof, voided, _not_listed(subject.capability, samples))
+
+
+def _wider(samples: Samples, covered: Coverage) -> Samples:
+    return _more(samples, covered.head_dims, covered.group_sizes, covered.page_sizes)
 
 
 def _coverage(row: Capability, samples: Samples) -> Coverage:

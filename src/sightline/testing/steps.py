@@ -39,8 +39,9 @@ def map_inputs(inputs: SoftmaxInputs, change: Callable[[Tensor], Tensor]) -> Sof
 
 
 def to_device(inputs: SoftmaxInputs, device: torch.device) -> SoftmaxInputs:
-    moved = map_inputs(inputs, lambda tensor: tensor.to(device))
-    return moved if inputs.sinks is None else replace(moved, sinks=inputs.sinks.to(device))
+    """A copy there, on a CPU too: a backend that changes its inputs must not change what the oracle is asked."""
+    moved = map_inputs(inputs, lambda tensor: tensor.to(device, copy=True))
+    return moved if inputs.sinks is None else replace(moved, sinks=inputs.sinks.to(device, copy=True))
 
 
 Entries = tuple[Tensor, Tensor]

@@ -6,6 +6,8 @@ that one thing wrong fails that check and no other.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from sightline.attention.capability import ANY, Capability, Wildcard
 from sightline.attention.spec import Feature, SoftmaxSpec
-from sightline.testing.bench import Bench, Layout, Memory, Row, Setting, Subject, Unused
+from sightline.core.batch import MaskKind
+from sightline.testing.bench import GARBAGE_VALUE, Bench, Layout, Memory, Row, Setting, Subject, Unused
 from sightline.testing.steps import Answer, Step
 
 _T = TypeVar("_T")
@@ -60,6 +63,16 @@ def _values(declared: frozenset[int] | Wildcard, samples: tuple[int, ...]) -> tu
     return samples if declared is ANY else tuple(sorted(declared))
 
 
+@dataclass
+class Progress:
+    """How far a check has come."""
+
+    num_steps: int = 0
+    """Steps that were compared with the oracle."""
+    case: str = ""
+    """What is being tried, for whoever has to find out why it failed."""
+
+
 class Trial:
     """One check of one subject."""
 
@@ -70,14 +83,14 @@ class Trial:
         samples: Samples,
         dtype: torch.dtype | None = None,
         cache_dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """In the row's first dtype, unless another is named; the cache is in the same where it can be."""
         self.subject = subject
         self.row = subject.capability
         self.effort = effort
         self.samples = samples
-        self.num_steps = 0
-        """Steps that were compared with the oracle."""
+        self.progress = progress or Progress()
         caches, computed = cache_dtypes(self.row), compute_dtypes(self.row)
         if not caches or not computed:
             fail(f"expected a row with one of {_DTYPES} to compute in and to keep, got {self.row}")
@@ -89,8 +102,8 @@ class Trial:
         """As plain as the row allows."""
 
     def in_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Trial:
-        """The same trial in another dtype."""
-        return Trial(self.subject, self.effort, self.samples, dtype, cache_dtype)
+        """The same trial in another dtype; what it does counts here."""
+        return Trial(self.subject, self.effort, self.samples, dtype, cache_dtype, self.progress)
 
     def some(self, values: Sequence[_T], quick: int = 2) -> tuple[_T, ...]:
         """All of the values, or the first few."""
@@ -110,11 +123,18 @@ class Trial:
         )
 
     def bench(self, *specs: SoftmaxSpec, setting: Setting | None = None) -> Bench:
-        return Bench(self.subject, specs or (self.plain,), setting or self.setting)
+        specs, setting = specs or (self.plain,), setting or self.setting
+        self.progress.case = "building for " + describe(setting, *specs)
+        return Bench(self.subject, specs, setting)
+
+    def run(self, step: Step, needs: frozenset[Feature] = frozenset()) -> Answer:
+        """Runs a step, and says so."""
+        self.progress.case = describe_step(step)
+        return step.run(needs)
 
     def try_step(self, step: Step, needs: frozenset[Feature] = frozenset()) -> Answer:
         """Runs a step and holds it against the oracle."""
-        answer = step.run(needs)
+        answer = self.run(step, needs)
         self.hold(step, answer)
         return answer
 
@@ -130,21 +150,20 @@ class Trial:
 
     def hold(self, step: Step, answer: Answer, what: str = "") -> None:
         """Compares an answer with the oracle's."""
-        self.num_steps += 1
+        self.progress.num_steps += 1
+        self.progress.case = describe_step(step)
         expected = step.expected()
-        where = f"{what}{': ' if what else ''}{describe(step)}"
         num_tokens = expected.out.shape[0]
-        self.compare(answer.out[:num_tokens], expected.out, f"the output of {where}")
+        subject = f" ({what})" if what else ""
+        self.compare(answer.out[:num_tokens], expected.out, f"an output{subject}", step)
         if answer.lse is not None and expected.lse is not None:
-            self.compare(answer.lse[:num_tokens], expected.lse, f"the LSE of {where}")
+            self.compare(answer.lse[:num_tokens], expected.lse, f"an LSE{subject}", step)
 
-    def compare(self, got: Tensor, expected: Tensor, what: str) -> None:
+    def compare(self, got: Tensor, expected: Tensor, what: str, step: Step | None = None) -> None:
         """Within what rounding costs; -inf equals -inf, NaN equals nothing."""
         if got.shape != expected.shape:
             fail(f"expected {what} of shape {tuple(expected.shape)}, got {tuple(got.shape)}")
-        tolerance = _TOLERANCE[self.dtype]
-        if self.cache_dtype != self.dtype:
-            tolerance = max(tolerance, _TOLERANCE[self.cache_dtype])
+        tolerance = max(_TOLERANCE[self.dtype], _TOLERANCE[self.cache_dtype])
         wanted = expected.float()
         error = torch.where(got.float() == wanted, 0.0, (got.float() - wanted).abs())
         wrong = ~(error <= tolerance * (1 + wanted.abs()))
@@ -152,8 +171,8 @@ class Trial:
             first = tuple(int(index) for index in wrong.nonzero()[0])
             fail(
                 f"expected {what} within {tolerance:g} of the oracle, got {int(wrong.sum())} of {wrong.numel()} "
-                f"numbers beyond it; the first at {first}: expected {float(wanted[first]):.6g}, "
-                f"got {float(got[first]):.6g}"
+                f"numbers beyond it; the first, {_place(first, wrong, step)}: expected {float(wanted[first]):.6g}, "
+                f"got {_told(float(got[first]))}"
             )
 
     def require(self, holds: bool, otherwise: str) -> None:
@@ -176,18 +195,52 @@ def cache_dtypes(row: Capability) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in _DTYPES if row.cache_dtypes is ANY or dtype in row.cache_dtypes)
 
 
-def describe(step: Step) -> str:
+def _place(first: tuple[int, ...], wrong: Tensor, step: Step | None) -> str:
+    """Where a wrong number is, and which rows have any."""
+    if step is None:
+        return f"at {first}"
+    ends = list(itertools.accumulate(row.query_len for row in step.rows))
+    row = bisect.bisect_right(ends, first[0])
+    lengths = step.rows[row]
+    token = first[0] - (ends[row] - lengths.query_len)
+    tokens = wrong.flatten(1).any(1).nonzero().flatten().tolist()
+    rows = sorted({bisect.bisect_right(ends, each) for each in tokens})
+    others = f"; rows with wrong numbers: {', '.join(map(str, rows))}" if len(step.rows) > 1 else ""
+    return (
+        f"row {row} ({lengths.context_len}+{lengths.query_len}), new token {token}, head {first[1]}"
+        f"{f', number {first[2]}' if len(first) > 2 else ''}{others}"
+    )
+
+
+def _told(got: float) -> str:
+    """A number, and whence it may come."""
+    hint = (
+        f" (values of slots that are not the row's are ±{GARBAGE_VALUE:g} here)" if abs(got) > GARBAGE_VALUE / 2 else ""
+    )
+    return f"{got:.6g}{hint}"
+
+
+def describe_step(step: Step) -> str:
     """A step as a person would write it down."""
-    setting, spec = step.bench.setting, step.spec
-    rows = ", ".join(f"{row.context_len}+{row.query_len}" for row in step.rows[:8])
-    more = f" and {len(step.rows) - 8} more" if len(step.rows) > 8 else ""
-    parts = [
-        f"rows (context+query) {rows or 'none'}{more}",
-        f"page size {setting.page_size}, {setting.layout.value}",
-        f"heads {spec.num_q_heads}/{spec.num_kv_heads} × {spec.head_dim}",
-    ]
-    parts += [feature.value for feature in sorted(spec.features, key=lambda feature: feature.value)]
-    return "; ".join(parts)
+    rows = ", ".join(f"{row.context_len}+{row.query_len}" for row in step.rows)
+    masks = {row.mask.kind.value for row in step.rows} - {MaskKind.CAUSAL.value}
+    policy = "" if step.batch.pools else "TRANSIENT; "
+    return f"{policy}rows (context+new) {rows or 'none'}{''.join(f', {mask}' for mask in sorted(masks))}; " + describe(
+        step.bench.setting, step.spec
+    )
+
+
+def describe(setting: Setting, *specs: SoftmaxSpec) -> str:
+    """What a bench is built for."""
+    told = []
+    for spec in specs:
+        extras = [f"window {spec.window}"] if spec.window is not None else []
+        extras += [f"softcap {spec.softcap:g}"] if spec.softcap is not None else []
+        extras += ["sinks"] if spec.sinks else []
+        heads = f"{spec.num_q_heads} query heads on {spec.num_kv_heads} × {spec.head_dim}, scale {spec.scale:.4g}"
+        told.append(", ".join([heads, *extras]))
+    dtypes = f"{setting.dtype}, cache {setting.cache_dtype or setting.dtype}".replace("torch.", "")
+    return f"{' and '.join(dict.fromkeys(told))}; page size {setting.page_size}, {setting.layout.value}; {dtypes}"
 
 
 def _never(subject: Subject) -> None:

@@ -65,7 +65,13 @@ def offer(candidates: Sequence[Candidate], requested: str | None) -> Offer:
 
 def _loader(entry: EntryPoint, distribution: str) -> Callable[[], type[AttentionBackend[SoftmaxInputs]]]:
     def load() -> type[AttentionBackend[SoftmaxInputs]]:
-        loaded = entry.load()
+        try:
+            loaded = entry.load()
+        except Exception as error:  # the border to other people's code: whatever its import raises is its fault
+            raise ConfigError(
+                f"expected backend {entry.name!r} of {distribution} to be importable, got "
+                f"{type(error).__name__}: {error}; mend or uninstall {distribution}"
+            ) from error
         if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
             raise ConfigError(
                 f"expected {entry.value} of {distribution}, registered as backend {entry.name!r}, to be a subclass of "

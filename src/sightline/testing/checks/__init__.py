@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from sightline.testing.checks import cache, features, graphs, lengths, memory, numerics, pages, plans, random_steps
+from sightline.testing.checks import (
+    cache,
+    features,
+    first,
+    graphs,
+    lengths,
+    memory,
+    numerics,
+    pages,
+    pairs,
+    plans,
+    random_steps,
+)
 from sightline.testing.trial import Check
 
 
@@ -23,6 +35,7 @@ def _ordered(checks: tuple[Check, ...]) -> tuple[Check, ...]:
 
 CHECKS: tuple[Check, ...] = _ordered(
     (
+        *first.CHECKS,
         *cache.CHECKS,
         *lengths.CHECKS,
         *pages.CHECKS,
@@ -31,6 +44,7 @@ CHECKS: tuple[Check, ...] = _ordered(
         *plans.CHECKS,
         *memory.CHECKS,
         *graphs.CHECKS,
+        *pairs.CHECKS,
         *random_steps.CHECKS,
     )
 )

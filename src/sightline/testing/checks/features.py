@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -77,6 +77,8 @@ def non_causal(trial: Trial) -> None:
     page = trial.page_size
     rows = [Row(5, 12, FULL), Row(0, 2 * page + 1, FULL), Row(page + 1, 1, FULL), Row(3, 2)]
     trial.try_rows(rows)
+    fresh = [Row(0, length, FULL) for length in (5, 1, page + 3)]
+    trial.try_step(Step(trial.bench(), fresh, transient=True))
     if Feature.WINDOW in trial.row.features:
         trial.try_rows(rows, replace(trial.plain, window=4))
 
@@ -138,8 +140,8 @@ def _combinations(trial: Trial) -> tuple[SoftmaxSpec, ...]:
     return trial.some(specs[::-1])
 
 
-def _feature(feature: Feature, proves: str, run: object) -> Check:
-    return Check(feature.value, proves, run, ("ragged",), needs_feature(feature))  # type: ignore[arg-type]
+def _feature(feature: Feature, proves: str, run: Callable[[Trial], None], *after: str) -> Check:
+    return Check(feature.value, proves, run, ("ragged", *after), needs_feature(feature))
 
 
 CHECKS = (
@@ -154,9 +156,11 @@ CHECKS = (
     _feature(Feature.WINDOW, "a query sees keys less than the window away, at its border and beyond", window),
     _feature(Feature.SOFTCAP, "scores are capped", softcap),
     _feature(Feature.SINKS, "sinks take weight and give no value", sinks),
-    _feature(Feature.NON_CAUSAL, "rows with a full mask, within a symmetric window too", non_causal),
+    _feature(
+        Feature.NON_CAUSAL, "rows with a full mask, within a symmetric window too", non_causal, "window", "transient"
+    ),
     _feature(Feature.TREE_MASK, "trees: a token sees its ancestors; one that sees nothing gives 0", tree_mask),
-    _feature(Feature.LSE, "the natural log-sum-exp, where it is asked for and only there", lse),
+    _feature(Feature.LSE, "the natural log-sum-exp, where it is asked for and only there", lse, "transient"),
     Check(
         "features-together",
         "all declared features at once, and by pairs, on shuffled pages with NaN in unused slots",

@@ -105,7 +105,7 @@ CHECKS = (
         "captured-replay",
         "a captured step, replayed with other rows and lengths, equals the oracle; addresses stay",
         captured_replay,
-        ("next-batch", "padding", "idle"),
+        ("stable-addresses", "read-back", "padding", "idle"),
         _not_captured,
     ),
 )

@@ -78,7 +78,7 @@ def idle(trial: Trial) -> None:
     for num_rows, num_tokens in ((0, 0), (2, 3)):
         step = Step(bench, [])
         step.pad(num_rows, num_tokens, torch.nan)
-        answer = step.run()
+        answer = trial.run(step)
         trial.require(
             bool(answer.out.isnan().all()), "expected an idle step to leave the output as it was, got numbers in it"
         )
@@ -108,7 +108,12 @@ def _needs_exact(subject: Subject) -> str | None:
 
 
 CHECKS = (
-    Check("causal", "a query of a fresh prompt sees itself and what precedes it, no more", causal, ("write-slots",)),
+    Check(
+        "causal",
+        "a fresh prompt: scores, their scale and softmax; a query sees itself and what precedes it, no more",
+        causal,
+        ("first-read",),
+    ),
     Check("context", "the whole context is read, and nothing but it, where rows end with a page", context, ("causal",)),
     Check(
         "last-page",
@@ -117,7 +122,7 @@ CHECKS = (
         ("context",),
     ),
     Check("ragged", "rows of all lengths in one step, in any order", ragged, ("last-page",)),
-    Check("next-batch", "a step takes nothing from the step before it", next_batch, ("ragged",)),
+    Check("next-batch", "a step takes nothing from the step before it", next_batch, ("ragged", "page-order")),
     Check("padding", "padding tokens reach no row, and their output is left as it was", padding, ("ragged",)),
     Check("idle", "a step of no rows, with and without padding, and the step after it", idle, ("ragged",)),
     Check(

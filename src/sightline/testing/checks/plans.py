@@ -71,7 +71,7 @@ def strided_inputs(trial: Trial) -> None:
         q, k, v, _ = torch.split(wide, [part.shape[1] for part in parts], dim=1)
         out = torch.full_like(step.inputs.q, torch.nan, device=wide.device)
         planned.attend(step.layer, replace(step.inputs, q=q, k=k, v=v), out)
-        trial.num_steps += 1
+        trial.progress.num_steps += 1
         trial.compare(out.cpu(), step.expected().out, "the output for inputs that are parts of one tensor")
 
 
@@ -184,10 +184,12 @@ def _must_raise(bench: Bench, step: Step, way: str, change: Callable[[], None]) 
 
 CHECKS = (
     Check("layers", "each layer of a group has a cache of its own", layers, ("ragged",)),
-    Check("groups", "a hybrid: every group is planned, by its own spec", groups, ("layers",)),
+    Check("groups", "a hybrid: every group is planned, by its own spec", groups, ("layers", "window", "scale")),
     Check("inputs-kept", "run reads its inputs and leaves them as they are", inputs_kept, ("ragged",)),
     Check("strided-inputs", "queries, keys and values may be parts of one tensor", strided_inputs, ("ragged",)),
-    Check("filled-buffers", "a plan fills what it takes: old contents are of no matter", filled_buffers, ("ragged",)),
+    Check(
+        "filled-buffers", "a plan fills what it takes: old contents are of no matter", filled_buffers, ("next-batch",)
+    ),
     Check("lanes", "two live plans in two lanes do not disturb each other", lanes, ("next-batch",)),
     Check(
         "plan-buffers",
@@ -199,6 +201,6 @@ CHECKS = (
         "stale-plans",
         "a plan that is another's, or whose batch or pages changed since, is made again or refused",
         stale_plans,
-        ("plan-buffers",),
+        ("plan-buffers", "idle"),
     ),
 )

@@ -1,0 +1,291 @@
+"""Faults: parts of a backend that are wrong in one way each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from conformance.parts import (
+    SPLIT,
+    Kept,
+    Keys,
+    Planes,
+    Tokens,
+    add_sinks,
+    cap,
+    read_plane,
+    sees,
+    table_slots,
+    weigh,
+    write_plane,
+)
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.contract import BackendContext, SoftmaxInputs, StepView
+from sightline.attention.merge import merge_parts
+from sightline.attention.planner import PlannedBatch, Planner
+from sightline.attention.spec import SoftmaxSpec
+from sightline.attention.workspace import Workspace
+from sightline.cache.pools import Pool
+from sightline.cache.table import PageTable
+from sightline.core.batch import Batch, Lengths, MaskKind
+
+
+def refuse_large_heads(context: BackendContext) -> None:
+    if context.spec.head_dim > 128:
+        raise NotImplementedError(f"expected a head dimension of at most 128, got {context.spec.head_dim}")
+
+
+def slots_without_context(given: Tensor, tokens: Tokens, pool: Pool) -> Tensor:
+    misplaced = pool.table.slots(tokens.table_row, tokens.index, pool.page_size)
+    return torch.where(tokens.context_len > 0, misplaced, given.unsqueeze(1)).squeeze(1)
+
+
+def sees_next(tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
+    return sees(tokens, keys, tree, page_size) | ((keys.new == tokens.index + 1) & (keys.entry < tokens.seq_len))
+
+
+def misses_last_of_context(tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
+    return sees(tokens, keys, tree, page_size) & (keys.new != -1)
+
+
+def sees_whole_last_page(tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
+    end = (tokens.seq_len + page_size - 1) // page_size * page_size
+    is_last = (tokens.context_len > 0) & (tokens.index == tokens.query_len - 1)
+    return sees(tokens, keys, tree, page_size) | (is_last & (keys.entry < end))
+
+
+def misses_itself_after_two_pages(tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
+    alone = tokens.index.shape[0] == 1
+    return sees(tokens, keys, tree, page_size) & ~(alone & (tokens.context_len == 2 * page_size) & (keys.new == 0))
+
+
+def sees_causally(kind: MaskKind) -> Callable[[Tokens, Keys, Tensor, int], Tensor]:
+    """As if rows of that kind were causal."""
+
+    def see(tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
+        causal = (keys.entry < tokens.seq_len) & (keys.new <= tokens.index)
+        return torch.where(tokens.is_kind(kind), causal, sees(tokens, keys, tree, page_size))
+
+    return see
+
+
+def no_tree_beside_padding(tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
+    causal = (keys.entry < tokens.seq_len) & (keys.new <= tokens.index)
+    mistaken = tokens.is_kind(MaskKind.TREE) & ~tokens.real.all()
+    return torch.where(mistaken, causal, sees(tokens, keys, tree, page_size))
+
+
+def first_query_len(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
+    return lengths.device[:1].expand(batch.num_rows) if batch.pools else lengths.device
+
+
+def query_lens_by_size(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
+    if batch.num_rows > 4:
+        return lengths.device
+    known: Tensor = kept.setdefault((batch.num_rows, batch.num_tokens), lengths.device)
+    return known
+
+
+def bounds(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
+    return torch.tensor(lengths.bound, dtype=torch.int64)
+
+
+def exact(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
+    return torch.tensor(lengths.exact(), dtype=torch.int64)
+
+
+def mean(context: BackendContext, bounds: Sequence[int]) -> int:
+    return max(512, sum(bounds) // max(len(bounds), 1))
+
+
+def scaled_over_all(inputs: SoftmaxInputs, kept: Kept) -> SoftmaxInputs:
+    """By a power of two, so that nothing is lost."""
+    largest = torch.cat([inputs.q.flatten(), inputs.q.new_ones(1)]).abs().amax().log2().ceil().exp2()
+    return replace(inputs, q=inputs.q / largest * largest)
+
+
+def after_a_maximum(inputs: SoftmaxInputs, kept: Kept) -> SoftmaxInputs:
+    inputs.q.max()
+    return inputs
+
+
+def scaled_in_place(inputs: SoftmaxInputs, kept: Kept) -> SoftmaxInputs:
+    before = inputs.q.clone()
+    inputs.q.mul_(0.25)
+    return replace(inputs, q=before)
+
+
+def half_as_bfloat16(inputs: SoftmaxInputs, kept: Kept) -> SoftmaxInputs:
+    return replace(inputs, q=inputs.q.view(torch.bfloat16)) if inputs.q.dtype == torch.float16 else inputs
+
+
+def taken_for_contiguous(inputs: SoftmaxInputs, kept: Kept) -> SoftmaxInputs:
+    q = inputs.q
+    return replace(inputs, q=q.as_strided(q.shape, (q.shape[1] * q.shape[2], q.shape[2], 1)))
+
+
+def kept_in_a_list(inputs: SoftmaxInputs, kept: Kept) -> SoftmaxInputs:
+    kept.setdefault("keys", []).append(inputs.k.clone())
+    return inputs
+
+
+def no_write(planes: Planes, slots: Tensor, kept: Kept) -> None:
+    pass
+
+
+def write_without_cast(planes: Planes, slots: Tensor, kept: Kept) -> None:
+    planes.pool.index_copy_(0, slots, planes.new)
+
+
+def read_half_as_bfloat16(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
+    entries = read_plane(planes, slots, kept)
+    mixed = planes.pool.dtype == torch.float16 != planes.new.dtype
+    return entries.view(torch.bfloat16) if mixed else entries
+
+
+def private_copy(planes: Planes, kept: Kept) -> tuple[Tensor, Tensor]:
+    """A copy of the pool and which slots of it were written, for as long as the first row keeps its pages."""
+    batch = planes.step.batch
+    owner = (batch.rows[:1], [rows.versions[:1] for rows in batch.pools.values()])
+    if kept.get((planes.name, planes.layer, "owner")) != owner:
+        kept[planes.name, planes.layer, "owner"] = owner
+        kept[planes.name, planes.layer, "copy"] = (
+            planes.pool.clone(),
+            torch.zeros(planes.pool.shape[0], 1, 1, dtype=torch.bool, device=planes.pool.device),
+        )
+    copy: tuple[Tensor, Tensor] = kept[planes.name, planes.layer, "copy"]
+    return copy
+
+
+def write_twice(planes: Planes, slots: Tensor, kept: Kept) -> None:
+    write_plane(planes, slots, kept)
+    entries, written = private_copy(planes, kept)
+    entries.index_copy_(0, slots, planes.new.to(entries.dtype))
+    written.index_fill_(0, slots, True)
+
+
+def read_own_copy(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
+    entries, written = private_copy(planes, kept)
+    return torch.where(written[slots], entries[slots], planes.pool[slots])
+
+
+def _within_pool(slots: Tensor, table: PageTable, page_size: int) -> Tensor:
+    """A wrong slot, but one that is there: a device would not survive another."""
+    return torch.minimum(slots, (table.pages.max() + 1) * page_size - 1)
+
+
+def next_slot(table: PageTable, rows: Tensor, entries: Tensor, page_size: int) -> Tensor:
+    return _within_pool(table_slots(table, rows, entries, page_size) + 1, table, page_size)
+
+
+def pages_in_a_run(table: PageTable, rows: Tensor, entries: Tensor, page_size: int) -> Tensor:
+    slots = table.pages[rows, torch.zeros_like(entries)] * page_size + entries
+    return _within_pool(slots, table, page_size)
+
+
+def pages_of_16(table: PageTable, rows: Tensor, entries: Tensor, page_size: int) -> Tensor:
+    slots = table_slots(table, rows, entries.clamp(max=16 * table.max_pages - 1), 16)
+    return _within_pool(slots, table, page_size)
+
+
+def pages_with_one_owner(table: PageTable, rows: Tensor, entries: Tensor, page_size: int) -> Tensor:
+    owners = torch.zeros(table.pages.numel(), dtype=torch.int64, device=entries.device)
+    table_rows = torch.arange(table.pages.shape[0], device=entries.device).unsqueeze(1).expand_as(table.pages)
+    owners[table.pages.flatten()] = table_rows.flatten()
+    page = table.pages[rows, (entries // page_size).clamp(max=table.max_pages - 1)]
+    return (owners[page] == rows) | (page == 0)
+
+
+def hide_beyond_last_page(values: Tensor, visible: Tensor, tokens: Tokens, keys: Keys, page_size: int) -> Tensor:
+    end = (tokens.seq_len + page_size - 1) // page_size * page_size
+    return values.masked_fill((keys.entry >= end)[:, :, None, None], 0.0)
+
+
+def taken_by_batch(
+    buffers: PlanBuffers, step: StepView, kept: Kept, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return buffers.take(f"{name}{step.batch.batch_id}", shape, dtype)
+
+
+def taken_from_own_memory(
+    buffers: PlanBuffers, step: StepView, kept: Kept, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    own = kept.setdefault((step.lane, name), PlanBuffers(step.batch.tokens.device))
+    own.begin()
+    buffer: Tensor = own.take(name, shape, dtype)
+    return buffer
+
+
+def fill_once(buffer: Tensor, values: Tensor, kept: Kept) -> None:
+    if buffer.data_ptr() not in kept:
+        buffer.copy_(values)
+        kept[buffer.data_ptr()] = True
+
+
+def another_split_each_plan(batch: Batch, kept: Kept) -> int:
+    kept["plans"] = kept.get("plans", 0) + 1
+    return SPLIT - 16 * int(kept["plans"] % 3) if batch.num_rows > 8 else SPLIT
+
+
+def split_by_rows(batch: Batch, kept: Kept) -> int:
+    return SPLIT if batch.num_rows == 1 else SPLIT - 16
+
+
+_first_windows: WeakKeyDictionary[Workspace, int | None] = WeakKeyDictionary()
+
+
+def window_of_first_group(context: BackendContext) -> int | None:
+    return _first_windows.setdefault(context.workspace, context.spec.window)
+
+
+def swapped_from_ninth_part(outs: Tensor, lses: Tensor, split: int) -> tuple[Tensor, Tensor]:
+    both = lses.isfinite().all(0) & (split >= 8)
+    return merge_parts(outs, torch.where(both, lses.flip(0), lses))
+
+
+def summed_in_dtype(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float32:
+        return weigh(weights, values, dtype)
+    total = torch.zeros_like(values[:, 0], dtype=dtype)
+    for key in weights.flatten(2).transpose(0, 1).flatten(1).any(1).nonzero().flatten().tolist():
+        total = (total + weights[:, key].unsqueeze(-1) * values[:, key]).to(dtype)
+    return total.float()
+
+
+def ignore_sinks(out: Tensor, lse: Tensor, sinks: Tensor, spec: SoftmaxSpec) -> tuple[Tensor, Tensor]:
+    return out, lse
+
+
+def leave_sinks_out_of_lse(out: Tensor, lse: Tensor, sinks: Tensor, spec: SoftmaxSpec) -> tuple[Tensor, Tensor]:
+    return add_sinks(out, lse, sinks, spec)[0], lse
+
+
+def cap_sinks(out: Tensor, lse: Tensor, sinks: Tensor, spec: SoftmaxSpec) -> tuple[Tensor, Tensor]:
+    return add_sinks(out, lse, sinks if spec.softcap is None else cap(sinks, spec.softcap), spec)
+
+
+def sinks_by_key_head(out: Tensor, lse: Tensor, sinks: Tensor, spec: SoftmaxSpec) -> tuple[Tensor, Tensor]:
+    return add_sinks(out, lse, sinks[torch.arange(spec.num_q_heads, device=sinks.device) // spec.group_size], spec)
+
+
+def distance_by_order(tokens: Tokens, keys: Keys) -> Tensor:
+    return (tokens.index - keys.new).abs()
+
+
+class TrustingPlanner(Planner):
+    """Takes a planned batch at its word where its plan is another batch's."""
+
+    def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
+        if isinstance(work, PlannedBatch) and work.plan.certificate.batch_id != work.batch.batch_id:
+            return work
+        return super().ensure(work)
+
+
+def halve_bfloat16_of_192(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A kernel that is wrong for one dtype at one head dimension."""
+    wrong = dtype is torch.bfloat16 and values.shape[-1] == 192
+    return weigh(weights, values, dtype) * (0.5 if wrong else 1.0)

@@ -1,0 +1,39 @@
+"""The table of docs/conformance.md: what each check proves, and which broken backends it finds.
+
+PYTHONPATH=tests .venv/bin/python -m conformance.mutant_table     # writes the page's table again
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conformance.mutants import MUTANTS
+from sightline.testing.checks import CHECKS
+
+COMMAND = "PYTHONPATH=tests .venv/bin/python -m conformance.mutant_table"
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+
+
+def render() -> str:
+    """A line for each check, in the order in which they run."""
+    lines = ["| check | proves | builds on | mutants that fail it |", "| --- | --- | --- | --- |"]
+    for check in CHECKS:
+        found = [
+            f"`{mutant.name}`: {mutant.fault}{' (on a GPU)' if mutant.cuda_only else ''}"
+            for mutant in MUTANTS
+            if mutant.caught_by == check.name
+        ]
+        lines.append(f"| `{check.name}` | {check.proves} | {', '.join(check.after) or '–'} | {'<br>'.join(found)} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """The page with its table made again."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{render()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

@@ -1,0 +1,87 @@
+"""The kit passes a correct backend, and finds each of many broken ones where it is broken.
+
+What a check must catch stands in `mutants.py`, one fault a mutant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conformance.mutants import MUTANTS, Mutant
+from conformance.parts_backend import EVERYTHING, make_backend
+from sightline.core.device import detect_device
+from sightline.testing.bench import Subject
+from sightline.testing.checks import CHECKS
+from sightline.testing.kit import Verdict, try_row
+from sightline.testing.trial import Effort, Samples
+
+CPU = detect_device("cpu")
+FEW = Samples(head_dims=(16, 192), group_sizes=(1, 2, 3), page_sizes=(16, 3, 32))
+"""Enough for every fault to show."""
+BFLOAT16 = replace(EVERYTHING, dtypes=frozenset({torch.bfloat16}), cache_dtypes=frozenset({torch.bfloat16}))
+SMALLEST_EFFECTS = (
+    "next-token",
+    "short-context",
+    "full-last-page",
+    "tail-taken-for-cached",
+    "wide-window",
+    "own-scale",
+    "capped-sinks",
+    "lse-in-base-2",
+    "parts-mixed-up",
+    "low-precision-sum",
+)
+"""Mutants whose outputs are nearest to right ones."""
+
+
+def on_cpu() -> list[Mutant]:
+    return [mutant for mutant in MUTANTS if not mutant.cuda_only]
+
+
+@pytest.mark.parametrize("effort", list(Effort), ids=lambda effort: effort.value)
+def test_the_correct_parts_pass_every_check(effort: Effort) -> None:
+    report = try_row(Subject("parts", make_backend(), EVERYTHING, CPU), effort)
+    assert {result.check: result.detail for result in report.failed} == {}
+    excused = [result.check for result in report.results if result.verdict is Verdict.EXCUSED]
+    assert excused == ["captured-replay"]
+
+
+@pytest.mark.parametrize("mutant", on_cpu(), ids=lambda mutant: mutant.name)
+def test_a_mutant_fails_its_check_and_no_other(mutant: Mutant) -> None:
+    report = try_row(mutant.subject(CPU), Effort.QUICK, FEW)
+    assert [result.check for result in report.failed] == [mutant.caught_by], mutant.fault
+
+
+@pytest.mark.parametrize("name", SMALLEST_EFFECTS)
+def test_the_looser_tolerance_of_bfloat16_hides_no_fault(name: str) -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
+    report = try_row(mutant.subject(CPU, BFLOAT16), Effort.QUICK, FEW)
+    assert [result.check for result in report.failed] == [mutant.caught_by], mutant.fault
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("effort", list(Effort), ids=lambda effort: effort.value)
+def test_the_correct_parts_pass_every_check_on_a_gpu(effort: Effort) -> None:
+    report = try_row(Subject("parts", make_backend(), EVERYTHING, detect_device("cuda")), effort)
+    assert {result.check: result.detail for result in report.failed} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.cuda_only], ids=lambda mutant: mutant.name)
+def test_a_mutant_of_graphs_fails_its_check_and_no_other(mutant: Mutant) -> None:
+    report = try_row(mutant.subject(detect_device("cuda")), Effort.QUICK, FEW)
+    assert [result.check for result in report.failed] == [mutant.caught_by], mutant.fault
+
+
+def test_every_check_has_a_mutant_of_its_own() -> None:
+    assert {mutant.caught_by for mutant in MUTANTS} == {check.name for check in CHECKS}
+
+
+def test_mutants_have_names_of_their_own() -> None:
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
