@@ -16,6 +16,7 @@ from sightline.core.errors import ConfigError, EngineClosedError, RequestError
 from sightline.core.request import FinishReason
 from sightline.live import LiveSequence
 from sightline.llm import EngineSettings, TokensPrompt
+from support.engines import is_at_rest
 from support.tiny_models import VOCAB, make_model, random_prompts, reference_logits
 
 LENGTHS = [3, 40, 1, 17, 64, 9]
@@ -40,11 +41,6 @@ def tokens_of(lengths: list[int]) -> list[TokensPrompt]:
 
 def answers(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def at_baseline(llm: LLM) -> bool:
-    store = llm.engine.runtime.store
-    return store.num_free_pages == store.num_usable_pages and store.num_free_rows == store.limits.max_rows
 
 
 SAMPLED = SamplingParams(temperature=0.9, top_k=20, seed=3, max_tokens=24, ignore_eos=True)
@@ -75,7 +71,7 @@ def test_a_pool_for_one_sequence_serves_them_one_after_another(folder: Path) -> 
         96
     ] * 6
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_the_seed_decides_and_is_echoed(folder: Path) -> None:
@@ -117,7 +113,7 @@ def test_bad_requests_fail_alone_and_say_why(folder: Path, caplog: pytest.LogCap
     assert "got -1 at position 1" in errors[3]
     assert [output.outputs[0].finish_reason for output in outputs[1:5]] == ["error"] * 4
     assert caplog.text.count("was refused") == 4
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_text_without_a_tokenizer_is_a_clear_error(folder: Path) -> None:
@@ -143,7 +139,7 @@ def test_a_nan_in_one_request_fails_that_request_alone(folder: Path) -> None:
     assert broken.outputs[0].finish_reason == "error"
     assert "NaN" in str(broken.error)
     assert whole.outputs[0].token_ids == healthy[1]
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_end_tokens_stop_and_are_not_run_past(folder: Path) -> None:
@@ -173,7 +169,7 @@ def test_cancelling_frees_pages_in_every_phase(folder: Path) -> None:
     assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 3
     assert len(outputs[0].outputs[0].token_ids) == 2
     assert outputs[1].outputs[0].token_ids == outputs[2].outputs[0].token_ids == ()
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
     engine.cancel("no such request")
     engine.step()
 
@@ -189,7 +185,7 @@ def test_streams_interleave_and_closing_one_cancels_it(folder: Path) -> None:
     rest = list(right)
     left.close()
     assert (*head[1].token_ids, *(token for delta in rest for token in delta.token_ids)) == expected[1]
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_an_interrupted_generate_gives_everything_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +200,7 @@ def test_an_interrupted_generate_gives_everything_back(folder: Path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         llm.generate(tokens_of([5, 9]))
     assert not llm.engine.has_work
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_a_closed_engine_refuses_work(folder: Path) -> None:
@@ -288,10 +284,10 @@ def test_a_stream_that_nobody_holds_any_more_is_ended(folder: Path) -> None:
     llm = tiny(folder)
     stream = llm.stream(tokens_of([5])[0], SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
-    assert not at_baseline(llm)
+    assert not is_at_rest(llm)
     del stream
     llm.engine.step()
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
     assert not llm.engine.has_work
 
 
@@ -417,7 +413,7 @@ def test_an_interruption_while_a_request_ends_does_not_run_it_past_its_end(
     output = llm.engine.pop_output(request)
     assert interruptions == 1
     assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == (expected, "stop")
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_an_interruption_while_pages_go_back_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +427,7 @@ def test_an_interruption_while_pages_go_back_can_be_repeated(folder: Path, monke
             stream.close()
     stream.close()
     llm.engine.step()
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_prompt_log_probabilities_are_refused_where_a_stream_could_not_tell_them(folder: Path) -> None:

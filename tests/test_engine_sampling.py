@@ -21,6 +21,7 @@ from sightline.llm import EngineSettings, TokensPrompt
 from sightline.scheduler.scheduler import SequenceState
 from sightline.text.detokenizer import _ByteLevel
 from sightline.text.tokenizer import PromptTokens, Tokenizer
+from support.engines import is_at_rest
 from support.tiny_models import VOCAB, make_model, random_prompts, reference_logits
 
 LOGPROB_TOLERANCE = 1e-4
@@ -74,11 +75,6 @@ def tokens_of(length: int) -> TokensPrompt:
     return {"prompt_token_ids": random_prompts([length])[0]}
 
 
-def at_baseline(llm: LLM) -> bool:
-    store = llm.engine.runtime.store
-    return store.num_free_pages == store.num_usable_pages and store.num_free_rows == store.limits.max_rows
-
-
 def with_changes(params: SamplingParams, **changes: object) -> SamplingParams:
     return SamplingParams(**{**{name: getattr(params, name) for name in params.__dataclass_fields__}, **changes})
 
@@ -103,7 +99,7 @@ def test_a_stop_string_cuts_the_text_that_would_have_come(folder: Path, seed: in
         pieces = list(llm.stream(tokens_of(9), params))
         assert "".join(piece.text for piece in pieces) == stopped.text
         assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", stop)
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_a_stop_string_ends_the_request_with_the_token_that_completes_it(folder: Path) -> None:
@@ -159,7 +155,7 @@ def test_several_continuations_have_seeds_of_their_own_that_do_not_depend_on_how
     assert len({output.token_ids for output in five}) == 5
     assert one(llm, with_changes(SAMPLED, n=2)).outputs == five[:2]
     assert one(llm, SAMPLED).outputs == five[:1]
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_a_stream_of_several_continuations_says_whose_each_piece_is(folder: Path) -> None:
@@ -187,12 +183,12 @@ def test_cancelling_several_continuations_frees_all_in_every_phase(folder: Path)
     engine.step()
     output = engine.pop_output(request)
     assert [each.finish_reason for each in output.outputs] == ["abort"] * 4
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
     assert not engine.has_work
     stream = llm.stream(tokens_of(5), with_changes(SAMPLED, n=3))
     next(stream)
     stream.close()
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
     assert not engine.has_work
 
 
@@ -261,7 +257,7 @@ def test_prompt_logprobs_in_chunks_are_those_of_transformers(
         for place, entry in enumerate(output.prompt_logprobs[1:], 1):
             assert entry is not None
             check_position(entry, expected[place - 1], prompt[place], count)
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 def test_greedy_with_a_repetition_penalty_is_what_transformers_generates(model: PreTrainedModel, folder: Path) -> None:
@@ -399,7 +395,7 @@ def test_a_nan_in_the_prompt_fails_a_request_that_wants_its_logprobs(folder: Pat
         llm.engine.step()
     assert "NaN" in str(llm.engine.pop_output(broken).error)
     assert llm.engine.pop_output(whole).outputs[0].finish_reason == "length"
-    assert at_baseline(llm)
+    assert is_at_rest(llm)
 
 
 @pytest.mark.parametrize(

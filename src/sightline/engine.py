@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from sightline.cache.prefix import PrefixCache
 from sightline.core.errors import EngineClosedError, RequestError
 from sightline.core.ledger import Ledger
 from sightline.core.request import (
@@ -54,7 +55,8 @@ class Engine:
         self.generation = generation
         self.ledger = ledger
         max_scored_tokens = max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size)
-        self._scheduler = Scheduler(runtime.store, runtime.config.max_step_tokens, max_scored_tokens)
+        self.prefixes = PrefixCache(runtime.store) if runtime.config.prefix_caching else None
+        self._scheduler = Scheduler(runtime.store, self.prefixes, runtime.config.max_step_tokens, max_scored_tokens)
         self._live: dict[str, LiveRequest] = {}
         self._cancelled: deque[str] = deque()
         self._abandoned: deque[str] = deque()
@@ -70,8 +72,18 @@ class Engine:
     def vocab_size(self) -> int:
         return self.runtime.definition.vocab_size
 
-    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None = None) -> str:
-        """Queues a request and returns its id. Raises `RequestError` for one that cannot run."""
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        *,
+        namespace: str = "",
+    ) -> str:
+        """Queues a request and returns its id. Raises `RequestError` for one that cannot run.
+
+        Only requests of the same namespace share what is cached of their prompts.
+        """
         if self._closed:
             raise EngineClosedError("expected an open engine, got one that was closed; build a new one")
         max_model_len = self.runtime.config.max_model_len
@@ -82,6 +94,7 @@ class Engine:
             prompt=prompt,
             prompt_token_ids=tuple(int(token) for token in prompt_token_ids),
             params=self.effective_params(params, max_model_len - len(prompt_token_ids)),
+            namespace=namespace,
         )
         live = self._live[request.request_id] = start(request, self.tokenizer)
         try:
@@ -189,6 +202,8 @@ class Engine:
         """Ends everything and gives the pages back."""
         for request_id in tuple(self._live):
             self.forget(request_id)
+        if self.prefixes is not None:
+            self.prefixes.clear()
         self._closed = True
 
     def _check_tokens(self, params: SamplingParams) -> None:

@@ -216,15 +216,19 @@ class LiveRequest:
             params=self.request.params,
             error=next((sequence.error for sequence in self.sequences if sequence.error is not None), None),
             prompt_logprobs=self.sequences[0].prompt_logprobs(),
+            num_cached_tokens=self.sequences[0].sequence.num_cached,
         )
 
 
 def start(request: Request, tokenizer: Tokenizer | None) -> LiveRequest:
     """The request with its continuations, before their first step."""
-    return LiveRequest(request, tuple(_start_one(request, index, tokenizer) for index in range(request.params.n)))
+    leader = _start_one(SequenceState(request), tokenizer)
+    others = (SequenceState(request, index, leader.sequence) for index in range(1, request.params.n))
+    return LiveRequest(request, (leader, *(_start_one(sequence, tokenizer) for sequence in others)))
 
 
-def _start_one(request: Request, index: int, tokenizer: Tokenizer | None) -> LiveSequence:
+def _start_one(sequence: SequenceState, tokenizer: Tokenizer | None) -> LiveSequence:
+    request, index = sequence.request, sequence.index
     params = replace(request.params, seed=derived_seed(request.params.seed, index))
     detokenizer = stops = None
     if tokenizer is not None:
@@ -232,7 +236,7 @@ def _start_one(request: Request, index: int, tokenizer: Tokenizer | None) -> Liv
     if params.stop:
         stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
     adjustment = TokenAdjustment(params, request.prompt_token_ids) if params.adjusts_logits else None
-    return LiveSequence(SequenceState(request, index), params, tokenizer, detokenizer, stops, adjustment)
+    return LiveSequence(sequence, params, tokenizer, detokenizer, stops, adjustment)
 
 
 def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:

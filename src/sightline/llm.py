@@ -70,6 +70,7 @@ class EngineSettings(TypedDict, total=False):
     page_size: int
     cache_tokens: int | None
     memory_fraction: float
+    prefix_caching: bool
     attention_backend: str | None
     require_proof: bool
     seed: int | None

@@ -139,6 +139,7 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
             max_num_batched_tokens=99,
             page_size=8,
             cache_tokens=800,
+            prefix_caching=False,
             attention_backend="torch",
             seed=3,
             paranoid=True,
@@ -147,7 +148,7 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
         )
     )
     assert config == ResolvedConfig(
-        CPU, torch.float32, Quantization.KEEP, 77, 5, 99, 8, 101, config.scratch_bytes, "torch", 3, True, True
+        CPU, torch.float32, Quantization.KEEP, 77, 5, 99, 8, 101, config.scratch_bytes, False, "torch", 3, True, True
     )
 
 

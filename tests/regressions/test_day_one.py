@@ -33,6 +33,7 @@ from sightline.testing.bench import Bench, Row, Setting, walk_slots
 from sightline.testing.steps import Step
 from support import attention_cases as cases
 from support.attention_cases import BACKENDS
+from support.engines import is_at_rest
 from support.recording_backend import install
 from support.tiny_models import load_runtime, make_model, random_prompts
 
@@ -52,11 +53,6 @@ def prompts_of(lengths: list[int], seed: int = 0) -> Any:
 
 def answers(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def is_at_rest(llm: LLM) -> bool:
-    store = llm.engine.runtime.store
-    return store.num_free_pages == store.num_usable_pages and store.num_free_rows == store.limits.max_rows
 
 
 def forward(runtime: Runtime, row: int, tokens: list[int], context_len: int, *, padding: int = 0) -> torch.Tensor:

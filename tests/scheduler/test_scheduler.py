@@ -46,7 +46,7 @@ class Loop:
     admitted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.store, self.budget, self.scored)
+        self.scheduler = Scheduler(self.store, None, self.budget, self.scored)
 
     def submit(self, name: str, prompt_len: int, max_tokens: int, *, scored: bool = False) -> SequenceState:
         sequence = make_sequence(name, prompt_len, max_tokens, scored=scored)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from sightline.cache.pages import PageAllocator
 from sightline.cache.spec import GroupCacheSpec, PoolSpec
 from sightline.cache.table import PageTable
 from sightline.core.errors import OutOfPages
+
+Bundle: TypeAlias = tuple[int, ...]
+"""One page of each pool of a store, in its order: the entries of the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,16 @@ class Pool:
 
     def clear(self, row: int) -> None:
         """Takes a row's pages back."""
-        self._poison_pages(self.allocator.release(self.table.clear(row)))
+        self.release(self.table.clear(row))
+
+    def adopt(self, row: int, pages: Sequence[int]) -> None:
+        """Gives a row pages that others own too, with what they hold."""
+        self.allocator.share(pages)
+        self.table.append(row, pages)
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Takes an owner away from pages."""
+        self._poison_pages(self.allocator.release(pages))
 
     def _poison_pages(self, pages: tuple[int, ...]) -> None:
         """Fills pages with NaN where asked, so that an entry read before it is written, or after it is freed, shows."""
@@ -143,6 +156,25 @@ class CacheStore:
                 raise OutOfPages(f"expected {missing} free pages in pool {pool.key}, got {pool.allocator.num_free}")
         for pool in self.pools:
             pool.grow(row, pages)
+
+    def bundle(self, row: int, index: int) -> Bundle:
+        """The `index`-th page of a row in each pool."""
+        return tuple(pool.table.page(row, index) for pool in self.pools)
+
+    def adopt(self, row: int, bundles: Sequence[Bundle]) -> None:
+        """Gives a row pages that others own too, with what they hold."""
+        for pool, pages in zip(self.pools, zip(*bundles, strict=True), strict=False):
+            pool.adopt(row, pages)
+
+    def share(self, bundle: Bundle) -> None:
+        """Adds an owner to a page of each pool."""
+        for pool, page in zip(self.pools, bundle, strict=True):
+            pool.allocator.share([page])
+
+    def release(self, bundle: Bundle) -> None:
+        """Takes an owner away from a page of each pool."""
+        for pool, page in zip(self.pools, bundle, strict=True):
+            pool.release([page])
 
     def is_open(self, row: int) -> bool:
         """True where a sequence holds the row."""

@@ -34,6 +34,10 @@ class PageTable:
         """The pages of a row, in order."""
         return tuple(self._owned[row])
 
+    def page(self, row: int, index: int) -> int:
+        """The `index`-th page of a row."""
+        return self._owned[row][index]
+
     def num_owned(self, row: int) -> int:
         return len(self._owned[row])
 

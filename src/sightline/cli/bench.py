@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sightline.cli.console import notes
-from sightline.cli.options import collected, counts_option, engine_options, json_option, measure_option, parse_target
+from sightline.cli.options import (
+    collected,
+    counts_option,
+    json_option,
+    measure_option,
+    measured_engine_options,
+    parse_target,
+)
 
 if TYPE_CHECKING:
     from sightline.tools.bench import Report
@@ -46,7 +53,7 @@ def bench() -> None:
 @measure_option("--batch-size", default=1, help="Rows that generate at once.")
 @counts_option("--contexts", default="32", help="Tokens of the rows' prompts, in turns: 64,128,256,512 mixes them.")
 @bench_options
-@engine_options
+@measured_engine_options
 def latency(
     input_len: int,
     output_len: int,
@@ -72,7 +79,7 @@ def latency(
 @measure_option("--random-input-len", default=64, help="Random tokens of each prompt.")
 @measure_option("--random-output-len", default=48, help="Tokens that each generates.")
 @bench_options
-@engine_options
+@measured_engine_options
 def throughput(
     num_prompts: int, random_input_len: int, random_output_len: int, how: dict[str, Any], settings: dict[str, Any]
 ) -> None:
@@ -89,7 +96,7 @@ def throughput(
 @measure_option("--num-steps", default=8, help="Decode steps of each point; medians are told.")
 @click.option("--plot", type=parse_target, metavar="FILE.svg", help="Draw the curves here.")
 @report_file_options
-@engine_options
+@measured_engine_options
 def growth(
     rows: list[int],
     contexts: list[int],
@@ -121,7 +128,7 @@ def growth(
 @measure_option("--input-len", default=64, help="Tokens that each row holds.")
 @measure_option("--num-steps", default=16, help="Decode steps that are timed, and then taken apart.")
 @report_file_options
-@engine_options
+@measured_engine_options
 def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
     """Tell where the time of a decode step goes."""
     from sightline.tools.bench_work import load_subject

@@ -80,36 +80,37 @@ def collected(name: str, **options: Callable[[_CommandT], _CommandT]) -> Callabl
     return decorate
 
 
-engine_options = collected(
-    "settings",
-    model=click.option(
+computing_options = {
+    "model": click.option(
         "--model", "-m", help="A folder, a .gguf file or a Hugging Face id; the default model without it."
     ),
-    device=click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-    dtype=click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
-    quantization=click.option(
+    "device": click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+    "dtype": click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
+    "quantization": click.option(
         "--quantization",
         type=click.Choice(["dequantise", "keep"]),
         default="dequantise",
         show_default=True,
         help="A file's quantised weights: exact, or kept small and multiplied as they are, with rounded inputs.",
     ),
-    max_model_len=count_option(
+    "max_model_len": count_option(
         "--max-model-len", "--context-length", "max_model_len", help="Longest sequence, in tokens."
     ),
-    max_num_seqs=count_option(
+    "max_num_seqs": count_option(
         "--max-num-seqs", "--max-running-requests", "max_num_seqs", default=64, help="Most sequences that run at once."
     ),
-    max_num_batched_tokens=count_option(
+    "max_num_batched_tokens": count_option(
         "--max-num-batched-tokens",
         "--chunked-prefill-size",
         "max_num_batched_tokens",
         default=512,
         help="Most tokens in one step.",
     ),
-    page_size=count_option("--page-size", "--block-size", "page_size", default=16, help="Tokens in a cache page."),
-    cache_tokens=count_option("--cache-tokens", help="Tokens that the cache holds; sized from free memory without it."),
-    memory_fraction=click.option(
+    "page_size": count_option("--page-size", "--block-size", "page_size", default=16, help="Tokens in a cache page."),
+    "cache_tokens": count_option(
+        "--cache-tokens", help="Tokens that the cache holds; sized from free memory without it."
+    ),
+    "memory_fraction": click.option(
         "--memory-fraction",
         "--gpu-memory-utilization",
         "--mem-fraction-static",
@@ -119,15 +120,29 @@ engine_options = collected(
         show_default=True,
         help="The cache's share of free memory.",
     ),
-    attention_backend=click.option(
+    "attention_backend": click.option(
         "--attention-backend", help="Force a backend: torch, reference, or one of another package."
     ),
-    require_proof=click.option(
+    "require_proof": click.option(
         "--require-proof", is_flag=True, help="Refuse backends that `sightline conformance` has not proven here."
     ),
-    strict=click.option("--strict", is_flag=True, help="Every degradation is an error."),
-    paranoid=click.option("--paranoid", is_flag=True, help="Fingerprint plans' contents and poison unused cache."),
+    "strict": click.option("--strict", is_flag=True, help="Every degradation is an error."),
+    "paranoid": click.option("--paranoid", is_flag=True, help="Fingerprint plans' contents and poison unused cache."),
+}
+"""What an engine computes, and with what."""
+engine_options = collected(
+    "settings",
+    **computing_options,
+    prefix_caching=click.option(
+        "--enable-prefix-caching/--disable-radix-cache",
+        "prefix_caching",
+        default=True,
+        show_default=True,
+        help="Keep what is computed of prompts and answers for requests that begin alike.",
+    ),
 )
+measured_engine_options = collected("settings", **computing_options)
+"""For measurements, whose rounds repeat their prompts: nothing is kept between them."""
 sampling_options = collected(
     "sampling",
     max_tokens=count_option("--max-tokens", default=128, help="Most tokens to generate."),

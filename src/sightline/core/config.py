@@ -48,6 +48,8 @@ class EngineConfig:
     """Tokens that the cache must hold in all; None sizes it from the memory that is there."""
     memory_fraction: float = 0.5
     """Share of the memory left after the weights that the cache may take."""
+    prefix_caching: bool = True
+    """Keep what is computed of prompts and answers, as long as there is room, for requests that begin alike."""
     attention_backend: str | None = None
     require_proof: bool = False
     """Refuse an attention backend that the conformance kit has not proven on this machine."""
@@ -109,6 +111,7 @@ class ResolvedConfig:
     """Pages of each pool, the padding page included."""
     scratch_bytes: int
     """Most that backends may lease."""
+    prefix_caching: bool
     attention_backend: str | None
     seed: int | None
     paranoid: bool
@@ -158,6 +161,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         page_size=config.page_size,
         num_pages=num_pages + PADDING_PAGES,
         scratch_bytes=scratch_bytes,
+        prefix_caching=config.prefix_caching,
         attention_backend=config.attention_backend,
         seed=config.seed,
         paranoid=config.paranoid,

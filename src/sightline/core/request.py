@@ -251,6 +251,8 @@ class Request:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: EffectiveParams
+    namespace: str = ""
+    """Requests of one namespace share what is cached of their prompts; none sees another's."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,8 @@ class RequestOutput:
     """Why it failed, where a `finish_reason` is "error"."""
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     """One for each prompt token, where the request asked for them. The first is None: nothing predicts it."""
+    num_cached_tokens: int = 0
+    """Of the prompt: those that an earlier request had left in the cache."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,9 @@ def load_subject(settings: dict[str, object]) -> Subject:
     wanted = dict(settings)
     model = cast("str | None", wanted.pop("model", None))
     checkpoint = open_checkpoint(default_model_path() if model is None else model, Ledger())
-    llm = LLM(str(checkpoint.location), **cast("EngineSettings", wanted | {"skip_tokenizer_init": True}))
+    # Rounds repeat their prompts: what one of them leaves in the cache must be of no use to the next.
+    wanted |= {"skip_tokenizer_init": True, "prefix_caching": False}
+    llm = LLM(str(checkpoint.location), **cast("EngineSettings", wanted))
     runtime = llm.engine.runtime
     dtype, quantization = runtime.config.dtype, runtime.config.quantization.value
     machine = measure_machine(dtype, runtime.config.device.torch_device)

@@ -1,0 +1,177 @@
+"""The prefix cache: which pages hold the entries of which tokens, so that sequences that begin alike share them.
+
+    namespace ── root ──[page of tokens]── node ──[page of tokens]── node
+
+An edge is one whole page of tokens, found by hash and compared exactly; a tail shorter than a page is nobody's. A node
+owns one page of every pool, a bundle: what the pools hold is not looked at, so any kind of cache can take part. A
+lock keeps a node and all before it; what no lock keeps is evicted from the ends, the longest unused first.
+
+Owns the tree. Does not know sequences, rows or when to evict.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from sightline.cache.pools import Bundle, CacheStore
+
+
+def _page_keys(tokens: Sequence[int], page_size: int) -> Iterator[bytes]:
+    """One key for each whole page of tokens: their numbers, in 4 bytes each."""
+    data = array("I", tokens).tobytes()
+    width = page_size * array("I").itemsize
+    return (data[start : start + width] for start in range(0, len(tokens) // page_size * width, width))
+
+
+@dataclass(eq=False, slots=True)
+class PrefixNode:
+    """The entries of one page of tokens, after those of all nodes before it."""
+
+    parent: PrefixNode | None
+    """None for a root, which stands for no tokens and owns no page."""
+    key: bytes
+    bundle: Bundle
+    namespace: str
+    children: dict[bytes, PrefixNode] = field(default_factory=dict)
+    num_locks: int = 0
+    """On this node and on all after it: none of them can go while it is above 0."""
+    last_used: int = 0
+
+
+@dataclass(frozen=True)
+class PrefixMatch:
+    """The longest cached prefix of some tokens."""
+
+    node: PrefixNode
+    bundles: tuple[Bundle, ...]
+    """One for each page, in order."""
+
+
+class PrefixCache:
+    """A tree of pages over one store."""
+
+    def __init__(self, store: CacheStore) -> None:
+        self._store = store
+        self._page_size = store.limits.page_size
+        self._roots: dict[str, PrefixNode] = {}
+        self._clock = itertools.count(1)
+        self._idle: list[tuple[int, int, PrefixNode]] = []
+        """A heap of leaves without locks, by when they were last used; entries that no longer hold are passed over."""
+        self._tickets = itertools.count()
+        self.num_pages = 0
+        """Bundles in the tree."""
+        self._num_locked = 0
+
+    @property
+    def num_evictable(self) -> int:
+        """Bundles that eviction would take out of the tree."""
+        return self.num_pages - self._num_locked
+
+    def match(self, namespace: str, tokens: Sequence[int]) -> PrefixMatch:
+        """The longest prefix of whole pages that the namespace holds; its node is locked for the caller."""
+        node = self._root(namespace)
+        bundles = []
+        for key in _page_keys(tokens, self._page_size):
+            child = node.children.get(key)
+            if child is None:
+                break
+            node = child
+            bundles.append(node.bundle)
+        self._lock(node)
+        return PrefixMatch(node, tuple(bundles))
+
+    def extend(self, node: PrefixNode, tokens: Sequence[int], bundle: Bundle) -> PrefixNode:
+        """The node of one more page of tokens after a locked one, to which the lock moves.
+
+        Where the tree holds these tokens already, the bundle stays the caller's alone.
+        """
+        [key] = _page_keys(tokens, self._page_size)
+        child = node.children.get(key)
+        if child is None:
+            self._store.share(bundle)
+            child = node.children[key] = PrefixNode(node, key, bundle, node.namespace)
+            self.num_pages += 1
+        # The lock stays in the subtree of every node before this one.
+        child.num_locks += 1
+        if child.num_locks == 1:
+            self._num_locked += 1
+        child.last_used = next(self._clock)
+        return child
+
+    def unlock(self, node: PrefixNode) -> None:
+        """Takes the caller's lock from a node. Nodes after it that nobody locks may go from here on."""
+        now = next(self._clock)
+        node.last_used = now
+        step: PrefixNode | None = node
+        while step is not None:
+            step.num_locks -= 1
+            assert step.num_locks >= 0, "a lock is taken away once"
+            if step.num_locks == 0 and step.parent is not None:
+                self._num_locked -= 1
+            step = step.parent
+        self._offer(node)
+
+    def evict(self, count: int) -> int:
+        """Takes up to `count` bundles out of the tree, ends first, the longest unused first; returns how many."""
+        evicted = 0
+        while evicted < count and self._idle:
+            last_used, _, node = heapq.heappop(self._idle)
+            if node.last_used != last_used or not self._can_go(node):
+                continue
+            self._remove(node)
+            evicted += 1
+        return evicted
+
+    def clear(self) -> int:
+        """Takes out everything that no lock keeps; returns how many bundles."""
+        return self.evict(self.num_pages)
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """Every node that owns a page, parents first."""
+        left = list(self._roots.values())
+        while left:
+            node = left.pop()
+            if node.parent is not None:
+                yield node
+            left.extend(node.children.values())
+
+    def _root(self, namespace: str) -> PrefixNode:
+        if namespace not in self._roots:
+            self._roots[namespace] = PrefixNode(None, b"", (), namespace)
+        return self._roots[namespace]
+
+    def _lock(self, node: PrefixNode) -> None:
+        now = next(self._clock)
+        node.last_used = now
+        step: PrefixNode | None = node
+        while step is not None:
+            step.num_locks += 1
+            if step.num_locks == 1 and step.parent is not None:
+                self._num_locked += 1
+            step = step.parent
+
+    def _can_go(self, node: PrefixNode) -> bool:
+        attached = node.parent is not None and node.parent.children.get(node.key) is node
+        return attached and not node.children and node.num_locks == 0
+
+    def _offer(self, node: PrefixNode) -> None:
+        """Puts a node where eviction finds it, if it can go; a root that stands for nothing goes at once."""
+        if node.parent is None:
+            if not node.children and node.num_locks == 0:
+                self._roots.pop(node.namespace, None)
+        elif self._can_go(node):
+            heapq.heappush(self._idle, (node.last_used, next(self._tickets), node))
+
+    def _remove(self, node: PrefixNode) -> None:
+        parent = node.parent
+        assert parent is not None, "a root owns no page"
+        del parent.children[node.key]
+        self._store.release(node.bundle)
+        self.num_pages -= 1
+        # It was of use for as long as what came after it.
+        parent.last_used = max(parent.last_used, node.last_used)
+        self._offer(parent)
