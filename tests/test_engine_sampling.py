@@ -18,7 +18,7 @@ from sightline.core.errors import RequestError
 from sightline.core.request import CompletionOutput, PositionLogprobs
 from sightline.live import LiveSequence
 from sightline.llm import EngineSettings, TokensPrompt
-from sightline.scheduler.scheduler import SequenceState
+from sightline.scheduler.sequence import SequenceState
 from sightline.text.detokenizer import _ByteLevel
 from sightline.text.tokenizer import PromptTokens, Tokenizer
 from support.engines import is_at_rest

@@ -12,7 +12,7 @@ from torch import Tensor
 from sightline import LLM, RequestOutput, SamplingParams
 from sightline.attention.planner import PlannedBatch
 from sightline.llm import EngineSettings, TokensPrompt
-from sightline.scheduler.scheduler import SequenceState
+from sightline.scheduler.sequence import SequenceState
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 

@@ -33,7 +33,8 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.batching import RowWork, assemble
 from sightline.runner.build import Runtime
 from sightline.runner.sampler import sample
-from sightline.scheduler.scheduler import Schedule, ScheduledRow, Scheduler
+from sightline.scheduler.scheduler import Scheduler
+from sightline.scheduler.sequence import Schedule, ScheduledRow
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizer import Tokenizer
 
@@ -67,6 +68,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self._scheduler.num_waiting + self._scheduler.num_running > 0
+
+    @property
+    def num_retractions(self) -> int:
+        """Times that a running sequence had to give its pages back, and to compute again what it had."""
+        return self._scheduler.num_retractions
 
     @property
     def vocab_size(self) -> int:

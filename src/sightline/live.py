@@ -24,7 +24,7 @@ from sightline.runner.adjustment import TokenAdjustment
 from sightline.runner.logprobs import TokenLogprobs, token_logprobs
 from sightline.runner.noise import derived_seed
 from sightline.runner.sampler import RowSampling
-from sightline.scheduler.scheduler import SequenceState
+from sightline.scheduler.sequence import SequenceState
 from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.stop import StopMatcher
 from sightline.text.tokenizer import Tokenizer

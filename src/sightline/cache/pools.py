@@ -157,6 +157,17 @@ class CacheStore:
         for pool in self.pools:
             pool.grow(row, pages)
 
+    def row_pages(self, row: int) -> int:
+        """Pages that a row has in each pool."""
+        return min(pool.table.num_owned(row) for pool in self.pools)
+
+    def trim_row(self, row: int, num_tokens: int) -> None:
+        """Takes back the pages that `num_tokens` do not need. What they hold is nobody's."""
+        if not self.is_open(row):
+            raise ValueError(f"expected a row that is open, got {row}")
+        for pool in self.pools:
+            pool.release(pool.table.trim(row, self.pages_for(num_tokens)))
+
     def bundle(self, row: int, index: int) -> Bundle:
         """The `index`-th page of a row in each pool."""
         return tuple(pool.table.page(row, index) for pool in self.pools)

@@ -59,6 +59,16 @@ class PageTable:
         owned.extend(pages)
         self._versions[row] += 1
 
+    def trim(self, row: int, num_pages: int) -> tuple[int, ...]:
+        """Takes the pages behind the first `num_pages` from a row and returns them."""
+        self._require_writable(row)
+        pages = tuple(self._owned[row][num_pages:])
+        if pages:
+            self.pages[row, num_pages : num_pages + len(pages)] = 0
+            del self._owned[row][num_pages:]
+            self._versions[row] += 1
+        return pages
+
     def clear(self, row: int) -> tuple[int, ...]:
         """Empties a row and returns the pages it had."""
         self._require_writable(row)

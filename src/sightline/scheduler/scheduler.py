@@ -1,93 +1,24 @@
 """Which rows the next step computes.
 
 Continuous batching under a token budget: running rows first, so that none stalls, then prompts in chunks, then new
-requests in order of arrival. A request is admitted when the pages of its whole possible length are there, so that
-what runs never runs out; pages of a prefix that is cached already are shared, and cached ones that nobody uses give
-way. Knows requests and pages; knows no tensor and no model.
+requests in order of arrival. A request is admitted when there are pages for what it holds so far; what else is free is
+reserved for it, so that its pages lie side by side, and taken back when somebody needs it. Whole pages of a cached
+prefix are shared; cached pages that nobody uses give way. Where all that is not enough, the last to arrive is
+retracted: it waits at its old place in the queue, and what it had is computed again or found in the cache.
+
+Knows requests and pages; knows no tensor and no model.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+import itertools
+from bisect import insort
+from dataclasses import dataclass
 
 from sightline.cache.pools import Bundle, CacheStore
-from sightline.cache.prefix import PrefixCache, PrefixNode
+from sightline.cache.prefix import PrefixCache
 from sightline.core.errors import RequestError
-from sightline.core.request import Request
-
-
-@dataclass(eq=False)
-class SequenceState:
-    """One running continuation of a request."""
-
-    request: Request
-    index: int = 0
-    """Which of the request's continuations it is."""
-    leader: SequenceState | None = None
-    """The request's first continuation, for the others: its pages are theirs once its prompt is computed."""
-    tokens: list[int] = field(init=False)
-    """Prompt and generated."""
-    num_computed: int = 0
-    """Tokens whose entries are committed to the cache."""
-    table_row: int | None = None
-    """Its page-table row while it runs."""
-    prefix: PrefixNode | None = None
-    """The end of its pages that are in the prefix cache, locked, while it runs."""
-    num_prefix_pages: int = 0
-    """Pages up to there."""
-    num_cached: int = 0
-    """Tokens that it found in the cache when it was admitted."""
-    is_out: bool = False
-    """It was removed, for whatever reason."""
-
-    def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_token_ids)
-
-    @property
-    def num_pending(self) -> int:
-        return len(self.tokens) - self.num_computed
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_token_ids)
-
-    @property
-    def scores_prompt(self) -> bool:
-        """True while the logits of prompt tokens still to compute are wanted; one continuation does it for all."""
-        wanted = self.request.params.prompt_logprobs is not None and self.index == 0
-        return wanted and self.num_computed < len(self.request.prompt_token_ids) - 1
-
-    @property
-    def max_len(self) -> int:
-        """Tokens that it may ever hold in the cache; the last one generated is never run."""
-        return len(self.request.prompt_token_ids) + self.request.params.max_tokens - 1
-
-
-@dataclass(frozen=True, eq=False)
-class ScheduledRow:
-    """A sequence and how many of its pending tokens the step computes."""
-
-    sequence: SequenceState
-    table_row: int
-    num_tokens: int
-
-    @property
-    def completes(self) -> bool:
-        """True where the step computes its last pending token: the next one can be sampled."""
-        return self.num_tokens == self.sequence.num_pending
-
-    @property
-    def num_logits(self) -> int:
-        """How many of its last tokens want logits."""
-        return self.num_tokens if self.sequence.scores_prompt else int(self.completes)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The rows of one step, in order."""
-
-    rows: tuple[ScheduledRow, ...]
+from sightline.scheduler.sequence import Schedule, ScheduledRow, SequenceState
 
 
 @dataclass
@@ -127,8 +58,12 @@ class Scheduler:
         self._prefixes = prefixes
         self._max_step_tokens = max_step_tokens
         self._max_scored_tokens = max_scored_tokens
-        self._waiting: deque[SequenceState] = deque()
+        self._arrivals = itertools.count(1)
+        self._waiting: list[SequenceState] = []
+        """By arrival."""
         self._running: list[SequenceState] = []
+        self.num_retractions = 0
+        """Times that a running sequence had to give its pages back."""
 
     @property
     def num_waiting(self) -> int:
@@ -139,17 +74,19 @@ class Scheduler:
         return len(self._running)
 
     def submit(self, sequence: SequenceState) -> None:
-        """Adds a sequence at the end of the queue; one that could never start is refused."""
+        """Adds a sequence at the end of the queue; one that could never end is refused."""
         needed = self._store.pages_for(sequence.max_len)
         if needed > self._store.num_usable_pages:
             raise RequestError(
                 f"expected a request of at most {self._store.num_usable_pages} cache pages, got one that may need "
                 f"{needed}; lower max_tokens or raise cache_tokens"
             )
+        sequence.arrival = next(self._arrivals)
         self._waiting.append(sequence)
 
     def schedule(self) -> Schedule:
         """The next step's rows, which have pages for their new tokens."""
+        self._give_pages()
         step = _Room(self._max_step_tokens, self._max_scored_tokens)
         rows = [
             self._row(sequence, step.take(sequence))
@@ -183,11 +120,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         sequence.is_out = True
-        if sequence.table_row is not None:
-            if self._store.is_open(sequence.table_row):
-                self._store.close_row(sequence.table_row)
-            sequence.table_row = None
-        self._unlock(sequence)
+        self._release(sequence)
 
     def _row(self, sequence: SequenceState, count: int) -> ScheduledRow:
         """So many of a running sequence's pending tokens."""
@@ -195,44 +128,94 @@ class Scheduler:
         assert sequence.num_pending > 0, "a running sequence has a token to compute"
         return ScheduledRow(sequence, sequence.table_row, count)
 
+    def _give_pages(self) -> None:
+        """Gives every running sequence pages for the tokens that it has; the last to arrive go without, and wait.
+
+        The first to arrive can have all pages there are, and no request needs more: somebody always goes on.
+        """
+        for sequence in sorted(self._running, key=lambda running: running.arrival):
+            while sequence.table_row is not None:
+                missing = self._store.pages_for(len(sequence.tokens)) - self._store.row_pages(sequence.table_row)
+                if missing <= 0:
+                    break
+                if self._make_room(missing):
+                    self._store.grow_row(sequence.table_row, len(sequence.tokens))
+                    break
+                self._retract(max(self._running, key=lambda running: running.arrival))
+
+    def _retract(self, sequence: SequenceState) -> None:
+        """Back to its place in the queue, without pages."""
+        self._running.remove(sequence)
+        insort(self._waiting, sequence, key=lambda waiting: waiting.arrival)
+        self._release(sequence)
+        sequence.num_computed = 0
+        self.num_retractions += 1
+
+    def _release(self, sequence: SequenceState) -> None:
+        if sequence.table_row is not None:
+            if self._store.is_open(sequence.table_row):
+                self._store.close_row(sequence.table_row)
+            sequence.table_row = None
+        self._unlock(sequence)
+
     def _awaits_leader(self, sequence: SequenceState) -> bool:
         """True where another continuation of the request is about to leave the prompt's pages in the cache."""
         leader = sequence.leader
         return self._prefixes is not None and leader is not None and not leader.is_out and leader.num_generated == 0
 
     def _admit(self, sequence: SequenceState) -> bool:
-        """Gives a waiting sequence a row and pages for its whole length, if they are there or can be made free."""
+        """Gives a waiting sequence a row and pages for what it holds, if they are there or can be made free."""
         shared: tuple[Bundle, ...] = ()
         if self._prefixes is not None:
             match = self._prefixes.match(sequence.request.namespace, self._reusable(sequence))
             sequence.prefix, shared = match.node, match.bundles
-        needed = self._store.pages_for(sequence.max_len) - len(shared)
-        if self._store.num_free_rows == 0 or not self._make_room(needed):
+        needed = self._store.pages_for(len(sequence.tokens)) - len(shared)
+        # A page more for each that runs: whoever is let in only to be retracted at the next step has computed in vain.
+        if self._store.num_free_rows == 0 or not self._has_room(needed + len(self._running)):
             self._unlock(sequence)
             return False
+        self._make_room(needed)
         sequence.table_row = self._store.open_row()
         self._running.append(sequence)
         self._waiting.remove(sequence)
         self._store.adopt(sequence.table_row, shared)
-        # Its whole length is reserved: taken at once, its pages lie side by side wherever the free ones do.
-        self._store.grow_row(sequence.table_row, sequence.max_len)
+        self._store.grow_row(sequence.table_row, self._reserved_len(sequence, len(shared)))
         sequence.num_prefix_pages = len(shared)
-        sequence.num_computed = sequence.num_cached = len(shared) * self._store.limits.page_size
+        sequence.num_computed = len(shared) * self._store.limits.page_size
+        if not sequence.was_admitted:
+            sequence.was_admitted, sequence.num_cached = True, sequence.num_computed
         return True
+
+    def _reserved_len(self, sequence: SequenceState, num_shared: int) -> int:
+        """Its whole length where that many pages are free: taken at once, they lie side by side."""
+        whole = self._store.pages_for(sequence.max_len) - num_shared
+        return sequence.max_len if whole <= self._store.num_free_pages else len(sequence.tokens)
 
     def _reusable(self, sequence: SequenceState) -> list[int]:
         """The tokens that need not be computed where they are cached: none whose logits are wanted."""
         return [] if sequence.scores_prompt else sequence.tokens[:-1]
 
+    def _has_room(self, num_pages: int) -> bool:
+        """True where so many pages are free or can be made free without retracting anybody."""
+        evictable = 0 if self._prefixes is None else self._prefixes.num_evictable
+        available = self._store.num_free_pages + evictable
+        return num_pages <= available or num_pages <= available + sum(map(self._num_unused, self._running))
+
+    def _num_unused(self, sequence: SequenceState) -> int:
+        """Pages that a running sequence has and does not need yet."""
+        assert sequence.table_row is not None, "a running sequence has a row"
+        return max(0, self._store.row_pages(sequence.table_row) - self._store.pages_for(len(sequence.tokens)))
+
     def _make_room(self, num_pages: int) -> bool:
-        """True where so many pages are free, after cached ones that nobody uses have given way."""
-        missing = num_pages - self._store.num_free_pages
-        if missing <= 0:
-            return True
-        if self._prefixes is None or missing > self._prefixes.num_evictable:
-            return False
-        self._prefixes.evict(missing)
-        return num_pages <= self._store.num_free_pages
+        """Makes pages free: first those that are reserved and unused, the last to arrive first, then cached ones."""
+        for sequence in sorted(self._running, key=lambda running: -running.arrival):
+            if self._store.num_free_pages >= num_pages:
+                return True
+            if self._num_unused(sequence) and sequence.table_row is not None:
+                self._store.trim_row(sequence.table_row, len(sequence.tokens))
+        if self._prefixes is not None and self._store.num_free_pages < num_pages:
+            self._prefixes.evict(num_pages - self._store.num_free_pages)
+        return self._store.num_free_pages >= num_pages
 
     def _publish(self, sequence: SequenceState) -> None:
         """Puts the pages that are whole and computed into the prefix cache: logits came of them, and were numbers."""
