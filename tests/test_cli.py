@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from sightline.attention.backends.registry import find, installed
 from sightline.attention.backends.torch_backend import TorchBackend
 from sightline.attention.proof import Coverage, Proof, ProofBook, utc_now
+from sightline.cache.table import PageTable
 from sightline.cli import app
 from sightline.core.config import Quantization
 from sightline.core.device import detect_device
@@ -282,3 +283,18 @@ def test_capabilities_are_told_as_text_json_and_markdown(proofs: Path) -> None:
     assert "any · declared" in text.stdout
     assert {row["backend"] for row in json.loads(data.stdout)["rows"]} >= {"torch", "reference"}
     assert page.stdout.startswith("# What attention backends can do")
+
+
+def test_simulate_says_what_was_played() -> None:
+    result = CliRunner().invoke(app, ["simulate", "--seed", "3", "--seeds", "2", "--steps", "30"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("2 seeds, ")
+    assert "nothing wrong" in result.stdout
+
+
+def test_simulate_tells_the_seed_in_which_something_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    clear = PageTable.clear
+    monkeypatch.setattr(PageTable, "clear", lambda table, row: clear(table, row)[:-1])
+    result = CliRunner().invoke(app, ["simulate", "--seeds", "20", "--steps", "60"])
+    assert result.exit_code == 1
+    assert "run it again: sightline simulate --seed " in result.stdout
