@@ -24,7 +24,7 @@ from conformance.parts import (
     write_plane,
 )
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.contract import BackendContext, SoftmaxInputs, StepView
+from sightline.attention.contract import BackendContext, CachePolicy, SoftmaxInputs, StepView
 from sightline.attention.merge import merge_parts
 from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.spec import SoftmaxSpec
@@ -289,3 +289,69 @@ def halve_bfloat16_of_192(weights: Tensor, values: Tensor, dtype: torch.dtype) -
     """A kernel that is wrong for one dtype at one head dimension."""
     wrong = dtype is torch.bfloat16 and values.shape[-1] == 192
     return weigh(weights, values, dtype) * (0.5 if wrong else 1.0)
+
+
+def empty_rows_take_a_token(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
+    """An empty row before one that is not counts as a row of one token."""
+    del batch, kept
+    filled = lengths.device.nonzero().flatten()
+    last = int(filled[-1]) if filled.numel() else 0
+    before_last = torch.arange(lengths.num_rows, device=lengths.device.device) < last
+    return torch.where((lengths.device == 0) & before_last, 1, lengths.device)
+
+
+class LastEntryUnseen:
+    """The last entry that the limits allow is taken for the end."""
+
+    def __init__(self) -> None:
+        self.max_seq_len = 0
+
+    def accept(self, context: BackendContext) -> None:
+        self.max_seq_len = context.limits.max_seq_len
+
+    def sees(self, tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
+        return sees(tokens, keys, tree, page_size) & (keys.entry != self.max_seq_len - 1)
+
+
+def short_contexts_of_many_rows(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
+    del kept
+    return lengths.device if batch.num_rows <= 16 else lengths.device.clamp(max=1)
+
+
+def border_of_a_query_tile(tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
+    """From the second tile of 64 queries on, all see what the tile's first sees."""
+    beyond = (tokens.index >= 64) & (keys.new > tokens.index // 64 * 64)
+    return sees(tokens, keys, tree, page_size) & ~beyond
+
+
+def offsets_of_32_bits(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
+    del kept
+    stride = planes.pool[0].numel()
+    return planes.pool[(slots * stride).to(torch.int32).to(torch.int64) // stride]
+
+
+class UnwrittenAfterTransient:
+    """Once a step was TRANSIENT, those that follow are taken for it."""
+
+    def __init__(self) -> None:
+        self.was_transient = False
+
+    def accept(self, context: BackendContext) -> None:
+        del context
+        self.was_transient = False
+
+    def writes(self, step: StepView) -> bool:
+        self.was_transient |= step.policy is CachePolicy.TRANSIENT
+        return not self.was_transient
+
+
+def last_of_a_block_missed(weights: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """In half precision the last key of each block of 64 has no weight."""
+    if dtype is not torch.float32 and weights.shape[1] == 64:
+        weights = weights.clone()
+        weights[:, -1] = 0.0
+    return weigh(weights, values, dtype)
+
+
+def lse_of_nothing_is_0(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse.isneginf(), 0.0)

@@ -38,6 +38,9 @@ class Mutant:
         return Subject(self.name, make_backend(self.parts, declares=declares), declares, device, self.planner)
 
 
+_LAST = faults.LastEntryUnseen()
+_AFTER = faults.UnwrittenAfterTransient()
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "large-heads-refused",
@@ -231,6 +234,54 @@ MUTANTS: tuple[Mutant, ...] = (
         "Outputs in bfloat16 are halved where the head dimension is 192.",
         "pairs",
         replace(CORRECT, weigh=faults.halve_bfloat16_of_192),
+    ),
+    Mutant(
+        "empty-row-shifts",
+        "A row of no new tokens among others is taken to have one.",
+        "empty-rows",
+        replace(CORRECT, query_lens=faults.empty_rows_take_a_token),
+    ),
+    Mutant(
+        "last-entry-unseen",
+        "The last entry of a row of the largest length is not seen.",
+        "limits",
+        replace(CORRECT, accept=_LAST.accept, sees=_LAST.sees),
+    ),
+    Mutant(
+        "sixteen-rows",
+        "Of more than 16 rows, one key of the context is read.",
+        "many-rows",
+        replace(CORRECT, context_lens=faults.short_contexts_of_many_rows),
+    ),
+    Mutant(
+        "tile-border",
+        "From the 64th new token on, a query sees as far as the first of its tile.",
+        "long-prompts",
+        replace(CORRECT, sees=faults.border_of_a_query_tile),
+    ),
+    Mutant(
+        "offsets-of-32-bits",
+        "Offsets into the pool are computed in 32 bits.",
+        "large-pool",
+        replace(CORRECT, read=faults.offsets_of_32_bits),
+    ),
+    Mutant(
+        "unwritten-after-transient",
+        "After a TRANSIENT step, PAGED steps do not write.",
+        "transient-in-turn",
+        replace(CORRECT, accept=_AFTER.accept, writes=_AFTER.writes),
+    ),
+    Mutant(
+        "last-of-a-block",
+        "In half precision the last key of each block of 64 is missed.",
+        "each-key-once",
+        replace(CORRECT, weigh=faults.last_of_a_block_missed),
+    ),
+    Mutant(
+        "lse-of-nothing",
+        "The LSE of a query that saw nothing is 0.",
+        "features-together",
+        replace(CORRECT, lse=faults.lse_of_nothing_is_0),
     ),
     Mutant(
         "no-tree-beside-padding",

@@ -33,7 +33,6 @@ SMALLEST_EFFECTS = (
     "capped-sinks",
     "lse-in-base-2",
     "parts-mixed-up",
-    "low-precision-sum",
 )
 """Mutants whose outputs are nearest to right ones."""
 

@@ -101,7 +101,8 @@ class AttentionPlan(ABC, Generic[InputsT]):
     def run(self, layer: int, inputs: InputsT, out: Tensor) -> Lse | None:
         """Writes the cache as the policy says, and `out` [num_tokens, num_q_heads, head_dim]; `layer` is the group's.
 
-        Returns the LSE exactly where the step needs it. `out` and the LSE of padding tokens are left as they are.
+        `out` is contiguous; of padding tokens it is left as it is. Returns the LSE exactly where the step needs it, in
+        memory of its own: one row for each token, padding included, whose values are undefined.
         """
 
 

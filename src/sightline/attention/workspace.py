@@ -88,6 +88,14 @@ class Workspace:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._leases.values())
 
+    def of_other_lanes(self, lane: Lane) -> dict[str, Tensor]:
+        """The leases that a step of `lane` has no business with, by name."""
+        return {
+            f"{owner}.{name} of lane {other}": tensor
+            for (owner, name, other), tensor in self._leases.items()
+            if other != lane
+        }
+
     def ledger(self) -> tuple[LeaseEntry, ...]:
         """Every lease, in the order taken."""
         return tuple(

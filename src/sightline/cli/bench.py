@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sightline.tools.bench import Report
     from sightline.tools.bench_work import Works
     from sightline.tools.growth import GrowthReport
+    from sightline.tools.multiturn import MultiturnReport
     from sightline.tools.profile_step import ProfileReport
 
 json_settings = {
@@ -137,6 +138,25 @@ def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any]
     _print_report(profile_steps(load_subject(settings), batch_size, input_len, num_steps), how)
 
 
+@bench.command()
+@measure_option("--users", default=8, help="Users who ask at once and share a system prompt.")
+@measure_option("--turns", default=6, help="Questions of each user; every prompt holds all that was said before.")
+@measure_option("--system-len", default=256, help="Tokens of the system prompt.")
+@measure_option("--question-len", default=48, help="Tokens of each question.")
+@measure_option("--answer-len", default=32, help="Tokens of each answer.")
+@report_file_options
+@measured_engine_options
+def multiturn(how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> None:
+    """Hold a chat with the prefix cache and without: what is reused, and how much sooner first tokens come."""
+    from sightline.tools.multiturn import Chat, measure_multiturn
+
+    if lengths["turns"] < 2:
+        raise click.BadParameter("expected at least 2 turns, got 1, which has nothing to reuse", param_hint="--turns")
+    chat = Chat(**lengths)
+    report = measure_multiturn(settings, chat, lambda turn: notes.print(f"[dim]turn {turn} of {chat.turns}[/]"))
+    _print_report(report, how)
+
+
 def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> None:
     from sightline.tools.bench_work import compare_engines
 
@@ -144,7 +164,7 @@ def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> Non
     _print_report(compare_engines(settings, works, compared, how["num_iters"]), how)
 
 
-def _print_report(report: Report | GrowthReport | ProfileReport, how: dict[str, Any]) -> None:
+def _print_report(report: Report | GrowthReport | MultiturnReport | ProfileReport, how: dict[str, Any]) -> None:
     """As text, or as one JSON object; the object also into a file where one is asked for."""
     text = json.dumps(asdict(report), indent=2)
     click.echo(text if how["as_json"] else "\n".join(report.lines()))

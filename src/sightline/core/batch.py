@@ -112,7 +112,7 @@ class Batch:
     tokens: Tensor
     """[num_tokens] int64, row after row, then padding."""
     positions: Tensor
-    """[num_tokens] int64."""
+    """[num_tokens] int64. Of a row they follow its context one by one, but for a tree's, where they are depths."""
     query_lens: Lengths
     context_lens: Lengths
     masks: tuple[RowMask, ...]

@@ -108,6 +108,8 @@ class Setting:
     layout: Layout = Layout.SHUFFLED
     unused: Unused = Unused.NAN
     memory: Memory = Memory.POISON
+    num_pages: int | None = None
+    """None is enough for all rows at their longest. More are left as the allocator gave them."""
 
 
 class Bench:
@@ -119,13 +121,14 @@ class Bench:
         self.setting = setting
         self.device = subject.device.torch_device
         self.groups = group_layers(specs)
-        pages = setting.max_rows * -(-setting.max_seq_len // setting.page_size) + 1
+        pages = setting.num_pages or setting.max_rows * -(-setting.max_seq_len // setting.page_size) + 1
         self.store = CacheStore(
             [group.cache_spec(setting.cache_dtype or setting.dtype) for group in self.groups],
             CacheLimits(pages, setting.page_size, setting.max_rows, setting.max_seq_len),
             self.device,
         )
-        fill_pools(self.store, setting.unused)
+        if setting.num_pages is None:
+            fill_pools(self.store, setting.unused)
         arrange_free_pages(self.store, setting.layout)
         self.workspace = self._make_workspace()
         self.planner = self._make_planner(self.workspace)

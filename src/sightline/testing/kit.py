@@ -1,8 +1,8 @@
 """Running the checks, each after those that it builds on, and what came of it.
 
-    cache-write ─▶ write-slots ─▶ causal ─▶ context ─▶ … ─▶ ragged ─┬▶ features
-                                                                    ├▶ pages
-                                                                    └▶ plans, memory, numerics
+    built ─▶ cache-write ─▶ write-slots ─▶ first-read ─▶ causal ─▶ context ─▶ … ─▶ ragged ─┬▶ features ─▶ pairs
+                                                                                           ├▶ pages, lengths
+                                                                                           └▶ plans, memory, numerics
 
 A check whose ground failed is blocked, not failed: what is reported as failed is where the fault is.
 """

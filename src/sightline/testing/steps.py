@@ -33,6 +33,11 @@ class Answer:
     """[num_tokens, num_q_heads]."""
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """As bytes, in which NaN equals NaN."""
+    return tensor.contiguous().view(torch.uint8)
+
+
 def map_inputs(inputs: SoftmaxInputs, change: Callable[[Tensor], Tensor]) -> SoftmaxInputs:
     """The inputs with q, k and v changed alike."""
     return replace(inputs, q=change(inputs.q), k=change(inputs.k), v=change(inputs.v))
@@ -46,6 +51,11 @@ def to_device(inputs: SoftmaxInputs, device: torch.device) -> SoftmaxInputs:
 
 Entries = tuple[Tensor, Tensor]
 """Keys and values [num_entries, num_kv_heads, head_dim], on the host."""
+
+
+def _positions(row: Row) -> Tensor:
+    """Of a row's new tokens, as they were asked for: a backend may have changed the batch's."""
+    return torch.tensor(list(row.positions or range(row.context_len, row.seq_len)), dtype=torch.int64)
 
 
 class Step:
@@ -124,14 +134,28 @@ class Step:
                 stored = self.pool.plane(plane)
                 stored[self.layer_in_group][slots] = values.to(stored.device, stored.dtype)
 
+    def unwritten(self) -> str | None:
+        """Which new token's key or value is not in its slot, in the step's layer; None where all are."""
+        start = 0
+        for row, table_row in zip(self.rows, self.table_rows, strict=True):
+            slots = walk_slots(self.pool, table_row, row.seq_len)[row.context_len :]
+            for name, values in (("k", self.inputs.k), ("v", self.inputs.v)):
+                got = self.pool.plane(name)[self.layer_in_group][slots].cpu()
+                if not torch.equal(got, self.stored(values[start : start + row.query_len])):
+                    return (
+                        f"expected the {name} of the {row.query_len} new tokens after a context of {row.context_len} "
+                        f"in slots {slots[:4]}{'…' if len(slots) > 4 else ''}, got other contents there"
+                    )
+            start += row.query_len
+        return None
+
     def stored(self, values: Tensor) -> Tensor:
-        """What is left of values that went through the cache."""
-        return values.to(self.bench.setting.cache_dtype or self.bench.setting.dtype)
+        """What is left of values that went through the cache, if the step has one."""
+        return values.to(self.bench.setting.cache_dtype or self.bench.setting.dtype) if self.batch.pools else values
 
     def expected(self) -> Answer:
         """From dense tensors, row by row; nothing paged is touched."""
         outs, lses, start = [], [], 0
-        positions = self.batch.positions.to(_HOST)
         for row, (keys, values) in zip(self.rows, self.contexts, strict=True):
             tokens = slice(start, start + row.query_len)
             start += row.query_len
@@ -140,7 +164,7 @@ class Step:
                 self.inputs.q[tokens],
                 self.stored(torch.cat([keys, self.inputs.k[tokens]])),
                 self.stored(torch.cat([values, self.inputs.v[tokens]])),
-                visible_keys(self.spec, row.mask, row.context_len, positions[tokens]),
+                visible_keys(self.spec, row.mask, row.context_len, _positions(row)),
                 self.inputs.sinks,
             )
             outs.append(out)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sightline.testing.bench import Bench, Layout, Row, Unused, walk_slots
-from sightline.testing.steps import Step
+from sightline.testing.steps import Step, bits
 from sightline.testing.trial import Check, Trial, fail, ragged_rows
 
 
@@ -21,32 +21,11 @@ def _snapshot(bench: Bench) -> dict[str, Tensor]:
     }
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """NaN equals NaN in bits."""
-    return tensor.contiguous().view(torch.uint8)
-
-
-def _require_written(step: Step) -> None:
-    """Each new token's key and value are in its slot, in the step's layer."""
-    start = 0
-    for row, table_row in zip(step.rows, step.table_rows, strict=True):
-        slots = walk_slots(step.pool, table_row, row.seq_len)[row.context_len :]
-        for name, values in (("k", step.inputs.k), ("v", step.inputs.v)):
-            got = step.pool.plane(name)[step.layer_in_group][slots].cpu()
-            wanted = step.stored(values[start : start + row.query_len])
-            if not torch.equal(got, wanted):
-                fail(
-                    f"expected the {name} of the {row.query_len} new tokens after a context of {row.context_len} in "
-                    f"slots {slots[:4]}{'…' if len(slots) > 4 else ''}, got other contents there"
-                )
-        start += row.query_len
-
-
 def cache_write(trial: Trial) -> None:
     for query_len in trial.some((trial.page_size, 1, 2)):
         step = Step(trial.bench(), [Row(0, query_len)])
         trial.run(step)
-        _require_written(step)
+        trial.require_written(step)
 
 
 def write_slots(trial: Trial) -> None:
@@ -58,7 +37,7 @@ def write_slots(trial: Trial) -> None:
         step.pad(1, padding, 7.0)
         before = _snapshot(bench)
         trial.run(step)
-        _require_written(step)
+        trial.require_written(step)
         written = {
             slot
             for row, table_row in zip(rows, step.table_rows, strict=True)
@@ -67,7 +46,7 @@ def write_slots(trial: Trial) -> None:
         # Padding tokens write to the padding page, which nobody reads.
         allowed = [*written, *range(step.pool.page_size)]
         for name, after in _snapshot(bench).items():
-            same = (_bits(after) == _bits(before[name])).view(*after.shape[:2], -1).all(-1)
+            same = (bits(after) == bits(before[name])).view(*after.shape[:2], -1).all(-1)
             same[step.layer_in_group, allowed] = True
             if not same.all():
                 layer, slot = (int(index) for index in (~same).nonzero()[0])
@@ -84,9 +63,26 @@ def transient(trial: Trial) -> None:
         trial.try_step(Step(bench, [Row(0, length) for length in lengths], transient=True))
         for name, after in _snapshot(bench).items():
             trial.require(
-                torch.equal(_bits(after), _bits(before[name])),
+                torch.equal(bits(after), bits(before[name])),
                 f"expected a TRANSIENT plan to touch no pool, got a change of {name}",
             )
+
+
+def transient_in_turn(trial: Trial) -> None:
+    bench = trial.bench()
+    for seed in range(2):
+        prompt = Step(bench, [Row(3, 5), Row(0, 4)], seed=seed)
+        trial.try_step(prompt)
+        step = Step(bench, [Row(0, 5), Row(0, 4)], seed=10 + seed, transient=True)
+        step.pad(2, 3, torch.nan)
+        answer = trial.try_step(step)
+        trial.require(
+            bool(answer.out[9:].isnan().all()), "expected padding of a TRANSIENT step to be left, got numbers there"
+        )
+        idle = Step(bench, [], transient=True)
+        idle.pad(seed, 2 * seed, torch.nan)
+        trial.run(idle)
+        trial.try_step(prompt.next_step(2, seed=20 + seed))
 
 
 def read_back(trial: Trial) -> None:
@@ -128,4 +124,10 @@ CHECKS = (
         ("last-page",),
     ),
     Check("read-back", "what the next step reads is what stands in the pool", read_back, ("page-order",)),
+    Check(
+        "transient-in-turn",
+        "PAGED and TRANSIENT steps in turn, padded and idle ones too",
+        transient_in_turn,
+        ("transient", "padding", "idle", "next-batch", "unused-slots"),
+    ),
 )

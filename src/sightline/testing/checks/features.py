@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.spec import Feature, SoftmaxSpec
-from sightline.core.batch import FULL, MaskKind, RowMask
+from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
 from sightline.testing.bench import Layout, Row, Unused
 from sightline.testing.steps import Step
 from sightline.testing.trial import Check, Trial, masked, needs_feature, ragged_rows
@@ -20,6 +20,8 @@ _PARENTS = (
     (-1, -1, 0, 1),
 )
 """Trees: the parent of each new token, -1 for one that follows the context."""
+_BLIND = RowMask(MaskKind.TREE, torch.tensor([[True, False], [False, False]]))
+"""The second query sees nothing of the step, not even itself."""
 
 
 def tree_row(context_len: int, parents: Sequence[int]) -> Row:
@@ -44,7 +46,7 @@ def scale(trial: Trial) -> None:
 
 def grouped_heads(trial: Trial) -> None:
     for size in trial.some(trial.samples.of_group_sizes(trial.row), 3):
-        for kv_heads in (1, 3):
+        for kv_heads in (1, 3, 8):
             spec = replace(trial.plain, num_q_heads=size * kv_heads, num_kv_heads=kv_heads)
             trial.try_rows([Row(20, 1), Row(3, 1), Row(0, 4), Row(7, 3)], spec)
 
@@ -81,13 +83,25 @@ def non_causal(trial: Trial) -> None:
     trial.try_step(Step(trial.bench(), fresh, transient=True))
     if Feature.WINDOW in trial.row.features:
         trial.try_rows(rows, replace(trial.plain, window=4))
+    bench = trial.bench()
+    for kinds in ((FULL, CAUSAL), (CAUSAL, FULL), (FULL, FULL)):
+        trial.try_step(Step(bench, [Row(3, 4, mask) for mask in kinds]))
 
 
 def tree_mask(trial: Trial) -> None:
     trial.try_rows(_tree_rows(trial.page_size))
-    # A query that sees nothing: no context, and not itself.
-    blind = RowMask(MaskKind.TREE, torch.tensor([[True, False], [False, False]]))
-    trial.try_rows([Row(0, 2, blind), Row(2, 2, blind)])
+    trial.try_rows([Row(0, 2, _BLIND), Row(2, 2, _BLIND)])
+    # Trees of more tokens than a word has bits, and one whose tokens stand before their parents.
+    trial.try_rows([tree_row(5, [index // 2 - (index % 3 == 0) for index in range(70)]), tree_row(0, [-1] * 33)])
+    backwards = RowMask(MaskKind.TREE, torch.ones(5, 5, dtype=torch.bool).triu())
+    trial.try_rows([Row(4, 5, backwards), Row(3, 1)])
+    # On one bench: other trees of the same sizes, in other places, and under TRANSIENT.
+    bench = trial.bench()
+    for seed, parents in enumerate(((-1, 0, 1, 2), (-1, 0, 0, 0), (-1, -1, -1, 0))):
+        rows = [tree_row(3, parents), Row(2, 4)]
+        trial.try_step(Step(bench, rows, seed=seed))
+        trial.try_step(Step(bench, rows[::-1], seed=seed))
+        trial.try_step(Step(bench, [tree_row(0, parents), Row(0, 4)], seed=seed, transient=True))
 
 
 def lse(trial: Trial) -> None:
@@ -99,6 +113,9 @@ def lse(trial: Trial) -> None:
     trial.require(answer.lse is not None, "expected the LSE from a step that needs it, got None")
     if answer.lse is not None:
         trial.require(answer.lse.dtype == torch.float32, f"expected the LSE in float32, got {answer.lse.dtype}")
+    bench = trial.bench()
+    for seed in range(4):
+        trial.try_step(Step(bench, [Row(3, 2), Row(0, 3)], seed=seed), LSE if seed % 2 else frozenset())
     fresh = [Row(0, length) for length in (1, 7, trial.page_size + 1)]
     trial.try_step(Step(trial.bench(), fresh, transient=True), LSE)
 
@@ -112,7 +129,7 @@ def features_together(trial: Trial) -> None:
     if Feature.NON_CAUSAL in declared:
         kinds.append([*masked(rows[:4], mask=FULL), *rows[4:]])
     if Feature.TREE_MASK in declared:
-        kinds.append([*_tree_rows(page), *rows[:4]])
+        kinds.append([*_tree_rows(page), *rows[:4], Row(0, 2, _BLIND)])
     needs = LSE & declared
     for spec in _combinations(trial):
         for kind in kinds:
@@ -159,7 +176,13 @@ CHECKS = (
     _feature(
         Feature.NON_CAUSAL, "rows with a full mask, within a symmetric window too", non_causal, "window", "transient"
     ),
-    _feature(Feature.TREE_MASK, "trees: a token sees its ancestors; one that sees nothing gives 0", tree_mask),
+    _feature(
+        Feature.TREE_MASK,
+        "trees: a token sees its ancestors; one that sees nothing gives 0",
+        tree_mask,
+        "long-prompts",
+        "transient-in-turn",
+    ),
     _feature(Feature.LSE, "the natural log-sum-exp, where it is asked for and only there", lse, "transient"),
     Check(
         "features-together",

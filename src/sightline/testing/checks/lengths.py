@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import HostLengths
-from sightline.core.batch import Lengths
+from sightline.attention.spec import Feature
+from sightline.core.batch import FULL, Lengths
 from sightline.testing.bench import Row, Subject
 from sightline.testing.steps import Step
 from sightline.testing.trial import Check, Trial, ragged_rows
@@ -51,6 +52,9 @@ def next_batch(trial: Trial) -> None:
         trial.try_step(following)
         for table_row in step.table_rows:
             bench.store.close_row(table_row)
+    # The same lengths again, of other rows.
+    for seed in range(2):
+        trial.try_step(Step(bench, [Row(9, 3), Row(0, 5), Row(page, 1)], seed=20 + seed))
 
 
 def long_beside_short(trial: Trial) -> None:
@@ -87,14 +91,20 @@ def idle(trial: Trial) -> None:
 
 
 def host_bounds(trial: Trial) -> None:
-    for slack in trial.some((3, 0, 2 * trial.page_size)):
-        step = Step(trial.bench(), ragged_rows(trial.page_size))
-        step.batch = replace(
-            step.batch,
-            query_lens=_loosen(step.batch.query_lens, slack),
-            context_lens=_loosen(step.batch.context_lens, slack),
-        )
-        trial.try_step(step)
+    window = [replace(trial.plain, window=9)] if Feature.WINDOW in trial.row.features else []
+    empty = [Row(5, 0), Row(3, 2), Row(0, 0), Row(trial.page_size, 1), Row(trial.page_size + 1, 0)]
+    for spec in (trial.plain, *window):
+        for slack in trial.some((3, 0, 2 * trial.page_size)):
+            ragged = ragged_rows(trial.page_size)
+            for rows, padding in ((ragged, (0, 0)), (ragged, (2, 5)), (empty, (0, 0))):
+                step = Step(trial.bench(spec), rows)
+                step.pad(*padding, torch.nan)
+                step.batch = replace(
+                    step.batch,
+                    query_lens=_loosen(step.batch.query_lens, slack),
+                    context_lens=_loosen(step.batch.context_lens, slack),
+                )
+                trial.try_step(step)
 
 
 def _loosen(lengths: Lengths, slack: int) -> Lengths:
@@ -105,6 +115,47 @@ def _loosen(lengths: Lengths, slack: int) -> Lengths:
 def _needs_exact(subject: Subject) -> str | None:
     exact = subject.capability.host_lengths is HostLengths.EXACT
     return "it declares that it needs exact lengths on the host" if exact else None
+
+
+def empty_rows(trial: Trial) -> None:
+    page = trial.page_size
+    rows = [Row(5, 0), Row(3, 2), Row(0, 0), Row(page, 1), Row(page + 1, 0), Row(0, 3), Row(9, 0)]
+    trial.try_rows(rows)
+    trial.try_rows(rows[::-1])
+    trial.try_rows([Row(page + 1, 0)])
+
+
+def limits(trial: Trial) -> None:
+    page = trial.page_size
+    # The last page of the longest row is never full, where a page can be.
+    longest = 5 * page + (3 if page > 3 else 1)
+    setting = replace(trial.setting, max_seq_len=longest, max_rows=5, max_step_tokens=longest + 4)
+    trial.try_rows([Row(longest - 1, 1)], setting=setting)
+    trial.try_rows([Row(longest - 4, 4), Row(longest - 1, 1)], setting=setting)
+    trial.try_rows([Row(longest - 1, 1), Row(0, longest), Row(longest - 1, 1), Row(2, 1), Row(0, 1)], setting=setting)
+    trial.try_step(Step(trial.bench(setting=setting), [Row(0, longest), *[Row(0, 1)] * 4], transient=True))
+    step = Step(trial.bench(setting=setting), [Row(2, 1)])
+    step.pad(4, longest + 3, torch.nan)
+    trial.try_step(step)
+
+
+def many_rows(trial: Trial) -> None:
+    for count in trial.some((33, 130, 300), 1):
+        setting = replace(trial.setting, max_rows=count, max_seq_len=4 * trial.page_size + 64)
+        trial.try_rows([Row(7 * index % 40, 1 + (index % 5 == 3)) for index in range(count)], setting=setting)
+
+
+def long_prompts(trial: Trial) -> None:
+    setting = replace(trial.setting, max_seq_len=1024, max_rows=4)
+    specs = [trial.plain]
+    if Feature.WINDOW in trial.row.features:
+        specs += [replace(trial.plain, window=size) for size in (20, 150)]
+    for spec in trial.some(specs, 1):
+        for rows in trial.some(([Row(130, 70), Row(0, 65)], [Row(0, 300)], [Row(700, 129), Row(130, 140)]), 1):
+            trial.try_rows(rows, spec, setting)
+        trial.try_step(Step(trial.bench(spec, setting=setting), [Row(0, 70), Row(0, 129)], transient=True))
+        if Feature.NON_CAUSAL in trial.row.features:
+            trial.try_rows([Row(130, 70, FULL), Row(0, 65, FULL)], spec, setting)
 
 
 CHECKS = (
@@ -129,7 +180,7 @@ CHECKS = (
         "host-bounds",
         "lengths that only the device knows, with loose bounds on the host",
         host_bounds,
-        ("ragged",),
+        ("empty-rows", "padding", "window"),
         _needs_exact,
     ),
     Check(
@@ -137,5 +188,24 @@ CHECKS = (
         "a row of thousands of keys beside rows of a few",
         long_beside_short,
         ("split-merge",),
+    ),
+    Check(
+        "empty-rows",
+        "rows of no new tokens, with and without a context, anywhere in a step",
+        empty_rows,
+        ("ragged", "idle"),
+    ),
+    Check(
+        "limits",
+        "as many rows, tokens and entries of a row as the limits allow",
+        limits,
+        ("long-prompts", "padding"),
+    ),
+    Check("many-rows", "hundreds of rows in a step", many_rows, ("ragged",)),
+    Check(
+        "long-prompts",
+        "prompts and chunks of hundreds of new tokens, with windows and without a causal mask too",
+        long_prompts,
+        ("long-beside-short", "window", "non-causal", "transient"),
     ),
 )

@@ -8,7 +8,7 @@ import torch
 
 from sightline.attention.spec import Feature
 from sightline.testing.bench import Row, Setting
-from sightline.testing.steps import Step
+from sightline.testing.steps import Answer, Step
 from sightline.testing.trial import (
     Check,
     Trial,
@@ -68,36 +68,62 @@ def accumulation(trial: Trial) -> None:
 
 
 def large_scores(trial: Trial) -> None:
-    for factor in trial.some((30.0, 15.0)):
-        step = Step(trial.bench(), ragged_rows(trial.page_size))
-        step.inputs.q.mul_(factor)
-        trial.try_step(step)
+    declared = trial.row.features
+    specs = [trial.plain]
+    specs += [replace(trial.plain, sinks=True)] if Feature.SINKS in declared else []
+    specs += [replace(trial.plain, softcap=2.0)] if Feature.SOFTCAP in declared else []
+    for dtype in compute_dtypes(trial.row):
+        other = trial.in_dtype(dtype)
+        for spec in specs:
+            for factor in trial.some((30.0, 15.0)):
+                step = Step(other.bench(spec), ragged_rows(trial.page_size))
+                step.inputs.q.mul_(factor)
+                other.try_step(step, frozenset({Feature.LSE}) & declared)
+
+
+def _long_rows(trial: Trial) -> Setting:
+    return replace(trial.setting, max_rows=40, max_seq_len=2560)
 
 
 def determinism(trial: Trial) -> None:
     # Bits are compared with bits: whether they are right is for others to say.
-    rows = [*ragged_rows(trial.page_size), Row(300, 1), Row(200, 9)]
-    bench = trial.bench(setting=replace(trial.setting, max_rows=40))
-    step = Step(bench, rows)
-    first = trial.run(step)
-    for repeat in range(3):
-        trial.run(Step(bench, [Row(5 + repeat, 2), Row(0, 3)], seed=repeat))
-        again = trial.run(step)
-        trial.require(
-            torch.equal(first.out, again.out),
-            f"expected the same bits from the same step, got {int((first.out != again.out).sum())} numbers that differ",
-        )
-        trial.progress.num_steps += 1
+    rows = [*ragged_rows(trial.page_size), Row(300, 1), Row(200, 9), Row(2000, 1)]
+    needs = frozenset({Feature.LSE}) & trial.row.features
+    for dtype in trial.some(compute_dtypes(trial.row), 1):
+        other = trial.in_dtype(dtype)
+        bench = other.bench(setting=_long_rows(other))
+        step = Step(bench, rows)
+        first = other.run(step, needs)
+        for repeat in range(3):
+            other.run(Step(bench, [Row(5 + repeat, 2), Row(0, 3)], seed=repeat))
+            _same_bits(trial, first, other.run(step, needs))
+
+
+def _same_bits(trial: Trial, one: Answer, two: Answer, what: str = "from the same step") -> None:
+    for name in ("out", "lse"):
+        a, b = vars(one)[name], vars(two)[name]
+        if a is not None:
+            trial.require(
+                torch.equal(a, b),
+                f"expected the same bits {what}, got {int((a != b).sum())} numbers of {name} that differ",
+            )
+    trial.progress.num_steps += 1
 
 
 def batch_invariance(trial: Trial) -> None:
-    chosen = [Row(40, 1), Row(200, 1), Row(0, 17), Row(33, 6)]
-    others = [Row(5, 1), Row(90, 3), Row(300, 1), Row(0, 40)]
-    bench = trial.bench(setting=replace(trial.setting, max_rows=40))
+    for dtype in trial.some(compute_dtypes(trial.row), 1):
+        _batch_invariance(trial.in_dtype(dtype))
+
+
+def _batch_invariance(trial: Trial) -> None:
+    chosen = trial.some([Row(1500, 1), Row(33, 6), Row(0, 17), Row(40, 1), Row(200, 1)], 3)
+    others = [Row(5, 1), Row(90, 3), Row(2000, 1), Row(0, 40)]
+    needs = frozenset({Feature.LSE}) & trial.row.features
+    bench = trial.bench(setting=_long_rows(trial))
     for index, row in enumerate(chosen):
         alone = Step(bench, [row], seed=index)
-        first = trial.run(alone)
-        for before in trial.some((len(others), 0, 2)):
+        first = trial.run(alone, needs)
+        for before in trial.some((len(others), 0, 2), 1):
             crowd = Step(bench, [*others[:before], row, *others[before:]], seed=100 + before)
             start = sum(other.query_len for other in others[:before])
             place = slice(start, start + row.query_len)
@@ -105,29 +131,49 @@ def batch_invariance(trial: Trial) -> None:
                 vars(crowd.inputs)[name][place] = vars(alone.inputs)[name]
             crowd.contexts[before] = alone.contexts[0]
             crowd.write_contexts()
-            got = trial.run(crowd).out[place]
-            trial.require(
-                torch.equal(got, first.out),
-                f"expected a row of {row.context_len}+{row.query_len} to give the same bits alone and beside "
-                f"{len(others)} others, got {int((got != first.out).sum())} numbers that differ",
-            )
-            trial.progress.num_steps += 1
+            got = trial.run(crowd, needs)
+            got = Answer(got.out[place], None if got.lse is None else got.lse[place])
+            _same_bits(trial, first, got, f"from a row of {row.context_len}+{row.query_len} alone and beside others")
             for table_row in crowd.table_rows:
                 bench.store.close_row(table_row)
         bench.store.close_row(alone.table_rows[0])
 
 
+def each_key_once(trial: Trial) -> None:
+    # All keys weigh the same, and each number of a head looks for one: its value there is their count, elsewhere 0.
+    length = 1100
+    for dtype in compute_dtypes(trial.row):
+        other = trial.in_dtype(dtype)
+        step = Step(other.bench(setting=_long(other, length)), [Row(length - 3, 3)])
+        step.inputs.q.zero_()
+        step.inputs.v.zero_()
+        _, values = step.contexts[0]
+        per_step = values[0].numel()
+        for start in trial.some(range(0, length, per_step), 4):
+            values.zero_()
+            for place, key in enumerate(range(start, min(start + per_step, length - 3))):
+                values[key].view(-1)[place] = length
+            step.write_contexts()
+            other.try_step(step)
+
+
 CHECKS = (
+    Check(
+        "each-key-once",
+        "of a thousand keys each is seen once, in every dtype",
+        each_key_once,
+        ("long-beside-short", "dtypes"),
+    ),
     Check("dtypes", "every declared dtype", dtypes, ("ragged",)),
     Check("cache-dtypes", "every declared pair of compute and cache dtype", cache_dtype_pairs, ("dtypes",)),
-    Check("large-scores", "scores of hundreds: nothing overflows", large_scores, ("ragged",)),
+    Check("large-scores", "scores of hundreds: nothing overflows", large_scores, ("features-together", "dtypes")),
     Check(
         "split-merge",
         "rows of hundreds and thousands of keys whose parts weigh very differently",
         split_merge,
         ("ragged",),
     ),
-    Check("accumulation", "sums over thousands of keys keep what is small", accumulation, ("split-merge",)),
+    Check("accumulation", "sums over thousands of keys keep what is small", accumulation, ("each-key-once",)),
     Check(
         "determinism",
         "the same step gives the same bits",
@@ -139,7 +185,7 @@ CHECKS = (
         "batch-invariance",
         "a row gives the same bits alone and beside others",
         batch_invariance,
-        ("determinism",),
+        ("determinism", "long-beside-short"),
         needs_feature(Feature.BATCH_INVARIANT),
     ),
 )

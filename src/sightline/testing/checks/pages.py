@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from sightline.testing.bench import Layout, Row, Unused
+from sightline.core.device import DeviceKind, available_bytes
+from sightline.testing.bench import Layout, Row, Subject, Unused
 from sightline.testing.steps import Step, map_inputs
-from sightline.testing.trial import Check, Trial, ragged_rows
+from sightline.testing.trial import Check, Trial, compute_dtypes, ragged_rows
 
 
 def page_order(trial: Trial) -> None:
@@ -66,6 +67,25 @@ def unused_slots(trial: Trial) -> None:
         trial.compare(answer.out[row], expected.out[row], f"the output of row {row} beside a row with NaN")
 
 
+def _too_large(subject: Subject) -> str | None:
+    """Of the pool's memory only what is used is touched on a CPU; a GPU has to have it."""
+    needed = 5 << 31
+    if subject.device.kind is DeviceKind.CUDA and available_bytes(subject.device) < needed:
+        return f"expected {needed >> 30} GiB free for a large pool, got {available_bytes(subject.device) >> 30}"
+    return None
+
+
+def large_pool(trial: Trial) -> None:
+    # Of 2^31 numbers: the pages in use lie beyond what 32 bits, and page numbers beyond what 16 bits can count.
+    dtype = compute_dtypes(trial.row)[-1]
+    other = trial.in_dtype(dtype)
+    head_dim, page = max(trial.samples.of_head_dims(trial.row)), trial.page_size
+    spec = replace(trial.plain, head_dim=head_dim, scale=head_dim**-0.5)
+    num_pages = (1 << 31) // (spec.num_kv_heads * head_dim * page) + 64
+    setting = replace(other.setting, layout=Layout.DESCENDING, num_pages=num_pages, max_rows=4)
+    other.try_rows([Row(3 * page + 2, 1), Row(0, page + 1), Row(page, 2)], spec, setting)
+
+
 CHECKS = (
     Check("page-order", "pages shuffled, interleaved between rows, descending", page_order, ("ragged",)),
     Check("page-sharing", "rows that share the pages of a prefix", page_sharing, ("page-order",)),
@@ -75,5 +95,12 @@ CHECKS = (
         "NaN in slots that nobody wrote, and in another row, reaches no result",
         unused_slots,
         ("page-order",),
+    ),
+    Check(
+        "large-pool",
+        "pools of more than 2^31 numbers, at their end",
+        large_pool,
+        ("pairs", "page-sharing", "accumulation"),
+        _too_large,
     ),
 )

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.core.batch import CAUSAL, FULL
-from sightline.testing.bench import Layout, Row
+from sightline.testing.bench import Layout, Row, Unused
 from sightline.testing.checks.features import LSE, tree_row
 from sightline.testing.steps import Step
 from sightline.testing.trial import Check, Trial, cache_dtypes, compute_dtypes
@@ -45,7 +45,9 @@ def _others(trial: Trial) -> dict[str, Sequence[Any]]:
         "cache_dtype": cache_dtypes(trial.row),
         "page_size": trial.samples.of_page_sizes(trial.row),
         "layout": tuple(Layout),
-        "window": (None, *if_declared(Feature.WINDOW, 7)),
+        "length": ("short", "long"),
+        "kv_heads": (1, 2),
+        "window": (None, *if_declared(Feature.WINDOW, 2, 300)),
         "softcap": (None, *if_declared(Feature.SOFTCAP, 1.5)),
         "sinks": (False, *if_declared(Feature.SINKS, True)),
         "rows": (
@@ -91,12 +93,36 @@ def pairs(trial: Trial) -> None:
 
 def _try_case(trial: Trial, case: Case) -> None:
     page_size, head_dim = case["page_size"], case["head_dim"]
-    spec = SoftmaxSpec(case["group_size"], 1, head_dim, head_dim**-0.5, case["window"], case["softcap"], case["sinks"])
+    spec = SoftmaxSpec(
+        num_q_heads=case["group_size"] * case["kv_heads"],
+        num_kv_heads=case["kv_heads"],
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        window=case["window"],
+        softcap=case["softcap"],
+        sinks=case["sinks"],
+    )
     setting = replace(
-        trial.setting, page_size=page_size, layout=case["layout"], max_seq_len=3 * page_size + 16, max_rows=4
+        trial.setting,
+        page_size=page_size,
+        layout=case["layout"],
+        unused=Unused.NAN,
+        max_seq_len=3 * page_size + 1016,
+        max_rows=4,
     )
     rows = _rows(case["rows"], page_size)
+    if case["length"] == "long":
+        rows[0] = _longer(rows[0])
     trial.try_step(Step(trial.bench(spec, setting=setting), rows, transient=case["rows"] == "transient"), case["needs"])
+
+
+def _longer(row: Row) -> Row:
+    """The row after hundreds of keys; of a step without a context, with as many new tokens."""
+    if row.context_len == 0:
+        return replace(row, query_len=row.query_len + 70)
+    more = 900
+    positions = None if row.positions is None else tuple(position + more for position in row.positions)
+    return replace(row, context_len=row.context_len + more, positions=positions)
 
 
 def _rows(kind: str, page_size: int) -> list[Row]:
@@ -119,7 +145,7 @@ CHECKS = (
             "head-dims",
             "page-sizes",
             "cache-dtypes",
-            "split-merge",
+            "each-key-once",
             "large-scores",
         ),
     ),

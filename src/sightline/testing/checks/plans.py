@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.errors import StalePlanError
-from sightline.testing.bench import Bench, Row
-from sightline.testing.steps import Step, map_inputs, to_device
-from sightline.testing.trial import Check, Trial, fail, ragged_rows
+from sightline.testing.bench import Bench, Layout, Row
+from sightline.testing.steps import Step, bits, map_inputs, to_device
+from sightline.testing.trial import Check, Trial, compute_dtypes, fail, ragged_rows
 
 _ROWS = (Row(17, 1), Row(3, 4))
 _OTHERS = (Row(30, 1), Row(31, 2), Row(0, 5))
@@ -30,8 +31,19 @@ def layers(trial: Trial) -> None:
 
 
 def groups(trial: Trial) -> None:
-    other = _another_spec(trial)
-    bench = trial.bench(trial.plain, other, trial.plain, other)
+    # Each group has pages of its own: shuffled, no two tables are alike.
+    setting = replace(trial.setting, layout=Layout.SHUFFLED)
+    for other in _other_specs(trial):
+        _try_hybrid(trial, trial.bench(trial.plain, other, trial.plain, other, setting=setting))
+
+
+def _other_specs(trial: Trial) -> tuple[SoftmaxSpec, ...]:
+    """A second group: windowed or scaled otherwise, and of another geometry."""
+    head_dim, size = trial.samples.of_head_dims(trial.row)[-1], trial.samples.of_group_sizes(trial.row)[-1]
+    return _another_spec(trial), replace(trial.plain, head_dim=head_dim, num_q_heads=size, num_kv_heads=1)
+
+
+def _try_hybrid(trial: Trial, bench: Bench) -> None:
     for rows in (_ROWS, _OTHERS):
         steps = [Step(bench, rows, seed=0, layer=0)]
         steps += [Step(bench, rows, seed=layer, layer=layer, table_rows=steps[0].table_rows) for layer in (1, 2, 3)]
@@ -49,16 +61,37 @@ def _another_spec(trial: Trial) -> SoftmaxSpec:
 
 
 def inputs_kept(trial: Trial) -> None:
-    step = Step(trial.bench(), ragged_rows(trial.page_size))
+    spec = replace(trial.plain, sinks=Feature.SINKS in trial.row.features)
+    for dtype in compute_dtypes(trial.row):
+        _inputs_kept(trial.in_dtype(dtype), spec)
+
+
+def _inputs_kept(trial: Trial, spec: SoftmaxSpec) -> None:
+    step = Step(trial.bench(spec), ragged_rows(trial.page_size))
+    batch = {name: tensor.cpu().clone() for name, tensor in _batch_tensors(step).items()}
     planned = step.plan()
     planned.prepare()
-    given = to_device(map_inputs(step.inputs, torch.clone), trial.subject.device.torch_device)
+    given = to_device(step.inputs, trial.subject.device.torch_device)
     planned.attend(step.layer, given, torch.empty_like(given.q))
-    for name, value in (("q", given.q), ("k", given.k), ("v", given.v)):
-        trial.require(
-            torch.equal(value.cpu(), vars(step.inputs)[name]),
-            f"expected run to leave its inputs as they are, got a changed {name}",
-        )
+    for name, before in {**vars(step.inputs), **batch}.items():
+        after = vars(given)[name] if name not in batch else _batch_tensors(step)[name]
+        if before is not None:
+            trial.require(
+                torch.equal(after.cpu(), before),
+                f"expected a step to leave what it is given as it is, got a changed {name}",
+            )
+
+
+def _batch_tensors(step: Step) -> dict[str, Tensor]:
+    batch = step.batch
+    return {
+        "tokens": batch.tokens,
+        "positions": batch.positions,
+        "query_lens": batch.query_lens.device,
+        "context_lens": batch.context_lens.device,
+        "write_slots": batch.pools[step.pool.key].write_slots,
+        "page table": step.pool.table.pages,
+    }
 
 
 def strided_inputs(trial: Trial) -> None:
@@ -73,6 +106,11 @@ def strided_inputs(trial: Trial) -> None:
         planned.attend(step.layer, replace(step.inputs, q=q, k=k, v=v), out)
         trial.progress.num_steps += 1
         trial.compare(out.cpu(), step.expected().out, "the output for inputs that are parts of one tensor")
+        # Heads apart: each beside something else, as a gate.
+        spread = map_inputs(step.inputs, lambda part: torch.stack([part, torch.full_like(part, torch.nan)], 2))
+        out.fill_(torch.nan)
+        planned.attend(step.layer, map_inputs(to_device(spread, wide.device), lambda part: part[:, :, 0]), out)
+        trial.compare(out.cpu(), step.expected().out, "the output for heads that lie apart")
 
 
 def lanes(trial: Trial) -> None:
@@ -87,7 +125,11 @@ def lanes(trial: Trial) -> None:
                 bench.planner.ensure(planned) is planned,
                 "expected plans of two lanes to stay current, got one planned again",
             )
+            others = bench.workspace.of_other_lanes(planned.plan.certificate.lane)
+            before = {name: bits(tensor).clone() for name, tensor in others.items()}
             trial.hold(step, step.attend(planned), "two plans in two lanes")
+            changed = [name for name, tensor in others.items() if not torch.equal(bits(tensor), before[name])]
+            trial.require(not changed, f"expected a step to leave another lane's leases, got a change of {changed}")
 
 
 def plan_buffers(trial: Trial) -> None:
@@ -184,7 +226,12 @@ def _must_raise(bench: Bench, step: Step, way: str, change: Callable[[], None]) 
 
 CHECKS = (
     Check("layers", "each layer of a group has a cache of its own", layers, ("ragged",)),
-    Check("groups", "a hybrid: every group is planned, by its own spec", groups, ("layers", "window", "scale")),
+    Check(
+        "groups",
+        "a hybrid: every group is planned, by its own spec",
+        groups,
+        ("layers", "window", "scale", "page-order", "head-dims", "grouped-heads"),
+    ),
     Check("inputs-kept", "run reads its inputs and leaves them as they are", inputs_kept, ("ragged",)),
     Check("strided-inputs", "queries, keys and values may be parts of one tensor", strided_inputs, ("ragged",)),
     Check(
