@@ -187,18 +187,16 @@ class ProofBook:
 
     def _why_unproven(self, identity: Identity) -> str:
         """Says what has changed, where there is a proof of the same backend on the same device."""
-        kept = (_read(path, None) for path in self.folder.glob("*.json"))
+        kept = [_read(path, None) for path in self.folder.glob("*.json")]
         related = [
-            proof
+            (_differences(proof.identity, identity), proof.date)
             for proof in kept
-            if isinstance(proof, Proof)
-            and (proof.identity.backend, proof.identity.device_name) == (identity.backend, identity.device_name)
+            if isinstance(proof, Proof) and _is_of_the_same(proof.identity, identity)
         ]
         if not related:
             return "not proven on this device with these versions"
-        latest = min(related, key=lambda proof: (len(_differences(proof.identity, identity)), proof.date))
-        changed = ", ".join(_differences(latest.identity, identity))
-        return f"proven {latest.date[:10]} and not since: changed are {changed}"
+        changed, date = min(related, key=lambda found: len(found[0]))
+        return f"proven {date[:10]} and not since: changed are {', '.join(changed)}"
 
     def _path(self, identity: Identity) -> Path:
         return self.folder / f"{identity.digest}.json"
@@ -211,6 +209,14 @@ _NAMES = {
     "sources": "sources, its own or Sightline's",
 }
 """How to call the parts of an identity that have no better name."""
+
+
+_FIXED = ("backend", "device_kind", "device_name")
+"""Where these differ, one proof says nothing about another."""
+
+
+def _is_of_the_same(one: Identity, other: Identity) -> bool:
+    return all(vars(one)[name] == vars(other)[name] for name in _FIXED)
 
 
 def _differences(one: Identity, other: Identity) -> list[str]:
