@@ -148,6 +148,16 @@ def test_large_token_ids_are_told_apart() -> None:
     assert found(cache, [2**31 + 1, 7]) == 2
 
 
+def test_a_prefix_that_is_used_again_and_again_takes_no_more_memory() -> None:
+    store = make_store()
+    cache = PrefixCache(store)
+    publish(store, cache, [1, 2])
+    for _ in range(1000):
+        found(cache, [1, 2])
+    assert len(cache._idle) < 100
+    assert cache.evict(1) == 1
+
+
 class Machine(RuleBasedStateMachine):
     """Requests come, extend their prefix and go, in any order, against a dictionary of what must be found."""
 

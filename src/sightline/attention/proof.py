@@ -32,7 +32,7 @@ from sightline.version import __version__
 
 _FORMAT = 1
 _SIGHTLINE = Path(__file__).parents[1]
-_PROVEN_SOURCES = ("attention", "cache", "core", "kernels", "testing")
+_PROVEN_SOURCES = ("attention", "cache", "core", "kernels", "runner", "testing")
 """Packages whose sources a proof is about; `testing` because a proof is worth what the kit tried."""
 _TOOLCHAIN = ("torch", "triton", "numpy")
 
@@ -195,6 +195,7 @@ class ProofBook:
         ]
         if not related:
             return "not proven on this device with these versions"
+        related.sort(key=lambda found: found[1], reverse=True)
         changed, date = min(related, key=lambda found: len(found[0]))
         return f"proven {date[:10]} and not since: changed are {', '.join(changed)}"
 

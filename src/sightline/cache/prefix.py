@@ -165,6 +165,12 @@ class PrefixCache:
                 self._roots.pop(node.namespace, None)
         elif self._can_go(node):
             heapq.heappush(self._idle, (node.last_used, next(self._tickets), node))
+            # A node that is used again and again leaves an entry each time.
+            if len(self._idle) > 2 * self.num_pages + 64:
+                self._idle = [
+                    entry for entry in self._idle if entry[0] == entry[2].last_used and self._can_go(entry[2])
+                ]
+                heapq.heapify(self._idle)
 
     def _remove(self, node: PrefixNode) -> None:
         parent = node.parent

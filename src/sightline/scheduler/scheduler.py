@@ -165,13 +165,15 @@ class Scheduler:
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Gives a waiting sequence a row and pages for what it holds, if they are there or can be made free."""
+        if self._store.num_free_rows == 0:
+            return False
         shared: tuple[Bundle, ...] = ()
         if self._prefixes is not None:
             match = self._prefixes.match(sequence.request.namespace, self._reusable(sequence))
             sequence.prefix, shared = match.node, match.bundles
         needed = self._store.pages_for(len(sequence.tokens)) - len(shared)
         # A page more for each that runs: whoever is let in only to be retracted at the next step has computed in vain.
-        if self._store.num_free_rows == 0 or not self._has_room(needed + len(self._running)):
+        if not self._has_room(needed + len(self._running)):
             self._unlock(sequence)
             return False
         self._make_room(needed)

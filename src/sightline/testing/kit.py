@@ -30,7 +30,7 @@ class Verdict(Enum):
     BLOCKED = "blocked"
     """A check that it builds on failed."""
     EXCUSED = "excused"
-    """The row does not declare it."""
+    """The row does not declare it, or the device cannot hold it."""
 
 
 @dataclass(frozen=True)

@@ -153,13 +153,13 @@ def run_conformance(
     """Every check of every row of the backends of these names, or of all that are installed, on one device.
 
     A full run that passes is recorded as a proof in `book`, the user's own by default; one that fails voids the proof
-    that there was. A quick run, and one of `only` some checks, proves nothing.
+    that there was. A quick run, and one of `only` some checks, proves nothing; `checks` stand for the whole kit.
     """
     there = registry.installed() if candidates is None else candidates
     chosen = [registry.find(name, there) for name in dict.fromkeys(backends)] or there
     target = detect_device(device)
     book = book or ProofBook(proof_folder())
-    if effort is Effort.FULL:
+    if effort is Effort.FULL and not only:
         book.prepare()
     samples, watch = samples or Samples(), watch or Watch()
     tried = _chosen(CHECKS if checks is None else checks, only)

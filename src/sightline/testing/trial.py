@@ -122,6 +122,7 @@ class Trial:
             unused=Unused.GARBAGE,
             memory=Memory.ZEROS,
             max_seq_len=max(512, 8 * self.page_size),
+            max_step_tokens=max(512, 5 * self.page_size),
         )
 
     def bench(self, *specs: SoftmaxSpec, setting: Setting | None = None) -> Bench:
@@ -139,7 +140,6 @@ class Trial:
         answer = self.run(step, needs)
         self.hold(step, answer)
         self._require_lse(step, answer, wanted=Feature.LSE in needs)
-        self.require_written(step)
         return answer
 
     def require_written(self, step: Step) -> None:
@@ -167,7 +167,7 @@ class Trial:
         self.try_step(Step(self.bench(spec or self.plain, setting=setting), rows), needs)
 
     def hold(self, step: Step, answer: Answer, what: str = "") -> None:
-        """Compares an answer with the oracle's."""
+        """Compares an answer with the oracle's, and what the step left in the cache with its inputs."""
         self.progress.num_steps += 1
         self.progress.case = describe_step(step)
         expected = step.expected()
@@ -176,6 +176,7 @@ class Trial:
         self.compare(answer.out[:num_tokens], expected.out, f"an output{subject}", step)
         if answer.lse is not None and expected.lse is not None:
             self.compare(answer.lse[:num_tokens], expected.lse, f"an LSE{subject}", step, _LSE_TOLERANCE)
+        self.require_written(step)
 
     def compare(
         self, got: Tensor, expected: Tensor, what: str, step: Step | None = None, tolerance: float | None = None
@@ -280,7 +281,7 @@ class Check:
     after: tuple[str, ...] = ()
     """Checks without which this one says nothing: where one of them fails, this one is not tried."""
     excused: Callable[[Subject], str | None] = _never
-    """Why a subject need not pass: it declares no such thing."""
+    """Why a subject need not pass: it declares no such thing, or the device cannot hold it."""
 
 
 def needs_feature(feature: Feature) -> Callable[[Subject], str | None]:

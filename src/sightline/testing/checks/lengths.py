@@ -79,6 +79,8 @@ def padding(trial: Trial) -> None:
 
 def idle(trial: Trial) -> None:
     bench = trial.bench()
+    going_on = Step(bench, [Row(3, 5), Row(0, 4)], seed=5)
+    trial.try_step(going_on)
     for num_rows, num_tokens in ((0, 0), (2, 3)):
         step = Step(bench, [])
         step.pad(num_rows, num_tokens, torch.nan)
@@ -88,6 +90,9 @@ def idle(trial: Trial) -> None:
         )
         # What comes after an idle step is right.
         trial.try_step(Step(bench, [Row(9, 2), Row(0, 4)]))
+        # And what was there before it is there after it.
+        going_on = going_on.next_step(1, seed=6)
+        trial.try_step(going_on)
 
 
 def host_bounds(trial: Trial) -> None:

@@ -21,7 +21,7 @@ def page_order(trial: Trial) -> None:
     bench = trial.bench()
     table_row = bench.store.open_row()
     for pool in bench.store.pools:
-        pages = sorted(pool.allocator.allocate(5))
+        pages = sorted(pool.allocator.allocate(max(5, bench.store.pages_for(4 * trial.page_size + 3))))
         pool.table.append(table_row, [*pages[:2], *reversed(pages[2:])])
     trial.try_step(Step(bench, [Row(4 * trial.page_size + 1, 2)], table_rows=[table_row]))
 
@@ -69,7 +69,7 @@ def unused_slots(trial: Trial) -> None:
 
 def _too_large(subject: Subject) -> str | None:
     """Of the pool's memory only what is used is touched on a CPU; a GPU has to have it."""
-    needed = 5 << 31
+    needed = (2 * compute_dtypes(subject.capability)[-1].itemsize << 31) + (1 << 30)
     if subject.device.kind is DeviceKind.CUDA and available_bytes(subject.device) < needed:
         return f"expected {needed >> 30} GiB free for a large pool, got {available_bytes(subject.device) >> 30}"
     return None

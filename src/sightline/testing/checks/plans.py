@@ -147,6 +147,7 @@ def filled_buffers(trial: Trial) -> None:
     bench = trial.bench(setting=replace(trial.setting, paranoid=True))
     for seed, rows in enumerate((_OTHERS, _ROWS, ragged_rows(trial.page_size))):
         trial.try_step(Step(bench, rows, seed=seed))
+    trial.try_step(Step(trial.bench(setting=replace(bench.setting, max_seq_len=2560)), [Row(2000, 1), Row(3, 1)]))
 
 
 def _foreign(step: Step, other: Step) -> PlannedBatch:
@@ -235,7 +236,10 @@ CHECKS = (
     Check("inputs-kept", "run reads its inputs and leaves them as they are", inputs_kept, ("ragged",)),
     Check("strided-inputs", "queries, keys and values may be parts of one tensor", strided_inputs, ("ragged",)),
     Check(
-        "filled-buffers", "a plan fills what it takes: old contents are of no matter", filled_buffers, ("next-batch",)
+        "filled-buffers",
+        "a plan fills what it takes: old contents are of no matter",
+        filled_buffers,
+        ("next-batch", "long-beside-short"),
     ),
     Check("lanes", "two live plans in two lanes do not disturb each other", lanes, ("next-batch",)),
     Check(
