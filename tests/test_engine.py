@@ -332,23 +332,6 @@ def test_an_interrupted_commit_loses_and_repeats_nothing(folder: Path, monkeypat
     assert [engine.pop_output(request).outputs[0].token_ids for request in requests] == expected
 
 
-def test_a_failing_step_leaves_the_sequences_as_they_were(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [prompt], params = random_prompts([7]), SamplingParams(max_tokens=6, ignore_eos=True)
-    expected = answers(tiny(folder).generate({"prompt_token_ids": prompt}, params))
-    engine = tiny(folder).engine
-    request = engine.submit(prompt, params)
-    engine.step()
-    with monkeypatch.context() as broken:
-        broken.setattr(
-            engine.runtime.runner, "forward", lambda planned: (_ for _ in ()).throw(MemoryError("no memory"))
-        )
-        with pytest.raises(MemoryError):
-            engine.step()
-    while engine.has_work:
-        engine.step()
-    assert [engine.pop_output(request).outputs[0].token_ids] == expected
-
-
 def test_degradations_are_logged_by_whoever_starts_an_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_model("llama").save_pretrained(tmp_path)
     write_generation_config(tmp_path, no_repeat_ngram_size=3)

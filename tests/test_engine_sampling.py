@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from sightline import LLM, RequestOutput, SamplingParams, TextDelta
 from sightline.core.errors import RequestError
 from sightline.core.request import CompletionOutput, PositionLogprobs
+from sightline.engine import Engine
 from sightline.live import LiveSequence
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.scheduler.sequence import SequenceState
@@ -61,7 +62,8 @@ def with_text(llm: LLM) -> LLM:
     assert len(vocabulary) == VOCAB
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     backend.decoder = tokenizers.decoders.ByteLevel()
-    llm.engine.tokenizer = Tokenizer(backend, PromptTokens(None, frozenset()), None)
+    tokenizer, engine = Tokenizer(backend, PromptTokens(None, frozenset()), None), llm.engine
+    llm.engine = Engine(engine.runtime, tokenizer, engine.generation, engine.ledger)
     return llm
 
 

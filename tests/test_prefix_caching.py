@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sightline import LLM, RequestOutput, SamplingParams
 from sightline.attention.planner import PlannedBatch
+from sightline.core.request import Terms
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.scheduler.sequence import SequenceState
 from support.engines import is_at_rest
@@ -111,12 +112,12 @@ def _sequences(llm: LLM, prompt: list[int], params: SamplingParams) -> list[Sequ
     return sequences
 
 
-def test_namespaces_see_nothing_of_each_other(folder: Path) -> None:
+def test_callers_see_nothing_of_each_other(folder: Path) -> None:
     llm = tiny(folder)
     [prompt] = random_prompts([20])
 
-    def run(namespace: str) -> int:
-        request = llm.engine.submit(prompt, GREEDY, namespace=namespace)
+    def run(caller: str) -> int:
+        request = llm.engine.submit(prompt, GREEDY, terms=Terms(caller))
         while llm.engine.has_work:
             llm.engine.step()
         return llm.engine.pop_output(request).num_cached_tokens

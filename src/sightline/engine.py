@@ -1,4 +1,12 @@
-"""The step loop: schedule, assemble, plan, forward, sample, commit.
+"""The step loop: settle, schedule, launch, commit.
+
+    step()  settle what was cancelled or is late ─ schedule ─ launch ─┐
+                                                                      ▼
+            commit the step before, or this one ◀──────────── steps in flight
+
+A step is read and committed after it is launched; with `async_scheduling`, only after the next one is launched too, so
+that the host schedules and plans while the device computes. Both go the same way. Whatever ends a request in between
+ends it at once, and its pages come back when the last step launched with it is over.
 
 Owns the life of requests from submission to their last token. Knows text only through a tokenizer that it may not
 have. Not safe to step from two threads; `cancel` may be called from any.
@@ -6,39 +14,29 @@ have. Not safe to step from two threads; `cancel` may be called from any.
 
 from __future__ import annotations
 
-import secrets
-from collections import deque
-from collections.abc import Sequence
+import heapq
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from random import Random
-from typing import TypeVar
-
-from torch import Tensor
 
 from sightline.cache.prefix import PrefixCache
-from sightline.core.errors import EngineClosedError, RequestError
+from sightline.core.errors import DeviceFaultError, EngineClosedError, QueueFullError
 from sightline.core.ledger import Ledger
-from sightline.core.request import (
-    EffectiveParams,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TextDelta,
-    check_prompt,
-    new_request_id,
-)
+from sightline.core.metrics import EngineMetrics
+from sightline.core.request import EffectiveParams, FinishReason, RequestOutput, SamplingParams, Terms, TextDelta
+from sightline.intake import Intake
+from sightline.launch import LaunchedStep, Launcher, Member
 from sightline.live import LiveRequest, LiveSequence, start
 from sightline.models.loading.generation import GenerationDefaults
-from sightline.runner.batching import RowWork, assemble
 from sightline.runner.build import Runtime
-from sightline.runner.sampler import sample
+from sightline.runner.sampler import Sampled
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import Schedule, ScheduledRow
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizer import Tokenizer
 
-_T = TypeVar("_T")
+logger = logging.getLogger("sightline")
 _MAX_SCORED_LOGITS = 2**24
 """Logits of prompt tokens in one step: 64 MiB of fp32, however large the vocabulary."""
 
@@ -47,27 +45,62 @@ class Engine:
     """Runs requests to their end, many at a time."""
 
     def __init__(
-        self, runtime: Runtime, tokenizer: Tokenizer | None, generation: GenerationDefaults, ledger: Ledger
+        self,
+        runtime: Runtime,
+        tokenizer: Tokenizer | None,
+        generation: GenerationDefaults,
+        ledger: Ledger,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock` tells seconds: deadlines go by it."""
         if tokenizer is not None:
             check_streamable(tokenizer)
         self.runtime = runtime
         self.tokenizer = tokenizer
         self.generation = generation
         self.ledger = ledger
-        max_scored_tokens = max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size)
-        self.prefixes = PrefixCache(runtime.store) if runtime.config.prefix_caching else None
-        self._scheduler = Scheduler(runtime.store, self.prefixes, runtime.config.max_step_tokens, max_scored_tokens)
+        config = runtime.config
+        self.prefixes = PrefixCache(runtime.store) if config.prefix_caching else None
+        self._clock = clock
+        self._intake = Intake(
+            vocab_size=self.vocab_size,
+            max_model_len=config.max_model_len,
+            generation=generation,
+            has_tokenizer=tokenizer is not None,
+            seed=config.seed,
+        )
+        self._scheduler = Scheduler(
+            runtime.store,
+            self.prefixes,
+            max_step_tokens=config.max_step_tokens,
+            max_scored_tokens=max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size),
+        )
+        self._launcher = Launcher(runtime)
+        self._in_flight: deque[LaunchedStep] = deque()
+        self._max_in_flight = 1 if config.async_scheduling else 0
+        """Launched steps that may be left when `step` returns."""
+        self._num_taken = 0
+        """Rows of the oldest step in flight that are committed."""
         self._live: dict[str, LiveRequest] = {}
         self._cancelled: deque[str] = deque()
         self._abandoned: deque[str] = deque()
-        seed = runtime.config.seed
-        self._seeds = Random(secrets.randbits(64) if seed is None else seed)
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap; a request that has ended is passed over."""
+        self._is_stepping = False
+        """True at the start of a step where the one before was interrupted."""
         self._closed = False
+        self._fault: DeviceFaultError | None = None
+        self._counts: Counter[str] = Counter()
+        self._ends: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.num_waiting + self._scheduler.num_running > 0
+        return self._scheduler.num_waiting + self._scheduler.num_running + len(self._in_flight) > 0
+
+    @property
+    def in_flight(self) -> tuple[LaunchedStep, ...]:
+        """Steps that are launched and not committed, the oldest first."""
+        return tuple(self._in_flight)
 
     @property
     def num_retractions(self) -> int:
@@ -78,30 +111,50 @@ class Engine:
     def vocab_size(self) -> int:
         return self.runtime.definition.vocab_size
 
+    def can_queue(self, count: int) -> bool:
+        """True where so many more sequences may wait."""
+        return self._scheduler.num_waiting + count <= self.runtime.config.max_queued
+
+    def metrics(self) -> EngineMetrics:
+        """What was done until now."""
+        scheduler, store = self._scheduler, self.runtime.store
+        evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
+        in_use = store.num_usable_pages - store.num_free_pages - evictable
+        return EngineMetrics(
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=scheduler.num_waiting,
+            kv_cache_usage_perc=in_use / store.num_usable_pages,
+            prefix_cache_queries=scheduler.num_queried_tokens,
+            prefix_cache_hits=scheduler.num_hit_tokens,
+            prompt_tokens=self._counts["prompt_tokens"],
+            generation_tokens=self._counts["generation_tokens"],
+            num_preemptions=scheduler.num_retractions,
+            request_success=dict(self._ends),
+            requests_refused=self._counts["refused"],
+            steps=self._counts["steps"],
+            steps_cut=self._launcher.num_cut,
+            plans_rebuilt=self.runtime.planner.num_rebuilt,
+        )
+
     def submit(
         self,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         prompt: str | None = None,
-        *,
-        namespace: str = "",
+        terms: Terms = Terms(),  # noqa: B008 - frozen
     ) -> str:
-        """Queues a request and returns its id. Raises `RequestError` for one that cannot run.
+        """Queues a request and returns its id.
 
-        Only requests of the same namespace share what is cached of their prompts.
+        Raises `RequestError` for one that cannot run, `QueueFullError` where too many wait.
         """
-        if self._closed:
-            raise EngineClosedError("expected an open engine, got one that was closed; build a new one")
-        max_model_len = self.runtime.config.max_model_len
-        check_prompt(prompt_token_ids, self.vocab_size, max_model_len)
-        self._check_tokens(params)
-        request = Request(
-            request_id=new_request_id(),
-            prompt=prompt,
-            prompt_token_ids=tuple(int(token) for token in prompt_token_ids),
-            params=self.effective_params(params, max_model_len - len(prompt_token_ids)),
-            namespace=namespace,
-        )
+        self._check_open()
+        request = self._intake.request(prompt_token_ids, params, prompt, terms, self._clock())
+        if not self.can_queue(request.params.n):
+            self._counts["refused"] += 1
+            raise QueueFullError(
+                f"expected at most {self.runtime.config.max_queued} sequences to wait, got {request.params.n} more to "
+                f"the {self._scheduler.num_waiting} that do; try again later, or raise max_queued_requests"
+            )
         live = self._live[request.request_id] = start(request, self.tokenizer)
         try:
             for sequence in live.sequences:
@@ -109,41 +162,10 @@ class Engine:
         except BaseException:
             self.forget(request.request_id)
             raise
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+        self._counts["prompt_tokens"] += len(request.prompt_token_ids)
         return request.request_id
-
-    def effective_params(self, params: SamplingParams, room: int) -> EffectiveParams:
-        """The caller's wishes, then the model's own, then neutral values; `room` is what the context leaves."""
-        model = self.generation
-        greedy = model.do_sample is False or (model.temperature is None and not model.do_sample)
-        model_temperature = 0.0 if greedy else _first(model.temperature, 1.0)
-        end_tokens = frozenset(token for token in model.eos_token_ids if token < self.vocab_size)
-        max_tokens = min(_first(params.max_tokens, room), room)
-        if params.min_tokens is not None and params.min_tokens > max_tokens:
-            raise RequestError(
-                f"expected min_tokens of at most {max_tokens}, which is what the context leaves, got "
-                f"{params.min_tokens}; shorten the prompt or raise max_model_len"
-            )
-        return EffectiveParams(
-            temperature=_first(params.temperature, model_temperature),
-            top_p=_first(params.top_p, model.top_p, 1.0),
-            top_k=_first(params.top_k, model.top_k, 0),
-            min_p=_first(params.min_p, model.min_p, 0.0),
-            seed=_first(params.seed, self._seeds.getrandbits(64)),
-            max_tokens=max_tokens,
-            stop_token_ids=frozenset(params.stop_token_ids),
-            skip_special_tokens=params.skip_special_tokens,
-            eos_token_ids=frozenset() if params.ignore_eos else end_tokens,
-            repetition_penalty=_first(params.repetition_penalty, model.repetition_penalty, 1.0),
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            logit_bias=tuple(sorted((params.logit_bias or {}).items())),
-            stop=params.stop_strings,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            min_tokens=_first(params.min_tokens, min(_first(model.min_tokens, 0), max_tokens)),
-            n=params.n,
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
-        )
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step; an unknown or finished id is no error. Any thread may call it."""
@@ -154,24 +176,21 @@ class Engine:
         self._abandoned.append(request_id)
 
     def step(self) -> None:
-        """One forward pass over whatever can run."""
-        self._resume_interrupted()
-        self._end_cancelled()
-        schedule = self._scheduler.schedule()
-        if not schedule.rows:
-            return
-        work = [
-            RowWork(
-                table_row=row.table_row,
-                tokens=row.sequence.tokens[row.sequence.num_computed : row.sequence.num_computed + row.num_tokens],
-                context_len=row.sequence.num_computed,
-                num_logits=row.num_logits,
-            )
-            for row in schedule.rows
-        ]
-        planned = self.runtime.planner.plan(assemble(work, self.runtime.store))
-        logits = self.runtime.runner.forward(planned)
-        self._commit(schedule, logits)
+        """Launches a step over whatever can run, and commits the one that is due."""
+        if self._is_stepping:
+            self._scheduler.recount([row for step in self._in_flight for row in step.rows])
+        self._is_stepping = True
+        try:
+            self._end_cancelled()
+            self._end_late()
+            num_launched = self._launch()
+            # Without a step behind it, or with one that had to be cut, nothing is left in flight.
+            most = self._max_in_flight if num_launched == 1 else 0
+            while len(self._in_flight) > most:
+                self._commit(self._in_flight[0])
+        except DeviceFaultError as fault:
+            self._end_all(fault)
+        self._is_stepping = False
 
     def params(self, request_id: str) -> EffectiveParams:
         """What the request really runs with."""
@@ -208,22 +227,17 @@ class Engine:
         """Ends everything and gives the pages back."""
         for request_id in tuple(self._live):
             self.forget(request_id)
-        if self.prefixes is not None:
+        while self._in_flight:
+            self._scheduler.landed(self._in_flight.popleft().rows)
+        if self.prefixes is not None and self._fault is None:
             self.prefixes.clear()
         self._closed = True
 
-    def _check_tokens(self, params: SamplingParams) -> None:
-        """Raises `RequestError` for what this model, or its missing tokenizer, cannot do."""
-        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
-            for token in tokens:
-                if token >= self.vocab_size:
-                    raise RequestError(f"expected {name} below {self.vocab_size}, the vocabulary's size, got {token}")
-        if len({*self.generation.eos_token_ids, *params.stop_token_ids}) >= self.vocab_size:
-            raise RequestError("expected stop_token_ids that leave a token to generate, got the whole vocabulary")
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError(
-                "expected stop_token_ids, got stop strings: the tokenizer was not loaded (skip_tokenizer_init)"
-            )
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("expected an open engine, got one that was closed; build a new one")
+        if self._fault is not None:
+            raise EngineClosedError(f"expected an engine that works, got one that ended: {self._fault}")
 
     def _find(self, request_id: str) -> LiveRequest:
         live = self._live.get(request_id)
@@ -233,66 +247,112 @@ class Engine:
             raise EngineClosedError(f"expected an open engine, got a closed one: {request_id} ended with it")
         raise ValueError(f"expected a request that the engine knows, got {request_id}")
 
-    def _commit(self, schedule: Schedule, logits: Tensor) -> None:
-        """Takes the results in, row by row: at any moment a row is as before the step or as after it."""
-        ends = list(accumulate(row.num_logits for row in schedule.rows))
-        self._keep_prompt_logprobs(schedule, logits, ends)
-        completing = [(row, end - 1) for row, end in zip(schedule.rows, ends, strict=True) if row.completes]
-        if len(completing) < logits.shape[0]:
-            logits = logits[[last for _, last in completing]]
-        sampled = sample(logits, [self._of(row).sampling() for row, _ in completing])
-        for row in schedule.rows:
-            if not row.completes:
-                self._scheduler.commit(row, None)
-        for index, ((row, _), token, finite) in enumerate(zip(completing, sampled.tokens, sampled.finite, strict=True)):
-            live = self._of(row)
-            if finite and live.error is None:
-                live.keep_logprobs(sampled.logprobs.get(index))
-                self._scheduler.commit(row, token)
-                self._take_in(live)
-            elif not finite:
-                live.fail(len(live.sequence.tokens))
-        for row in schedule.rows:
-            if self._of(row).error is not None:
-                self._finish(self._of(row), FinishReason.ERROR)
+    def _launch(self) -> int:
+        """Puts the next step on the device; returns in how many parts, 0 where there is nothing to do."""
+        members = [
+            Member(row, self._live[row.sequence.request.request_id].sequences[row.sequence.index])
+            for row in self._scheduler.schedule().rows
+        ]
+        if not members:
+            return 0
+        launch = self._launcher.launch(members, self._in_flight)
+        for step in launch.steps:
+            self._in_flight.append(step)
+            self._scheduler.launched(step.rows)
+        for (_, live), error in launch.failures:
+            self._fail(live, error)
+        self._counts["steps"] += 1
+        return len(launch.steps)
 
-    def _keep_prompt_logprobs(self, schedule: Schedule, logits: Tensor, ends: Sequence[int]) -> None:
-        for row, end in zip(schedule.rows, ends, strict=True):
-            if row.sequence.scores_prompt:
-                self._of(row).keep_prompt_logprobs(logits[end - row.num_logits : end])
+    def _commit(self, step: LaunchedStep) -> None:
+        """Takes the oldest step's results in, row by row; after an interruption, from the row that it came in."""
+        sampled = step.read()
+        ends = list(accumulate(row.num_logits for row, _ in step.members))
+        for index in range(self._num_taken, len(step.members)):
+            row, live = step.members[index]
+            if not row.sequence.is_out:
+                try:
+                    if row.scores_prompt:
+                        live.keep_prompt_logprobs(row, step.logits[ends[index] - row.num_logits : ends[index]])
+                    self._take(step.members[index], step.places.get(row.sequence), sampled)
+                except DeviceFaultError:
+                    raise
+                except Exception as error:
+                    self._fail(live, error)
+            self._num_taken = index + 1
+        # In this order: to take a row once more changes nothing, to pass one over would.
+        self._num_taken = 0
+        self._in_flight.popleft()
+        self._scheduler.landed(step.rows)
+        self._end_late()
 
-    def _of(self, row: ScheduledRow) -> LiveSequence:
-        return self._live[row.sequence.request.request_id].sequences[row.sequence.index]
+    def _take(self, member: Member, place: int | None, sampled: Sampled) -> None:
+        """One row's result: `place` says which of the chosen tokens is its, if one is."""
+        row, live = member
+        if place is not None and not sampled.finite[place]:
+            live.fail_at(row.seq_len)
+        if live.error is not None:
+            self._finish(live, FinishReason.ERROR)
+        elif place is None:
+            self._scheduler.commit(row, None)
+        else:
+            live.keep_logprobs(row, sampled.logprobs.get(place))
+            self._scheduler.commit(row, sampled.tokens[place])
+            self._take_in(live)
 
     def _take_in(self, live: LiveSequence) -> None:
         reason = live.take_in()
         if reason is not None:
             self._finish(live, reason)
 
+    def _fail(self, live: LiveSequence, error: Exception) -> None:
+        """Ends one continuation with what it raised."""
+        logger.error("request %s failed: %s", live.sequence.request.request_id, error, exc_info=error)
+        live.error = f"{type(error).__name__}: {error}"
+        self._finish(live, FinishReason.ERROR)
+
     def _finish(self, live: LiveSequence, reason: FinishReason) -> None:
         if live.finish_reason is None:
             live.finish(reason)
+            self._ends[str(live.finish_reason)] += 1
+            self._counts["generation_tokens"] += live.sequence.num_generated
         self._scheduler.remove(live.sequence)
 
-    def _resume_interrupted(self) -> None:
-        """Takes in what a step that was interrupted between commit and here left behind."""
-        for request in tuple(self._live.values()):
-            for live in request.sequences:
-                if live.lags:
-                    self._take_in(live)
-                elif live.finish_reason is not None and live.sequence.table_row is not None:
-                    self._scheduler.remove(live.sequence)
-
     def _end_cancelled(self) -> None:
+        """An id leaves its list when it is dealt with: an interruption in between loses none."""
         while self._cancelled:
-            request = self._live.get(self._cancelled.popleft())
-            for live in () if request is None else request.sequences:
-                if live.finish_reason is None:
-                    self._finish(live, FinishReason.ABORT)
+            self._abort(self._cancelled[0], None)
+            self._cancelled.popleft()
         while self._abandoned:
-            self.forget(self._abandoned.popleft())
+            self.forget(self._abandoned[0])
+            self._abandoned.popleft()
 
+    def _end_late(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            request = self._live.get(self._deadlines[0][1])
+            if request is not None:
+                timeout = request.request.terms.timeout
+                self._abort(
+                    request.request.request_id, f"expected an end within {timeout:g} s, got none; allow more time"
+                )
+            heapq.heappop(self._deadlines)
 
-def _first(*values: _T | None) -> _T:
-    """The first value that is not None; the last one never is."""
-    return next(value for value in values if value is not None)
+    def _abort(self, request_id: str, why: str | None) -> None:
+        request = self._live.get(request_id)
+        for live in () if request is None else request.sequences:
+            if live.finish_reason is None:
+                live.error = why
+                self._finish(live, FinishReason.ABORT)
+            else:
+                self._scheduler.remove(live.sequence)
+
+    def _end_all(self, fault: DeviceFaultError) -> None:
+        """Answers everybody. The cache is lost, and nothing is asked of it."""
+        self._fault = fault
+        self._in_flight.clear()
+        self._scheduler.drop_all()
+        for request in self._live.values():
+            for live in request.sequences:
+                if live.finish_reason is None:
+                    live.error = str(fault)
+                    self._finish(live, FinishReason.ERROR)

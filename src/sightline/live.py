@@ -24,7 +24,7 @@ from sightline.runner.adjustment import TokenAdjustment
 from sightline.runner.logprobs import TokenLogprobs, token_logprobs
 from sightline.runner.noise import derived_seed
 from sightline.runner.sampler import RowSampling
-from sightline.scheduler.sequence import SequenceState
+from sightline.scheduler.sequence import ScheduledRow, SequenceState
 from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.stop import StopMatcher
 from sightline.text.tokenizer import Tokenizer
@@ -71,22 +71,26 @@ class LiveSequence:
         """The generated tokens from the `start`-th on."""
         return tuple(self.sequence.tokens[len(self.sequence.request.prompt_token_ids) + start :])
 
-    def sampling(self) -> RowSampling:
-        """How its next token is chosen."""
+    def sampling(self, row: ScheduledRow) -> RowSampling:
+        """How the token behind a row is chosen."""
         if self.adjustment is not None:
             if not self.adjustment.is_whole:
                 self.adjustment = TokenAdjustment(self.params, self.sequence.request.prompt_token_ids)
             self.adjustment.count(self.generated(self.adjustment.num_counted))
-        return RowSampling(self.params, self.sequence.num_generated, self.adjustment)
+        return RowSampling(self.params, self._place(row), self.adjustment)
 
-    def keep_logprobs(self, entry: TokenLogprobs | None) -> None:
-        """Those of the token that is about to be committed. Once more after an interruption changes nothing."""
+    def keep_logprobs(self, row: ScheduledRow, entry: TokenLogprobs | None) -> None:
+        """Those of the token behind a row. Once more after an interruption changes nothing."""
         if entry is not None:
-            self._logprobs[self.sequence.num_generated :] = [entry]
+            self._logprobs[self._place(row) :] = [entry]
 
-    def keep_prompt_logprobs(self, logits: Tensor) -> None:
-        """From the logits [num_tokens, vocab_size] of the tokens that the step computed, before they are committed."""
-        prompt, first = self.sequence.request.prompt_token_ids, self.sequence.num_computed
+    def _place(self, row: ScheduledRow) -> int:
+        """Tokens that were generated before the one behind a row."""
+        return row.context_len + row.num_tokens - len(self.sequence.request.prompt_token_ids)
+
+    def keep_prompt_logprobs(self, row: ScheduledRow, logits: Tensor) -> None:
+        """From the logits [num_tokens, vocab_size] of the row's tokens."""
+        prompt, first = self.sequence.request.prompt_token_ids, row.context_len
         followers = prompt[first + 1 : first + 1 + logits.shape[0]]
         wanted = logits[: len(followers)]
         if not bool(wanted.isfinite().all()):
@@ -95,7 +99,7 @@ class LiveSequence:
         entries = token_logprobs(wanted, followers, [self.params.prompt_logprobs or 0] * len(followers))
         self._prompt_logprobs[first : first + len(entries)] = entries
 
-    def fail(self, position: int) -> None:
+    def fail_at(self, position: int) -> None:
         """The logits at `position` were no numbers."""
         self.error = _not_finite(position)
 
@@ -217,6 +221,7 @@ class LiveRequest:
             error=next((sequence.error for sequence in self.sequences if sequence.error is not None), None),
             prompt_logprobs=self.sequences[0].prompt_logprobs(),
             num_cached_tokens=self.sequences[0].sequence.num_cached,
+            num_retractions=sum(live.sequence.num_retractions for live in self.sequences),
         )
 
 

@@ -6,6 +6,7 @@ Owns prompts' shapes, progress and streams. The engine owns everything that runs
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
 
@@ -20,6 +21,7 @@ from sightline.core.request import (
     FinishReason,
     RequestOutput,
     SamplingParams,
+    Terms,
     TextDelta,
     new_request_id,
 )
@@ -31,6 +33,7 @@ from sightline.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("sightline")
 _InputT = TypeVar("_InputT")
+_T = TypeVar("_T")
 
 
 class TextPrompt(TypedDict):
@@ -71,6 +74,8 @@ class EngineSettings(TypedDict, total=False):
     cache_tokens: int | None
     memory_fraction: float
     prefix_caching: bool
+    max_queued_requests: int
+    async_scheduling: bool
     attention_backend: str | None
     require_proof: bool
     seed: int | None
@@ -111,14 +116,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Continues every prompt, all in one batch.
+        """Continues every prompt, as many at a time as there is room for.
+
+        Prompts of a lower `priority` go first; one for all, or one for each. `timeout` are the seconds that a request
+        may take from when it is queued: then it ends with what it has, and the finish reason "abort".
 
         A prompt that cannot run fails alone, whether before its first step or later: `RequestOutput.error` says why,
         and each of its `n` outputs has the finish reason "error".
         """
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-        return self._run(listed, self._encode_prompt, sampling_params, use_tqdm=use_tqdm)
+        terms = [Terms(priority=each, timeout=timeout) for each in _spread(priority, len(listed), "priority")]
+        return self._run(listed, self._encode_prompt, sampling_params, terms, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -132,7 +143,11 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         return self._run(
-            conversations, lambda each: self._encode_chat(each, **template), sampling_params, use_tqdm=use_tqdm
+            conversations,
+            lambda each: self._encode_chat(each, **template),
+            sampling_params,
+            [Terms()] * len(conversations),
+            use_tqdm=use_tqdm,
         )
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
@@ -208,23 +223,30 @@ class LLM:
         inputs: Sequence[_InputT],
         encode: Callable[[_InputT], tuple[str | None, Sequence[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        terms: Sequence[Terms],
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = _spread(sampling_params, len(inputs))
+        params = _spread(sampling_params or SamplingParams(), len(inputs), "SamplingParams")
         outputs: dict[int, RequestOutput] = {}
         running: dict[str, int] = {}
+        left = deque(range(len(inputs)))
+
+        def submit(index: int) -> None:
+            try:
+                text, token_ids = encode(inputs[index])
+                running[self.engine.submit(token_ids, params[index], text, terms[index])] = index
+            except RequestError as error:
+                logger.warning("request %d was refused: %s", index, error)
+                outputs[index] = _refused(inputs[index], params[index].n, error)
+
         try:
-            for index, (item, wanted) in enumerate(zip(inputs, params, strict=True)):
-                try:
-                    text, token_ids = encode(item)
-                    running[self.engine.submit(token_ids, wanted, text)] = index
-                except RequestError as error:
-                    logger.warning("request %d was refused: %s", index, error)
-                    outputs[index] = _refused(item, wanted.n, error)
             with _progress_bar(enabled=use_tqdm) as bar:
-                task = bar.add_task("Generating", total=len(inputs), completed=len(outputs))
-                while running:
+                task = bar.add_task("Generating", total=len(inputs))
+                while left or running:
+                    # Where nothing is to be waited for, one that has no place is refused.
+                    while left and (self.engine.can_queue(params[left[0]].n) or not self.engine.has_work):
+                        submit(left.popleft())
                     self.engine.step()
                     for request_id in [name for name in running if self.engine.is_finished(name)]:
                         outputs[running.pop(request_id)] = self.engine.pop_output(request_id)
@@ -270,13 +292,13 @@ class TextStream(Iterator[TextDelta]):
             self._engine.abandon(self.request_id)
 
 
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    """One set of parameters for each prompt."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(f"expected one SamplingParams or {count}, one for each prompt, got {len(params)}")
-    return params
+def _spread(value: _T | Sequence[_T], count: int, name: str) -> Sequence[_T]:
+    """One for each prompt."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"expected one {name} or {count}, one for each prompt, got {len(value)}")
+    return value
 
 
 def _refused(item: object, num_outputs: int, error: RequestError) -> RequestOutput:

@@ -153,7 +153,7 @@ def test_closing_a_row_twice_is_refused_and_frees_nothing_twice() -> None:
     store.grow_row(row, 8)
     store.close_row(row)
     before = state(store)
-    with pytest.raises(ValueError, match=f"row {row} is closed already"):
+    with pytest.raises(ValueError, match=f"expected a row that is open, got {row}"):
         store.close_row(row)
     assert state(store) == before
 

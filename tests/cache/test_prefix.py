@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle as Drawn
 from hypothesis.stateful import RuleBasedStateMachine, consumes, invariant, rule
 
-from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.pools import Bundle, CacheLimits, CacheStore
 from sightline.cache.prefix import PrefixCache, PrefixNode
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
 
@@ -22,25 +22,30 @@ def make_store(usable_pages: int = 16) -> CacheStore:
     return CacheStore(SPECS, CacheLimits(usable_pages + 1, PAGE, 8, 64), torch.device("cpu"))
 
 
+def locked(cache: PrefixCache, tokens: list[int], namespace: str = "") -> tuple[PrefixNode, tuple[Bundle, ...]]:
+    """The longest prefix that is cached, kept from eviction."""
+    match = cache.find(namespace, tokens)
+    return cache.lock(namespace, match), match.bundles
+
+
 def publish(store: CacheStore, cache: PrefixCache, tokens: list[int], namespace: str = "") -> int:
     """A request that computes tokens, leaves them in the cache and goes. Returns how many it found there."""
-    match = cache.match(namespace, tokens)
+    node, bundles = locked(cache, tokens, namespace)
     row = store.open_row()
-    store.adopt(row, match.bundles)
+    store.adopt(row, bundles)
     store.grow_row(row, len(tokens))
-    node = match.node
-    for index in range(len(match.bundles), len(tokens) // PAGE):
+    for index in range(len(bundles), len(tokens) // PAGE):
         node = cache.extend(node, tokens[index * PAGE : (index + 1) * PAGE], store.bundle(row, index))
     store.close_row(row)
     cache.unlock(node)
-    return len(match.bundles) * PAGE
+    return len(bundles) * PAGE
 
 
 def found(cache: PrefixCache, tokens: list[int], namespace: str = "") -> int:
     """Tokens that are cached."""
-    match = cache.match(namespace, tokens)
-    cache.unlock(match.node)
-    return len(match.bundles) * PAGE
+    node, bundles = locked(cache, tokens, namespace)
+    cache.unlock(node)
+    return len(bundles) * PAGE
 
 
 def test_whole_pages_of_what_was_computed_are_found_and_tails_are_not() -> None:
@@ -90,7 +95,7 @@ def test_tokens_that_two_computed_at_once_are_kept_once() -> None:
     nodes = []
     for row in rows:
         store.grow_row(row, 2)
-        nodes.append(cache.match("", [1, 2]).node)
+        nodes.append(locked(cache, [1, 2])[0])
     nodes = [cache.extend(node, [1, 2], store.bundle(row, 0)) for node, row in zip(nodes, rows, strict=True)]
     assert nodes[0] is nodes[1]
     assert cache.num_pages == 1
@@ -118,11 +123,11 @@ def test_what_is_locked_stays_with_all_before_it() -> None:
     store = make_store()
     cache = PrefixCache(store)
     publish(store, cache, [1, 1, 2, 2, 3, 3])
-    match = cache.match("", [1, 1, 2, 2, 9])
+    node, _ = locked(cache, [1, 1, 2, 2, 9])
     assert cache.num_evictable == 1
     assert cache.evict(5) == 1
     assert found(cache, [1, 1, 2, 2, 3, 3]) == 4
-    cache.unlock(match.node)
+    cache.unlock(node)
     assert cache.evict(5) == 2
 
 
@@ -130,10 +135,10 @@ def test_pages_that_a_row_still_reads_outlive_their_eviction() -> None:
     store = make_store()
     cache = PrefixCache(store)
     publish(store, cache, [1, 2])
-    match = cache.match("", [1, 2])
+    node, bundles = locked(cache, [1, 2])
     row = store.open_row()
-    store.adopt(row, match.bundles)
-    cache.unlock(match.node)
+    store.adopt(row, bundles)
+    cache.unlock(node)
     cache.evict(1)
     assert store.num_free_pages == store.num_usable_pages - 1
     store.close_row(row)
@@ -181,16 +186,19 @@ class Machine(RuleBasedStateMachine):
     def start(self, tokens: list[int], namespace: str) -> int:
         if not self.store.num_free_rows or self.store.num_free_pages < 8:
             return 0
-        match = self.cache.match(namespace, tokens)
+        before = self.cache.num_evictable
+        idle = self.cache.find(namespace, tokens).num_idle
+        node, bundles = locked(self.cache, tokens, namespace)
+        assert before - self.cache.num_evictable == idle
         expected = 0
         while (namespace, tuple(tokens[: (expected + 1) * PAGE])) in self.known and (expected + 1) * PAGE <= len(
             tokens
         ):
             expected += 1
-        assert len(match.bundles) == expected
+        assert len(bundles) == expected
         row = self.store.open_row()
-        self.store.adopt(row, match.bundles)
-        self.open[row] = (match.node, tokens[: expected * PAGE], namespace)
+        self.store.adopt(row, bundles)
+        self.open[row] = (node, tokens[: expected * PAGE], namespace)
         return row
 
     @rule(row=running, page=st.integers(0, 1))

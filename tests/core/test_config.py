@@ -140,6 +140,8 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
             page_size=8,
             cache_tokens=800,
             prefix_caching=False,
+            max_queued_requests=70,
+            async_scheduling=True,
             attention_backend="torch",
             seed=3,
             paranoid=True,
@@ -148,7 +150,22 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
         )
     )
     assert config == ResolvedConfig(
-        CPU, torch.float32, Quantization.KEEP, 77, 5, 99, 8, 101, config.scratch_bytes, False, "torch", 3, True, True
+        device=CPU,
+        dtype=torch.float32,
+        quantization=Quantization.KEEP,
+        max_model_len=77,
+        max_rows=5,
+        max_step_tokens=99,
+        page_size=8,
+        num_pages=101,
+        scratch_bytes=config.scratch_bytes,
+        prefix_caching=False,
+        max_queued=70,
+        async_scheduling=True,
+        attention_backend="torch",
+        seed=3,
+        paranoid=True,
+        require_proof=True,
     )
 
 

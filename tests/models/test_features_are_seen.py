@@ -23,7 +23,7 @@ from sightline.models.feed_forward import ExpertFeedForward
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.build import Runtime, assemble_runtime, select_backends
+from sightline.runner.build import Runtime, assemble_runtime, make_store, select_backends
 from support.attention_cases import CPU
 from support.layers import without_bias
 from support.tiny_models import (
@@ -221,7 +221,7 @@ def changed_runtime(folder: Path, change: Change) -> Runtime:
     )
     groups = group_layers(definition.attention_specs())
     selections = select_backends(base.config, groups, [selection.candidate for selection in base.selections[:1]])
-    return assemble_runtime(base.config, definition, decoder, groups, selections)
+    return assemble_runtime(base.config, definition, decoder, groups, selections, make_store(base.config, groups))
 
 
 def test_every_family_has_features() -> None:

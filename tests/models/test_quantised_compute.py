@@ -22,7 +22,7 @@ from sightline.models.decoder import Decoder
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.build import Runtime, assemble_runtime, model_facts
+from sightline.runner.build import Runtime, assemble_runtime, make_store, model_facts
 from support.gguf_families import tiny, write_family
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama
 from support.tiny_models import load_runtime, random_prompts, stepped_logits
@@ -53,7 +53,9 @@ def exact_runtime(path: Path) -> Runtime:
 def kept_runtime(path: Path, cpu: CpuFeatures, ledger: Ledger) -> Runtime:
     exact, decoder = exact_runtime(path), load_kept(path, cpu, ledger)
     groups = group_layers(decoder.definition.attention_specs())
-    return assemble_runtime(exact.config, decoder.definition, decoder, groups, exact.selections)
+    return assemble_runtime(
+        exact.config, decoder.definition, decoder, groups, exact.selections, make_store(exact.config, groups)
+    )
 
 
 def logits_of(runtime: Runtime) -> Tensor:

@@ -373,13 +373,12 @@ def test_an_engine_disturbed_between_planning_and_running_answers_as_an_undistur
     assert llm.engine.runtime.planner.num_rebuilt >= 9
 
 
-def test_a_row_closed_between_planning_and_running_ends_the_step_before_any_token(
+def test_a_row_closed_between_planning_and_running_harms_nobody_else(
     gemma: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = engine_for(gemma)
     [first, second] = [llm.engine.submit(prompt, GREEDY) for prompt in random_prompts([7, 9])]
     llm.engine.step()
-    tokens = {name: llm.engine._live[name].sequences[0].sequence.tokens[:] for name in (first, second)}
 
     def cancelled(llm: LLM, planned: PlannedBatch) -> PlannedBatch:
         llm.engine.forget(first)
@@ -387,9 +386,8 @@ def test_a_row_closed_between_planning_and_running_ends_the_step_before_any_toke
 
     with monkeypatch.context() as patch:
         disturb(llm, patch, cancelled)
-        with pytest.raises(StalePlanError, match=r"page table of pool group0\.kv changed: row"):
-            llm.engine.step()
-    assert llm.engine._live[second].sequences[0].sequence.tokens == tokens[second], "nothing was committed"
+        llm.engine.step()
+    assert llm.engine.metrics().steps_cut == 1, "the plan is stale, and the step was run again without the row"
     while llm.engine.has_work:
         llm.engine.step()
     alone: Any = {"prompt_token_ids": random_prompts([7, 9])[1]}

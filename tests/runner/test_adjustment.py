@@ -15,7 +15,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from sightline.core.request import EffectiveParams
 from sightline.runner.adjustment import TokenAdjustment, adjusted
-from sightline.runner.sampler import RowSampling, sample
+from sightline.runner.sampler import RowSampling
+from support.sampling import sample
 
 VOCAB = 60
 NEUTRAL = EffectiveParams(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sightline.core.request import EffectiveParams
 from sightline.runner.adjustment import TokenAdjustment
 from sightline.runner.logprobs import token_logprobs
-from sightline.runner.sampler import RowSampling, sample
+from sightline.runner.sampler import RowSampling
+from support.sampling import sample
 
 PLAIN = EffectiveParams(1.0, 1.0, 0, 0.0, 5, 16, frozenset(), True)
 

@@ -24,7 +24,8 @@ from runner.statistics import SMALLEST_P_VALUE, p_value
 from sightline.core.request import MAX_SEED, EffectiveParams
 from sightline.runner.adjustment import TokenAdjustment
 from sightline.runner.drawing import truncated_probabilities
-from sightline.runner.sampler import RowSampling, sample
+from sightline.runner.sampler import RowSampling
+from support.sampling import sample
 
 DRAWS = 6000
 PLAIN = EffectiveParams(

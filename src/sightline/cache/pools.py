@@ -6,7 +6,7 @@ does with an entry.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -35,11 +35,20 @@ class CacheLimits:
 class Pool:
     """Pages of entries for one group, with their own free list and page table."""
 
-    def __init__(self, key: str, spec: PoolSpec, limits: CacheLimits, device: torch.device, *, poison: bool) -> None:
+    def __init__(
+        self,
+        key: str,
+        spec: PoolSpec,
+        limits: CacheLimits,
+        device: torch.device,
+        allocator: PageAllocator,
+        *,
+        poison: bool,
+    ) -> None:
         self.key = key
         self.spec = spec
         self.page_size = limits.page_size
-        self.allocator = PageAllocator(limits.num_pages)
+        self.allocator = allocator
         self.table = PageTable(limits.max_rows, -(-limits.max_seq_len // limits.page_size), device)
         self._poison = poison
         num_slots = limits.num_pages * limits.page_size
@@ -77,6 +86,12 @@ class Pool:
         """Takes an owner away from pages."""
         self._poison_pages(self.allocator.release(pages))
 
+    def copy_page(self, source: int, target: int, num_entries: int) -> None:
+        """Puts the first entries of one page into another."""
+        first, to = source * self.page_size, target * self.page_size
+        for plane in self._planes.values():
+            plane[:, to : to + num_entries] = plane[:, first : first + num_entries]
+
     def _poison_pages(self, pages: tuple[int, ...]) -> None:
         """Fills pages with NaN where asked, so that an entry read before it is written, or after it is freed, shows."""
         if not self._poison or not pages:
@@ -104,21 +119,21 @@ class CacheStore:
         device: torch.device,
         *,
         poison: bool = False,
+        make_allocator: Callable[[int], PageAllocator] = PageAllocator,
     ) -> None:
         self.limits = limits
         self.device = device
+
+        def make_pool(group: str, pool: PoolSpec) -> Pool:
+            allocator = make_allocator(limits.num_pages)
+            return Pool(f"{group}.{pool.name}", pool, limits, device, allocator, poison=poison)
+
         self.groups = tuple(
-            GroupCache(
-                spec.group,
-                {
-                    pool.name: Pool(f"{spec.group}.{pool.name}", pool, limits, device, poison=poison)
-                    for pool in spec.pools
-                },
-            )
-            for spec in specs
+            GroupCache(spec.group, {pool.name: make_pool(spec.group, pool) for pool in spec.pools}) for spec in specs
         )
         self.pools = tuple(pool for group in self.groups for pool in group.pools.values())
         self._free_rows = list(range(limits.max_rows, 0, -1))
+        self._is_open = [False] * (limits.max_rows + 1)
 
     @property
     def num_free_rows(self) -> int:
@@ -141,7 +156,9 @@ class CacheStore:
         """A row that no sequence holds."""
         if not self._free_rows:
             raise OutOfPages(f"expected a free page-table row, got none of {self.limits.max_rows}")
-        return self._free_rows.pop()
+        row = self._free_rows.pop()
+        self._is_open[row] = True
+        return row
 
     def grow_row(self, row: int, num_tokens: int) -> None:
         """Makes room for `num_tokens` in every pool; all pools or none."""
@@ -187,14 +204,30 @@ class CacheStore:
         for pool, page in zip(self.pools, bundle, strict=True):
             pool.release([page])
 
+    def owners(self, bundle: Bundle) -> int:
+        """Rows and others that own a bundle's pages, which always have the same."""
+        return self.pools[0].allocator.owners(bundle[0])
+
+    def copy_page(self, source: int, target: int, index: int, num_entries: int) -> None:
+        """Puts the first entries of the `index`-th page of one row into that of another, which must be its alone."""
+        copies = [(pool, pool.table.page(source, index), pool.table.page(target, index)) for pool in self.pools]
+        for pool, _, page in copies:
+            if pool.allocator.owners(page) != 1:
+                raise ValueError(
+                    f"expected page {page} of pool {pool.key} to be row {target}'s alone, got a shared one"
+                )
+        for pool, first, page in copies:
+            pool.copy_page(first, page, num_entries)
+
     def is_open(self, row: int) -> bool:
         """True where a sequence holds the row."""
-        return 1 <= row <= self.limits.max_rows and row not in self._free_rows
+        return 1 <= row <= self.limits.max_rows and self._is_open[row]
 
     def close_row(self, row: int) -> None:
         """Takes the row and its pages back."""
-        if row in self._free_rows:
-            raise ValueError(f"row {row} is closed already")
+        if not self.is_open(row):
+            raise ValueError(f"expected a row that is open, got {row}")
         for pool in self.pools:
             pool.clear(row)
+        self._is_open[row] = False
         self._free_rows.append(row)

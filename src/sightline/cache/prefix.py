@@ -46,9 +46,12 @@ class PrefixNode:
 class PrefixMatch:
     """The longest cached prefix of some tokens."""
 
-    node: PrefixNode
+    node: PrefixNode | None
+    """Where it ends; None where the namespace holds nothing."""
     bundles: tuple[Bundle, ...]
     """One for each page, in order."""
+    num_idle: int
+    """Of them, those that no lock keeps."""
 
 
 class PrefixCache:
@@ -71,18 +74,33 @@ class PrefixCache:
         """Bundles that eviction would take out of the tree."""
         return self.num_pages - self._num_locked
 
-    def match(self, namespace: str, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest prefix of whole pages that the namespace holds; its node is locked for the caller."""
-        node = self._root(namespace)
-        bundles = []
-        for key in _page_keys(tokens, self._page_size):
-            child = node.children.get(key)
-            if child is None:
-                break
-            node = child
-            bundles.append(node.bundle)
-        self._lock(node)
-        return PrefixMatch(node, tuple(bundles))
+    def find(self, namespace: str, tokens: Sequence[int]) -> PrefixMatch:
+        """The longest prefix of whole pages that the namespace holds. Changes nothing: an eviction may take it."""
+        node = self._roots.get(namespace)
+        bundles: list[Bundle] = []
+        num_idle = 0
+        if node is not None:
+            for key in _page_keys(tokens, self._page_size):
+                child = node.children.get(key)
+                if child is None:
+                    break
+                node = child
+                bundles.append(node.bundle)
+                num_idle += node.num_locks == 0
+        return PrefixMatch(node, tuple(bundles), num_idle)
+
+    def lock(self, namespace: str, match: PrefixMatch) -> PrefixNode:
+        """Keeps what was found, and all before it, until the node that is returned is unlocked."""
+        node = self._root(namespace) if match.node is None else match.node
+        now = next(self._clock)
+        node.last_used = now
+        step: PrefixNode | None = node
+        while step is not None:
+            step.num_locks += 1
+            if step.num_locks == 1 and step.parent is not None:
+                self._num_locked += 1
+            step = step.parent
+        return node
 
     def extend(self, node: PrefixNode, tokens: Sequence[int], bundle: Bundle) -> PrefixNode:
         """The node of one more page of tokens after a locked one, to which the lock moves.
@@ -143,16 +161,6 @@ class PrefixCache:
         if namespace not in self._roots:
             self._roots[namespace] = PrefixNode(None, b"", (), namespace)
         return self._roots[namespace]
-
-    def _lock(self, node: PrefixNode) -> None:
-        now = next(self._clock)
-        node.last_used = now
-        step: PrefixNode | None = node
-        while step is not None:
-            step.num_locks += 1
-            if step.num_locks == 1 and step.parent is not None:
-                self._num_locked += 1
-            step = step.parent
 
     def _can_go(self, node: PrefixNode) -> bool:
         attached = node.parent is not None and node.parent.children.get(node.key) is node

@@ -50,6 +50,10 @@ class EngineConfig:
     """Share of the memory left after the weights that the cache may take."""
     prefix_caching: bool = True
     """Keep what is computed of prompts and answers, as long as there is room, for requests that begin alike."""
+    max_queued_requests: int = 1024
+    """Sequences that may wait; whoever comes when so many do is refused at once."""
+    async_scheduling: bool = False
+    """Schedule and launch a step before the one before it is read: gains where the device works on its own."""
     attention_backend: str | None = None
     require_proof: bool = False
     """Refuse an attention backend that the conformance kit has not proven on this machine."""
@@ -72,6 +76,7 @@ class EngineConfig:
             ("max_num_seqs", self.max_num_seqs),
             ("max_num_batched_tokens", self.max_num_batched_tokens),
             ("page_size", self.page_size),
+            ("max_queued_requests", self.max_queued_requests),
             ("max_model_len", self.max_model_len),
             ("cache_tokens", self.cache_tokens),
         ):
@@ -112,6 +117,9 @@ class ResolvedConfig:
     scratch_bytes: int
     """Most that backends may lease."""
     prefix_caching: bool
+    max_queued: int
+    """Sequences that may wait."""
+    async_scheduling: bool
     attention_backend: str | None
     seed: int | None
     paranoid: bool
@@ -162,6 +170,8 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         num_pages=num_pages + PADDING_PAGES,
         scratch_bytes=scratch_bytes,
         prefix_caching=config.prefix_caching,
+        max_queued=config.max_queued_requests,
+        async_scheduling=config.async_scheduling,
         attention_backend=config.attention_backend,
         seed=config.seed,
         paranoid=config.paranoid,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from sightline.core.errors import ConfigError
+from sightline.core.errors import ConfigError, DeviceFaultError
 
 
 class DeviceKind(Enum):
@@ -68,6 +68,15 @@ def single_threaded() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def device_faults() -> Iterator[None]:
+    """Names what nothing on the device survives: after such an error every later call fails too."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise DeviceFaultError(f"the device failed, and what was on it is lost: {error}") from error
 
 
 def available_bytes(device: Device) -> int:

@@ -7,10 +7,12 @@
     │   ├── CheckpointError      a file is truncated, inconsistent or hostile
     │   └── UnsupportedModelError  an architecture, or a config field that changes the result, is not supported
     ├── RequestError             one request is invalid; others are unaffected
+    │   └── QueueFullError       as many requests wait as may; the same one can be sent again later
     ├── PlanError                the plan contract was broken
     │   ├── UnplannedBatchError  a forward was given something that carries no plan
     │   └── StalePlanError       what a plan or its batch was made from has changed since
     ├── OutOfPages               a pool has fewer free pages than asked for
+    ├── DeviceFaultError         the device failed in a way that nothing on it survives
     └── EngineClosedError        work was given to an engine that has been shut down
 
 A message says what was expected, what came, and what to do.
@@ -49,6 +51,10 @@ class RequestError(SightlineError):
     """One request is invalid; others are unaffected."""
 
 
+class QueueFullError(RequestError):
+    """As many requests wait as may; the same one can be sent again later."""
+
+
 class PlanError(SightlineError):
     """The plan contract was broken by the caller."""
 
@@ -67,6 +73,10 @@ class StalePlanError(PlanError):
 
 class OutOfPages(SightlineError):  # noqa: N818 - the name is the condition, as in MemoryError's kin
     """A pool has fewer free pages than asked for."""
+
+
+class DeviceFaultError(SightlineError):
+    """The device failed in a way that nothing on it survives."""
 
 
 class EngineClosedError(SightlineError):

@@ -21,6 +21,8 @@ MAX_CONTINUATIONS = 128
 """The largest `n`."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 128
+MAX_CALLER_LENGTH = 256
+MAX_TIMEOUT = 1e9
 """Every character of the answer is compared with each."""
 _INFINITY = float("inf")
 
@@ -244,6 +246,27 @@ def new_request_id() -> str:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """On what terms a request is served."""
+
+    caller: str = ""
+    """Who asks. A caller's requests share what is cached of their prompts, and callers share the engine evenly."""
+    priority: int = 0
+    """Lower goes first, and may push back what runs with a higher one."""
+    timeout: float | None = None
+    """Seconds from submission in which it must have ended; None waits for ever."""
+
+    def __post_init__(self) -> None:
+        if len(self.caller) > MAX_CALLER_LENGTH:
+            raise RequestError(f"expected a caller of at most {MAX_CALLER_LENGTH} characters, got {len(self.caller)}")
+        _check_given("priority", self.priority)
+        _check_integer("priority", self.priority, -(2**31), 2**31 - 1)
+        _check_number("timeout", self.timeout, 0.0, MAX_TIMEOUT)
+        if self.timeout == 0.0:
+            raise RequestError("expected a timeout above 0 seconds, got 0; leave it out to wait for ever")
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt, checked, with its effective parameters."""
 
@@ -251,8 +274,9 @@ class Request:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: EffectiveParams
-    namespace: str = ""
-    """Requests of one namespace share what is cached of their prompts; none sees another's."""
+    terms: Terms = Terms()
+    deadline: float | None = None
+    """By the engine's clock: when it must have ended."""
 
 
 @dataclass(frozen=True)
@@ -297,11 +321,13 @@ class RequestOutput:
     params: EffectiveParams | None
     """What ran: what the caller left open is filled in. None where the request was refused before that."""
     error: str | None = None
-    """Why it failed, where a `finish_reason` is "error"."""
+    """Why it failed, where a `finish_reason` is "error", or why the engine ended it, where one is "abort"."""
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     """One for each prompt token, where the request asked for them. The first is None: nothing predicts it."""
     num_cached_tokens: int = 0
     """Of the prompt: those that an earlier request had left in the cache."""
+    num_retractions: int = 0
+    """Times that a continuation gave its pages back for others, and computed again what it had."""
 
 
 @dataclass(frozen=True)

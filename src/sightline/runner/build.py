@@ -19,6 +19,7 @@ from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, Selection, no_doubt, select_backend
 from sightline.attention.spec import LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.config import EngineConfig, ModelFacts, Quantization, ResolvedConfig, resolve
 from sightline.core.device import detect_device, single_threaded
@@ -73,7 +74,7 @@ def build_runtime(
     )
     with single_threaded():
         model = definition.load(reader)
-    return assemble_runtime(resolved, definition, model, groups, selections)
+    return assemble_runtime(resolved, definition, model, groups, selections, make_store(resolved, groups))
 
 
 def select_backends(
@@ -93,22 +94,32 @@ def select_backends(
     )
 
 
+def make_store(
+    config: ResolvedConfig,
+    groups: Sequence[LayerGroup],
+    make_allocator: Callable[[int], PageAllocator] = PageAllocator,
+) -> CacheStore:
+    """The pools of every group."""
+    return CacheStore(
+        [group.cache_spec(config.dtype) for group in groups],
+        CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
+        config.device.torch_device,
+        poison=config.paranoid,
+        make_allocator=make_allocator,
+    )
+
+
 def assemble_runtime(
     config: ResolvedConfig,
     definition: ModelDefinition,
     model: Model,
     groups: Sequence[LayerGroup],
     selections: Sequence[Selection],
+    store: CacheStore,
 ) -> Runtime:
     """The straight line from pools to runner."""
     device = config.device.torch_device
     limits = Limits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
-    store = CacheStore(
-        [group.cache_spec(config.dtype) for group in groups],
-        CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
-        device,
-        poison=config.paranoid,
-    )
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)
     bindings = tuple(
         GroupBinding(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from sightline.core.request import EffectiveParams
@@ -40,8 +41,18 @@ class RowSampling:
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """The choice for each row, on the device that made it: the next step can use it before anybody has read it."""
+
+    tokens: Tensor
+    """[num_rows] int64."""
+    finite: Tensor
+    """[num_rows] bool: False where the row's logits held a NaN or an infinity: its token means nothing."""
+
+
+@dataclass(frozen=True)
 class Sampled:
-    """The choice for each row."""
+    """The choice for each row, read."""
 
     tokens: tuple[int, ...]
     finite: tuple[bool, ...]
@@ -50,31 +61,35 @@ class Sampled:
     """By row, of the raw logits, for rows that asked for them and are finite."""
 
 
-def sample(logits: Tensor, rows: Sequence[RowSampling]) -> Sampled:
+def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Chosen:
     """One token for each row of logits [num_rows, vocab_size] fp32, which are as before when it returns."""
-    finite = _finite(logits)
+    finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
     adjusting = [(index, row.adjustment) for index, row in enumerate(rows) if row.adjustment is not None]
+    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0]
+    if drawn:
+        # A draw from what is no number has no end to look for.
+        usable = finite.tolist()
+        drawn = [index for index in drawn if usable[index]]
     with adjusted(logits, adjusting) as values:
-        drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0 and finite[index]]
-        tokens = _argmax(values) if len(drawn) < len(rows) else [0] * len(rows)
+        tokens = _argmax(values) if len(drawn) < len(rows) else torch.zeros_like(finite, dtype=torch.int64)
         if drawn:
             some = values if len(drawn) == len(rows) else values[drawn]
             chosen = draw(some, [_choice(rows[index]) for index in drawn])
-            for index, token in zip(drawn, chosen, strict=True):
-                tokens[index] = token
+            tokens[drawn] = torch.tensor(chosen, dtype=torch.int64, device=tokens.device)
+    return Chosen(tokens, finite)
+
+
+def read(chosen: Chosen, logits: Tensor, rows: Sequence[RowSampling]) -> Sampled:
+    """Waits for the choice, and tells the log probabilities that were asked for, out of the same logits."""
+    tokens, finite = chosen.tokens.tolist(), chosen.finite.tolist()
     return Sampled(tuple(tokens), tuple(finite), _logprobs(logits, rows, tokens, finite))
 
 
-def _finite(logits: Tensor) -> list[bool]:
-    """Whether each row is free of NaN and infinities, which its extremes tell without another pass over a mask."""
-    finite: list[bool] = (logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()).tolist()
-    return finite
-
-
-def _argmax(logits: Tensor) -> list[int]:
-    """The first of the largest. On the CPU numpy's takes a tenth of the time of torch's."""
-    tokens: list[int] = (logits.numpy() if logits.device.type == "cpu" else logits).argmax(-1).tolist()
-    return tokens
+def _argmax(logits: Tensor) -> Tensor:
+    """The first of the largest, [num_rows] int64. On the CPU numpy's takes a tenth of the time of torch's."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(logits.numpy().argmax(-1))
+    return logits.argmax(-1)
 
 
 def _logprobs(

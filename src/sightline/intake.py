@@ -1,0 +1,104 @@
+"""From what a caller sends to a `Request`: checked against this model, with nothing left open.
+
+Knows the model's limits and its own wishes. Does not know what runs.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from random import Random
+from typing import TypeVar
+
+from sightline.core.errors import RequestError
+from sightline.core.request import EffectiveParams, Request, SamplingParams, Terms, check_prompt, new_request_id
+from sightline.models.loading.generation import GenerationDefaults
+
+_T = TypeVar("_T")
+
+
+class Intake:
+    """Turns what comes into requests."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        generation: GenerationDefaults,
+        has_tokenizer: bool,
+        seed: int | None,
+    ) -> None:
+        """`seed` is where the seeds of requests that bring none come from; None: from chance."""
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._generation = generation
+        self._has_tokenizer = has_tokenizer
+        self._seeds = Random(secrets.randbits(64) if seed is None else seed)
+
+    def request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None, terms: Terms, now: float
+    ) -> Request:
+        """Raises `RequestError` for what cannot run."""
+        check_prompt(prompt_token_ids, self._vocab_size, self._max_model_len)
+        self._check_tokens(params)
+        return Request(
+            request_id=new_request_id(),
+            prompt=prompt,
+            prompt_token_ids=tuple(int(token) for token in prompt_token_ids),
+            params=self._effective(params, self._max_model_len - len(prompt_token_ids)),
+            terms=terms,
+            deadline=None if terms.timeout is None else now + terms.timeout,
+        )
+
+    def _effective(self, params: SamplingParams, room: int) -> EffectiveParams:
+        """The caller's wishes, then the model's own, then neutral values; `room` is what the context leaves."""
+        model = self._generation
+        greedy = model.do_sample is False or (model.temperature is None and not model.do_sample)
+        model_temperature = 0.0 if greedy else _first(model.temperature, 1.0)
+        end_tokens = frozenset(token for token in model.eos_token_ids if token < self._vocab_size)
+        max_tokens = min(_first(params.max_tokens, room), room)
+        if params.min_tokens is not None and params.min_tokens > max_tokens:
+            raise RequestError(
+                f"expected min_tokens of at most {max_tokens}, which is what the context leaves, got "
+                f"{params.min_tokens}; shorten the prompt or raise max_model_len"
+            )
+        return EffectiveParams(
+            temperature=_first(params.temperature, model_temperature),
+            top_p=_first(params.top_p, model.top_p, 1.0),
+            top_k=_first(params.top_k, model.top_k, 0),
+            min_p=_first(params.min_p, model.min_p, 0.0),
+            seed=_first(params.seed, self._seeds.getrandbits(64)),
+            max_tokens=max_tokens,
+            stop_token_ids=frozenset(params.stop_token_ids),
+            skip_special_tokens=params.skip_special_tokens,
+            eos_token_ids=frozenset() if params.ignore_eos else end_tokens,
+            repetition_penalty=_first(params.repetition_penalty, model.repetition_penalty, 1.0),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=tuple(sorted((params.logit_bias or {}).items())),
+            stop=params.stop_strings,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=_first(params.min_tokens, min(_first(model.min_tokens, 0), max_tokens)),
+            n=params.n,
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+        )
+
+    def _check_tokens(self, params: SamplingParams) -> None:
+        """Raises `RequestError` for what this model, or its missing tokenizer, cannot do."""
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token in tokens:
+                if token >= self._vocab_size:
+                    raise RequestError(f"expected {name} below {self._vocab_size}, the vocabulary's size, got {token}")
+        if len({*self._generation.eos_token_ids, *params.stop_token_ids}) >= self._vocab_size:
+            raise RequestError("expected stop_token_ids that leave a token to generate, got the whole vocabulary")
+        if params.stop_strings and not self._has_tokenizer:
+            raise RequestError(
+                "expected stop_token_ids, got stop strings: the tokenizer was not loaded (skip_tokenizer_init)"
+            )
+
+
+def _first(*values: _T | None) -> _T:
+    """The first value that is not None; the last one never is."""
+    return next(value for value in values if value is not None)

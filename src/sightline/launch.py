@@ -1,0 +1,146 @@
+"""One step on the device: assembled, planned, run, its tokens chosen; nothing is waited for.
+
+A step that raises is cut in two and run again, until the rows that raise stand alone: nothing was committed, and a
+row's entries come out the same, so that the others are as if they had never met. Knows rows and what they sample; does
+not know the queue, and ends no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sightline.core.batch import Batch
+from sightline.core.device import device_faults
+from sightline.core.errors import DeviceFaultError
+from sightline.live import LiveSequence
+from sightline.runner.batching import RowWork, assemble
+from sightline.runner.build import Runtime
+from sightline.runner.sampler import Chosen, RowSampling, Sampled, choose, read
+from sightline.scheduler.sequence import ScheduledRow, SequenceState
+
+
+class Member(NamedTuple):
+    """A row of a step and the sequence's life."""
+
+    row: ScheduledRow
+    live: LiveSequence
+
+
+@dataclass(frozen=True, eq=False)
+class LaunchedStep:
+    """A step that is under way, and what will come of it."""
+
+    members: tuple[Member, ...]
+    logits: Tensor
+    """[num_logits, vocab_size] fp32, of all rows that want some, in order."""
+    places: Mapping[SequenceState, int]
+    """Of the sequences whose next token is chosen: which of the chosen ones it is."""
+    chosen_logits: Tensor
+    """[num_chosen, vocab_size] fp32."""
+    sampling: tuple[RowSampling, ...]
+    """By place, as `chosen`."""
+    chosen: Chosen
+
+    @property
+    def rows(self) -> tuple[ScheduledRow, ...]:
+        return tuple([member.row for member in self.members])
+
+    def read(self) -> Sampled:
+        """Waits for the device."""
+        with device_faults():
+            return read(self.chosen, self.chosen_logits, self.sampling)
+
+
+class Failure(NamedTuple):
+    """A row that raises, alone."""
+
+    member: Member
+    error: Exception
+
+
+class Launch(NamedTuple):
+    """What came of a schedule: one step, or the parts that it was cut into, and rows that cannot run."""
+
+    steps: tuple[LaunchedStep, ...]
+    failures: tuple[Failure, ...]
+
+
+class Launcher:
+    """Puts steps on a runtime's device."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.num_cut = 0
+        """Steps that raised and were run again in parts."""
+
+    def launch(self, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Launch:
+        """Rows may continue tokens that steps in flight choose. Raises `DeviceFaultError`; all else is a failure."""
+        try:
+            return Launch((self._run(members, in_flight),), ())
+        except DeviceFaultError:
+            raise
+        except Exception:
+            self.num_cut += 1
+        return self._launch_parts(members, in_flight)
+
+    def _launch_parts(self, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Launch:
+        """Each half on its own. A single row is tried once more: what raised may have been the moment."""
+        middle = len(members) // 2
+        launches = []
+        for part in (members[:middle], members[middle:]) if middle else (members,):
+            try:
+                launches.append(Launch((self._run(part, in_flight),), ()))
+            except DeviceFaultError:
+                raise
+            except Exception as error:
+                alone = len(part) == 1
+                launches.append(
+                    Launch((), (Failure(part[0], error),)) if alone else self._launch_parts(part, in_flight)
+                )
+        return Launch(
+            tuple(step for launch in launches for step in launch.steps),
+            tuple(failure for launch in launches for failure in launch.failures),
+        )
+
+    def _run(self, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> LaunchedStep:
+        with device_faults():
+            batch = assemble([_work(row) for row, _ in members], self._runtime.store)
+            self._fill_in(batch, members, in_flight)
+            logits = self._runtime.runner.forward(self._runtime.planner.plan(batch))
+            ends = list(accumulate(row.num_logits for row, _ in members))
+            completing = [(row, live, end) for (row, live), end in zip(members, ends, strict=True) if row.completes]
+            chosen_logits = logits
+            if len(completing) < logits.shape[0]:
+                chosen_logits = logits[[end - 1 for _, _, end in completing]]
+            sampling = tuple([live.sampling(row) for row, live, _ in completing])
+            chosen = choose(chosen_logits, sampling)
+        places = {row.sequence: place for place, (row, _, _) in enumerate(completing)}
+        return LaunchedStep(tuple(members), logits, places, chosen_logits, sampling, chosen)
+
+    def _fill_in(self, batch: Batch, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> None:
+        """Puts the tokens that steps in flight choose where the batch continues them; the host never sees them."""
+        ends = accumulate(row.num_tokens for row, _ in members)
+        unread = [(row.sequence, end - 1) for (row, _), end in zip(members, ends, strict=True) if _is_unread(row)]
+        for step in in_flight if unread else ():
+            found = [(place, step.places[sequence]) for sequence, place in unread if sequence in step.places]
+            if found:
+                places, sources = (torch.tensor(each, device=batch.tokens.device) for each in zip(*found, strict=True))
+                batch.tokens.index_copy_(0, places, step.chosen.tokens.index_select(0, sources))
+
+
+def _is_unread(row: ScheduledRow) -> bool:
+    """True where its last token is on its way."""
+    return row.seq_len > len(row.sequence.tokens)
+
+
+def _work(row: ScheduledRow) -> RowWork:
+    tokens = row.sequence.tokens[row.context_len : row.seq_len]
+    # A token that is on its way is filled in on the device.
+    tokens.extend([0] * (row.num_tokens - len(tokens)))
+    return RowWork(row.table_row, tokens, row.context_len, row.num_logits)

@@ -1,0 +1,122 @@
+"""What of the cache there is to give: free pages, what the prefix cache holds, what running sequences share.
+
+Owns what happens to a sequence's row: opened, filled with what is shared, grown, released. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from sightline.cache.pools import Bundle, CacheStore
+from sightline.cache.prefix import PrefixCache, PrefixNode
+from sightline.scheduler.policy import Finding
+from sightline.scheduler.sequence import SequenceState
+
+
+class Supply:
+    """A store and, where there is one, its prefix cache."""
+
+    def __init__(self, store: CacheStore, prefixes: PrefixCache | None) -> None:
+        """Without `prefixes` nothing outlives its request."""
+        self.store = store
+        self._prefixes = prefixes
+        self._page_size = store.limits.page_size
+
+    @property
+    def num_evictable(self) -> int:
+        return 0 if self._prefixes is None else self._prefixes.num_evictable
+
+    def find(self, sequence: SequenceState) -> Finding:
+        """What a waiting sequence can share. At least one token is left to compute, and all whose logits are wanted."""
+        tokens = sequence.tokens
+        match = None
+        if self._prefixes is not None:
+            match = self._prefixes.find(sequence.caller, [] if sequence.scores_prompt else tokens[:-1])
+        num_pages = 0 if match is None else len(match.bundles)
+        found, last = num_pages * self._page_size, len(sequence.request.prompt_token_ids) - 1
+        leader = sequence.leader
+        if leader is None or leader.is_out or leader.num_computed < last or found >= last:
+            return Finding(match, None, found, num_pages)
+        return Finding(match, leader, last, last // self._page_size)
+
+    def gain(self, sequences: Sequence[SequenceState]) -> int:
+        """Pages that would come free, or could be evicted, were these running sequences all to give theirs up."""
+        held: Counter[Bundle] = Counter()
+        unlocked: Counter[PrefixNode] = Counter()
+        for sequence in sequences:
+            assert sequence.table_row is not None, "a running sequence has a row"
+            held.update(self.store.bundle(sequence.table_row, index) for index in range(sequence.num_pages))
+            node = sequence.prefix
+            while node is not None and node.parent is not None:
+                unlocked[node] += 1
+                node = node.parent
+        free = sum(self.store.owners(bundle) == count for bundle, count in held.items())
+        idle = sum(
+            node.num_locks == count and self.store.owners(node.bundle) == held[node.bundle] + 1
+            for node, count in unlocked.items()
+        )
+        return free + idle
+
+    def keep(self, sequence: SequenceState, finding: Finding) -> None:
+        """Locks what was found, so that nothing that makes room takes it away."""
+        if self._prefixes is not None and finding.match is not None:
+            sequence.prefix = self._prefixes.lock(sequence.caller, finding.match)
+            sequence.num_prefix_pages = len(finding.match.bundles)
+
+    def open(self, sequence: SequenceState, finding: Finding, num_tokens: int) -> None:
+        """Gives a sequence a row with what it shares, and pages for `num_tokens` in all. Raises `OutOfPages`."""
+        row = sequence.table_row = self.store.open_row()
+        bundles = () if finding.match is None else finding.match.bundles
+        leader = finding.fork_of
+        if leader is not None and leader.table_row is not None:
+            more = range(len(bundles), finding.num_pages)
+            bundles = (*bundles, *(self.store.bundle(leader.table_row, index) for index in more))
+        self.store.adopt(row, bundles)
+        self.store.grow_row(row, num_tokens)
+        num_copied = finding.num_tokens - finding.num_pages * self._page_size
+        if leader is not None and leader.table_row is not None and num_copied:
+            self.store.copy_page(leader.table_row, row, finding.num_pages, num_copied)
+        sequence.num_pages = self.store.row_pages(row)
+        sequence.num_computed = sequence.num_scheduled = finding.num_tokens
+
+    def grow(self, sequence: SequenceState, num_tokens: int) -> None:
+        """Pages for `num_tokens` in all. Raises `OutOfPages`."""
+        assert sequence.table_row is not None, "a running sequence has a row"
+        self.store.grow_row(sequence.table_row, num_tokens)
+        sequence.num_pages = self.store.row_pages(sequence.table_row)
+
+    def make_room(self, num_pages: int, running: Sequence[SequenceState]) -> None:
+        """Makes pages free: first those reserved and unused, of the last in rank first, then cached ones."""
+        for sequence in reversed(running):
+            if self.store.num_free_pages >= num_pages:
+                return
+            if sequence.table_row is not None and sequence.num_pages > self.store.pages_for(sequence.num_expected):
+                self.store.trim_row(sequence.table_row, sequence.num_expected)
+                sequence.num_pages = self.store.row_pages(sequence.table_row)
+        if self._prefixes is not None and self.store.num_free_pages < num_pages:
+            self._prefixes.evict(num_pages - self.store.num_free_pages)
+
+    def publish(self, sequence: SequenceState) -> None:
+        """Puts the pages that are whole and computed into the prefix cache: logits came of them, and were numbers."""
+        if self._prefixes is None or sequence.prefix is None or sequence.table_row is None:
+            return
+        size = self._page_size
+        while (sequence.num_prefix_pages + 1) * size <= sequence.num_computed:
+            index = sequence.num_prefix_pages
+            tokens = sequence.tokens[index * size : (index + 1) * size]
+            bundle = self.store.bundle(sequence.table_row, index)
+            sequence.prefix = self._prefixes.extend(sequence.prefix, tokens, bundle)
+            sequence.num_prefix_pages += 1
+
+    def release(self, sequence: SequenceState) -> None:
+        """Takes a sequence's row, its pages and its lock back. Once more after an interruption changes nothing."""
+        if sequence.table_row is not None:
+            if self.store.is_open(sequence.table_row):
+                self.store.close_row(sequence.table_row)
+            sequence.table_row = None
+        sequence.num_pages = 0
+        if self._prefixes is not None and sequence.prefix is not None:
+            node, sequence.prefix = sequence.prefix, None
+            self._prefixes.unlock(node)
+        sequence.num_prefix_pages = 0
