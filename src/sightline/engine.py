@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.num_waiting + self._scheduler.num_running + len(self._in_flight) > 0
+        return self._scheduler.has_work or bool(self._in_flight)
 
     @property
     def in_flight(self) -> tuple[LaunchedStep, ...]:

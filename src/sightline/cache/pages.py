@@ -66,7 +66,8 @@ class PageAllocator:
         return tuple(freed)
 
     def _require_owned(self, pages: tuple[int, ...], *, leaving: bool) -> None:
-        for page, times in Counter(pages).items():
+        named = Counter(pages) if len(pages) > 1 else dict.fromkeys(pages, 1)
+        for page, times in named.items():
             if not PADDING_PAGES <= page < self._num_pages:
                 raise ValueError(f"expected a page from {PADDING_PAGES} to {self._num_pages - 1}, got {page}")
             if self._owners[page] < (times if leaving else 1):

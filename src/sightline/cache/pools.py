@@ -187,7 +187,7 @@ class CacheStore:
 
     def bundle(self, row: int, index: int) -> Bundle:
         """The `index`-th page of a row in each pool."""
-        return tuple(pool.table.page(row, index) for pool in self.pools)
+        return tuple([pool.table.page(row, index) for pool in self.pools])
 
     def adopt(self, row: int, bundles: Sequence[Bundle]) -> None:
         """Gives a row pages that others own too, with what they hold."""

@@ -136,15 +136,9 @@ class _Deciding:
 
     def decide(self) -> Decision:
         self._give_pages()
-        prompts = []
-        for sequence in self._going:
-            if sequence in self._sits_out or not sequence.is_ready:
-                continue
-            if sequence.num_pending == 1:
-                self._add_row(sequence)
-            else:
-                priority, arrival = sequence.rank
-                prompts.append((Turn(priority, self._state.share(sequence.caller), arrival), sequence))
+        ready = [sequence for sequence in self._going if sequence not in self._sits_out and sequence.is_ready]
+        self._add_decoding([sequence for sequence in ready if sequence.num_pending == 1])
+        prompts = [(self._turn(sequence), sequence) for sequence in ready if sequence.num_pending > 1]
         prompts.sort(key=_turn)
         for _, sequence in heapq.merge(prompts, self._newcomers(), key=_turn):
             if self._room.num_tokens <= 0:
@@ -247,6 +241,16 @@ class _Deciding:
         victim = less_urgent[-1]
         self._give_way(victim)
         return victim.num_steps == 0
+
+    def _turn(self, sequence: SequenceState) -> Turn:
+        priority, arrival = sequence.rank
+        return Turn(priority, self._state.share(sequence.caller), arrival)
+
+    def _add_decoding(self, sequences: Sequence[SequenceState]) -> None:
+        """Rows of one token each. None scores a prompt: what its last token predicts is not in it."""
+        taken = sequences[: self._room.num_tokens]
+        self._rows.update(dict.fromkeys(taken, 1))
+        self._room.num_tokens -= len(taken)
 
     def _add_row(self, sequence: SequenceState) -> None:
         if self._room.allows(sequence):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from sightline.scheduler.sequence import SequenceState
-from sightline.scheduler.shares import Shares
 
 
 class Turn(NamedTuple):
@@ -39,6 +38,10 @@ class WaitingQueue:
         """All of them, in no order that means anything."""
         return (sequence for callers in self._levels.values() for line in callers.values() for sequence in line)
 
+    @property
+    def callers(self) -> set[str]:
+        return {caller for callers in self._levels.values() for caller in callers}
+
     def add(self, sequence: SequenceState) -> None:
         """At the place of its arrival, which may be long ago."""
         callers = self._levels.setdefault(sequence.request.terms.priority, {})
@@ -61,15 +64,17 @@ class WaitingQueue:
             del self._levels[priority]
         return True
 
-    def in_turn(self, shares: Shares) -> Iterator[tuple[Turn, SequenceState]]:
-        """From the next on, as if each that is passed were let in: its prompt then counts as its caller's."""
-        had: dict[str, int] = {}
+    def in_turn(self, had: Callable[[], Mapping[str, int]]) -> Iterator[tuple[Turn, SequenceState]]:
+        """From the next on, as if each that is passed were let in: its prompt then counts as its caller's.
+
+        `had` tells what every caller has had; it is asked when the first is.
+        """
+        tokens = dict(had())
         for priority in sorted(self._levels):
             callers = self._levels[priority]
             heads = []
             for caller, line in callers.items():
-                had.setdefault(caller, shares.of(caller))
-                heads.append((Turn(priority, had[caller], line[0].arrival), caller, 0))
+                heads.append((Turn(priority, tokens[caller], line[0].arrival), caller, 0))
             heapq.heapify(heads)
             while heads:
                 turn, caller, place = heads[0]
@@ -77,9 +82,9 @@ class WaitingQueue:
                 sequence = line[place]
                 yield turn, sequence
                 if not sequence.was_admitted:
-                    had[caller] += len(sequence.tokens)
+                    tokens[caller] += len(sequence.tokens)
                 if place + 1 < len(line):
-                    following = Turn(priority, had[caller], line[place + 1].arrival)
+                    following = Turn(priority, tokens[caller], line[place + 1].arrival)
                     heapq.heapreplace(heads, (following, caller, place + 1))
                 else:
                     heapq.heappop(heads)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from sightline.cache.pools import CacheStore
 from sightline.cache.prefix import PrefixCache
@@ -76,6 +76,11 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def has_work(self) -> bool:
+        """True while a sequence waits, runs, or has left and not given its pages back."""
+        return bool(len(self._waiting) or self._running or self._leaving)
+
     def submit(self, sequence: SequenceState) -> None:
         """Adds a sequence to the queue; one that could never end is refused."""
         needed = self._store.pages_for(sequence.max_len)
@@ -101,6 +106,10 @@ class Scheduler:
             sequence.num_scheduled = row.context_len + row.num_tokens
             if row.completes:
                 sequence.num_expected = sequence.num_scheduled + 1
+            # What is computed again after a retraction is not its caller's doing.
+            if sequence.num_scheduled > sequence.num_charged:
+                self._shares.charge(sequence.caller, sequence.num_scheduled - sequence.num_charged)
+                sequence.num_charged = sequence.num_scheduled
 
     def commit(self, row: ScheduledRow, token: int | None) -> None:
         """The row's entries are in the cache, and `token` follows where it completes.
@@ -111,8 +120,6 @@ class Scheduler:
             raise ValueError(f"expected a token exactly where a row completes, got {token}")
         sequence, seq_len = row.sequence, row.context_len + row.num_tokens
         if token is not None:
-            if len(sequence.tokens) == seq_len:
-                self._shares.charge(sequence.caller, 1)
             sequence.tokens[seq_len:] = [token]
         sequence.num_computed = seq_len
         if token is not None:
@@ -174,7 +181,7 @@ class Scheduler:
     def _state(self) -> State:
         return State(
             running=self._running,
-            waiting=self._waiting.in_turn(self._shares),
+            waiting=self._waiting.in_turn(self._had),
             share=self._shares.of,
             find=self._supply.find,
             gain=self._supply.gain,
@@ -185,6 +192,14 @@ class Scheduler:
             max_step_tokens=self._max_step_tokens,
             max_scored_tokens=self._max_scored_tokens,
         )
+
+    def _had(self) -> Mapping[str, int]:
+        """What every caller that waits has had, and is about to have: prompts that are let in count as a whole."""
+        had = {caller: self._shares.of(caller) for caller in self._waiting.callers}
+        for sequence in self._running:
+            if sequence.num_pending > 1 and sequence.caller in had:
+                had[sequence.caller] += sequence.num_pending
+        return had
 
     def _carry_out(self, decision: Decision) -> Schedule:
         """Locks what is shared first, so that nothing after it takes it away."""
@@ -231,7 +246,7 @@ class Scheduler:
         insort(self._running, sequence, key=_rank)
         if not sequence.was_admitted:
             sequence.was_admitted, sequence.num_cached = True, finding.num_tokens
-            self._shares.charge(sequence.caller, len(sequence.tokens) - finding.num_tokens)
+            sequence.num_charged = finding.num_tokens
             if sequence.leader is None and finding.match is not None:
                 self.num_queried_tokens += len(sequence.tokens)
                 self.num_hit_tokens += finding.num_tokens

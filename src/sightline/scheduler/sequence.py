@@ -48,6 +48,8 @@ class SequenceState:
     """It has run, though it may wait again."""
     num_cached: int = 0
     """Tokens of the prompt that it found in the cache when it was first admitted."""
+    num_charged: int = 0
+    """Tokens that were counted as its caller's, or that it found computed."""
     num_retractions: int = 0
     arrival: int = 0
     """Its place in the order in which sequences were submitted."""

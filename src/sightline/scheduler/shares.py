@@ -43,7 +43,7 @@ class Shares:
             self._floor = max(self._floor, self.of(caller))
 
     def charge(self, caller: str, num_tokens: int) -> None:
-        self._tokens[caller] = self.of(caller) + num_tokens
+        self._tokens[caller] = self._tokens.get(caller, self._floor) + num_tokens
 
     def _forget(self) -> None:
         """Drops callers that are away and would come back with the least share anyway."""

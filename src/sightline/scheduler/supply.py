@@ -88,14 +88,16 @@ class Supply:
 
     def make_room(self, num_pages: int, running: Sequence[SequenceState]) -> None:
         """Makes pages free: first those reserved and unused, of the last in rank first, then cached ones."""
+        size, missing = self._page_size, num_pages - self.store.num_free_pages
         for sequence in reversed(running):
-            if self.store.num_free_pages >= num_pages:
+            if missing <= 0:
                 return
-            if sequence.table_row is not None and sequence.num_pages > self.store.pages_for(sequence.num_expected):
+            if sequence.num_pages > -(-sequence.num_expected // size) and sequence.table_row is not None:
                 self.store.trim_row(sequence.table_row, sequence.num_expected)
                 sequence.num_pages = self.store.row_pages(sequence.table_row)
-        if self._prefixes is not None and self.store.num_free_pages < num_pages:
-            self._prefixes.evict(num_pages - self.store.num_free_pages)
+                missing = num_pages - self.store.num_free_pages
+        if self._prefixes is not None and missing > 0:
+            self._prefixes.evict(missing)
 
     def publish(self, sequence: SequenceState) -> None:
         """Puts the pages that are whole and computed into the prefix cache: logits came of them, and were numbers."""
