@@ -195,6 +195,14 @@ def test_generate_ends_what_takes_too_long(folder: Path) -> None:
     assert [output.outputs[0].finish_reason for output in outputs] == ["abort"] * 2
 
 
+def test_a_stream_ends_when_its_time_is_over_and_says_why(folder: Path) -> None:
+    llm = tiny(folder)
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    *_, last = llm.stream(prompts_of(1)[0], params, timeout=1e-3)
+    assert (last.finish_reason, last.error) == ("abort", "expected an end within 0.001 s, got none; allow more time")
+    assert is_at_rest(llm)
+
+
 def test_callers_take_turns(folder: Path) -> None:
     engine = tiny(folder, max_num_seqs=1).engine
     prompts = random_prompts([5] * 5)

@@ -128,7 +128,7 @@ class LLM:
         and each of its `n` outputs has the finish reason "error".
         """
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-        terms = [Terms(priority=each, timeout=timeout) for each in _spread(priority, len(listed), "priority")]
+        terms = _terms(priority, timeout, len(listed))
         return self._run(listed, self._encode_prompt, sampling_params, terms, use_tqdm=use_tqdm)
 
     def chat(
@@ -137,31 +137,44 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
         **template: Unpack[TemplateSettings],
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of several, through the model's chat template."""
+        """Answers one conversation, or each of several, through the model's chat template; as `generate` otherwise."""
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         return self._run(
             conversations,
             lambda each: self._encode_chat(each, **template),
             sampling_params,
-            [Terms()] * len(conversations),
+            _terms(priority, timeout, len(conversations)),
             use_tqdm=use_tqdm,
         )
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> TextStream:
         """Continues a prompt piece by piece. Closing the stream cancels the request and frees its pages."""
-        return self._submit(self._encode_prompt(prompt), sampling_params)
+        return self._submit(self._encode_prompt(prompt), sampling_params, Terms(priority=priority, timeout=timeout))
 
     def stream_chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
         **template: Unpack[TemplateSettings],
     ) -> TextStream:
         """Answers a conversation piece by piece; as `stream` otherwise."""
-        return self._submit(self._encode_chat(messages, **template), sampling_params)
+        terms = Terms(priority=priority, timeout=timeout)
+        return self._submit(self._encode_chat(messages, **template), sampling_params, terms)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request before the next step. Any thread may call it."""
@@ -180,14 +193,16 @@ class LLM:
             )
         return self.engine.tokenizer
 
-    def _submit(self, encoded: tuple[str | None, Sequence[int]], sampling_params: SamplingParams | None) -> TextStream:
+    def _submit(
+        self, encoded: tuple[str | None, Sequence[int]], sampling_params: SamplingParams | None, terms: Terms
+    ) -> TextStream:
         text, token_ids = encoded
         params = sampling_params or SamplingParams()
         if params.prompt_logprobs is not None:
             raise RequestError(
                 "expected prompt_logprobs with generate or chat, got them with a stream, which has no place"
             )
-        return TextStream(self.engine, self.engine.submit(token_ids, params, text))
+        return TextStream(self.engine, self.engine.submit(token_ids, params, text, terms))
 
     def _encode_prompt(self, prompt: object) -> tuple[str | None, Sequence[int]]:
         match prompt:
@@ -290,6 +305,10 @@ class TextStream(Iterator[TextDelta]):
     def __del__(self) -> None:
         if not self._ended:
             self._engine.abandon(self.request_id)
+
+
+def _terms(priority: int | Sequence[int], timeout: float | None, count: int) -> list[Terms]:
+    return [Terms(priority=each, timeout=timeout) for each in _spread(priority, count, "priority")]
 
 
 def _spread(value: _T | Sequence[_T], count: int, name: str) -> Sequence[_T]:

@@ -138,3 +138,12 @@ def test_logits_of_a_row_without_tokens_are_refused(others: int) -> None:
     work = [RowWork(open_row(store, 4), [1, 2], 0, False) for _ in range(others)]
     with pytest.raises(ValueError, match="token"):
         assemble([*work, RowWork(open_row(store, 4), [], 2, num_logits=True)], store)
+
+
+def test_a_row_that_would_write_into_a_page_of_others_is_refused() -> None:
+    store = make_store()
+    row = open_row(store, 8)
+    store.share(store.bundle(row, 0))
+    assemble([RowWork(row, [1] * 4, 4, True)], store)
+    with pytest.raises(ValueError, match="which row 1 is to write, to be its alone, got one with 2 owners; copy it"):
+        assemble([RowWork(row, [1] * 5, 3, True)], store)

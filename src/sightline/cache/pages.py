@@ -41,7 +41,7 @@ class PageAllocator:
             raise ValueError(f"expected a count of at least 0, got {count}")
         if count > len(self._free):
             raise OutOfPages(f"expected {count} free pages, got {len(self._free)} of {self.num_usable}")
-        pages = tuple(self._free.pop() for _ in range(count))
+        pages = tuple([self._free.pop() for _ in range(count)])
         for page in pages:
             self._owners[page] = 1
         return pages

@@ -86,6 +86,19 @@ class Pool:
         """Takes an owner away from pages."""
         self._poison_pages(self.allocator.release(pages))
 
+    def check_writable(self, row: int, first: int, stop: int) -> None:
+        """Raises unless a row has pages for its entries up to `stop`, and those from `first` on are its alone."""
+        pages = self.table.num_owned(row)
+        if pages * self.page_size < stop:
+            raise ValueError(f"expected pages for {stop} tokens in row {row} of pool {self.key}, got {pages} pages")
+        for index in range(first // self.page_size, -(-stop // self.page_size)):
+            page = self.table.page(row, index)
+            if self.allocator.owners(page) != 1:
+                raise ValueError(
+                    f"expected page {page} of pool {self.key}, which row {row} is to write, to be its alone, got one "
+                    f"with {self.allocator.owners(page)} owners; copy it first"
+                )
+
     def copy_page(self, source: int, target: int, num_entries: int) -> None:
         """Puts the first entries of one page into another."""
         first, to = source * self.page_size, target * self.page_size
@@ -142,7 +155,7 @@ class CacheStore:
     @property
     def num_free_pages(self) -> int:
         """Pages free in the fullest pool."""
-        return min(pool.allocator.num_free for pool in self.pools)
+        return min([pool.allocator.num_free for pool in self.pools])
 
     @property
     def num_usable_pages(self) -> int:
@@ -176,7 +189,7 @@ class CacheStore:
 
     def row_pages(self, row: int) -> int:
         """Pages that a row has in each pool."""
-        return min(pool.table.num_owned(row) for pool in self.pools)
+        return min([pool.table.num_owned(row) for pool in self.pools])
 
     def trim_row(self, row: int, num_tokens: int) -> None:
         """Takes back the pages that `num_tokens` do not need. What they hold is nobody's."""

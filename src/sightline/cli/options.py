@@ -120,6 +120,13 @@ computing_options = {
         show_default=True,
         help="The cache's share of free memory.",
     ),
+    "async_scheduling": click.option(
+        "--async-scheduling/--disable-overlap-schedule",
+        "async_scheduling",
+        default=False,
+        show_default=True,
+        help="Launch a step before the one before it is read.",
+    ),
     "attention_backend": click.option(
         "--attention-backend", help="Force a backend: torch, reference, or one of another package."
     ),

@@ -29,16 +29,14 @@ class RowWork:
 
 
 def assemble(work: Sequence[RowWork], store: CacheStore) -> Batch:
-    """A batch of paged rows. The rows' pages must be there already."""
+    """A batch of paged rows. The pages that they write must be there already, and be nobody else's."""
     device = store.device
     rows = tuple(row.table_row for row in work)
     for row in work:
         if row.positions is not None and len(row.positions) != len(row.tokens):
             raise ValueError(f"expected {len(row.tokens)} positions, one a token, got {len(row.positions)}")
-        seq_len = row.context_len + len(row.tokens)
         for pool in store.pools:
-            if pool.table.num_owned(row.table_row) * pool.page_size < seq_len:
-                raise ValueError(f"expected pages for {seq_len} tokens in row {row.table_row} of pool {pool.key}")
+            pool.check_writable(row.table_row, row.context_len, row.context_len + len(row.tokens))
     query_lens = torch.tensor([len(row.tokens) for row in work], dtype=torch.int64, device=device)
     token_rows = torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(query_lens)
     entries = torch.tensor(
