@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from sightline.core.device import detect_device
 from sightline.llm import TokensPrompt
 from sightline.testing.kit import try_row
 from sightline.testing.report import RowToTry, list_rows
+from support.engines import is_at_rest
 from support.tiny_models import FAMILIES, make_model, random_prompts
 
 pytestmark = [
@@ -53,3 +56,46 @@ def test_answers_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
         for device in ("cpu", "cuda")
     }
     assert answers["cuda"] == answers["cpu"]
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["roomy", "retracted"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_steps_in_flight_give_the_answers_of_steps_one_after_the_other(
+    family: str, small: bool, tmp_path: Path
+) -> None:
+    make_model(family).save_pretrained(tmp_path)
+    prompts: list[TokensPrompt] = [{"prompt_token_ids": prompt} for prompt in random_prompts([9, 14, 3, 30, 6])]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=4, max_tokens=24, ignore_eos=True, n=3),
+        SamplingParams(temperature=0.8, seed=5, max_tokens=9, ignore_eos=True, repetition_penalty=1.3, logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, prompt_logprobs=1, logprobs=1),
+        SamplingParams(temperature=0.7, top_k=5, seed=1, max_tokens=1, ignore_eos=True),
+    ]
+    answers = []
+    for in_flight in (False, True):
+        llm = LLM(
+            str(tmp_path),
+            skip_tokenizer_init=True,
+            cache_tokens=72 if small else 2048,
+            max_model_len=64,
+            page_size=4,
+            device="cuda",
+            dtype="float32",
+            paranoid=True,
+            async_scheduling=in_flight,
+        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([[each.token_ids for each in output.outputs] for output in outputs])
+        assert (llm.engine.num_retractions > 0) == small
+        assert is_at_rest(llm)
+    assert answers[0] == answers[1]
+
+
+def test_a_device_that_dies_answers_everybody(tmp_path: Path) -> None:
+    """In a process of its own: a CUDA context does not come back."""
+    make_model("llama").save_pretrained(tmp_path)
+    program = Path(__file__).parent / "support" / "dying_device.py"
+    run = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split() == ["error"] * 5 + ["closed"]
