@@ -123,6 +123,37 @@ def test_what_may_begin_a_stop_string_is_held_back_and_given_out_at_the_end(fold
     assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("length", None)
 
 
+@pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+def test_stops_are_found_across_retractions_chunks_and_steps_in_flight(folder: Path, in_flight: bool) -> None:
+    lengths = [9, 14, 3, 11]
+    prompts = [tokens_of(length) for length in lengths]
+    free = with_text(tiny(folder)).generate(prompts, SAMPLED)
+    stops = [output.outputs[0].text[30:36] for output in free]
+    small = with_text(
+        tiny(
+            folder,
+            cache_tokens=48,
+            max_model_len=48,
+            page_size=4,
+            max_num_seqs=4,
+            max_num_batched_tokens=7,
+            async_scheduling=in_flight,
+        )
+    )
+    params = [with_changes(SAMPLED, stop=stop) for stop in stops[:3]]
+    last_token = free[3].outputs[0].token_ids[20]
+    params.append(with_changes(SAMPLED, stop_token_ids=[last_token]))
+    outputs = small.generate(prompts, params)
+    assert small.engine.num_retractions > 0
+    for output, whole, stop in zip(outputs[:3], free, stops, strict=False):
+        text = whole.outputs[0].text
+        assert output.outputs[0].text == text[: text.find(stop)]
+        assert output.outputs[0].stop_reason == stop
+    tokens = free[3].outputs[0].token_ids
+    assert outputs[3].outputs[0].token_ids == tokens[: tokens.index(last_token) + 1]
+    assert is_at_rest(small)
+
+
 def test_stop_strings_and_stop_tokens_wait_for_the_least_number_of_tokens(folder: Path) -> None:
     llm = with_text(tiny(folder))
     free = one(llm, SAMPLED).outputs[0]

@@ -115,6 +115,11 @@ class Engine:
         """True where so many more sequences may wait."""
         return self._scheduler.num_waiting + count <= self.runtime.config.max_queued
 
+    @property
+    def _is_wanted(self) -> bool:
+        """True while somebody waits for a step."""
+        return self._scheduler.num_waiting + self._scheduler.num_running > 0
+
     def metrics(self) -> EngineMetrics:
         """What was done until now."""
         scheduler, store = self._scheduler, self.runtime.store
@@ -186,7 +191,7 @@ class Engine:
             num_launched = self._launch()
             # Without a step behind it, or with one that had to be cut, nothing is left in flight.
             most = self._max_in_flight if num_launched == 1 else 0
-            while len(self._in_flight) > most:
+            while len(self._in_flight) > most or (self._in_flight and not self._is_wanted):
                 self._commit(self._in_flight[0])
         except DeviceFaultError as fault:
             self._end_all(fault)
