@@ -20,9 +20,14 @@ from dataclasses import dataclass, field
 from sightline.cache.pools import Bundle, CacheStore
 
 
+def _key(tokens: Sequence[int]) -> bytes:
+    """The tokens' numbers, in 4 bytes each."""
+    return array("I", tokens).tobytes()
+
+
 def _page_keys(tokens: Sequence[int], page_size: int) -> Iterator[bytes]:
-    """One key for each whole page of tokens: their numbers, in 4 bytes each."""
-    data = array("I", tokens).tobytes()
+    """The key of each whole page of tokens."""
+    data = _key(tokens)
     width = page_size * array("I").itemsize
     return (data[start : start + width] for start in range(0, len(tokens) // page_size * width, width))
 
@@ -103,11 +108,12 @@ class PrefixCache:
         return node
 
     def extend(self, node: PrefixNode, tokens: Sequence[int], bundle: Bundle) -> PrefixNode:
-        """The node of one more page of tokens after a locked one, to which the lock moves.
+        """The node of one more whole page of tokens after a locked one, to which the lock moves.
 
         Where the tree holds these tokens already, the bundle stays the caller's alone.
         """
-        [key] = _page_keys(tokens, self._page_size)
+        assert len(tokens) == self._page_size, "a node is a whole page"
+        key = _key(tokens)
         child = node.children.get(key)
         if child is None:
             self._store.share(bundle)

@@ -21,16 +21,13 @@ class PageTable:
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
         self.table_id = next(_table_ids)
+        self.max_pages = max_pages
         self.pages = torch.zeros(num_rows + 1, max_pages, dtype=torch.int64, device=device)
         """[num_rows + 1, max_pages]: entries beyond a row's pages hold the padding page."""
         self._on_host = self.pages.numpy() if device.type == "cpu" else None
         """The same memory, where numpy can write it: a few pages cost it a tenth of the time."""
         self._owned: list[list[int]] = [[] for _ in range(num_rows + 1)]
         self._versions = [0] * (num_rows + 1)
-
-    @property
-    def max_pages(self) -> int:
-        return self.pages.shape[1]
 
     def owned(self, row: int) -> tuple[int, ...]:
         """The pages of a row, in order."""

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from sightline.tools.bench import Report
     from sightline.tools.bench_work import Works
     from sightline.tools.growth import GrowthReport
+    from sightline.tools.interference import InterferenceReport
     from sightline.tools.multiturn import MultiturnReport
     from sightline.tools.profile_step import ProfileReport
+    from sightline.tools.scheduling import SchedulingReport
 
 json_settings = {
     "as_json": json_option,
@@ -157,6 +159,46 @@ def multiturn(how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> 
     _print_report(report, how)
 
 
+@bench.command()
+@measure_option("--rows", default=8, help="Rows that decode when the long prompt arrives.")
+@measure_option("--row-len", default=32, help="Tokens of each row's prompt.")
+@measure_option("--prompt-len", default=4000, help="Tokens of the long prompt.")
+@measure_option("--num-iters", default=3, help="Rounds that count.")
+@report_file_options
+@measured_engine_options
+def interference(num_iters: int, how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> None:
+    """Let a long prompt arrive among rows that decode: how long they wait for their tokens, and it for its first."""
+    from sightline.tools.interference import Traffic, measure_interference
+
+    report = measure_interference(
+        settings,
+        Traffic(**lengths),
+        num_iters,
+        lambda number, measured: notes.print(
+            f"[dim]round {number} of {num_iters}: largest gap {measured.ratio:.2f} budgeted steps[/]"
+        ),
+    )
+    _print_report(report, how)
+
+
+@bench.command()
+@counts_option("--rows", default="16,64,256,1024", help="Rows that run, at 10,000 prefixes, or at the first of them.")
+@counts_option("--prefixes", default="1000,10000,100000", help="Cached prefixes, at 256 rows, or at the first of them.")
+@measure_option("--num-steps", default=128, help="Decode steps of each point; medians are told.")
+@report_file_options
+def scheduler(rows: list[int], prefixes: list[int], num_steps: int, how: dict[str, Any]) -> None:
+    """Time scheduling and bookkeeping, and the lookup of a long prompt, over rows and cached prefixes; no model."""
+    from sightline.tools.scheduling import measure_scheduling
+
+    report = measure_scheduling(
+        rows,
+        prefixes,
+        num_steps,
+        lambda load: notes.print(f"[dim]built: {load.rows} rows, {load.prefixes} prefixes[/]"),
+    )
+    _print_report(report, how)
+
+
 def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> None:
     from sightline.tools.bench_work import compare_engines
 
@@ -164,7 +206,10 @@ def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> Non
     _print_report(compare_engines(settings, works, compared, how["num_iters"]), how)
 
 
-def _print_report(report: Report | GrowthReport | MultiturnReport | ProfileReport, how: dict[str, Any]) -> None:
+def _print_report(
+    report: Report | GrowthReport | InterferenceReport | MultiturnReport | ProfileReport | SchedulingReport,
+    how: dict[str, Any],
+) -> None:
     """As text, or as one JSON object; the object also into a file where one is asked for."""
     text = json.dumps(asdict(report), indent=2)
     click.echo(text if how["as_json"] else "\n".join(report.lines()))

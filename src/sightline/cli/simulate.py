@@ -4,38 +4,78 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from sightline.cli.console import notes
-from sightline.cli.options import measure_option
+from sightline.cli.options import measure_option, parse_target
+
+if TYPE_CHECKING:
+    from sightline.testing.simulator.scenario import Scenario
 
 
 @click.command()
 @click.option("--seed", type=int, default=0, show_default=True, help="The first seed.")
 @measure_option("--seeds", default=1, help="How many seeds, one after the other.")
 @measure_option("--steps", default=200, help="Steps of traffic for each; then it runs until nothing is left.")
-def simulate(seed: int, seeds: int, steps: int) -> None:
+@measure_option("--jobs", default=1, help="Processes that play seeds.")
+@click.option("--script", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Play this file instead.")
+@click.option("--output", type=parse_target, metavar="FILE", help="Where the script of a failing seed goes.")
+def simulate(seed: int, seeds: int, steps: int, jobs: int, script: Path | None, output: Path | None) -> None:
     """Play random traffic on an engine whose model tells what it read, and check every page after every step.
 
-    A seed repeats a run exactly. Fails at the first seed in which something is wrong.
+    A seed repeats a run exactly. Fails at the first seed in which something is wrong, and shows a short script of
+    events in which something still is; --script plays one.
     """
-    from sightline.testing.simulator.simulation import Violation
-    from sightline.testing.simulator.simulation import simulate as play
+    from sightline.testing.simulator.counts import Counts
+    from sightline.testing.simulator.seeds import Failure, play_seeds
+    from sightline.testing.simulator.workload import draw_scenario
 
-    started, num_steps, num_requests, num_retractions = time.perf_counter(), 0, 0, 0
-    for current in range(seed, seed + seeds):
-        try:
-            played = play(current, steps)
-        except Violation as violation:
-            notes.print(f"[bold red]violation[/]: {violation}", soft_wrap=True)
-            click.echo(f"run it again: sightline simulate --seed {current} --steps {steps}")
+    if script is not None:
+        _play_script(script, output)
+        return
+    started, total = time.perf_counter(), Counts()
+    for result in play_seeds(range(seed, seed + seeds), steps, jobs):
+        if isinstance(result, Failure):
+            _print_violation(result.what)
+            click.echo(f"run it again: sightline simulate --seed {result.seed} --steps {steps}")
+            _shorten(draw_scenario(result.seed, steps), output)
             sys.exit(1)
-        num_steps += played.num_steps
-        num_requests += played.num_finished
-        num_retractions += played.engine.num_retractions
-    seconds = time.perf_counter() - started
-    click.echo(
-        f"{seeds} seeds, {num_steps:,} steps, {num_requests:,} requests, {num_retractions:,} retractions: "
-        f"nothing wrong ({seconds:.1f} s)"
-    )
+        total += result
+    click.echo(f"{total.told()}: nothing wrong ({time.perf_counter() - started:.1f} s)")
+
+
+def _play_script(script: Path, output: Path | None) -> None:
+    from sightline.testing.simulator.scenario import Scenario
+    from sightline.testing.simulator.simulation import Simulation, Violation
+
+    scenario = Scenario.from_json(script.read_text(encoding="utf-8"))
+    try:
+        counts = Simulation(scenario).run()
+    except Violation as violation:
+        _print_violation(str(violation))
+        if output is not None:
+            _shorten(scenario, output)
+        sys.exit(1)
+    click.echo(f"{counts.told()}: nothing wrong")
+
+
+def _print_violation(what: str) -> None:
+    notes.print("[bold red]violation[/]:", end=" ")
+    notes.print(what, soft_wrap=True, markup=False)
+
+
+def _shorten(scenario: Scenario, output: Path | None) -> None:
+    """Tells a short script in which something is wrong too."""
+    from sightline.testing.simulator.seeds import shortened
+
+    notes.print("looking for a short script in which something is wrong too")
+    short, violation = shortened(scenario)
+    _print_violation(str(violation))
+    if output is None:
+        click.echo(short.to_json(), nl=False)
+    else:
+        output.write_text(short.to_json(), encoding="utf-8")
+        click.echo(f"or: sightline simulate --script {output}")

@@ -37,11 +37,6 @@ class Finding(NamedTuple):
     num_pages: int
     """Whole pages of them, which others own too; the rest is copied."""
 
-    @property
-    def num_idle(self) -> int:
-        """Of the pages, those that could have been evicted for others."""
-        return 0 if self.match is None else self.match.num_idle
-
 
 class Admission(NamedTuple):
     """A waiting sequence that is let in, and what it shares."""
@@ -61,10 +56,8 @@ class State:
     share: Callable[[str], int]
     """What a caller has had."""
     find: Callable[[SequenceState], Finding]
-    gain: Callable[[Sequence[SequenceState]], int]
-    """Pages that come free, or could be evicted, were these sequences all retracted."""
-    num_free_pages: int
-    num_evictable: int
+    supply: Callable[[Sequence[SequenceState], Sequence[Admission]], int]
+    """Pages that are free or can be evicted once these are retracted and those share what they found."""
     num_free_rows: int
     page_size: int
     max_step_tokens: int
@@ -125,20 +118,25 @@ class _Deciding:
         self._growth: dict[SequenceState, int] = {}
         """Pages that running sequences are given."""
         self._admitted: list[Admission] = []
+        self._num_new = 0
+        """Pages that they are given."""
         self._rows: dict[SequenceState, int] = {}
-        self._num_pages = state.num_free_pages + state.num_evictable
-        """That can be given out; what is reserved and unused is counted when it is wanted."""
-        self._counts_unused = False
-        self._num_gained = 0
         self._num_free_rows = state.num_free_rows
         self._is_full = False
         """Somebody could not be let in, whom nobody may overtake."""
 
     def decide(self) -> Decision:
         self._give_pages()
-        ready = [sequence for sequence in self._going if sequence not in self._sits_out and sequence.is_ready]
-        self._add_decoding([sequence for sequence in ready if sequence.num_pending == 1])
-        prompts = [(self._turn(sequence), sequence) for sequence in ready if sequence.num_pending > 1]
+        decoding, prompts = [], []
+        for sequence in self._going:
+            if sequence in self._sits_out or not sequence.is_ready:
+                continue
+            if sequence.num_pending == 1:
+                decoding.append(sequence)
+            else:
+                priority, arrival = sequence.rank
+                prompts.append((Turn(priority, self._state.share(sequence.caller), arrival), sequence))
+        self._add_decoding(decoding)
         prompts.sort(key=_turn)
         for _, sequence in heapq.merge(prompts, self._newcomers(), key=_turn):
             if self._room.num_tokens <= 0:
@@ -147,12 +145,11 @@ class _Deciding:
                 self._is_full = not self._admit(sequence)
             elif sequence not in self._sits_out:
                 self._add_row(sequence)
-        num_new = sum(self._pages_for(len(new.sequence.tokens)) - new.finding.num_pages for new in self._admitted)
         return Decision(
             retracted=tuple(self._retracted),
             growth=tuple(self._growth.items()),
             admitted=tuple(self._admitted),
-            num_pages=sum(self._growth.values()) + num_new,
+            num_pages=sum(self._growth.values()) + self._num_new,
             rows=tuple(self._rows.items()),
         )
 
@@ -173,14 +170,14 @@ class _Deciding:
             num_coming += self._give_way(victim)
         for sequence, lacking in missing.items():
             if self._has_pages(lacking):
-                self._num_pages -= lacking
                 self._growth[sequence] = lacking
             else:
                 self._sits_out.add(sequence)
 
     def _holds_copies(self, sequence: SequenceState) -> bool:
         """True where it keeps cached pages beside its own of the same tokens: let in again, it shares them."""
-        return self._state.gain([*self._retracted, sequence]) - self._num_gained > sequence.num_pages
+        without = self._state.supply([*self._retracted, sequence], self._admitted)
+        return without - self._state.supply(self._retracted, self._admitted) > sequence.num_pages
 
     def _give_way(self, victim: SequenceState) -> int:
         """The last in rank is retracted; or held back, where a step with it is under way.
@@ -190,14 +187,11 @@ class _Deciding:
         self._going.pop()
         self._sits_out.add(victim)
         self._room.num_tokens += self._rows.pop(victim, 0)
-        self._num_pages += self._growth.pop(victim, 0)
+        self._growth.pop(victim, None)
         if victim.num_steps:
             return victim.num_pages
         self._retracted.append(victim)
         self._num_free_rows += 1
-        gained = self._state.gain(self._retracted)
-        self._num_pages += gained - self._num_gained - self._num_unused(victim)
-        self._num_gained = gained
         return 0
 
     def _newcomers(self) -> Iterator[tuple[Turn, SequenceState]]:
@@ -212,39 +206,39 @@ class _Deciding:
         """Lets a waiting sequence in if there is a row and pages for what it holds, or can be."""
         if not self._room.allows(sequence):
             return False
-        finding, needed = None, 0
-        while True:
-            if self._num_free_rows > 0:
-                if finding is None:
-                    finding = self._state.find(sequence)
-                    needed = self._pages_for(len(sequence.tokens)) - finding.num_pages + finding.num_idle
-                if finding.fork_of in self._retracted:
-                    return False
-                # A page more for each that runs: who is let in only to be retracted next has computed in vain.
-                if self._has_pages(needed + len(self._going) + len(self._admitted)):
-                    break
-            if not self._make_way(sequence, needed):
+        if not self._num_free_rows and not self._is_less_urgent(sequence):
+            return False
+        new = Admission(sequence, self._state.find(sequence))
+        needed = self._pages_for(len(sequence.tokens)) - new.finding.num_pages
+        num_rows, num_coming = 0, 0
+        # A page more for each that runs: who is let in only to be retracted next has computed in vain.
+        while self._num_free_rows + num_rows < 1 or not self._has_pages(
+            needed + len(self._going) + len(self._admitted) - num_coming, new
+        ):
+            if not self._is_less_urgent(sequence) or not self._is_within_reach(needed - num_coming, new):
                 return False
-        self._num_pages -= needed
+            victim = self._going[-1]
+            num_coming += self._give_way(victim)
+            num_rows += victim.num_steps > 0
+        if num_rows or new.finding.fork_of in self._retracted:
+            return False
+        self._num_new += needed
         self._num_free_rows -= 1
-        self._admitted.append(Admission(sequence, finding))
-        self._rows[sequence] = self._room.take(sequence, len(sequence.tokens) - finding.num_tokens)
+        self._admitted.append(new)
+        self._rows[sequence] = self._room.take(sequence, len(sequence.tokens) - new.finding.num_tokens)
         return True
 
-    def _make_way(self, sequence: SequenceState, num_needed: int) -> bool:
-        """Makes the last in rank give way to a more urgent one; False where that would not help, or not yet."""
-        priority, _ = sequence.rank
-        less_urgent = [other for other in self._going if other.rank[0] > priority]
-        most = self._num_pages + sum(other.num_pages for other in less_urgent)
-        if not less_urgent or most < num_needed:
-            return False
-        victim = less_urgent[-1]
-        self._give_way(victim)
-        return victim.num_steps == 0
+    def _is_less_urgent(self, sequence: SequenceState) -> bool:
+        """True where somebody runs who gives way to a waiting sequence."""
+        return bool(self._going) and self._going[-1].rank[0] > sequence.rank[0]
 
-    def _turn(self, sequence: SequenceState) -> Turn:
-        priority, arrival = sequence.rank
-        return Turn(priority, self._state.share(sequence.caller), arrival)
+    def _is_within_reach(self, needed: int, new: Admission) -> bool:
+        """True where there are pages for a waiting sequence once all that are less urgent have given way."""
+        less_urgent = [other for other in self._going if other.rank[0] > new.sequence.rank[0]]
+        kept = [other for other in self._going if other.rank[0] <= new.sequence.rank[0]]
+        free = self._state.supply([*self._retracted, *less_urgent], [*self._admitted, new])
+        free += sum(map(self._num_unused, kept)) - self._num_new - sum(self._growth.get(other, 0) for other in kept)
+        return needed + len(kept) + len(self._admitted) <= free
 
     def _add_decoding(self, sequences: Sequence[SequenceState]) -> None:
         """Rows of one token each. None scores a prompt: what its last token predicts is not in it."""
@@ -256,11 +250,11 @@ class _Deciding:
         if self._room.allows(sequence):
             self._rows[sequence] = self._room.take(sequence, sequence.num_pending)
 
-    def _has_pages(self, count: int) -> bool:
-        if count > self._num_pages and not self._counts_unused:
-            self._counts_unused = True
-            self._num_pages += sum(map(self._num_unused, self._going))
-        return count <= self._num_pages
+    def _has_pages(self, count: int, *more: Admission) -> bool:
+        """True where so many are left, what is reserved and unused included, once `more` share what they found."""
+        left = self._state.supply(self._retracted, [*self._admitted, *more])
+        left -= self._num_new + sum(self._growth.values())
+        return count <= left or count <= left + sum(map(self._num_unused, self._going))
 
     def _num_unused(self, sequence: SequenceState) -> int:
         """Pages that a sequence has and does not need yet."""

@@ -101,15 +101,15 @@ class Scheduler:
     def launched(self, rows: Iterable[ScheduledRow]) -> None:
         """A step with these rows is under way: what it computes need not be scheduled again."""
         for row in rows:
-            sequence = row.sequence
+            sequence, seq_len = row.sequence, row.context_len + row.num_tokens
             sequence.num_steps += 1
-            sequence.num_scheduled = row.context_len + row.num_tokens
+            sequence.num_scheduled = seq_len
             if row.completes:
-                sequence.num_expected = sequence.num_scheduled + 1
+                sequence.num_expected = seq_len + 1
             # What is computed again after a retraction is not its caller's doing.
-            if sequence.num_scheduled > sequence.num_charged:
-                self._shares.charge(sequence.caller, sequence.num_scheduled - sequence.num_charged)
-                sequence.num_charged = sequence.num_scheduled
+            if seq_len > sequence.num_charged:
+                self._shares.charge(sequence.caller, seq_len - sequence.num_charged)
+                sequence.num_charged = seq_len
 
     def commit(self, row: ScheduledRow, token: int | None) -> None:
         """The row's entries are in the cache, and `token` follows where it completes.
@@ -184,9 +184,7 @@ class Scheduler:
             waiting=self._waiting.in_turn(self._had),
             share=self._shares.of,
             find=self._supply.find,
-            gain=self._supply.gain,
-            num_free_pages=self._store.num_free_pages,
-            num_evictable=self._supply.num_evictable,
+            supply=self._supply.supply,
             num_free_rows=self._store.num_free_rows,
             page_size=self._store.limits.page_size,
             max_step_tokens=self._max_step_tokens,
@@ -210,13 +208,20 @@ class Scheduler:
         if decision.num_pages:
             self._supply.make_room(decision.num_pages, self._running)
         num_left = decision.num_pages
+        held: set[SequenceState] = set()
         for sequence, count in decision.growth:
-            self._grow(sequence)
+            if not self._grow(sequence):
+                held.add(sequence)
             num_left -= count
         for admission in decision.admitted:
             num_left -= self._store.pages_for(len(admission.sequence.tokens)) - admission.finding.num_pages
             self._admit(admission, num_left)
-        return Schedule(tuple([self._row(*row) for row in decision.rows if row[0].table_row is not None]))
+        rows = [
+            self._row(sequence, count)
+            for sequence, count in decision.rows
+            if sequence.table_row is not None and sequence not in held
+        ]
+        return Schedule(tuple(rows))
 
     def _row(self, sequence: SequenceState, count: int) -> ScheduledRow:
         assert sequence.table_row is not None, "a running sequence has a row"
@@ -224,11 +229,16 @@ class Scheduler:
         completes = start + count == sequence.num_expected
         return ScheduledRow(sequence, sequence.table_row, start, count, completes, sequence.scores_prompt)
 
-    def _grow(self, sequence: SequenceState) -> None:
+    def _grow(self, sequence: SequenceState) -> bool:
+        """Gives a sequence the pages that it needs. Where they are not there after all, it waits."""
         try:
             self._supply.grow(sequence, sequence.num_expected)
         except OutOfPages:
-            self._retract(sequence)
+            # In flight it keeps what it has.
+            if not sequence.num_steps:
+                self._retract(sequence)
+            return False
+        return True
 
     def _admit(self, admission: Admission, num_spoken_for: int) -> None:
         """Lets a waiting sequence in. Free pages that nobody else is to have are reserved for its whole length."""

@@ -104,8 +104,12 @@ class SequenceState:
         self.num_expected = len(self.tokens)
 
 
-class ScheduledRow(NamedTuple):
-    """A sequence and which of its tokens a step computes."""
+@dataclass(eq=False, slots=True)
+class ScheduledRow:
+    """A sequence and which of its tokens a step computes.
+
+    Nobody sets its fields. It is made for every row of every step, and to be frozen, or a tuple, would cost it more.
+    """
 
     sequence: SequenceState
     table_row: int

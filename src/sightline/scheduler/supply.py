@@ -6,11 +6,12 @@ Owns what happens to a sequence's row: opened, filled with what is shared, grown
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from sightline.cache.pools import Bundle, CacheStore
 from sightline.cache.prefix import PrefixCache, PrefixNode
-from sightline.scheduler.policy import Finding
+from sightline.core.errors import OutOfPages
+from sightline.scheduler.policy import Admission, Finding
 from sightline.scheduler.sequence import SequenceState
 
 
@@ -40,21 +41,27 @@ class Supply:
             return Finding(match, None, found, num_pages)
         return Finding(match, leader, last, last // self._page_size)
 
-    def gain(self, sequences: Sequence[SequenceState]) -> int:
-        """Pages that would come free, or could be evicted, were these running sequences all to give theirs up."""
+    def supply(self, retracted: Sequence[SequenceState], admitted: Sequence[Admission]) -> int:
+        """Pages that are free or can be evicted once running sequences are retracted and waiting ones share pages."""
+        kept: set[PrefixNode] = set()
+        for _, finding in admitted:
+            kept.update(_path(None if finding.match is None else finding.match.node))
+        num_pages = self.store.num_free_pages + self.num_evictable - sum(node.num_locks == 0 for node in kept)
+        return num_pages + self._gain(retracted, kept) if retracted else num_pages
+
+    def _gain(self, retracted: Sequence[SequenceState], kept: Set[PrefixNode]) -> int:
+        """Pages of running sequences that come free or can be evicted when all of them are retracted."""
         held: Counter[Bundle] = Counter()
         unlocked: Counter[PrefixNode] = Counter()
-        for sequence in sequences:
+        for sequence in retracted:
             assert sequence.table_row is not None, "a running sequence has a row"
             held.update(self.store.bundle(sequence.table_row, index) for index in range(sequence.num_pages))
-            node = sequence.prefix
-            while node is not None and node.parent is not None:
-                unlocked[node] += 1
-                node = node.parent
+            unlocked.update(_path(sequence.prefix))
         free = sum(self.store.owners(bundle) == count for bundle, count in held.items())
         idle = sum(
             node.num_locks == count and self.store.owners(node.bundle) == held[node.bundle] + 1
             for node, count in unlocked.items()
+            if node not in kept
         )
         return free + idle
 
@@ -66,12 +73,14 @@ class Supply:
 
     def open(self, sequence: SequenceState, finding: Finding, num_tokens: int) -> None:
         """Gives a sequence a row with what it shares, and pages for `num_tokens` in all. Raises `OutOfPages`."""
-        row = sequence.table_row = self.store.open_row()
         bundles = () if finding.match is None else finding.match.bundles
         leader = finding.fork_of
-        if leader is not None and leader.table_row is not None:
+        if leader is not None:
+            if leader.table_row is None:
+                raise OutOfPages("expected the pages of a running sequence to fork, got one that was retracted")
             more = range(len(bundles), finding.num_pages)
             bundles = (*bundles, *(self.store.bundle(leader.table_row, index) for index in more))
+        row = sequence.table_row = self.store.open_row()
         self.store.adopt(row, bundles)
         self.store.grow_row(row, num_tokens)
         num_copied = finding.num_tokens - finding.num_pages * self._page_size
@@ -122,3 +131,10 @@ class Supply:
             node, sequence.prefix = sequence.prefix, None
             self._prefixes.unlock(node)
         sequence.num_prefix_pages = 0
+
+
+def _path(node: PrefixNode | None) -> Iterator[PrefixNode]:
+    """A node and all before it that own a page."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent

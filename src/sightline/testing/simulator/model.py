@@ -1,17 +1,22 @@
 """A model whose next token is a hash of the cache that it really read.
 
 The cache holds, for each token, its id and its position. Attention reads a row's entries through its page table, in
-order, and hashes them; the hash is the next token. A page that is another's, stale, freed or out of order so gives
-another token than the sequence's own history does.
+order, and hashes them; the hash says which tokens are likely. A page that is another's, stale, freed or out of order
+so gives other tokens than the sequence's own history does. Two tokens are special: a row that holds `RAISING` makes
+the forward pass raise, one that holds `SPOILING` has logits that are no numbers.
+
+Knows batches and pools. Does not know requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
@@ -25,53 +30,109 @@ from sightline.attention.contract import (
 )
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec, SpecKind
-from sightline.cache.pools import Pool
+from sightline.core.batch import Batch
 from sightline.core.device import DeviceKind
 from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.weights import WeightReader
+from sightline.testing.simulator.faults import UNBEARABLE, Faults
+from sightline.testing.simulator.oracle import (
+    MASK,
+    MAX_LEN,
+    NUM_ORDINARY,
+    RAISING,
+    VOCAB,
+    WEIGHTS,
+    logits_of_hashes,
+)
 
-VOCAB = 37
 DTYPE = torch.float64
 """Holds every hash exactly."""
-_MASK = (1 << 52) - 1
 SPECS = (SoftmaxSpec(1, 1, 1, 1.0), SoftmaxSpec(1, 1, 1, 2.0))
 """Two groups, each with pools of its own."""
+_MASK = np.uint64(MASK)
+_IntArray = NDArray[np.int64]
 
 
-def hash_entries(entries: Iterable[tuple[float, float]], start: int = 17) -> int:
-    """Depends on every entry (token, position) and on their order. Raises for what was never written: NaN."""
-    value = start
-    for token, position in entries:
-        value = (value * 1_000_003 + int(token) * 7919 + int(position)) & _MASK
-    return value
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Which entries the rows of a batch read, row after row."""
+
+    rows: _IntArray
+    """[num_entries]: the page-table row of each entry."""
+    entries: _IntArray
+    """[num_entries]: its place in its row."""
+    weights: NDArray[np.uint64]
+    """[num_entries]: what it counts in the hash."""
+    starts: _IntArray
+    """[num_tokens]: where the row of each new token begins among all entries."""
+    stops: _IntArray
+    """[num_tokens]: where the entries end that it sees."""
+
+    @staticmethod
+    def of(batch: Batch) -> Reading:
+        query_lens = np.array(batch.query_lens.exact(), dtype=np.int64)
+        seq_lens = query_lens + batch.context_lens.exact()
+        ends = seq_lens.cumsum()
+        starts = ends - seq_lens
+        entries = np.arange(ends[-1] if len(ends) else 0) - starts.repeat(seq_lens)
+        skipped = (ends - query_lens.cumsum()).repeat(query_lens)
+        rows = np.array(batch.rows, dtype=np.int64).repeat(seq_lens)
+        stops = np.arange(1, len(skipped) + 1) + skipped
+        return Reading(rows, entries, WEIGHTS[entries], starts.repeat(query_lens), stops)
+
+    def slots(self, pages: _IntArray, page_size: int) -> _IntArray:
+        """[num_entries]: where a page table says that they lie."""
+        index, offset = np.divmod(self.entries, page_size)
+        found: _IntArray = pages[self.rows, index] * page_size + offset
+        return found
+
+    def sums(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """[num_tokens]: of the values [num_entries], those that each new token sees, added up."""
+        sums = np.zeros(len(values) + 1, dtype=np.uint64)
+        values.cumsum(out=sums[1:])
+        difference: NDArray[np.uint64] = sums[self.stops] - sums[self.starts]
+        return difference
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    """What follows a history."""
-    return hash_entries((token, position) for position, token in enumerate(tokens)) % VOCAB
+@dataclass(frozen=True, eq=False)
+class _Entries:
+    """What a pool holds of each token, by slot."""
+
+    tokens: NDArray[np.float64]
+    positions: NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class _ReadingPlan(AttentionPlan[SoftmaxInputs]):
-    pool: Pool
-    write_slots: Tensor
-    rows: tuple[tuple[range, list[int]], ...]
-    """Of each row: its new tokens, and the slots of all its entries."""
+    held: _Entries
+    write_slots: _IntArray
+    read_slots: _IntArray
+    reading: Reading
 
     def prepare(self) -> None:
         """Nothing is shared between layers."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> None:
-        keys, values = self.pool.plane("k")[layer], self.pool.plane("v")[layer]
-        keys[self.write_slots] = inputs.k
-        values[self.write_slots] = inputs.v
-        for tokens, slots in self.rows:
-            entries = list(zip(keys[slots].flatten().tolist(), values[slots].flatten().tolist(), strict=True))
-            value = hash_entries(entries[: len(slots) - len(tokens)])
-            for token, entry in zip(tokens, entries[len(slots) - len(tokens) :], strict=True):
-                value = hash_entries([entry], value)
-                out[token] = float(value)
+        """Writes the new entries and hashes all that each can see.
+
+        NaN where one of them spoils the logits or was never written, infinity where one makes the pass raise.
+        """
+        del layer
+        held = self.held
+        held.tokens[self.write_slots] = inputs.k.numpy().ravel()
+        held.positions[self.write_slots] = inputs.v.numpy().ravel()
+        tokens, positions = held.tokens[self.read_slots], held.positions[self.read_slots]
+        spoilt = ~(tokens < NUM_ORDINARY)
+        is_spoilt = spoilt.any()
+        values = tokens * 64 + positions * 8192 + 1
+        mixed = (np.nan_to_num(values) if is_spoilt else values).astype(np.uint64) * self.reading.weights
+        hashes = (self.reading.sums(mixed) & _MASK).astype(np.float64)
+        if is_spoilt:
+            raising = tokens == RAISING
+            hashes[self.reading.sums((spoilt & ~raising).astype(np.uint64)) > 0] = np.nan
+            hashes[self.reading.sums(raising.astype(np.uint64)) > 0] = np.inf
+        out.numpy().reshape(-1)[: len(hashes)] = hashes
 
 
 class ReadingBackend(AttentionBackend[SoftmaxInputs]):
@@ -94,22 +155,23 @@ class ReadingBackend(AttentionBackend[SoftmaxInputs]):
 
     def __init__(self, context: BackendContext) -> None:
         self._pool = context.cache.pools["kv"]
+        self._pages = self._pool.table.pages.numpy()
+        self._held = _Entries(*(self._pool.plane(name)[0].view(-1).numpy() for name in ("k", "v")))
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _ReadingPlan:
         del buffers
-        batch, size = step.batch, self._pool.page_size
-        offsets = batch.query_offsets_host()
-        rows = []
-        for row, context_len in enumerate(batch.context_lens.exact()):
-            tokens = range(offsets[row], offsets[row + 1])
-            pages = self._pool.table.pages[batch.rows[row]].tolist()
-            slots = [pages[entry // size] * size + entry % size for entry in range(context_len + len(tokens))]
-            rows.append((tokens, slots))
-        return _ReadingPlan(self._pool, batch.pools[self._pool.key].write_slots, tuple(rows))
+        reading = Reading.of(step.batch)
+        slots = reading.slots(self._pages, self._pool.page_size)
+        return _ReadingPlan(self._held, step.batch.pools[self._pool.key].write_slots.numpy(), slots, reading)
 
 
 class ReadingModel(Model):
     """Two layers, of two groups, which must agree on what they read."""
+
+    def __init__(self, faults: Faults, watch: Callable[[Batch], None]) -> None:
+        """`watch` sees every batch before anything of it is written."""
+        self._faults = faults
+        self._watch = watch
 
     @property
     def turns(self) -> bool:
@@ -121,26 +183,32 @@ class ReadingModel(Model):
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         del scratch
         batch = planned.batch
+        self._watch(batch)
+        self._faults.begin_forward(batch.num_tokens)
         shape = (batch.num_tokens, 1, 1)
-        inputs = SoftmaxInputs(
-            q=torch.zeros(shape, dtype=DTYPE),
-            k=batch.tokens.to(DTYPE).view(shape),
-            v=batch.positions.to(DTYPE).view(shape),
-            sinks=None,
-        )
-        read = [torch.zeros(shape, dtype=DTYPE) for _ in SPECS]
-        for layer, out in enumerate(read):
-            planned.attend(layer, inputs, out)
-        logits = torch.zeros(batch.logit_indices.shape[0], VOCAB)
-        for index, token in enumerate(batch.logit_indices.tolist()):
-            hashes = {int(out[token, 0, 0]) for out in read}
-            # Groups that read differently give no number, which ends the request with an error.
-            logits[index, min(hashes) % VOCAB] = 1.0 if len(hashes) == 1 else torch.nan
-        return logits
+        tokens = batch.tokens.to(DTYPE).view(shape)
+        inputs = SoftmaxInputs(q=tokens, k=tokens, v=batch.positions.to(DTYPE).view(shape), sinks=None)
+        read = torch.empty(len(SPECS), *shape, dtype=DTYPE)
+        for layer in range(len(SPECS)):
+            planned.attend(layer, inputs, read[layer])
+        return torch.from_numpy(self._logits(batch, read.view(len(SPECS), -1).numpy()))
+
+    def _logits(self, batch: Batch, read: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Groups that read differently, or what was never written, give no numbers."""
+        if np.isposinf(read).any():
+            self._faults.fail(UNBEARABLE)
+        wanted = read[:, batch.logit_indices.numpy()]
+        agreed = (wanted == wanted[0]).all(axis=0).tolist()
+        hashes = wanted[0].tolist()
+        return logits_of_hashes([int(value) if same else None for value, same in zip(hashes, agreed, strict=True)])
 
 
 class ReadingDefinition(ModelDefinition):
     """What the engine asks of a model before it is built."""
+
+    def __init__(self, faults: Faults, watch: Callable[[Batch], None]) -> None:
+        self._faults = faults
+        self._watch = watch
 
     @property
     def vocab_size(self) -> int:
@@ -148,11 +216,11 @@ class ReadingDefinition(ModelDefinition):
 
     @property
     def max_positions(self) -> int:
-        return 1 << 16
+        return MAX_LEN
 
     def attention_specs(self) -> tuple[SoftmaxSpec, ...]:
         return SPECS
 
     def load(self, weights: WeightReader) -> Model:
         del weights
-        return ReadingModel()
+        return ReadingModel(self._faults, self._watch)

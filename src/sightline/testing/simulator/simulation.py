@@ -1,227 +1,200 @@
-"""Traffic by seed: bursts of requests that begin alike, several continuations, cancels, pools that are too small.
+"""Plays a scenario on a real engine, event by event and step by step, and checks everything after each step.
 
-After every step each page has exactly the owners that it should have, and every token is the one that the request's
-own history gives. A seed repeats a run exactly.
+The same scenario plays the same way, always: nothing depends on the time of day or on another run.
 """
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from sightline.attention.selection import Candidate, Selection
-from sightline.attention.spec import group_layers
-from sightline.core.config import PADDING_PAGES, Quantization, ResolvedConfig
-from sightline.core.device import detect_device
-from sightline.core.errors import RequestError
-from sightline.core.ledger import Ledger
-from sightline.core.request import SamplingParams
-from sightline.engine import Engine
-from sightline.models.loading.generation import GenerationDefaults
-from sightline.runner.build import assemble_runtime
-from sightline.testing.simulator.model import DTYPE, VOCAB, ReadingBackend, ReadingDefinition, ReadingModel, next_token
+from sightline.core.batch import Batch
+from sightline.core.errors import DeviceFaultError
+from sightline.testing.simulator.clients import Clients
+from sightline.testing.simulator.counts import Counts
+from sightline.testing.simulator.faults import PlannedFault
+from sightline.testing.simulator.invariants import Invariants
+from sightline.testing.simulator.scenario import (
+    Cancel,
+    ClientGone,
+    Close,
+    DeviceFault,
+    Event,
+    FailForward,
+    RefuseAllocations,
+    Scenario,
+    SlowForward,
+    Submit,
+)
+from sightline.testing.simulator.stage import set_stage
+from sightline.testing.simulator.workload import draw_scenario
+
+_MOST_DRAINING = 20_000
+"""Steps in which everything that was submitted has ended, in any scene: there are few requests, and short ones."""
 
 
 class Violation(Exception):  # noqa: N818 - the name is the condition
-    """An invariant does not hold."""
+    """An invariant does not hold, or the engine raised what it should not."""
+
+    def __init__(self, step: int, what: str) -> None:
+        # An engine's own ids come of chance: without them, the same run says the same.
+        what = re.sub(r"request-[0-9a-f]+", "request", what)
+        super().__init__(f"step {step}: {what}")
+        self.step = step
+        self.kind = re.sub(r"[\d(),: ]+", " ", what.partition(";")[0])
+        """What it says first, without the numbers: the same for another instance of the same thing."""
 
 
-@dataclass(frozen=True)
-class Scene:
-    """What a seed plays on."""
+class Simulation:
+    """One play of a scenario."""
 
-    page_size: int
-    num_pages: int
-    max_rows: int
-    max_step_tokens: int
-    max_len: int
-    prefix_caching: bool
+    def __init__(self, scenario: Scenario) -> None:
+        self._events = list(reversed(scenario.events))
+        """The next one is the last."""
+        self.counts = Counts(seeds=1)
+        self._stage = set_stage(scenario.scene, self._watch)
+        self._clients = Clients(self._stage, self.counts)
+        self._invariants = Invariants(self._stage)
+        self._step = 0
+        self._num_draining = 0
+        self._is_open = True
+        self._findings: list[str] = []
+        """What is wrong, found where an exception would be taken for the model's."""
 
-    @staticmethod
-    def of(draw: random.Random) -> Scene:
-        """Small enough for everything to run out."""
-        page_size = draw.choice([1, 2, 3, 4, 8])
-        max_len = draw.randint(12, 48)
-        least = -(-max_len // page_size)
-        max_rows = draw.randint(1, 6)
-        return Scene(
-            page_size=page_size,
-            num_pages=least + draw.choice([0, 1, 2, least, 4 * least]),
-            max_rows=max_rows,
-            max_step_tokens=draw.choice([max_rows, max_rows + 3, 16, 64]),
-            max_len=max_len,
-            prefix_caching=draw.random() < 0.8,
+    def run(self) -> Counts:
+        """To the end of everything. Raises `Violation`."""
+        try:
+            with torch.inference_mode(), _without_planned_faults():
+                self._play()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(self._step, f"the engine raised {type(error).__name__}: {error}") from error
+        faults = self._stage.faults
+        self.counts.retractions = self._stage.engine.num_retractions
+        self.counts.forwards = faults.num_forwards
+        self.counts.failed_forwards = faults.num_failed_forwards
+        self.counts.refused_allocations = faults.num_refused
+        return self.counts
+
+    def _play(self) -> None:
+        while self._advance():
+            while self._events and self._events[-1].at <= self._step:
+                self._happen(self._events.pop())
+            if self._is_open:
+                self._run_step()
+            self._step += 1
+        if self._is_open:
+            self._close()
+
+    def _advance(self) -> bool:
+        """Goes on to the next step in which something happens; False where nothing will."""
+        if not self._is_open:
+            return False
+        if self._stage.engine.has_work:
+            self._require_progress()
+            return True
+        coming = [event.at for event in self._events[-1:]]
+        if self._clients.next_retry is not None:
+            coming.append(self._clients.next_retry)
+        if coming:
+            self._step = max(self._step, min(coming))
+        return bool(coming)
+
+    def _require_progress(self) -> None:
+        """Once nothing new happens, what is there ends."""
+        if not self._events:
+            self._num_draining += 1
+            if self._num_draining > _MOST_DRAINING:
+                self._check([f"{self._clients.num_live} requests never end"])
+
+    def _run_step(self) -> None:
+        stage = self._stage
+        self._check(self._clients.before_step(self._step))
+        stage.faults.clock.tick()
+        stage.engine.step()
+        self.counts.steps += 1
+        self._check(self._findings)
+        if stage.faults.device_was_lost:
+            self.counts.device_faults += 1
+            self._is_open = False
+            self._check(self._clients.after_step(self._step))
+            self._check(self._clients.after_close())
+            return
+        self._check(self._invariants.after_step())
+        self._check(self._clients.after_step(self._step))
+        self.counts.ended_in_flight += any(
+            row.sequence.is_out for flying in stage.engine.in_flight for row in flying.rows
         )
 
+    def _happen(self, event: Event) -> None:
+        faults = self._stage.faults
+        match event:
+            case Submit():
+                self._check(self._clients.submit(self._step, event))
+            case Cancel():
+                self._clients.cancel(event.name)
+            case ClientGone():
+                self._clients.leave(event.name)
+            case RefuseAllocations():
+                faults.num_refusals += event.count
+            case FailForward():
+                faults.fails_next = True
+            case SlowForward():
+                self.counts.slow_forwards += 1
+                faults.next_seconds += event.seconds
+            case DeviceFault():
+                faults.device_is_gone = True
+            case Close():
+                self.counts.closes += 1
+                self._events.clear()
+                self._close()
 
-def build_engine(scene: Scene) -> Engine:
-    """A real engine over a model that tells what it read."""
-    config = ResolvedConfig(
-        device=detect_device("cpu"),
-        dtype=DTYPE,
-        quantization=Quantization.DEQUANTISE,
-        max_model_len=scene.max_len,
-        max_rows=scene.max_rows,
-        max_step_tokens=scene.max_step_tokens,
-        page_size=scene.page_size,
-        num_pages=scene.num_pages + PADDING_PAGES,
-        scratch_bytes=1 << 20,
-        prefix_caching=scene.prefix_caching,
-        attention_backend=None,
-        seed=0,
-        paranoid=True,
-        require_proof=False,
-    )
-    groups = group_layers(ReadingDefinition().attention_specs())
-    candidate = Candidate("reading", False, "sightline", lambda: ReadingBackend)
-    selection = Selection(candidate, ReadingBackend, ReadingBackend.capabilities[0], ())
-    runtime = assemble_runtime(config, ReadingDefinition(), ReadingModel(), groups, [selection] * len(groups))
-    return Engine(runtime, None, GenerationDefaults(frozenset()), Ledger())
+    def _close(self) -> None:
+        self._is_open = False
+        self._stage.engine.close()
+        self._check(self._clients.after_close())
+        self._check(self._invariants.at_rest())
 
+    def _watch(self, batch: Batch) -> None:
+        """Sees every batch just before its forward pass."""
+        self._clients.see_running(self._step)
+        self._findings.extend(self._invariants.before_forward(batch))
 
-@dataclass(frozen=True)
-class _Asked:
-    """A request as it was submitted."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    namespace: str
-
-
-@dataclass
-class Simulation:
-    """One seed's run."""
-
-    seed: int
-    make_engine: Callable[[Scene], Engine] = build_engine
-    engine: Engine = field(init=False)
-    num_steps: int = 0
-    num_finished: int = 0
-    _running: dict[str, _Asked] = field(default_factory=dict)
-    _histories: dict[str, dict[str, list[tuple[int, ...]]]] = field(default_factory=dict)
-    """By namespace and request: what it may have left in the cache."""
-    _cancelled: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._draw = random.Random(self.seed)
-        self.scene = Scene.of(self._draw)
-        self.engine = self.make_engine(self.scene)
-        self._beginnings = [self._tokens(self._draw.randint(0, self.scene.max_len // 2)) for _ in range(3)]
-
-    def run(self, num_steps: int) -> None:
-        """So many steps of traffic, and then as many as it takes until nothing is left. Raises `Violation`."""
-        with torch.inference_mode():
-            for _ in range(num_steps):
-                self._happen()
-                self._step()
-            most = self.num_steps + 200 * (1 + len(self._running)) * self.scene.max_len
-            while self.engine.has_work:
-                self._step()
-                if self.num_steps > most:
-                    raise Violation(f"seed {self.seed}: expected the traffic to end, got work for ever")
-        self._check_rest()
-
-    def _happen(self) -> None:
-        """What comes from outside between two steps."""
-        draw = self._draw
-        if draw.random() < 0.25 and len(self._running) < 12:
-            for _ in range(draw.choice([1, 1, 2, 5])):
-                self._submit()
-        if self._running and draw.random() < 0.06:
-            request = draw.choice(list(self._running))
-            self._cancelled.add(request)
-            self.engine.cancel(request)
-
-    def _submit(self) -> None:
-        draw = self._draw
-        beginning = draw.choice(self._beginnings)
-        prompt = (beginning + self._tokens(draw.randint(0, 6)))[: self.scene.max_len - 2] or [1]
-        max_tokens = draw.randint(1, self.scene.max_len - len(prompt))
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, n=draw.choice([1, 1, 1, 2, 3]))
-        namespace = draw.choice(["", "", "other"])
-        try:
-            request = self.engine.submit(prompt, params, namespace=namespace)
-        except RequestError:
-            return
-        self._running[request] = _Asked(tuple(prompt), max_tokens, namespace)
-        self._histories.setdefault(namespace, {})[request] = [tuple(prompt)]
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._draw.randrange(VOCAB) for _ in range(count)]
-
-    def _step(self) -> None:
-        self.engine.step()
-        self.num_steps += 1
-        self._check_pages()
-        for request in [request for request in self._running if self.engine.is_finished(request)]:
-            self._check_answer(request)
-
-    def _check_answer(self, request: str) -> None:
-        asked = self._running.pop(request)
-        output = self.engine.pop_output(request)
-        self.num_finished += 1
-        self._check_reuse(request, asked, output.num_cached_tokens)
-        for continuation in output.outputs:
-            tokens = list(asked.prompt)
-            for token in continuation.token_ids:
-                if token != next_token(tokens):
-                    raise Violation(
-                        f"seed {self.seed}, step {self.num_steps}: expected token {next_token(tokens)} after "
-                        f"{len(tokens)} tokens, got {token}: the cache that was read is not the request's own"
-                    )
-                tokens.append(token)
-            self._histories[asked.namespace][request].append(tuple(tokens))
-            cut_short = len(continuation.token_ids) < asked.max_tokens
-            if continuation.finish_reason == "error" or (cut_short and request not in self._cancelled):
-                raise Violation(
-                    f"seed {self.seed}, step {self.num_steps}: expected {asked.max_tokens} tokens, got "
-                    f"{len(continuation.token_ids)} and the end {continuation.finish_reason}: {output.error}"
-                )
-
-    def _check_reuse(self, request: str, asked: _Asked, num_cached: int) -> None:
-        """What a request found in the cache, another of its namespace had left there."""
-        found = asked.prompt[:num_cached]
-        others = self._histories[asked.namespace].items()
-        if num_cached and not any(
-            tokens[:num_cached] == found for other, left in others if other != request for tokens in left
-        ):
-            raise Violation(
-                f"seed {self.seed}, step {self.num_steps}: expected a request to find what its own namespace left, "
-                f"got {num_cached} tokens that nobody of {asked.namespace!r} had"
-            )
-
-    def _check_pages(self) -> None:
-        """Every page is free, or has exactly its rows and the prefix tree as owners."""
-        store, prefixes = self.engine.runtime.store, self.engine.prefixes
-        nodes = [] if prefixes is None else list(prefixes.nodes())
-        for index, pool in enumerate(store.pools):
-            owners = Counter(page for row in range(1, store.limits.max_rows + 1) for page in pool.table.owned(row))
-            owners.update(node.bundle[index] for node in nodes)
-            free = pool.allocator.num_usable - len(owners)
-            wrong = [page for page, count in owners.items() if pool.allocator.owners(page) != count]
-            if wrong or pool.allocator.num_free != free:
-                raise Violation(
-                    f"seed {self.seed}, step {self.num_steps}: expected {free} free pages in {pool.key} and each other "
-                    f"with its owners, got {pool.allocator.num_free} free and wrong counts for pages {wrong}"
-                )
-        if prefixes is not None and prefixes.num_evictable != sum(node.num_locks == 0 for node in nodes):
-            raise Violation(f"seed {self.seed}, step {self.num_steps}: the tree's count of locks is wrong")
-
-    def _check_rest(self) -> None:
-        store = self.engine.runtime.store
-        if self._running or store.num_free_rows != store.limits.max_rows:
-            raise Violation(f"seed {self.seed}: expected every request to end, got {len(self._running)} left")
-        self.engine.close()
-        if store.num_free_pages != store.num_usable_pages:
-            raise Violation(f"seed {self.seed}: expected every page back, got {store.num_free_pages}")
+    def _check(self, findings: Iterable[str]) -> None:
+        found = list(findings)
+        if found:
+            raise Violation(self._step, "; ".join(dict.fromkeys(found)))
 
 
-def simulate(seed: int, num_steps: int, make_engine: Callable[[Scene], Engine] = build_engine) -> Simulation:
+@contextmanager
+def _without_planned_faults() -> Iterator[None]:
+    """Keeps what the engine has to say of faults that the scenario asked for to itself."""
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or not isinstance(record.exc_info[1], (PlannedFault, DeviceFaultError))
+
+    logger = logging.getLogger("sightline")
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
+
+
+def play(scenario: Scenario) -> Violation | None:
+    """What is wrong with the engine as far as a scenario shows."""
+    try:
+        Simulation(scenario).run()
+    except Violation as violation:
+        return violation
+    return None
+
+
+def simulate(seed: int, num_steps: int) -> Counts:
     """Plays one seed. Raises `Violation`."""
-    simulation = Simulation(seed, make_engine)
-    simulation.run(num_steps)
-    return simulation
+    return Simulation(draw_scenario(seed, num_steps)).run()

@@ -1,0 +1,50 @@
+"""What a run exercised, so that one which exercises nothing is seen."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+
+@dataclass
+class Counts:
+    """How often each thing happened."""
+
+    seeds: int = 0
+    steps: int = 0
+    forwards: int = 0
+    requests: int = 0
+    """That the engine accepted."""
+    finished: int = 0
+    """By their own length or a stop token."""
+    forks: int = 0
+    """Further continuations of a prompt that ran."""
+    retractions: int = 0
+    cached_tokens: int = 0
+    cancels: int = 0
+    """That ended a request, by its client's word."""
+    gone_clients: int = 0
+    deadlines: int = 0
+    refusals: int = 0
+    retries: int = 0
+    refused_allocations: int = 0
+    failed_forwards: int = 0
+    failed_requests: int = 0
+    spoilt_rows: int = 0
+    slow_forwards: int = 0
+    ended_in_flight: int = 0
+    """Steps after which a request that has ended is still in flight."""
+    device_faults: int = 0
+    closes: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)))
+
+    def values(self) -> tuple[int, ...]:
+        return tuple(asdict(self).values())
+
+    def told(self) -> str:
+        """One line: `3 seeds, 1,200 steps, ...`."""
+        return ", ".join(
+            f"{value:,} {field.name.replace('_', ' ')}"
+            for field, value in zip(fields(self), self.values(), strict=True)
+        )

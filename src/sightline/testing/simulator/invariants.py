@@ -1,0 +1,187 @@
+"""What must hold of pages, rows and the prefix tree after every step, and of every batch before it runs.
+
+All of it is exact: every page, every row and every node, each time. Knows the cache and the running sequences. Does
+not know requests' answers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sightline.cache.pools import Pool
+from sightline.cache.prefix import PrefixNode
+from sightline.core.batch import Batch
+from sightline.core.config import PADDING_PAGES
+from sightline.scheduler.sequence import SequenceState
+from sightline.testing.simulator.stage import Stage
+
+_FloatArray = NDArray[np.float64]
+
+
+class Invariants:
+    """Of one engine."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._store = stage.engine.runtime.store
+        self._size = stage.scene.page_size
+        self._tables = [pool.table.pages.numpy() for pool in self._store.pools]
+        self._contents = [tuple(self._pages(pool, name) for name in ("k", "v")) for pool in self._store.pools]
+        self._places = np.arange(self._size, dtype=np.float64)
+        self._launched: dict[int, tuple[tuple[int, ...], ...]] = {}
+        """By page-table row: the pages, by pool, that its last batch was launched with."""
+
+    def _pages(self, pool: Pool, name: str) -> _FloatArray:
+        pages: _FloatArray = pool.plane(name).view(-1, self._size).numpy()
+        return pages
+
+    def after_step(self) -> Iterator[str]:
+        """Everything that does not hold."""
+        prefixes = self._stage.engine.prefixes
+        nodes = [] if prefixes is None else list(prefixes.nodes())
+        holders = self._stage.holders()
+        yield from self._owners(nodes)
+        yield from self._rows(holders)
+        yield from self._in_flight()
+        yield from self._tree(nodes, holders)
+        yield from self._holdings(nodes, holders)
+
+    def before_forward(self, batch: Batch) -> Iterator[str]:
+        """Whether a batch writes only to pages that are its rows' alone, and takes none from a step in flight."""
+        yield from self._in_flight()
+        for pool in self._store.pools:
+            pages = {slot // self._size for slot in batch.pools[pool.key].write_slots.tolist()}
+            for page in pages:
+                if pool.allocator.owners(page) != 1:
+                    yield f"a batch writes to page {page} of {pool.key}, which has {pool.allocator.owners(page)} owners"
+        for row in batch.rows:
+            self._launched[row] = tuple(pool.table.owned(row) for pool in self._store.pools)
+
+    def at_rest(self) -> Iterator[str]:
+        """What must hold of an engine that was closed."""
+        for pool in self._store.pools:
+            if pool.allocator.num_free != pool.allocator.num_usable:
+                yield f"{pool.key} has {pool.allocator.num_free} free pages of {pool.allocator.num_usable} at the end"
+        if self._store.num_free_rows != self._store.limits.max_rows:
+            yield f"{self._store.num_free_rows} rows are free of {self._store.limits.max_rows} at the end"
+
+    def _owners(self, nodes: Sequence[PrefixNode]) -> Iterator[str]:
+        """Every page is free once, or has exactly its rows and its node as owners; the device's table says the same."""
+        rows = range(self._store.limits.max_rows + 1)
+        for index, (pool, allocator) in enumerate(zip(self._store.pools, self._stage.allocators, strict=True)):
+            owned = [pool.table.owned(row) for row in rows]
+            expected = [0] * (allocator.num_usable + PADDING_PAGES)
+            for pages in owned:
+                for page in pages:
+                    expected[page] += 1
+            for node in nodes:
+                expected[node.bundle[index]] += 1
+            owners, free = allocator.state()
+            if owners != expected:
+                wrong = {
+                    page: (expected[page], owners[page])
+                    for page in range(len(owners))
+                    if owners[page] != expected[page]
+                }
+                yield f"of {pool.key}, pages have other owners than their counts say (page: owners, count): {wrong}"
+            if sorted(free) != [page for page, count in enumerate(expected) if not count and page >= PADDING_PAGES]:
+                yield f"of {pool.key}, the free list {sorted(free)} is not the pages without owners"
+            width = pool.table.max_pages
+            if self._tables[index].tolist() != [[*pages, *(0,) * (width - len(pages))] for pages in owned]:
+                yield f"the device's page table of {pool.key} is not the host's"
+
+    def _rows(self, holders: Sequence[SequenceState]) -> Iterator[str]:
+        """Each open row is one sequence's, and no closed row has pages."""
+        held = sorted(sequence.table_row for sequence in holders if sequence.table_row is not None)
+        rows = range(1, self._store.limits.max_rows + 1)
+        opened = [row for row in rows if self._store.is_open(row)]
+        if held != opened:
+            yield f"rows {opened} are open and sequences hold {held}"
+        closed = [row for row in rows if row not in opened and self._store.row_pages(row)]
+        if closed:
+            yield f"rows {closed} are closed and have pages"
+
+    def _in_flight(self) -> Iterator[str]:
+        """A row that was launched and not committed has the pages that it was launched with, and writes to its own."""
+        for step in self._stage.engine.in_flight:
+            for row in step.rows:
+                first, stop = row.context_len // self._size, -(-(row.context_len + row.num_tokens) // self._size)
+                for pool, launched in zip(self._store.pools, self._launched[row.table_row], strict=True):
+                    if pool.table.owned(row.table_row)[:stop] != launched[:stop]:
+                        yield f"row {row.table_row}, in flight, lost pages {launched[:stop]} of {pool.key}"
+                    elif any(pool.allocator.owners(page) != 1 for page in launched[first:stop]):
+                        yield f"row {row.table_row}, in flight, writes to a page of {pool.key} that is not its alone"
+
+    def _tree(self, nodes: Sequence[PrefixNode], holders: Sequence[SequenceState]) -> Iterator[str]:
+        """Children continue their parents; a node is locked by the sequences that run on it, and by nobody else."""
+        locks: Counter[int] = Counter()
+        known = {id(node) for node in nodes}
+        for sequence in holders:
+            node = sequence.prefix
+            keys = []
+            while node is not None and node.parent is not None:
+                locks[id(node)] += 1
+                keys.append(node.key)
+                if id(node) not in known:
+                    yield "a running sequence's node is not in the tree"
+                node = node.parent
+            if sequence.prefix is not None and sequence.prefix.namespace != sequence.request.terms.caller:
+                yield f"a request of {sequence.request.terms.caller!r} runs on pages of {sequence.prefix.namespace!r}"
+            if b"".join(reversed(keys)) != array("I", sequence.tokens[: len(keys) * self._size]).tobytes():
+                yield "a running sequence's node is another's beginning"
+        for node in nodes:
+            if node.num_locks != locks[id(node)]:
+                yield f"a node has {node.num_locks} locks, and {locks[id(node)]} sequences run on it"
+            if node.parent is None or node.parent.children.get(node.key) is not node:
+                yield "a node is not its parent's child"
+            elif node.namespace != node.parent.namespace or len(node.key) != self._size * array("I").itemsize:
+                yield "a node does not continue its parent"
+        prefixes = self._stage.engine.prefixes
+        unlocked = sum(node.num_locks == 0 for node in nodes)
+        if prefixes is not None and (prefixes.num_evictable, prefixes.num_pages) != (unlocked, len(nodes)):
+            yield f"the tree counts {prefixes.num_evictable} pages to evict, and {unlocked} have no lock"
+
+    def _holdings(self, nodes: Sequence[PrefixNode], holders: Sequence[SequenceState]) -> Iterator[str]:
+        """The pools hold the tokens and positions that the tree says, and those that running sequences computed."""
+        size = self._size
+        depths: dict[int, int] = {}
+        pages: list[list[int]] = [[] for _ in self._store.pools]
+        tokens = array("I")
+        starts: list[int] = []
+        for node in nodes:
+            depths[id(node)] = start = depths.get(id(node.parent), -size) + size
+            starts.append(start)
+        tokens.frombytes(b"".join([node.key for node in nodes]))
+        for index, numbers in enumerate(pages):
+            numbers.extend([node.bundle[index] for node in nodes])
+        for sequence in holders:
+            count = min(sequence.num_computed, len(sequence.tokens))
+            num_pages = -(-count // size)
+            starts.extend(range(0, num_pages * size, size))
+            tokens.extend(sequence.tokens[:count])
+            tokens.extend([_ANY] * (num_pages * size - count))
+            for index, pool in enumerate(self._store.pools):
+                pages[index].extend(pool.table.owned(sequence.table_row or 0)[:num_pages])
+        if not starts:
+            return
+        expected = np.frombuffer(tokens, dtype=np.uint32).reshape(-1, size)
+        anything = expected == _ANY
+        positions = np.array(starts, dtype=np.float64)[:, None] + self._places
+        for pool, numbers, (held_tokens, held_positions) in zip(self._store.pools, pages, self._contents, strict=True):
+            if len(numbers) != len(starts):
+                yield f"a running sequence has fewer pages of {pool.key} than its entries need"
+                continue
+            held = np.array(numbers)
+            right = (held_tokens[held] == expected) & (held_positions[held] == positions) | anything
+            if not right.all():
+                wrong = np.flatnonzero(~right.all(axis=1)).tolist()
+                yield f"pages {[numbers[index] for index in wrong]} of {pool.key} hold other entries than they should"
+
+
+_ANY = 0xFFFFFFFF
+"""Stands for an entry that is not computed yet."""

@@ -1,0 +1,90 @@
+"""A real engine over the simulated model: everything between a request and its tokens is the engine's own.
+
+Builds it, and names the parts of it that the simulation looks at. Checks nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sightline.attention.selection import Candidate, Selection
+from sightline.attention.spec import group_layers
+from sightline.core.batch import Batch
+from sightline.core.config import PADDING_PAGES, Quantization, ResolvedConfig
+from sightline.core.device import detect_device
+from sightline.core.ledger import Ledger
+from sightline.engine import Engine
+from sightline.models.loading.generation import GenerationDefaults
+from sightline.runner.build import assemble_runtime, make_store
+from sightline.scheduler.scheduler import Scheduler
+from sightline.scheduler.sequence import SequenceState
+from sightline.testing.simulator.faults import Faults, FaultyAllocator
+from sightline.testing.simulator.model import DTYPE, ReadingBackend, ReadingDefinition, ReadingModel
+from sightline.testing.simulator.scenario import Scene
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """An engine, and what can go wrong with it."""
+
+    scene: Scene
+    engine: Engine
+    faults: Faults
+    allocators: tuple[FaultyAllocator, ...]
+    """By pool."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.engine._scheduler
+
+    def holders(self) -> list[SequenceState]:
+        """The sequences that may hold a row: those that run, and those whose last step is not committed."""
+        found = {id(sequence): sequence for sequence in self.scheduler.running}
+        for step in self.engine.in_flight:
+            found.update((id(row.sequence), row.sequence) for row in step.rows)
+        return [sequence for sequence in found.values() if sequence.table_row is not None]
+
+
+def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
+    """`watch` sees every batch before its forward pass."""
+    config = ResolvedConfig(
+        device=detect_device("cpu"),
+        dtype=DTYPE,
+        quantization=Quantization.DEQUANTISE,
+        max_model_len=scene.max_len,
+        max_rows=scene.max_rows,
+        max_step_tokens=scene.max_step_tokens,
+        page_size=scene.page_size,
+        num_pages=scene.num_pages + PADDING_PAGES,
+        scratch_bytes=1 << 20,
+        prefix_caching=scene.prefix_caching,
+        attention_backend=None,
+        seed=0,
+        paranoid=scene.paranoid,
+        require_proof=False,
+        max_queued=scene.max_queued,
+        async_scheduling=scene.async_scheduling,
+    )
+    faults = Faults()
+    definition = ReadingDefinition(faults, watch)
+    groups = group_layers(definition.attention_specs())
+    allocators: list[FaultyAllocator] = []
+
+    def make_allocator(num_pages: int) -> FaultyAllocator:
+        allocators.append(FaultyAllocator(num_pages, faults))
+        return allocators[-1]
+
+    store = make_store(config, groups, make_allocator)
+    for pool in store.pools:
+        for plane in pool.spec.planes:
+            # What was never written is no number, and the same in every run.
+            pool.plane(plane.name).fill_(torch.nan)
+    candidate = Candidate("reading", False, "sightline", lambda: ReadingBackend)
+    selection = Selection(candidate, ReadingBackend, ReadingBackend.capabilities[0], ())
+    model = ReadingModel(faults, watch)
+    runtime = assemble_runtime(config, definition, model, groups, [selection] * len(groups), store)
+    engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock)
+    return Stage(scene, engine, faults, tuple(allocators))

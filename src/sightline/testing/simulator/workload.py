@@ -1,0 +1,129 @@
+"""The scenario that a seed stands for: bursts of requests that begin alike, clients that give up, and faults.
+
+Draws from the seed alone, so that nothing that the engine does changes what happens to it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from sightline.testing.simulator.faults import TICK
+from sightline.testing.simulator.oracle import NUM_ORDINARY, RAISING, SPOILING
+from sightline.testing.simulator.scenario import (
+    Cancel,
+    ClientGone,
+    Close,
+    DeviceFault,
+    Event,
+    FailForward,
+    RefuseAllocations,
+    Scenario,
+    Scene,
+    SlowForward,
+    Submit,
+)
+
+
+def draw_scenario(seed: int, num_steps: int) -> Scenario:
+    """So many steps of traffic; what is left then runs to its end, unless the engine ends first."""
+    draw = random.Random(seed)
+    workload = _Workload(draw, draw_scene(draw), draw.choice([0.07, 0.15, 0.3]), draw.random() < 0.15)
+    for step in range(num_steps):
+        workload.step(step)
+    end = draw.random()
+    if end < 0.08:
+        workload.events.append(DeviceFault(num_steps))
+    elif end < 0.25:
+        workload.events.append(Close(num_steps))
+    return Scenario(workload.scene, tuple(workload.events))
+
+
+def draw_scene(draw: random.Random) -> Scene:
+    """Small enough for everything to run out."""
+    page_size = draw.choice([1, 2, 3, 4, 5, 8])
+    max_len = draw.randint(12, 48)
+    least = -(-max_len // page_size)
+    max_rows = draw.randint(1, 6)
+    return Scene(
+        page_size=page_size,
+        num_pages=least + draw.choice([0, 1, 2, least, 4 * least]),
+        max_rows=max_rows,
+        max_step_tokens=draw.choice([max_rows, max_rows + 3, 16, 64]),
+        max_len=max_len,
+        max_queued=draw.choice([3, 6, 12, 24]),
+        prefix_caching=draw.random() < 0.8,
+        async_scheduling=draw.random() < 0.6,
+        paranoid=draw.random() < 0.15,
+    )
+
+
+@dataclass
+class _Workload:
+    draw: random.Random
+    scene: Scene
+    rate: float
+    """Bursts a step."""
+    samples: bool
+    """Some requests draw their tokens: continuations of one prompt then go their own ways."""
+    events: list[Event] = field(default_factory=list)
+    num_submitted: int = 0
+
+    def __post_init__(self) -> None:
+        self._beginnings = [self._tokens(self.draw.randint(0, self.scene.max_len // 2)) for _ in range(3)]
+
+    def step(self, at: int) -> None:
+        """What happens before one step."""
+        draw = self.draw
+        if draw.random() < self.rate:
+            for _ in range(draw.choice([1, 1, 2, 5])):
+                self.events.append(self._submit(at))
+        if self.num_submitted and draw.random() < 0.08:
+            name = max(0, self.num_submitted - draw.randint(1, 12))
+            self.events.append(ClientGone(at, name) if draw.random() < 0.3 else Cancel(at, name))
+        if draw.random() < 0.04:
+            self.events.append(self._fault(at))
+
+    def _fault(self, at: int) -> Event:
+        kind = self.draw.randrange(3)
+        if kind == 0:
+            return RefuseAllocations(at, self.draw.randint(1, 4))
+        if kind == 1:
+            return FailForward(at)
+        return SlowForward(at, TICK * self.draw.randint(50, 600))
+
+    def _submit(self, at: int) -> Submit:
+        draw, name = self.draw, self.num_submitted
+        self.num_submitted += 1
+        prompt = self._prompt()
+        n = draw.choice([1, 1, 1, 1, 2, 3])
+        temperature = 1.0 if self.samples and (n > 1 or draw.random() < 0.1) else 0.0
+        return Submit(
+            at=at,
+            name=name,
+            prompt=tuple(prompt),
+            max_tokens=draw.randint(1, self.scene.max_len - len(prompt)),
+            n=n,
+            caller=draw.choice(["", "", "other"]),
+            priority=draw.choice([0, 0, 0, -1, 1]),
+            timeout=(draw.randint(10, 1500) + 0.5) * TICK if draw.random() < 0.2 else None,
+            stop_token_ids=tuple(self._tokens(draw.choice([0, 0, 1, 4]))),
+            temperature=temperature,
+            seed=draw.getrandbits(16) if temperature > 0.0 else 0,
+            frequency_penalty=0.75 if temperature == 0.0 and draw.random() < 0.1 else 0.0,
+            logprobs=draw.randint(0, 2) if draw.random() < 0.1 else None,
+            prompt_logprobs=draw.randint(0, 1) if draw.random() < 0.05 else None,
+            streams=draw.random() < 0.3,
+            retries=draw.choice([0, 0, 1, 2]),
+        )
+
+    def _prompt(self) -> list[int]:
+        draw = self.draw
+        prompt = draw.choice(self._beginnings) + self._tokens(draw.randint(0, 6))
+        prompt = prompt[: self.scene.max_len - 2] or [1]
+        if draw.random() < 0.06:
+            prompt[draw.randrange(len(prompt))] = draw.choice([RAISING, SPOILING])
+        return prompt
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.draw.randrange(NUM_ORDINARY) for _ in range(count)]

@@ -1,0 +1,218 @@
+"""A scheduler under load and without a model: a cache full of prefixes, rows that decode, as many more that wait.
+
+    |---- prefixes, oldest first ----|-- one long prompt --|-- rows --|
+    |--------------------------- every page ---------------------------|
+
+A cached prefix is one prompt of `PREFIX_PAGES` pages that shares none of them with another. No page is free, as on an
+engine that has been up for a while: for each page that a row grows by, one is evicted, and each that a row has filled
+is published. More prefixes are there than asked for, by what the rows take: those asked for are there to the end.
+
+Owns the store, the load and the checks of what the scheduler did with it. Does not know clocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import torch
+
+from sightline.cache.pools import Bundle, CacheLimits, CacheStore
+from sightline.cache.prefix import PrefixCache, PrefixMatch
+from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.core.config import PADDING_PAGES
+from sightline.core.errors import SightlineError
+from sightline.core.request import EffectiveParams, Request, Terms
+from sightline.scheduler.scheduler import Scheduler
+from sightline.scheduler.sequence import ScheduledRow, SequenceState
+
+PAGE_SIZE = 16
+PREFIX_PAGES = 4
+NUM_CALLERS = 8
+"""Among whom requests and prefixes are dealt out: each caller has a tree of its own."""
+LONG_PROMPT = 8192
+"""Tokens of the prompt that is looked up."""
+_PROMPT_LENGTHS = (128, 512)
+_STEP_TOKENS = 8192
+_VOCAB = 1 << 16
+_POOL = PoolSpec("kv", (PlaneSpec("k", (1,), torch.uint8),), num_layers=1)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a scheduler has to do with."""
+
+    rows: int
+    """That run; as many more wait for one of them to end."""
+    prefixes: int
+    """That are cached all the time, beside what the rows leave."""
+    num_steps: int
+    """Decode steps in all."""
+
+    @property
+    def max_tokens(self) -> int:
+        """That a row may generate: it decodes along while others are read, and is not done when the steps are."""
+        reading_steps = -(-self.rows * _PROMPT_LENGTHS[1] // _STEP_TOKENS)
+        return 2 * reading_steps + self.num_steps + 2
+
+    @property
+    def max_len(self) -> int:
+        return _PROMPT_LENGTHS[1] + self.max_tokens
+
+    @property
+    def num_prefixes(self) -> int:
+        """That are cached before the rows come, which take the oldest ones' pages."""
+        return self.prefixes + -(-self.rows * -(-self.max_len // PAGE_SIZE) // PREFIX_PAGES)
+
+
+class LoadedScheduler:
+    """A scheduler whose rows all decode, driven as the engine drives it."""
+
+    def __init__(self, load: Load, max_in_flight: int = 0, seed: int = 0) -> None:
+        """`max_in_flight` steps are launched and not committed when `step` returns."""
+        self.load = load
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[Sequence[ScheduledRow]] = deque()
+        self._draw = Random(seed)
+        num_pages = load.num_prefixes * PREFIX_PAGES + LONG_PROMPT // PAGE_SIZE
+        limits = CacheLimits(num_pages + PADDING_PAGES, PAGE_SIZE, load.rows, max(load.max_len, LONG_PROMPT))
+        self.store = CacheStore(
+            [GroupCacheSpec("group0", (_POOL,)), GroupCacheSpec("group1", (_POOL,))], limits, torch.device("cpu")
+        )
+        self.prefixes = PrefixCache(self.store)
+        cache_prefixes(self.prefixes, self.store, load.num_prefixes, _VOCAB, self._draw)
+        self.long_prompt = self._tokens(LONG_PROMPT)
+        self._long_bundles = _cache(self.prefixes, self.store, caller_of(0), self.long_prompt)
+        self.scheduler = Scheduler(
+            self.store, self.prefixes, max_step_tokens=_STEP_TOKENS, max_scored_tokens=_STEP_TOKENS
+        )
+        for index, length in enumerate(random_lengths(2 * load.rows, self._draw)):
+            self.scheduler.submit(self._sequence(index, length))
+        self._read_prompts()
+
+    def tokens(self) -> list[int]:
+        """What a step of all rows may choose."""
+        return self._tokens(self.load.rows)
+
+    def find_long(self) -> PrefixMatch:
+        return self.prefixes.find(caller_of(0), self.long_prompt)
+
+    def lock_long(self, match: PrefixMatch) -> None:
+        """Locks what was found, and unlocks it."""
+        self.prefixes.unlock(self.prefixes.lock(caller_of(0), match))
+
+    def launch(self, rows: Sequence[ScheduledRow]) -> None:
+        """What the engine tells a scheduler when a step is under way."""
+        self._in_flight.append(rows)
+        self.scheduler.launched(rows)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """What the engine tells it when the step that is due was read."""
+        if len(self._in_flight) > self._max_in_flight:
+            rows = self._in_flight.popleft()
+            for row, token in zip(rows, tokens, strict=True):
+                self.scheduler.commit(row, token)
+            self.scheduler.landed(rows)
+
+    def land(self) -> None:
+        """Commits what is in flight."""
+        self._max_in_flight = 0
+        while self._in_flight:
+            self.commit(self.tokens())
+
+    def check(self) -> None:
+        """Raises where anything is not as the steps should have left it."""
+        sequences, load = self.scheduler.running, self.load
+        _expect("rows that run", load.rows, len(sequences))
+        _expect("rows that wait", load.rows, self.scheduler.num_waiting)
+        _expect("retractions", 0, self.scheduler.num_retractions)
+        for sequence in sequences:
+            _expect("tokens computed of a row", len(sequence.tokens) - 1, sequence.num_computed)
+            _expect("whole pages of a row published", sequence.num_computed // PAGE_SIZE, sequence.num_prefix_pages)
+            _expect("pages of a row", self.store.pages_for(sequence.num_scheduled), sequence.num_pages)
+        _expect("the pages of the long prompt", self._long_bundles, self.find_long().bundles)
+        if self.prefixes.num_evictable < load.prefixes * PREFIX_PAGES:
+            raise SightlineError(
+                f"expected {load.prefixes} prefixes of {PREFIX_PAGES} pages in the cache, got "
+                f"{self.prefixes.num_evictable} pages; nothing is reported"
+            )
+        self._check_owners()
+
+    def _check_owners(self) -> None:
+        """Every page is free, or has exactly its rows and the prefix tree as owners."""
+        nodes = list(self.prefixes.nodes())
+        for index, pool in enumerate(self.store.pools):
+            owners = Counter(node.bundle[index] for node in nodes)
+            for row in range(1, self.load.rows + 1):
+                owners.update(pool.table.owned(row))
+            _expect(f"free pages of {pool.key}", pool.allocator.num_usable - len(owners), pool.allocator.num_free)
+            wrong = [page for page, count in owners.items() if pool.allocator.owners(page) != count]
+            _expect(f"pages of {pool.key} with other owners than theirs", [], wrong)
+
+    def _read_prompts(self) -> None:
+        """Steps until every row has read its prompt, and decodes."""
+        while self.scheduler.num_running < self.load.rows or any(
+            sequence.num_generated == 0 for sequence in self.scheduler.running
+        ):
+            rows = self.scheduler.schedule().rows
+            self.scheduler.launched(rows)
+            for row in rows:
+                self.scheduler.commit(row, self._draw.randrange(_VOCAB) if row.completes else None)
+            self.scheduler.landed(rows)
+
+    def _sequence(self, index: int, prompt_len: int) -> SequenceState:
+        params = EffectiveParams(
+            temperature=0.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            seed=0,
+            max_tokens=self.load.max_tokens,
+            stop_token_ids=frozenset(),
+            skip_special_tokens=True,
+        )
+        prompt = tuple(self._tokens(prompt_len))
+        return SequenceState(Request(f"request-{index}", None, prompt, params, Terms(caller=caller_of(index))))
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._draw.choices(range(_VOCAB), k=count)
+
+
+def cache_prefixes(prefixes: PrefixCache, store: CacheStore, count: int, vocab_size: int, draw: Random) -> None:
+    """Leaves so many prompts of random tokens in the cache."""
+    for index in range(count):
+        _cache(prefixes, store, caller_of(index), draw.choices(range(vocab_size), k=PREFIX_PAGES * PAGE_SIZE))
+
+
+def caller_of(index: int) -> str:
+    """Who sends the `index`-th request or prefix."""
+    return f"caller-{index % NUM_CALLERS}"
+
+
+def random_lengths(count: int, draw: Random) -> list[int]:
+    """Of prompts: rows so fill their pages at different steps."""
+    return [draw.randint(*_PROMPT_LENGTHS) for _ in range(count)]
+
+
+def _cache(prefixes: PrefixCache, store: CacheStore, caller: str, tokens: Sequence[int]) -> tuple[Bundle, ...]:
+    """Leaves the pages of a prompt in the cache, as a row does that has computed them and ended."""
+    row = store.open_row()
+    store.grow_row(row, len(tokens))
+    node = prefixes.lock(caller, prefixes.find(caller, []))
+    bundles = tuple(store.bundle(row, index) for index in range(store.row_pages(row)))
+    for bundle, page in zip(bundles, _pages(tokens), strict=True):
+        node = prefixes.extend(node, page, bundle)
+    store.close_row(row)
+    prefixes.unlock(node)
+    return bundles
+
+
+def _pages(tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (tokens[start : start + PAGE_SIZE] for start in range(0, len(tokens), PAGE_SIZE))
+
+
+def _expect(name: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise SightlineError(f"expected {name}: {expected}, got {found}; nothing is reported")

@@ -1,0 +1,322 @@
+"""Bugs planted in the engine, each of which the simulator finds within 2,000 steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sightline.attention.planner import PlannedBatch, Planner, StepPlan
+from sightline.cache.pools import CacheStore, Pool
+from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
+from sightline.cache.table import PageTable
+from sightline.core.batch import Batch
+from sightline.engine import Engine
+from sightline.launch import Failure, Launch, LaunchedStep, Launcher, Member
+from sightline.runner.sampler import Chosen, RowSampling, Sampled, read
+from sightline.scheduler.queue import Turn, WaitingQueue
+from sightline.scheduler.scheduler import Scheduler
+from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from sightline.scheduler.supply import Supply
+from sightline.testing.simulator.simulation import Simulation, Violation
+from sightline.testing.simulator.workload import draw_scenario
+
+
+def leak_a_page(patch: pytest.MonkeyPatch) -> None:
+    """A row that is closed keeps its last page."""
+    clear = PageTable.clear
+    patch.setattr(PageTable, "clear", lambda table, row: clear(table, row)[:-1])
+
+
+def free_twice(patch: pytest.MonkeyPatch) -> None:
+    """An evicted bundle is given back once too often."""
+    release = CacheStore.release
+
+    def twice(store: CacheStore, bundle: tuple[int, ...]) -> None:
+        release(store, bundle)
+        release(store, bundle)
+
+    patch.setattr(CacheStore, "release", twice)
+
+
+def evict_what_is_locked(patch: pytest.MonkeyPatch) -> None:
+    def can_go(cache: PrefixCache, node: PrefixNode) -> bool:
+        attached = node.parent is not None and node.parent.children.get(node.key) is node
+        return attached and not node.children
+
+    patch.setattr(PrefixCache, "_can_go", can_go)
+
+
+def leave_the_page_table_stale(patch: pytest.MonkeyPatch) -> None:
+    """Pages that a row gives back stay in the device's table."""
+    trim = PageTable.trim
+
+    def forgetful(table: PageTable, row: int, num_pages: int) -> tuple[int, ...]:
+        before = table.pages[row].clone()
+        pages = trim(table, row, num_pages)
+        table.pages[row] = before
+        return pages
+
+    patch.setattr(PageTable, "trim", forgetful)
+
+
+def write_to_a_shared_tail(patch: pytest.MonkeyPatch) -> None:
+    """The last page, not whole yet, goes into the prefix cache too and is then written by its owner."""
+    publish = Supply.publish
+
+    def too_much(supply: Supply, sequence: SequenceState) -> None:
+        computed = sequence.num_computed
+        sequence.num_computed = len(sequence.tokens)
+        publish(supply, sequence)
+        sequence.num_computed = computed
+
+    patch.setattr(Supply, "publish", too_much)
+
+
+def reuse_a_row_as_it_was(patch: pytest.MonkeyPatch) -> None:
+    """A row that is closed gives its pages back and still names them."""
+    patch.setattr(Pool, "clear", lambda pool, row: pool.release(pool.table.owned(row)))
+
+
+def restart_where_it_was(patch: pytest.MonkeyPatch) -> None:
+    """Who was retracted, and finds nothing, goes on as if its entries were still there."""
+    open_row = Supply.open
+
+    def remembering(supply: Supply, sequence: SequenceState, *rest: object) -> None:
+        computed = sequence.num_computed
+        open_row(supply, sequence, *rest)  # type: ignore[arg-type]
+        if sequence.num_retractions:
+            sequence.num_computed = sequence.num_scheduled = max(computed, len(sequence.tokens) - 1)
+
+    patch.setattr(Supply, "open", remembering)
+
+
+def lose_a_cancel(patch: pytest.MonkeyPatch) -> None:
+    """What is cancelled while a step is in flight goes on."""
+    cancel = Engine.cancel
+
+    def lossy(engine: Engine, request_id: str) -> None:
+        if not engine.in_flight:
+            cancel(engine, request_id)
+
+    patch.setattr(Engine, "cancel", lossy)
+
+
+def keep_what_was_cancelled_in_the_queue(patch: pytest.MonkeyPatch) -> None:
+    remove = Scheduler.remove
+
+    def lossy(scheduler: Scheduler, sequence: SequenceState) -> None:
+        waiting = not sequence.is_out and sequence in list(scheduler._waiting)
+        remove(scheduler, sequence)
+        if waiting:
+            scheduler._waiting.add(sequence)
+
+    patch.setattr(Scheduler, "remove", lossy)
+
+
+def keep_a_plan_across_a_retraction(patch: pytest.MonkeyPatch) -> None:
+    """A plan serves every later batch of the same rows and lengths, whatever became of their pages."""
+    plan, kept = Planner.plan, dict[object, StepPlan]()
+
+    def keeping(planner: Planner, batch: Batch) -> PlannedBatch:
+        key = (id(planner), batch.rows, batch.query_lens.host, batch.context_lens.host)
+        fresh = plan(planner, batch)
+        old = kept.setdefault(key, fresh.plan)
+        return PlannedBatch(batch, replace(fresh.plan, groups=old.groups))
+
+    patch.setattr(Planner, "plan", keeping)
+    patch.setattr(Planner, "ensure", lambda planner, work: work)
+
+
+def mix_up_namespaces(patch: pytest.MonkeyPatch) -> None:
+    """All callers look into one tree."""
+    find, lock = PrefixCache.find, PrefixCache.lock
+
+    def find_anywhere(cache: PrefixCache, namespace: str, tokens: Sequence[int]) -> PrefixMatch:
+        return find(cache, "", tokens)
+
+    def lock_anywhere(cache: PrefixCache, namespace: str, match: PrefixMatch) -> PrefixNode:
+        return lock(cache, "", match)
+
+    patch.setattr(PrefixCache, "find", find_anywhere)
+    patch.setattr(PrefixCache, "lock", lock_anywhere)
+
+
+def chunk_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """A chunk that does not end its prompt counts as one token longer."""
+    commit = Scheduler.commit
+
+    def miscounted(scheduler: Scheduler, row: ScheduledRow, token: int | None) -> None:
+        commit(scheduler, row, token)
+        if token is None:
+            row.sequence.num_computed += 1
+
+    patch.setattr(Scheduler, "commit", miscounted)
+
+
+def free_pages_at_the_cancel(patch: pytest.MonkeyPatch) -> None:
+    """Not when the last step that was launched with them is over."""
+    remove = Scheduler.remove
+
+    def hasty(scheduler: Scheduler, sequence: SequenceState) -> None:
+        remove(scheduler, sequence)
+        scheduler._supply.release(sequence)
+
+    patch.setattr(Scheduler, "remove", hasty)
+
+
+def ignore_deadlines(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "_end_late", lambda engine: None)
+
+
+def look_at_deadlines_before_a_launch_only(patch: pytest.MonkeyPatch) -> None:
+    commit = Engine._commit
+
+    def careless(engine: Engine, step: LaunchedStep) -> None:
+        kept, engine._deadlines = engine._deadlines, []
+        commit(engine, step)
+        engine._deadlines = kept
+
+    patch.setattr(Engine, "_commit", careless)
+
+
+def fail_the_neighbours(patch: pytest.MonkeyPatch) -> None:
+    """A step that raises fails all its rows."""
+
+    def fail_all(launcher: Launcher, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Launch:
+        return Launch((), tuple(Failure(member, RuntimeError("the step raised")) for member in members))
+
+    patch.setattr(Launcher, "_launch_parts", fail_all)
+
+
+def share_the_tail_of_a_fork(patch: pytest.MonkeyPatch) -> None:
+    """The page that would be copied is shared, and written by both."""
+
+    def share(store: CacheStore, source: int, target: int, index: int, num_entries: int) -> None:
+        for pool in store.pools:
+            page, spare = pool.table.page(source, index), pool.table.page(target, index)
+            pool.allocator.share([page])
+            pool.release([spare])
+            pool.table._owned[target][index] = page
+            pool.table.pages[target, index] = page
+
+    patch.setattr(CacheStore, "copy_page", share)
+
+
+def give_a_token_to_the_wrong_row(patch: pytest.MonkeyPatch) -> None:
+    """Of the tokens that a step in flight chooses, each row goes on with its neighbour's."""
+    fill_in = Launcher._fill_in
+
+    def rotated(launcher: Launcher, batch: Batch, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> None:
+        before = batch.tokens.clone()
+        fill_in(launcher, batch, members, in_flight)
+        filled = (batch.tokens != before).nonzero().flatten()
+        batch.tokens[filled] = batch.tokens[filled].roll(1)
+
+    patch.setattr(Launcher, "_fill_in", rotated)
+
+
+def forget_priorities(patch: pytest.MonkeyPatch) -> None:
+    """All take turns by arrival alone."""
+
+    def by_arrival(queue: WaitingQueue, *rest: object) -> Iterator[tuple[Turn, SequenceState]]:
+        for sequence in sorted(queue, key=lambda waiting: waiting.arrival):
+            yield Turn(0, 0, sequence.arrival), sequence
+
+    patch.setattr(WaitingQueue, "in_turn", by_arrival)
+
+
+def trim_too_much(patch: pytest.MonkeyPatch) -> None:
+    """A page that is in use is taken back with those that are not."""
+    trim = CacheStore.trim_row
+    patch.setattr(CacheStore, "trim_row", lambda store, row, tokens: trim(store, row, max(0, tokens - 9)))
+
+
+def adopt_in_reverse(patch: pytest.MonkeyPatch) -> None:
+    """Shared pages are put into the table in the wrong order."""
+    adopt = CacheStore.adopt
+    patch.setattr(CacheStore, "adopt", lambda store, row, bundles: adopt(store, row, bundles[::-1]))
+
+
+def copy_a_page_short(patch: pytest.MonkeyPatch) -> None:
+    """Of the tail of a fork, one entry is left out."""
+    copy = Pool.copy_page
+    patch.setattr(Pool, "copy_page", lambda pool, source, target, count: copy(pool, source, target, count - 1))
+
+
+def take_what_is_no_number(patch: pytest.MonkeyPatch) -> None:
+    """A row of NaN gives a token like any other."""
+
+    def credulous(chosen: Chosen, logits: torch.Tensor, rows: Sequence[RowSampling]) -> Sampled:
+        sampled = read(chosen, logits, rows)
+        return replace(sampled, finite=(True,) * len(sampled.finite))
+
+    patch.setattr("sightline.launch.read", credulous)
+
+
+def refuse_too_early(patch: pytest.MonkeyPatch) -> None:
+    can_queue = Engine.can_queue
+    patch.setattr(Engine, "can_queue", lambda engine, count: can_queue(engine, count + 1))
+
+
+def grow_one_pool_only(patch: pytest.MonkeyPatch) -> None:
+    """What was refused in one pool stays taken in the other."""
+    grow = CacheStore.grow_row
+
+    def halfway(store: CacheStore, row: int, num_tokens: int) -> None:
+        had = [pool.table.num_owned(row) for pool in store.pools]
+        grow(store, row, num_tokens)
+        if num_tokens % 5 == 0:
+            store.pools[1].release(store.pools[1].table.trim(row, had[1]))
+
+    patch.setattr(CacheStore, "grow_row", halfway)
+
+
+BUGS = (
+    leak_a_page,
+    free_twice,
+    evict_what_is_locked,
+    leave_the_page_table_stale,
+    write_to_a_shared_tail,
+    reuse_a_row_as_it_was,
+    restart_where_it_was,
+    lose_a_cancel,
+    keep_what_was_cancelled_in_the_queue,
+    keep_a_plan_across_a_retraction,
+    mix_up_namespaces,
+    chunk_off_by_one,
+    free_pages_at_the_cancel,
+    ignore_deadlines,
+    look_at_deadlines_before_a_launch_only,
+    fail_the_neighbours,
+    share_the_tail_of_a_fork,
+    give_a_token_to_the_wrong_row,
+    forget_priorities,
+    trim_too_much,
+    adopt_in_reverse,
+    copy_a_page_short,
+    take_what_is_no_number,
+    refuse_too_early,
+    grow_one_pool_only,
+)
+
+
+@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found_within_two_thousand_steps(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    num_steps = 0
+    for seed in range(100):
+        simulation = Simulation(draw_scenario(seed, 100))
+        try:
+            simulation.run()
+        except Violation:
+            break
+        finally:
+            num_steps += simulation.counts.steps
+    else:
+        pytest.fail("not found")
+    assert num_steps <= 2000
