@@ -86,18 +86,22 @@ class Pool:
         """Takes an owner away from pages."""
         self._poison_pages(self.allocator.release(pages))
 
-    def check_writable(self, row: int, first: int, stop: int) -> None:
-        """Raises unless a row has pages for its entries up to `stop`, and those from `first` on are its alone."""
-        pages = self.table.num_owned(row)
-        if pages * self.page_size < stop:
-            raise ValueError(f"expected pages for {stop} tokens in row {row} of pool {self.key}, got {pages} pages")
-        for index in range(first // self.page_size, -(-stop // self.page_size)):
+    def slots_to_write(self, row: int, first: int, count: int) -> list[int]:
+        """The slots of `count` entries of a row from `first` on. Raises unless their pages are there, and its alone."""
+        size, stop, owned = self.page_size, first + count, self.table.num_owned(row)
+        if owned * size < stop:
+            raise ValueError(f"expected pages for {stop} tokens in row {row} of pool {self.key}, got {owned} pages")
+        slots: list[int] = []
+        for index in range(first // size, -(-stop // size)) if count else ():
             page = self.table.page(row, index)
             if self.allocator.owners(page) != 1:
                 raise ValueError(
                     f"expected page {page} of pool {self.key}, which row {row} is to write, to be its alone, got one "
                     f"with {self.allocator.owners(page)} owners; copy it first"
                 )
+            start = index * size
+            slots += range(page * size + max(first - start, 0), page * size + min(stop - start, size))
+        return slots
 
     def copy_page(self, source: int, target: int, num_entries: int) -> None:
         """Puts the first entries of one page into another."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from sightline.cache.pools import CacheStore
+from sightline.cache.pools import CacheStore, Pool
 from sightline.core.batch import CAUSAL, Batch, Lengths, PoolRows, RowMask
 
 
@@ -30,59 +31,57 @@ class RowWork:
 
 def assemble(work: Sequence[RowWork], store: CacheStore) -> Batch:
     """A batch of paged rows. The pages that they write must be there already, and be nobody else's."""
-    device = store.device
-    rows = tuple(row.table_row for row in work)
     for row in work:
         if row.positions is not None and len(row.positions) != len(row.tokens):
             raise ValueError(f"expected {len(row.tokens)} positions, one a token, got {len(row.positions)}")
-        for pool in store.pools:
-            pool.check_writable(row.table_row, row.context_len, row.context_len + len(row.tokens))
-    query_lens = torch.tensor([len(row.tokens) for row in work], dtype=torch.int64, device=device)
-    token_rows = torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(query_lens)
-    entries = torch.tensor(
-        [row.context_len + index for row in work for index in range(len(row.tokens))],
-        dtype=torch.int64,
-        device=device,
-    )
-    pools = {
-        pool.key: PoolRows(
-            pool.table.table_id,
-            pool.table.versions(rows),
-            pool.table.slots(token_rows, entries, pool.page_size),
-        )
-        for pool in store.pools
-    }
-    return _batch(work, pools, device)
+    return _batch(work, store.pools, store.device)
 
 
 def assemble_transient(work: Sequence[RowWork], device: torch.device) -> Batch:
     """A batch that touches no cache: every row is whole, with no context."""
-    return _batch(work, {}, device)
+    return _batch(work, (), device)
 
 
-def _batch(work: Sequence[RowWork], pools: Mapping[str, PoolRows], device: torch.device) -> Batch:
+def _batch(work: Sequence[RowWork], pools: Sequence[Pool], device: torch.device) -> Batch:
+    query_lens = [len(row.tokens) for row in work]
+    context_lens = [row.context_len for row in work]
+    for index, (row, query_len) in enumerate(zip(work, query_lens, strict=True)):
+        if not 0 <= row.num_logits <= query_len:
+            raise ValueError(
+                f"expected logits of none to all of the {query_len} tokens of row {index}, got {row.num_logits}"
+            )
     tokens = [token for row in work for token in row.tokens]
     positions = [
         position
-        for row in work
-        for position in (row.positions or range(row.context_len, row.context_len + len(row.tokens)))
+        for row, query_len in zip(work, query_lens, strict=True)
+        for position in (row.positions or range(row.context_len, row.context_len + query_len))
     ]
-    query_lens = Lengths.known([len(row.tokens) for row in work], device)
-    for index, row in enumerate(work):
-        if not 0 <= row.num_logits <= len(row.tokens):
-            raise ValueError(
-                f"expected logits of none to all of the {len(row.tokens)} tokens of row {index}, got {row.num_logits}"
-            )
-    ends = itertools.accumulate(len(row.tokens) for row in work)
+    ends = itertools.accumulate(query_lens)
     logit_indices = [i for row, end in zip(work, ends, strict=True) for i in range(end - row.num_logits, end)]
+    slots = [
+        [slot for row in work for slot in pool.slots_to_write(row.table_row, row.context_len, len(row.tokens))]
+        for pool in pools
+    ]
+    # One way to the device for all of it.
+    on_device = _moved([tokens, positions, query_lens, context_lens, logit_indices, *slots], device)
+    rows = tuple([row.table_row for row in work])
     return Batch(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        query_lens=query_lens,
-        context_lens=Lengths.known([row.context_len for row in work], device),
-        masks=tuple(row.mask for row in work),
-        rows=tuple(row.table_row for row in work),
-        pools=pools,
-        logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=device),
-        logit_rows=tuple(index for index, row in enumerate(work) for _ in range(row.num_logits)),
+        tokens=on_device[0],
+        positions=on_device[1],
+        query_lens=Lengths(on_device[2], tuple(query_lens), tuple(query_lens)),
+        context_lens=Lengths(on_device[3], tuple(context_lens), tuple(context_lens)),
+        masks=tuple([row.mask for row in work]),
+        rows=rows,
+        pools={
+            pool.key: PoolRows(pool.table.table_id, pool.table.versions(rows), write_slots)
+            for pool, write_slots in zip(pools, on_device[5:], strict=True)
+        },
+        logit_indices=on_device[4],
+        logit_rows=tuple([index for index, row in enumerate(work) for _ in range(row.num_logits)]),
     )
+
+
+def _moved(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+    """Each list as a tensor [length] int64, side by side in memory."""
+    joined = torch.tensor(list(itertools.chain.from_iterable(lists)), dtype=torch.int64, device=device)
+    return tuple(joined.split_with_sizes([len(each) for each in lists]))
