@@ -17,8 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sightline import LLM, SamplingParams
-from sightline.launch import LaunchedStep
-from sightline.runner.sampler import Sampled
+from sightline.launch import Choices, LaunchedStep
 
 VOCAB = 32_000
 
@@ -59,11 +58,11 @@ def measure(llm: LLM, rows: int, steps: int) -> tuple[list[float], list[float], 
     waited: list[float] = []
     read = LaunchedStep.read
 
-    def timed(step: LaunchedStep) -> Sampled:
+    def timed(step: LaunchedStep) -> Choices:
         started = time.perf_counter()
-        sampled = read(step)
+        choices = read(step)
         waited.append(time.perf_counter() - started)
-        return sampled
+        return choices
 
     LaunchedStep.read = timed  # type: ignore[method-assign, assignment]
     taken = []

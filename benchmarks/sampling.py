@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from sightline.core.request import EffectiveParams
-from sightline.runner.sampler import RowSampling, choose, read
+from sightline.runner.sampler import RowSampling, choose
 
 PLAIN = EffectiveParams(
     temperature=1.0,
@@ -46,7 +46,7 @@ def milliseconds(logits: torch.Tensor, params: EffectiveParams, runs: int) -> fl
     for run in range(runs + 1):
         rows = [RowSampling(replace(params, seed=row), run) for row in range(logits.shape[0])]
         start = time.perf_counter()
-        read(choose(logits, rows), logits, rows)
+        choose(logits, rows)
         taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:]) * 1000
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import cast
@@ -12,8 +13,11 @@ import torch
 
 from sightline import LLM, SamplingParams
 from sightline.attention.planner import PlannedBatch
+from sightline.cache.table import PageTable
 from sightline.core.errors import DeviceFaultError, EngineClosedError
+from sightline.core.request import FinishReason
 from sightline.engine import Engine
+from sightline.launch import LaunchedStep
 from sightline.live import LiveSequence
 from sightline.llm import EngineSettings
 from support.engines import is_at_rest
@@ -189,7 +193,7 @@ def test_a_device_that_dies_answers_everybody_and_takes_no_more(
     if when == "launch":
         monkeypatch.setattr(engine.runtime.runner, "forward", dies)
     else:
-        monkeypatch.setattr("sightline.launch.read", dies)
+        monkeypatch.setattr(LaunchedStep, "read", dies)
     engine.step()
     assert not engine.has_work
     assert [delta.error for delta in stream][-1] == (
@@ -209,3 +213,88 @@ def test_a_device_that_dies_answers_everybody_and_takes_no_more(
 def test_a_device_fault_is_one_error_of_ours() -> None:
     assert issubclass(DeviceFaultError, Exception)
     assert not issubclass(torch.OutOfMemoryError, torch.AcceleratorError), "want of memory is survived"
+
+
+@pytest.mark.parametrize("where", ["append", "clear"])
+def test_a_device_that_dies_while_pages_move_answers_everybody_too(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    engine = llm.engine
+    requests = [engine.submit(prompt, GREEDY) for prompt in random_prompts([9, 14, 3])]
+    engine.step()
+    calls = iter(range(100))
+
+    def dies(*_: object) -> None:
+        next(calls)
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(PageTable, where, dies)
+    engine.cancel(requests[0])
+    engine.submit(random_prompts([20])[0], replace(GREEDY, max_tokens=200))
+    for _ in range(40):
+        engine.step()
+    assert next(calls) > 0, "it died"
+    assert not engine.has_work
+    ends = [engine.pop_output(request).outputs[0].finish_reason for request in requests]
+    assert set(ends) <= {"error", "abort"}
+    assert "error" in ends
+    with pytest.raises(EngineClosedError):
+        engine.submit([1, 2], GREEDY)
+    llm.close()
+
+
+def test_log_probabilities_that_cannot_be_told_fail_their_request_alone(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts(LENGTHS)
+    expected, _ = run(tiny(folder).engine, prompts)
+
+    def no_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory for log probabilities")
+
+    monkeypatch.setattr("sightline.launch.token_logprobs", no_memory)
+    engine = llm.engine
+    requests = [
+        engine.submit(prompt, replace(GREEDY, logprobs=1 if index == 1 else None))
+        for index, prompt in enumerate(prompts)
+    ]
+    while engine.has_work:
+        engine.step()
+    outputs = [engine.pop_output(request) for request in requests]
+    assert [output.error for output in outputs] == [
+        None,
+        "OutOfMemoryError: no memory for log probabilities",
+        None,
+        None,
+        None,
+    ]
+    assert [outputs[index].outputs[0].token_ids for index in (0, 2, 3, 4)] == [expected[i] for i in (0, 2, 3, 4)]
+    assert is_at_rest(llm)
+
+
+@pytest.mark.parametrize("how", ["length", "cancel"])
+def test_a_request_that_cannot_tell_its_last_text_ends_all_the_same(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    prompts = random_prompts(LENGTHS)
+    expected, _ = run(tiny(folder).engine, prompts)
+    finish = LiveSequence.finish
+
+    def broken(live: LiveSequence, reason: FinishReason) -> None:
+        if live.sequence.request.prompt_token_ids == tuple(prompts[2]):
+            raise UnicodeError("no text at the end")
+        finish(live, reason)
+
+    monkeypatch.setattr(LiveSequence, "finish", broken)
+    engine = llm.engine
+    requests = [engine.submit(prompt, GREEDY) for prompt in prompts]
+    engine.step()
+    if how == "cancel":
+        engine.cancel(requests[2])
+    while engine.has_work:
+        engine.step()
+    outputs = [engine.pop_output(request) for request in requests]
+    assert outputs[2].outputs[0].finish_reason == "error"
+    assert outputs[2].error == "UnicodeError: no text at the end"
+    assert [outputs[index].outputs[0].token_ids for index in (0, 1, 3, 4)] == [expected[i] for i in (0, 1, 3, 4)]
+    assert is_at_rest(llm)

@@ -226,6 +226,36 @@ def test_what_was_found_in_the_cache_is_counted(folder: Path) -> None:
     assert metrics.num_preemptions == metrics.steps_cut == metrics.plans_rebuilt == 0
 
 
+def test_tokens_and_ends_are_counted_as_they_come_whoever_reads_them(folder: Path) -> None:
+    engine = tiny(folder).engine
+    kept, dropped = (engine.submit(prompt, GREEDY) for prompt in random_prompts([5, 5]))
+    for _ in range(3):
+        engine.step()
+    assert engine.metrics().generation_tokens == 6
+    engine.forget(dropped)
+    while engine.has_work:
+        engine.step()
+    assert engine.metrics().request_success == {"abort": 1, "length": 1}
+    engine.pop_output(kept)
+    assert engine.metrics().request_success == {"abort": 1, "length": 1}
+    assert engine.metrics().generation_tokens == 9
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten(folder: Path) -> None:
+    engine = tiny(folder).engine
+    for prompt in random_prompts([3] * 300):
+        request = engine.submit(prompt, SamplingParams(max_tokens=1), None, Terms(timeout=3600.0))
+        engine.step()
+        engine.pop_output(request)
+    assert len(engine._deadlines) < 100
+
+
+def test_more_continuations_than_may_wait_are_told_so(folder: Path) -> None:
+    engine = tiny(folder, max_queued_requests=3).engine
+    with pytest.raises(QueueFullError, match="got 4 more to the 0 that do; lower n, or raise max_queued_requests"):
+        engine.submit([1, 2], SamplingParams(n=4))
+
+
 def test_a_queue_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected max_queued_requests to be a whole number of at least 1, got 0"):
         LLM(max_queued_requests=0)

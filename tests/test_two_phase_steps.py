@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import cast
 
 import pytest
@@ -181,6 +183,34 @@ def test_an_interruption_anywhere_in_a_step_loses_and_repeats_nothing(
     monkeypatch.undo()
     outputs = [llm.engine.pop_output(request) for request in requests]
     assert interruptions > 10
+    assert [[each.token_ids for each in output.outputs] for output in outputs] == [
+        [each.token_ids for each in output.outputs] for output in expected
+    ]
+    assert is_at_rest(llm)
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+def test_real_interrupts_at_any_moment_leak_and_lose_nothing(folder: Path, in_flight: bool) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=30, n=2, ignore_eos=True)
+    changes = {"cache_tokens": 96, "max_model_len": 80, "max_num_seqs": 5, "async_scheduling": in_flight}
+    expected = ask(tiny(folder, **changes), params)
+    llm = tiny(folder, **changes)
+    requests = [llm.engine.submit(prompt, params) for prompt in random_prompts(LENGTHS)]
+    interruptions, random = 0, Random(3)
+    previous = signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        while llm.engine.has_work:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, 2e-2))
+                llm.engine.step()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interruptions += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert interruptions > 5
+    outputs = [llm.engine.pop_output(request) for request in requests]
     assert [[each.token_ids for each in output.outputs] for output in outputs] == [
         [each.token_ids for each in output.outputs] for output in expected
     ]

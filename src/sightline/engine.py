@@ -18,20 +18,24 @@ import heapq
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
+import torch
+
 from sightline.cache.prefix import PrefixCache
+from sightline.core.device import device_faults
 from sightline.core.errors import DeviceFaultError, EngineClosedError, QueueFullError
+from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
 from sightline.core.metrics import EngineMetrics
 from sightline.core.request import EffectiveParams, FinishReason, RequestOutput, SamplingParams, Terms, TextDelta
 from sightline.intake import Intake
-from sightline.launch import LaunchedStep, Launcher, Member
+from sightline.launch import Choices, Launch, LaunchedStep, Launcher, Member
 from sightline.live import LiveRequest, LiveSequence, start
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import Runtime
-from sightline.runner.sampler import Sampled
 from sightline.scheduler.scheduler import Scheduler
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizer import Tokenizer
@@ -156,19 +160,17 @@ class Engine:
         request = self._intake.request(prompt_token_ids, params, prompt, terms, self._clock())
         if not self.can_queue(request.params.n):
             self._counts["refused"] += 1
-            raise QueueFullError(
-                f"expected at most {self.runtime.config.max_queued} sequences to wait, got {request.params.n} more to "
-                f"the {self._scheduler.num_waiting} that do; try again later, or raise max_queued_requests"
-            )
-        live = self._live[request.request_id] = start(request, self.tokenizer)
-        try:
-            for sequence in live.sequences:
-                self._scheduler.submit(sequence.sequence)
-        except BaseException:
-            self.forget(request.request_id)
-            raise
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+            raise QueueFullError(self._why_full(request.params.n))
+        live = start(request, self.tokenizer)
+        with uninterrupted():
+            self._live[request.request_id] = live
+            try:
+                for sequence in live.sequences:
+                    self._scheduler.submit(sequence.sequence)
+            except BaseException:
+                self.forget(request.request_id)
+                raise
+            self._remember(request.deadline, request.request_id)
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
         return request.request_id
 
@@ -182,20 +184,16 @@ class Engine:
 
     def step(self) -> None:
         """Launches a step over whatever can run, and commits the one that is due."""
-        if self._is_stepping:
-            self._scheduler.recount([row for step in self._in_flight for row in step.rows])
-        self._is_stepping = True
-        try:
-            self._end_cancelled()
-            self._end_late()
-            num_launched = self._launch()
-            # Without a step behind it, or with one that had to be cut, nothing is left in flight.
-            most = self._max_in_flight if num_launched == 1 else 0
-            while len(self._in_flight) > most or (self._in_flight and not self._is_wanted):
-                self._commit(self._in_flight[0])
-        except DeviceFaultError as fault:
-            self._end_all(fault)
-        self._is_stepping = False
+        with self._ending_on_a_fault():
+            members = self._schedule()
+            launch = self._launcher.launch(members, self._in_flight) if members else Launch((), ())
+            with uninterrupted():
+                self._take_off(launch)
+                # Without a step behind it, or with one that had to be cut, nothing is left in flight.
+                most = self._max_in_flight if len(launch.steps) == 1 else 0
+                while len(self._in_flight) > most or (self._in_flight and not self._is_wanted):
+                    self._commit(self._in_flight[0])
+                self._is_stepping = False
 
     def params(self, request_id: str) -> EffectiveParams:
         """What the request really runs with."""
@@ -223,19 +221,24 @@ class Engine:
     def forget(self, request_id: str) -> None:
         """Ends a request if it runs, and drops what it produced."""
         live = self._live.get(request_id)
-        if live is not None:
+        if live is None:
+            return
+        with uninterrupted(), self._ending_on_a_fault():
             for sequence in live.sequences:
+                if sequence.finish_reason is None and not sequence.sequence.is_out:
+                    self._ends[FinishReason.ABORT] += 1
                 self._scheduler.remove(sequence.sequence)
-            del self._live[request_id]
+        self._live.pop(request_id, None)
 
     def close(self) -> None:
         """Ends everything and gives the pages back."""
         for request_id in tuple(self._live):
             self.forget(request_id)
-        while self._in_flight:
-            self._scheduler.landed(self._in_flight.popleft().rows)
-        if self.prefixes is not None and self._fault is None:
-            self.prefixes.clear()
+        with uninterrupted(), self._ending_on_a_fault():
+            while self._in_flight:
+                self._scheduler.landed(self._in_flight.popleft().rows)
+            if self.prefixes is not None and self._fault is None:
+                self.prefixes.clear()
         self._closed = True
 
     def _check_open(self) -> None:
@@ -243,6 +246,23 @@ class Engine:
             raise EngineClosedError("expected an open engine, got one that was closed; build a new one")
         if self._fault is not None:
             raise EngineClosedError(f"expected an engine that works, got one that ended: {self._fault}")
+
+    def _why_full(self, count: int) -> str:
+        most = self.runtime.config.max_queued
+        remedy = "lower n" if count > most else "try again later"
+        return (
+            f"expected at most {most} sequences to wait, got {count} more to the {self._scheduler.num_waiting} that "
+            f"do; {remedy}, or raise max_queued_requests"
+        )
+
+    def _remember(self, deadline: float | None, request_id: str) -> None:
+        if deadline is None:
+            return
+        # Those of requests that have ended are dropped when they are the most.
+        if len(self._deadlines) > 2 * len(self._live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, request_id))
 
     def _find(self, request_id: str) -> LiveRequest:
         live = self._live.get(request_id)
@@ -252,26 +272,40 @@ class Engine:
             raise EngineClosedError(f"expected an open engine, got a closed one: {request_id} ended with it")
         raise ValueError(f"expected a request that the engine knows, got {request_id}")
 
-    def _launch(self) -> int:
-        """Puts the next step on the device; returns in how many parts, 0 where there is nothing to do."""
-        members = [
-            Member(row, self._live[row.sequence.request.request_id].sequences[row.sequence.index])
-            for row in self._scheduler.schedule().rows
-        ]
-        if not members:
-            return 0
-        launch = self._launcher.launch(members, self._in_flight)
+    @contextmanager
+    def _ending_on_a_fault(self) -> Iterator[None]:
+        """Wherever the device fails, everybody is answered."""
+        try:
+            with device_faults():
+                yield
+        except DeviceFaultError as fault:
+            self._end_all(fault)
+
+    def _schedule(self) -> list[Member]:
+        """Ends what was cancelled or is late; then the rows of the next step."""
+        with uninterrupted():
+            if self._is_stepping:
+                self._scheduler.recount([row for step in self._in_flight for row in step.rows])
+            self._is_stepping = True
+            self._end_cancelled()
+            self._end_late()
+            return [
+                Member(row, self._live[row.sequence.request.request_id].sequences[row.sequence.index])
+                for row in self._scheduler.schedule().rows
+            ]
+
+    def _take_off(self, launch: Launch) -> None:
+        """What was launched is in flight; what could not be ends."""
         for step in launch.steps:
             self._in_flight.append(step)
             self._scheduler.launched(step.rows)
         for (_, live), error in launch.failures:
             self._fail(live, error)
-        self._counts["steps"] += 1
-        return len(launch.steps)
+        self._counts["steps"] += len(launch.steps) > 0
 
     def _commit(self, step: LaunchedStep) -> None:
         """Takes the oldest step's results in, row by row; after an interruption, from the row that it came in."""
-        sampled = step.read()
+        choices = step.read()
         ends = list(accumulate(row.num_logits for row, _ in step.members))
         for index in range(self._num_taken, len(step.members)):
             row, live = step.members[index]
@@ -279,8 +313,8 @@ class Engine:
                 try:
                     if row.scores_prompt:
                         live.keep_prompt_logprobs(row, step.logits[ends[index] - row.num_logits : ends[index]])
-                    self._take(step.members[index], step.places.get(row.sequence), sampled)
-                except DeviceFaultError:
+                    self._take(step, step.members[index], choices)
+                except (DeviceFaultError, torch.AcceleratorError):
                     raise
                 except Exception as error:
                     self._fail(live, error)
@@ -291,18 +325,22 @@ class Engine:
         self._scheduler.landed(step.rows)
         self._end_late()
 
-    def _take(self, member: Member, place: int | None, sampled: Sampled) -> None:
-        """One row's result: `place` says which of the chosen tokens is its, if one is."""
+    def _take(self, step: LaunchedStep, member: Member, choices: Choices) -> None:
+        """One row's result."""
         row, live = member
-        if place is not None and not sampled.finite[place]:
+        place = step.places.get(row.sequence)
+        if place is not None and not choices.finite[place]:
             live.fail_at(row.seq_len)
         if live.error is not None:
             self._finish(live, FinishReason.ERROR)
         elif place is None:
             self._scheduler.commit(row, None)
         else:
-            live.keep_logprobs(row, sampled.logprobs.get(place))
-            self._scheduler.commit(row, sampled.tokens[place])
+            token = choices.tokens[place]
+            live.keep_logprobs(row, step.logprobs(place, token))
+            before = live.sequence.num_generated
+            self._scheduler.commit(row, token)
+            self._counts["generation_tokens"] += live.sequence.num_generated - before
             self._take_in(live)
 
     def _take_in(self, live: LiveSequence) -> None:
@@ -318,9 +356,15 @@ class Engine:
 
     def _finish(self, live: LiveSequence, reason: FinishReason) -> None:
         if live.finish_reason is None:
-            live.finish(reason)
+            try:
+                live.finish(reason)
+            except Exception as error:
+                # Its last text cannot be told. It ends all the same, and nobody else with it.
+                logger.error(
+                    "request %s could not be finished: %s", live.sequence.request.request_id, error, exc_info=error
+                )
+                live.break_off(f"{type(error).__name__}: {error}")
             self._ends[str(live.finish_reason)] += 1
-            self._counts["generation_tokens"] += live.sequence.num_generated
         self._scheduler.remove(live.sequence)
 
     def _end_cancelled(self) -> None:

@@ -21,7 +21,8 @@ from sightline.core.errors import DeviceFaultError
 from sightline.live import LiveSequence
 from sightline.runner.batching import RowWork, assemble
 from sightline.runner.build import Runtime
-from sightline.runner.sampler import Chosen, RowSampling, Sampled, choose, read
+from sightline.runner.logprobs import TokenLogprobs, token_logprobs
+from sightline.runner.sampler import Chosen, RowSampling, choose
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
 
 
@@ -30,6 +31,14 @@ class Member(NamedTuple):
 
     row: ScheduledRow
     live: LiveSequence
+
+
+class Choices(NamedTuple):
+    """What was chosen, read."""
+
+    tokens: list[int]
+    finite: list[bool]
+    """False where the row's logits held a NaN or an infinity: its token means nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,15 +55,23 @@ class LaunchedStep:
     sampling: tuple[RowSampling, ...]
     """By place, as `chosen`."""
     chosen: Chosen
+    """On the device: the next step can go on from it."""
 
     @property
     def rows(self) -> tuple[ScheduledRow, ...]:
         return tuple([member.row for member in self.members])
 
-    def read(self) -> Sampled:
+    def read(self) -> Choices:
         """Waits for the device."""
-        with device_faults():
-            return read(self.chosen, self.chosen_logits, self.sampling)
+        return Choices(self.chosen.tokens.tolist(), self.chosen.finite.tolist())
+
+    def logprobs(self, place: int, token: int) -> TokenLogprobs | None:
+        """Of a chosen token, where its row asked for them: of the raw logits."""
+        num_best = self.sampling[place].params.logprobs
+        if num_best is None:
+            return None
+        [entry] = token_logprobs(self.chosen_logits[place : place + 1], [token], [num_best])
+        return entry
 
 
 class Failure(NamedTuple):

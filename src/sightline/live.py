@@ -59,14 +59,6 @@ class LiveSequence:
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """From the second prompt token on."""
 
-    @property
-    def lags(self) -> bool:
-        """True where an interrupted step chose a token, or an end, that was not taken in."""
-        num_generated = self.sequence.num_generated
-        return self.finish_reason is None and (
-            self.num_taken_in < num_generated or num_generated >= self.params.max_tokens or self.ending is not None
-        )
-
     def generated(self, start: int = 0) -> tuple[int, ...]:
         """The generated tokens from the `start`-th on."""
         return tuple(self.sequence.tokens[len(self.sequence.request.prompt_token_ids) + start :])
@@ -135,6 +127,10 @@ class LiveSequence:
         if self.stops is not None:
             self.text.append(self.stops.flush())
         self.finish_reason = reason
+
+    def break_off(self, error: str) -> None:
+        """Ends it as it stands."""
+        self.error, self.finish_reason = error, FinishReason.ERROR
 
     def take_delta(self) -> TextDelta | None:
         """What it gained since the last call; None where nothing is new."""

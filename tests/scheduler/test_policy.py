@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sightline.cache.prefix import PrefixMatch
 from sightline.core.request import EffectiveParams, Request, Terms
 from sightline.scheduler.policy import Decision, Finding, State, decide
 from sightline.scheduler.queue import Turn
@@ -29,6 +30,25 @@ class Standing:
     """It lacks a page for its next token."""
     priority: int = 0
     num_steps: int = 0
+
+
+@dataclass
+class Count:
+    """A tally where nothing is shared."""
+
+    num_pages: int
+
+    def copy(self) -> Count:
+        return replace(self)
+
+    def cost(self, match: PrefixMatch | None) -> int:
+        return 0
+
+    def share(self, match: PrefixMatch | None) -> None:
+        assert match is None
+
+    def retract(self, sequence: SequenceState) -> None:
+        self.num_pages += sequence.num_pages
 
 
 def make(arrival: int, standing: Standing, *, running: bool) -> SequenceState:
@@ -53,10 +73,11 @@ def state(
     turns = [(Turn(each.rank[0], 0, each.arrival), each) for each in waits]
     return State(
         running=sorted(runs, key=lambda each: each.rank),
-        waiting=sorted(turns, key=lambda each: each[0]),
+        waiting=lambda: sorted(turns, key=lambda each: each[0]),
+        most_urgent=min((turn.priority for turn, _ in turns), default=None),
         share=lambda caller: 0,
         find=lambda sequence: NOTHING,
-        supply=lambda retracted, admitted: free + sum(each.num_pages for each in retracted),
+        tally=lambda: Count(free),
         num_free_rows=rows,
         page_size=PAGE,
         max_step_tokens=budget,
@@ -151,7 +172,7 @@ standings = st.builds(
 
 
 def snapshot(state: State) -> list[list[object]]:
-    sequences = [*state.running, *(sequence for _, sequence in state.waiting)]
+    sequences = [*state.running, *(sequence for _, sequence in state.waiting())]
     return [[getattr(sequence, field.name) for field in fields(sequence)] for sequence in sequences]
 
 

@@ -18,7 +18,7 @@ def make(arrival: int, caller: str, priority: int, length: int) -> SequenceState
 
 
 def in_turn(queue: WaitingQueue, had: dict[str, int]) -> list[int]:
-    return [sequence.arrival for _, sequence in queue.in_turn(lambda: had)]
+    return [sequence.arrival for _, sequence in queue.in_turn(had)]
 
 
 def test_each_that_is_passed_counts_as_its_callers() -> None:

@@ -642,6 +642,70 @@ def test_a_long_prompt_of_one_caller_does_not_hold_up_the_prompts_of_others() ->
     assert [loop.step(), loop.step()] == [{"long": 8}, {"short": 4, "long": 4}]
 
 
+def test_a_request_that_was_refused_leaves_no_trace_of_its_caller() -> None:
+    loop = Loop(make_store(usable_pages=4))
+    refused = make_sequence("too large", 10, 8, terms=Terms("nobody"))
+    with pytest.raises(SightlineError):
+        loop.scheduler.submit(refused)
+    loop.scheduler.remove(refused)
+    assert loop.scheduler._shares._present == {}
+
+
+def test_a_prompt_that_is_let_in_counts_as_a_whole_before_it_is_computed() -> None:
+    loop = Loop(make_store(max_rows=3), budget=4)
+    loop.submit("long", 80, 2, terms=Terms("one"))
+    loop.step()
+    loop.submit("more", 4, 2, terms=Terms("one"))
+    loop.submit("other", 4, 2, terms=Terms("other"))
+    while len(loop.admitted) < 3:
+        loop.step()
+    assert loop.admitted == ["long", "other", "more"]
+
+
+def test_what_is_computed_again_after_a_retraction_is_not_charged_again() -> None:
+    loop = Loop(make_store(4))
+    loop.submit("a", 3, 12, terms=Terms("a"))
+    b = loop.submit("b", 3, 8, terms=Terms("b"))
+    loop.run_to_the_end(60)
+    assert b.num_retractions > 0
+    assert loop.scheduler._shares.of("b") == b.max_len
+
+
+def test_many_that_share_a_long_prefix_are_let_in_at_the_cost_of_one() -> None:
+    store = CacheStore(SPECS, CacheLimits(2000, PAGE_SIZE, 64, 2048), CPU)
+    loop = Loop(store, budget=4096, caches=True)
+    loop.submit("first", 1600, 1)
+    loop.run_to_the_end(3)
+    for index in range(64):
+        loop.submit(str(index), 1602, 2)
+    tally, walked = loop.scheduler._supply.tally(), 0
+    for sequence in loop.scheduler._waiting:
+        match = loop.scheduler._supply.find(sequence).match
+        walked += sum(1 for _ in tally._newly_kept(match))
+        tally.share(match)
+    assert walked == 400, "each page of the prefix is looked at once"
+    assert len(loop.step()) == 64
+
+
+def test_callers_by_the_thousand_cost_little_where_nobody_can_be_let_in() -> None:
+    loop = Loop(make_store(max_rows=1))
+    loop.submit("running", 3, 100)
+    loop.step()
+    for index in range(1000):
+        loop.submit(str(index), 3, 2, terms=Terms(f"caller {index}"))
+    asked = 0
+
+    def count() -> dict[str, int]:
+        nonlocal asked
+        asked += 1
+        return {}
+
+    loop.scheduler._had = count  # type: ignore[method-assign]
+    for _ in range(20):
+        assert list(loop.step()) == ["running"]
+    assert asked == 0, "the queue is not looked at"
+
+
 def test_continuations_share_the_first_ones_pages_and_copy_its_tail_without_a_prefix_cache() -> None:
     loop = Loop()
     leader = loop.submit("a", 10, 4)

@@ -55,8 +55,6 @@ class PrefixMatch:
     """Where it ends; None where the namespace holds nothing."""
     bundles: tuple[Bundle, ...]
     """One for each page, in order."""
-    num_idle: int
-    """Of them, those that no lock keeps."""
 
 
 class PrefixCache:
@@ -83,7 +81,6 @@ class PrefixCache:
         """The longest prefix of whole pages that the namespace holds. Changes nothing: an eviction may take it."""
         node = self._roots.get(namespace)
         bundles: list[Bundle] = []
-        num_idle = 0
         if node is not None:
             for key in _page_keys(tokens, self._page_size):
                 child = node.children.get(key)
@@ -91,8 +88,7 @@ class PrefixCache:
                     break
                 node = child
                 bundles.append(node.bundle)
-                num_idle += node.num_locks == 0
-        return PrefixMatch(node, tuple(bundles), num_idle)
+        return PrefixMatch(node, tuple(bundles))
 
     def lock(self, namespace: str, match: PrefixMatch) -> PrefixNode:
         """Keeps what was found, and all before it, until the node that is returned is unlocked."""

@@ -5,13 +5,12 @@ nothing else: each token's noise is a function of (seed, place, token), so neith
 it, and a rounding of the logits changes a choice only where two tokens were about as good.
 
     raw logits ─ bias, penalties, forbidden tokens ─ temperature ─ top-k ─ top-p ─ min-p ─ draw
-         └─ log probabilities that are told
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch import Tensor
 from sightline.core.request import EffectiveParams
 from sightline.runner.adjustment import TokenAdjustment, adjusted
 from sightline.runner.drawing import Choice, draw
-from sightline.runner.logprobs import TokenLogprobs, token_logprobs
 from sightline.runner.noise import noise_key
 
 
@@ -50,17 +48,6 @@ class Chosen:
     """[num_rows] bool: False where the row's logits held a NaN or an infinity: its token means nothing."""
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """The choice for each row, read."""
-
-    tokens: tuple[int, ...]
-    finite: tuple[bool, ...]
-    """False where the row's logits held a NaN or an infinity: its token means nothing."""
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    """By row, of the raw logits, for rows that asked for them and are finite."""
-
-
 def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Chosen:
     """One token for each row of logits [num_rows, vocab_size] fp32, which are as before when it returns."""
     finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
@@ -79,28 +66,11 @@ def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Chosen:
     return Chosen(tokens, finite)
 
 
-def read(chosen: Chosen, logits: Tensor, rows: Sequence[RowSampling]) -> Sampled:
-    """Waits for the choice, and tells the log probabilities that were asked for, out of the same logits."""
-    tokens, finite = chosen.tokens.tolist(), chosen.finite.tolist()
-    return Sampled(tuple(tokens), tuple(finite), _logprobs(logits, rows, tokens, finite))
-
-
 def _argmax(logits: Tensor) -> Tensor:
     """The first of the largest, [num_rows] int64. On the CPU numpy's takes a tenth of the time of torch's."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)
-
-
-def _logprobs(
-    logits: Tensor, rows: Sequence[RowSampling], tokens: Sequence[int], finite: Sequence[bool]
-) -> dict[int, TokenLogprobs]:
-    asked = {index: row.params.logprobs for index, row in enumerate(rows) if finite[index]}
-    counts = {index: count for index, count in asked.items() if count is not None}
-    if not counts:
-        return {}
-    told = token_logprobs(logits[list(counts)], [tokens[index] for index in counts], list(counts.values()))
-    return dict(zip(counts, told, strict=True))
 
 
 def _choice(row: RowSampling) -> Choice:

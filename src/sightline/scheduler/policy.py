@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from sightline.cache.prefix import PrefixMatch
 from sightline.scheduler.queue import Turn
@@ -45,19 +45,39 @@ class Admission(NamedTuple):
     finding: Finding
 
 
+class Tally(Protocol):
+    """Pages that are free or can be evicted, as a decision comes about."""
+
+    num_pages: int
+
+    def copy(self) -> Tally:
+        """One on which something can be tried."""
+
+    def cost(self, match: PrefixMatch | None) -> int:
+        """Pages that can no longer be evicted once somebody shares what was found."""
+
+    def share(self, match: PrefixMatch | None) -> None:
+        """Somebody who is let in shares what was found."""
+
+    def retract(self, sequence: SequenceState) -> None:
+        """A running sequence gives its pages up."""
+
+
 @dataclass(frozen=True)
 class State:
     """Everything that a decision follows from."""
 
     running: Sequence[SequenceState]
     """By rank."""
-    waiting: Iterable[tuple[Turn, SequenceState]]
+    waiting: Callable[[], Iterable[tuple[Turn, SequenceState]]]
     """In turn."""
+    most_urgent: int | None
+    """The lowest priority number of those that wait."""
     share: Callable[[str], int]
     """What a caller has had."""
     find: Callable[[SequenceState], Finding]
-    supply: Callable[[Sequence[SequenceState], Sequence[Admission]], int]
-    """Pages that are free or can be evicted once these are retracted and those share what they found."""
+    tally: Callable[[], Tally]
+    """Of the pages that there are."""
     num_free_rows: int
     page_size: int
     max_step_tokens: int
@@ -109,6 +129,7 @@ class _Deciding:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._tally = state.tally()
         self._room = _Room(state.max_step_tokens, state.max_scored_tokens)
         self._going = list(state.running)
         """Those that keep their pages, by rank."""
@@ -117,6 +138,8 @@ class _Deciding:
         self._retracted: list[SequenceState] = []
         self._growth: dict[SequenceState, int] = {}
         """Pages that running sequences are given."""
+        self._num_growing = 0
+        """In all."""
         self._admitted: list[Admission] = []
         self._num_new = 0
         """Pages that they are given."""
@@ -149,7 +172,7 @@ class _Deciding:
             retracted=tuple(self._retracted),
             growth=tuple(self._growth.items()),
             admitted=tuple(self._admitted),
-            num_pages=sum(self._growth.values()) + self._num_new,
+            num_pages=self._num_growing + self._num_new,
             rows=tuple(self._rows.items()),
         )
 
@@ -171,13 +194,15 @@ class _Deciding:
         for sequence, lacking in missing.items():
             if self._has_pages(lacking):
                 self._growth[sequence] = lacking
+                self._num_growing += lacking
             else:
                 self._sits_out.add(sequence)
 
     def _holds_copies(self, sequence: SequenceState) -> bool:
         """True where it keeps cached pages beside its own of the same tokens: let in again, it shares them."""
-        without = self._state.supply([*self._retracted, sequence], self._admitted)
-        return without - self._state.supply(self._retracted, self._admitted) > sequence.num_pages
+        without = self._tally.copy()
+        without.retract(sequence)
+        return without.num_pages - self._tally.num_pages > sequence.num_pages
 
     def _give_way(self, victim: SequenceState) -> int:
         """The last in rank is retracted; or held back, where a step with it is under way.
@@ -187,15 +212,20 @@ class _Deciding:
         self._going.pop()
         self._sits_out.add(victim)
         self._room.num_tokens += self._rows.pop(victim, 0)
-        self._growth.pop(victim, None)
+        self._num_growing -= self._growth.pop(victim, 0)
         if victim.num_steps:
             return victim.num_pages
         self._retracted.append(victim)
+        self._tally.retract(victim)
         self._num_free_rows += 1
         return 0
 
     def _newcomers(self) -> Iterator[tuple[Turn, SequenceState]]:
-        for turn, sequence in self._state.waiting:
+        """Those that wait, in turn, as long as somebody can be let in."""
+        most_urgent = self._state.most_urgent
+        if most_urgent is None or not (self._num_free_rows or self._gives_way_to(most_urgent)):
+            return
+        for turn, sequence in self._state.waiting():
             if self._is_full:
                 return
             leader = sequence.leader
@@ -204,41 +234,61 @@ class _Deciding:
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Lets a waiting sequence in if there is a row and pages for what it holds, or can be."""
-        if not self._room.allows(sequence):
+        priority, _ = sequence.rank
+        if not self._room.allows(sequence) or not (self._num_free_rows or self._gives_way_to(priority)):
             return False
-        if not self._num_free_rows and not self._is_less_urgent(sequence):
+        finding = self._state.find(sequence)
+        needed = self._pages_for(len(sequence.tokens)) - finding.num_pages
+        if not self._fits(needed, finding) and not self._make_way(priority, needed, finding):
             return False
-        new = Admission(sequence, self._state.find(sequence))
-        needed = self._pages_for(len(sequence.tokens)) - new.finding.num_pages
-        num_rows, num_coming = 0, 0
-        # A page more for each that runs: who is let in only to be retracted next has computed in vain.
-        while self._num_free_rows + num_rows < 1 or not self._has_pages(
-            needed + len(self._going) + len(self._admitted) - num_coming, new
-        ):
-            if not self._is_less_urgent(sequence) or not self._is_within_reach(needed - num_coming, new):
-                return False
-            victim = self._going[-1]
-            num_coming += self._give_way(victim)
-            num_rows += victim.num_steps > 0
-        if num_rows or new.finding.fork_of in self._retracted:
+        if finding.fork_of in self._retracted:
             return False
         self._num_new += needed
         self._num_free_rows -= 1
-        self._admitted.append(new)
-        self._rows[sequence] = self._room.take(sequence, len(sequence.tokens) - new.finding.num_tokens)
+        self._admitted.append(Admission(sequence, finding))
+        self._tally.share(finding.match)
+        self._rows[sequence] = self._room.take(sequence, len(sequence.tokens) - finding.num_tokens)
         return True
 
-    def _is_less_urgent(self, sequence: SequenceState) -> bool:
-        """True where somebody runs who gives way to a waiting sequence."""
-        return bool(self._going) and self._going[-1].rank[0] > sequence.rank[0]
+    def _fits(self, needed: int, finding: Finding, num_coming: int = 0, rows_coming: int = 0) -> bool:
+        """True where there is a row, and pages; a page more for each that runs.
 
-    def _is_within_reach(self, needed: int, new: Admission) -> bool:
-        """True where there are pages for a waiting sequence once all that are less urgent have given way."""
-        less_urgent = [other for other in self._going if other.rank[0] > new.sequence.rank[0]]
-        kept = [other for other in self._going if other.rank[0] <= new.sequence.rank[0]]
-        free = self._state.supply([*self._retracted, *less_urgent], [*self._admitted, new])
-        free += sum(map(self._num_unused, kept)) - self._num_new - sum(self._growth.get(other, 0) for other in kept)
-        return needed + len(kept) + len(self._admitted) <= free
+        Who is let in only to be retracted at the next step has computed in vain.
+        """
+        beside = len(self._going) + len(self._admitted) + self._tally.cost(finding.match)
+        return self._num_free_rows + rows_coming > 0 and self._has_pages(needed + beside - num_coming)
+
+    def _make_way(self, priority: int, needed: int, finding: Finding) -> bool:
+        """Makes those that are less urgent give way, the last in rank first.
+
+        False where all of them would not be enough, and where some have to be waited for.
+        """
+        if not self._is_within_reach(priority, needed, finding):
+            return False
+        num_coming = rows_coming = 0
+        while not self._fits(needed, finding, num_coming, rows_coming):
+            if not self._gives_way_to(priority):
+                return False
+            victim = self._going[-1]
+            num_coming += self._give_way(victim)
+            rows_coming += victim.num_steps > 0
+        return rows_coming == 0
+
+    def _gives_way_to(self, priority: int) -> bool:
+        """True where somebody runs who is less urgent."""
+        return bool(self._going) and self._going[-1].rank[0] > priority
+
+    def _is_within_reach(self, priority: int, needed: int, finding: Finding) -> bool:
+        """True where there are pages once all that are less urgent have given way."""
+        kept = [other for other in self._going if other.rank[0] <= priority]
+        if len(kept) == len(self._going):
+            return False
+        tally = self._tally.copy()
+        for other in self._going[len(kept) :]:
+            tally.retract(other)
+        left = tally.num_pages - tally.cost(finding.match) - self._num_new
+        left += sum(map(self._num_unused, kept)) - sum(self._growth.get(other, 0) for other in kept)
+        return needed + len(kept) + len(self._admitted) <= left
 
     def _add_decoding(self, sequences: Sequence[SequenceState]) -> None:
         """Rows of one token each. None scores a prompt: what its last token predicts is not in it."""
@@ -250,10 +300,9 @@ class _Deciding:
         if self._room.allows(sequence):
             self._rows[sequence] = self._room.take(sequence, sequence.num_pending)
 
-    def _has_pages(self, count: int, *more: Admission) -> bool:
-        """True where so many are left, what is reserved and unused included, once `more` share what they found."""
-        left = self._state.supply(self._retracted, [*self._admitted, *more])
-        left -= self._num_new + sum(self._growth.values())
+    def _has_pages(self, count: int) -> bool:
+        """True where so many are left, with what is reserved and unused."""
+        left = self._tally.num_pages - self._num_new - self._num_growing
         return count <= left or count <= left + sum(map(self._num_unused, self._going))
 
     def _num_unused(self, sequence: SequenceState) -> int:

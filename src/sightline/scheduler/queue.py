@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from sightline.scheduler.sequence import SequenceState
@@ -64,12 +64,17 @@ class WaitingQueue:
             del self._levels[priority]
         return True
 
-    def in_turn(self, had: Callable[[], Mapping[str, int]]) -> Iterator[tuple[Turn, SequenceState]]:
+    @property
+    def most_urgent(self) -> int | None:
+        """The lowest priority number of those that wait."""
+        return min(self._levels, default=None)
+
+    def in_turn(self, had: Mapping[str, int]) -> Iterator[tuple[Turn, SequenceState]]:
         """From the next on, as if each that is passed were let in: its prompt then counts as its caller's.
 
-        `had` tells what every caller has had; it is asked when the first is.
+        `had` tells what every caller has had.
         """
-        tokens = dict(had())
+        tokens = dict(had)
         for priority in sorted(self._levels):
             callers = self._levels[priority]
             heads = []

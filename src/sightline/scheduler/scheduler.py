@@ -147,7 +147,8 @@ class Scheduler:
             return
         if not sequence.is_out:
             sequence.is_out = True
-            self._shares.leave(sequence.caller)
+            if sequence.arrival:
+                self._shares.leave(sequence.caller)
         self._waiting.remove(sequence)
         self._stop_running(sequence)
         if sequence.num_steps:
@@ -181,10 +182,11 @@ class Scheduler:
     def _state(self) -> State:
         return State(
             running=self._running,
-            waiting=self._waiting.in_turn(self._had),
+            waiting=lambda: self._waiting.in_turn(self._had()),
+            most_urgent=self._waiting.most_urgent,
             share=self._shares.of,
             find=self._supply.find,
-            supply=self._supply.supply,
+            tally=self._supply.tally,
             num_free_rows=self._store.num_free_rows,
             page_size=self._store.limits.page_size,
             max_step_tokens=self._max_step_tokens,

@@ -17,7 +17,9 @@ class Shares:
         self._tokens: dict[str, int] = {}
         self._present: Counter[str] = Counter()
         self._floor = 0
-        """Where a caller starts that is not here: what the least of those here had when somebody last came."""
+        """Where a caller starts that is not here: the least that those here have had, when it was last asked for."""
+        self._num_joined = 0
+        """Callers that have come since."""
 
     def of(self, caller: str) -> int:
         return self._tokens.get(caller, self._floor)
@@ -27,8 +29,12 @@ class Shares:
         self._present[caller] += 1
         if self._present[caller] > 1:
             return
-        others = (self.of(other) for other in self._present if other != caller)
-        self._floor = max(self._floor, min(others, default=0))
+        self._num_joined += 1
+        # Asking everybody costs as much as there are: now and then is enough.
+        if 8 * self._num_joined >= len(self._present):
+            self._num_joined = 0
+            others = (self.of(other) for other in self._present if other != caller)
+            self._floor = max(self._floor, min(others, default=0))
         self._tokens[caller] = max(self.of(caller), self._floor)
         if len(self._tokens) > 2 * len(self._present) + 64:
             self._forget()

@@ -5,14 +5,14 @@ Owns what happens to a sequence's row: opened, filled with what is shared, grown
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence
 
-from sightline.cache.pools import Bundle, CacheStore
-from sightline.cache.prefix import PrefixCache, PrefixNode
+from sightline.cache.pools import CacheStore
+from sightline.cache.prefix import PrefixCache
 from sightline.core.errors import OutOfPages
-from sightline.scheduler.policy import Admission, Finding
+from sightline.scheduler.policy import Finding
 from sightline.scheduler.sequence import SequenceState
+from sightline.scheduler.tally import Tally
 
 
 class Supply:
@@ -23,10 +23,6 @@ class Supply:
         self.store = store
         self._prefixes = prefixes
         self._page_size = store.limits.page_size
-
-    @property
-    def num_evictable(self) -> int:
-        return 0 if self._prefixes is None else self._prefixes.num_evictable
 
     def find(self, sequence: SequenceState) -> Finding:
         """What a waiting sequence can share. At least one token is left to compute, and all whose logits are wanted."""
@@ -41,29 +37,9 @@ class Supply:
             return Finding(match, None, found, num_pages)
         return Finding(match, leader, last, last // self._page_size)
 
-    def supply(self, retracted: Sequence[SequenceState], admitted: Sequence[Admission]) -> int:
-        """Pages that are free or can be evicted once running sequences are retracted and waiting ones share pages."""
-        kept: set[PrefixNode] = set()
-        for _, finding in admitted:
-            kept.update(_path(None if finding.match is None else finding.match.node))
-        num_pages = self.store.num_free_pages + self.num_evictable - sum(node.num_locks == 0 for node in kept)
-        return num_pages + self._gain(retracted, kept) if retracted else num_pages
-
-    def _gain(self, retracted: Sequence[SequenceState], kept: Set[PrefixNode]) -> int:
-        """Pages of running sequences that come free or can be evicted when all of them are retracted."""
-        held: Counter[Bundle] = Counter()
-        unlocked: Counter[PrefixNode] = Counter()
-        for sequence in retracted:
-            assert sequence.table_row is not None, "a running sequence has a row"
-            held.update(self.store.bundle(sequence.table_row, index) for index in range(sequence.num_pages))
-            unlocked.update(_path(sequence.prefix))
-        free = sum(self.store.owners(bundle) == count for bundle, count in held.items())
-        idle = sum(
-            node.num_locks == count and self.store.owners(node.bundle) == held[node.bundle] + 1
-            for node, count in unlocked.items()
-            if node not in kept
-        )
-        return free + idle
+    def tally(self) -> Tally:
+        """The pages that there are to give."""
+        return Tally(self.store, self._prefixes)
 
     def keep(self, sequence: SequenceState, finding: Finding) -> None:
         """Locks what was found, so that nothing that makes room takes it away."""
@@ -131,10 +107,3 @@ class Supply:
             node, sequence.prefix = sequence.prefix, None
             self._prefixes.unlock(node)
         sequence.num_prefix_pages = 0
-
-
-def _path(node: PrefixNode | None) -> Iterator[PrefixNode]:
-    """A node and all before it that own a page."""
-    while node is not None and node.parent is not None:
-        yield node
-        node = node.parent

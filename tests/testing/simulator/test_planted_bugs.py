@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 
 from sightline.attention.planner import PlannedBatch, Planner, StepPlan
 from sightline.cache.pools import CacheStore, Pool
@@ -14,8 +13,7 @@ from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
 from sightline.engine import Engine
-from sightline.launch import Failure, Launch, LaunchedStep, Launcher, Member
-from sightline.runner.sampler import Chosen, RowSampling, Sampled, read
+from sightline.launch import Choices, Failure, Launch, LaunchedStep, Launcher, Member
 from sightline.scheduler.queue import Turn, WaitingQueue
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
@@ -249,11 +247,13 @@ def copy_a_page_short(patch: pytest.MonkeyPatch) -> None:
 def take_what_is_no_number(patch: pytest.MonkeyPatch) -> None:
     """A row of NaN gives a token like any other."""
 
-    def credulous(chosen: Chosen, logits: torch.Tensor, rows: Sequence[RowSampling]) -> Sampled:
-        sampled = read(chosen, logits, rows)
-        return replace(sampled, finite=(True,) * len(sampled.finite))
+    read = LaunchedStep.read
 
-    patch.setattr("sightline.launch.read", credulous)
+    def credulous(step: LaunchedStep) -> Choices:
+        choices = read(step)
+        return choices._replace(finite=[True] * len(choices.finite))
+
+    patch.setattr(LaunchedStep, "read", credulous)
 
 
 def refuse_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from sightline.core.request import EffectiveParams
-from sightline.runner.sampler import RowSampling, choose, read
+from sightline.runner.sampler import RowSampling, choose
 
 NUM_ORDINARY = 37
 """Tokens 0 to 36 are generated, and most prompts are made of them."""
@@ -71,7 +71,7 @@ def expected_tokens(prompt: Sequence[int], generated: Sequence[int], params: Eff
     if params.temperature > 0.0:
         rows = [RowSampling(params, place) for place in range(len(hashes))]
         logits = torch.from_numpy(logits_of_hashes(hashes))
-        return list(read(choose(logits, rows), logits, rows).tokens) if rows else []
+        return choose(logits, rows).tokens.tolist() if rows else []
     if params.frequency_penalty == 0.0:
         return [value % NUM_ORDINARY for value in hashes]
     counts: Counter[int] = Counter()

@@ -1,0 +1,74 @@
+"""What pages there are to give, counted along as a decision changes who runs and what is shared.
+
+Looks at the store and the prefix cache and changes neither: a decision is thought through on a tally first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from sightline.cache.pools import Bundle, CacheStore
+from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
+from sightline.scheduler.sequence import SequenceState
+
+
+class Tally:
+    """Pages that are free or can be evicted."""
+
+    def __init__(self, store: CacheStore, prefixes: PrefixCache | None) -> None:
+        self._store = store
+        self.num_pages = store.num_free_pages + (0 if prefixes is None else prefixes.num_evictable)
+        self._kept: set[PrefixNode] = set()
+        """Nodes that somebody who is let in shares, with all before them."""
+        self._held: Counter[Bundle] = Counter()
+        """Bundles of those that are retracted, and how many of them hold each."""
+        self._unlocked: Counter[PrefixNode] = Counter()
+        """Locks that they give up."""
+        self._gained: set[PrefixNode] = set()
+        """Nodes that can be evicted because of that."""
+
+    def copy(self) -> Tally:
+        """One on which something can be tried."""
+        other = Tally(self._store, None)
+        other.num_pages = self.num_pages
+        other._kept, other._gained = set(self._kept), set(self._gained)
+        other._held, other._unlocked = Counter(self._held), Counter(self._unlocked)
+        return other
+
+    def cost(self, match: PrefixMatch | None) -> int:
+        """Pages that can no longer be evicted once somebody shares what was found."""
+        return sum(node.num_locks == 0 or node in self._gained for node in self._newly_kept(match))
+
+    def share(self, match: PrefixMatch | None) -> None:
+        """Somebody who is let in shares what was found."""
+        self.num_pages -= self.cost(match)
+        self._kept.update(self._newly_kept(match))
+
+    def retract(self, sequence: SequenceState) -> None:
+        """A running sequence gives its pages up: those that nobody else holds come free or can be evicted."""
+        assert sequence.table_row is not None, "a running sequence has a row"
+        for index in range(sequence.num_pages):
+            bundle = self._store.bundle(sequence.table_row, index)
+            self._held[bundle] += 1
+            self.num_pages += self._store.owners(bundle) == self._held[bundle]
+        for node in _path(sequence.prefix):
+            self._unlocked[node] += 1
+            is_idle = node.num_locks == self._unlocked[node]
+            if is_idle and node not in self._kept and self._store.owners(node.bundle) == self._held[node.bundle] + 1:
+                self._gained.add(node)
+                self.num_pages += 1
+
+    def _newly_kept(self, match: PrefixMatch | None) -> Iterator[PrefixNode]:
+        """Up to the first that is kept already: all before it are too."""
+        for node in _path(None if match is None else match.node):
+            if node in self._kept:
+                return
+            yield node
+
+
+def _path(node: PrefixNode | None) -> Iterator[PrefixNode]:
+    """A node and all before it that own a page."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
