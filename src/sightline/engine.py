@@ -226,7 +226,7 @@ class Engine:
         with uninterrupted(), self._ending_on_a_fault():
             for sequence in live.sequences:
                 if sequence.finish_reason is None and not sequence.sequence.is_out:
-                    self._ends[FinishReason.ABORT] += 1
+                    self._ends[str(FinishReason.ABORT)] += 1
                 self._scheduler.remove(sequence.sequence)
         self._live.pop(request_id, None)
 

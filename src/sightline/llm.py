@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError, RequestError
+from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
 from sightline.core.request import (
     CompletionOutput,
@@ -202,7 +203,8 @@ class LLM:
             raise RequestError(
                 "expected prompt_logprobs with generate or chat, got them with a stream, which has no place"
             )
-        return TextStream(self.engine, self.engine.submit(token_ids, params, text, terms))
+        with uninterrupted():
+            return TextStream(self.engine, self.engine.submit(token_ids, params, text, terms))
 
     def _encode_prompt(self, prompt: object) -> tuple[str | None, Sequence[int]]:
         match prompt:
@@ -250,7 +252,8 @@ class LLM:
         def submit(index: int) -> None:
             try:
                 text, token_ids = encode(inputs[index])
-                running[self.engine.submit(token_ids, params[index], text, terms[index])] = index
+                with uninterrupted():
+                    running[self.engine.submit(token_ids, params[index], text, terms[index])] = index
             except RequestError as error:
                 logger.warning("request %d was refused: %s", index, error)
                 outputs[index] = _refused(inputs[index], params[index].n, error)
@@ -267,8 +270,9 @@ class LLM:
                         outputs[running.pop(request_id)] = self.engine.pop_output(request_id)
                     bar.update(task, completed=len(outputs))
         finally:
-            for request_id in running:
-                self.engine.forget(request_id)
+            with uninterrupted():
+                for request_id in running:
+                    self.engine.forget(request_id)
         return [outputs[index] for index in range(len(inputs))]
 
 
