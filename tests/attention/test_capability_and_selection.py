@@ -295,7 +295,7 @@ def test_a_backend_that_nobody_asks_for_is_never_loaded() -> None:
     loaded = []
 
     def watched(name: str, *, by_default: bool) -> Candidate:
-        def load() -> type[AttentionBackend[SoftmaxInputs]]:
+        def load() -> type[AttentionBackend[SoftmaxSpec, SoftmaxInputs]]:
             loaded.append(name)
             return candidate(name, ROW).load()
 

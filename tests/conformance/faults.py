@@ -34,7 +34,7 @@ from sightline.cache.table import PageTable
 from sightline.core.batch import Batch, Lengths, MaskKind
 
 
-def refuse_large_heads(context: BackendContext) -> None:
+def refuse_large_heads(context: BackendContext[SoftmaxSpec]) -> None:
     if context.spec.head_dim > 128:
         raise NotImplementedError(f"expected a head dimension of at most 128, got {context.spec.head_dim}")
 
@@ -98,7 +98,7 @@ def exact(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
     return torch.tensor(lengths.exact(), dtype=torch.int64)
 
 
-def mean(context: BackendContext, bounds: Sequence[int]) -> int:
+def mean(context: BackendContext[SoftmaxSpec], bounds: Sequence[int]) -> int:
     return max(512, sum(bounds) // max(len(bounds), 1))
 
 
@@ -238,7 +238,7 @@ def split_by_rows(batch: Batch, kept: Kept) -> int:
 _first_windows: WeakKeyDictionary[Workspace, int | None] = WeakKeyDictionary()
 
 
-def window_of_first_group(context: BackendContext) -> int | None:
+def window_of_first_group(context: BackendContext[SoftmaxSpec]) -> int | None:
     return _first_windows.setdefault(context.workspace, context.spec.window)
 
 
@@ -306,7 +306,7 @@ class LastEntryUnseen:
     def __init__(self) -> None:
         self.max_seq_len = 0
 
-    def accept(self, context: BackendContext) -> None:
+    def accept(self, context: BackendContext[SoftmaxSpec]) -> None:
         self.max_seq_len = context.limits.max_seq_len
 
     def sees(self, tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
@@ -336,7 +336,7 @@ class UnwrittenAfterTransient:
     def __init__(self) -> None:
         self.was_transient = False
 
-    def accept(self, context: BackendContext) -> None:
+    def accept(self, context: BackendContext[SoftmaxSpec]) -> None:
         del context
         self.was_transient = False
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conformance.mutants import MUTANTS
+from conformance.latent_mutants import LATENT_MUTANTS, LatentMutant
+from conformance.mutants import MUTANTS, Mutant
+from sightline.attention.spec import SpecKind
 from sightline.testing.checks import CHECKS
+from sightline.testing.trial import Check
 
 COMMAND = "PYTHONPATH=tests .venv/bin/python -m conformance.mutant_table"
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+ALL_MUTANTS: tuple[Mutant | LatentMutant, ...] = (*MUTANTS, *LATENT_MUTANTS)
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
@@ -21,11 +25,17 @@ def render() -> str:
     for check in CHECKS:
         found = [
             f"`{mutant.name}`: {mutant.fault}{' (on a GPU)' if mutant.cuda_only else ''}"
-            for mutant in MUTANTS
+            for mutant in ALL_MUTANTS
             if mutant.caught_by == check.name
         ]
-        lines.append(f"| `{check.name}` | {check.proves} | {', '.join(check.after) or '–'} | {'<br>'.join(found)} |")
+        lines.append(f"| {_named(check)} | {check.proves} | {', '.join(check.after) or '–'} | {'<br>'.join(found)} |")
     return "\n".join(lines)
+
+
+def _named(check: Check) -> str:
+    """With the kinds of attention that it is about, where that is not all of them."""
+    kinds = "" if check.kinds == frozenset(SpecKind) else f" ({', '.join(sorted(kind.value for kind in check.kinds))})"
+    return f"`{check.name}`{kinds}"
 
 
 def with_table(page: str) -> str:

@@ -86,7 +86,7 @@ def device_lens(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
     return lengths.device
 
 
-def enough_for_all(context: BackendContext, bounds: Sequence[int]) -> int:
+def enough_for_all(context: BackendContext[SoftmaxSpec], bounds: Sequence[int]) -> int:
     """On a GPU enough for any step, so that a captured graph serves the lengths that it is replayed with."""
     return context.limits.max_seq_len if context.device.type == "cuda" else max(bounds, default=0)
 
@@ -195,12 +195,12 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, spec: SoftmaxSpec) -> tup
 class Parts:
     """What a backend is made of. The defaults are correct."""
 
-    accept: Callable[[BackendContext], None] = lambda context: None
+    accept: Callable[[BackendContext[SoftmaxSpec]], None] = lambda context: None
     """Looks at what the backend is built for."""
     query_lens: Callable[[Lengths, Batch, Kept], Tensor] = device_lens
     context_lens: Callable[[Lengths, Batch, Kept], Tensor] = device_lens
     """[num_rows] int64, on the device."""
-    longest: Callable[[BackendContext, Sequence[int]], int] = enough_for_all
+    longest: Callable[[BackendContext[SoftmaxSpec], Sequence[int]], int] = enough_for_all
     """From the bounds of all rows: how many keys are looked at."""
     split_size: Callable[[Batch, Kept], int] = fixed_split
     take: Callable[[PlanBuffers, StepView, Kept, str, Sequence[int], torch.dtype], Tensor] = take_buffer
@@ -226,7 +226,7 @@ class Parts:
     sees: Callable[[Tokens, Keys, Tensor, int], Tensor] = sees
     distance: Callable[[Tokens, Keys], Tensor] = distance
     within: Callable[[Tensor, int], Tensor] = less_than
-    window: Callable[[BackendContext], int | None] = lambda context: context.spec.window
+    window: Callable[[BackendContext[SoftmaxSpec]], int | None] = lambda context: context.spec.window
     hide: Callable[[Tensor, Tensor, Tokens, Keys, int], Tensor] = hide
 
     head_dim: Callable[[int], int] = lambda head_dim: head_dim

@@ -25,7 +25,7 @@ from sightline.attention.contract import (
     SoftmaxInputs,
     StepView,
 )
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.attention.workspace import Lane
 from sightline.cache.pools import Pool
 from sightline.core.batch import PADDING_ROW, PADDING_SLOT, Batch, MaskKind
@@ -80,7 +80,7 @@ class _Memory:
 @dataclass(eq=False)
 class _PartsPlan(AttentionPlan[SoftmaxInputs]):
     parts: Parts
-    context: BackendContext
+    context: BackendContext[SoftmaxSpec]
     pool: Pool
     step: StepView
     memory: _Memory
@@ -185,12 +185,12 @@ class _PartsPlan(AttentionPlan[SoftmaxInputs]):
         return entries.float().index_select(2, self.memory.kv_heads)
 
 
-class PartsBackend(AttentionBackend[SoftmaxInputs]):
+class PartsBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     """Made by `make_backend`, which gives it its parts."""
 
     parts: Parts
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self.parts.accept(context)
         self._context = context
         self._pool = context.cache.pools["kv"]

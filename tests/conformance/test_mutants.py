@@ -1,6 +1,6 @@
-"""The kit passes a correct backend, and finds each of many broken ones where it is broken.
+"""The kit passes correct backends, and finds each of many broken ones where it is broken.
 
-What a check must catch stands in `mutants.py`, one fault a mutant.
+What a check must catch stands in `mutants.py` and `latent_mutants.py`, one fault a mutant.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from conformance.latent_mutants import LATENT_MUTANTS, LatentMutant
+from conformance.latent_parts_backend import LATENT, make_latent_backend
+from conformance.mutant_table import ALL_MUTANTS
 from conformance.mutants import MUTANTS, Mutant
 from conformance.parts_backend import EVERYTHING, make_backend
 from sightline.core.device import detect_device
 from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
 from sightline.testing.kit import Verdict, try_row
-from sightline.testing.trial import Effort, Samples
+from sightline.testing.samples import Samples
+from sightline.testing.trial import Effort
 
 CPU = detect_device("cpu")
 FEW = Samples(head_dims=(16, 192), group_sizes=(1, 2, 3), page_sizes=(16, 3, 32))
@@ -37,8 +41,8 @@ SMALLEST_EFFECTS = (
 """Mutants whose outputs are nearest to right ones."""
 
 
-def on_cpu() -> list[Mutant]:
-    return [mutant for mutant in MUTANTS if not mutant.cuda_only]
+def on_cpu() -> list[Mutant | LatentMutant]:
+    return [mutant for mutant in ALL_MUTANTS if not mutant.cuda_only]
 
 
 @pytest.mark.parametrize("effort", list(Effort), ids=lambda effort: effort.value)
@@ -49,8 +53,16 @@ def test_the_correct_parts_pass_every_check(effort: Effort) -> None:
     assert excused == ["captured-replay"]
 
 
+@pytest.mark.parametrize("effort", list(Effort), ids=lambda effort: effort.value)
+def test_the_correct_latent_parts_pass_every_check(effort: Effort) -> None:
+    report = try_row(Subject("latent parts", make_latent_backend(), LATENT, CPU), effort)
+    assert {result.check: result.detail for result in report.failed} == {}
+    excused = [result.check for result in report.results if result.verdict is Verdict.EXCUSED]
+    assert excused == ["window", "host-bounds", "softcap", "sinks", "batch-invariance", "captured-replay"]
+
+
 @pytest.mark.parametrize("mutant", on_cpu(), ids=lambda mutant: mutant.name)
-def test_a_mutant_fails_its_check_and_no_other(mutant: Mutant) -> None:
+def test_a_mutant_fails_its_check_and_no_other(mutant: Mutant | LatentMutant) -> None:
     report = try_row(mutant.subject(CPU), Effort.QUICK, FEW)
     assert [result.check for result in report.failed] == [mutant.caught_by], mutant.fault
 
@@ -59,6 +71,13 @@ def test_a_mutant_fails_its_check_and_no_other(mutant: Mutant) -> None:
 def test_the_looser_tolerance_of_bfloat16_hides_no_fault(name: str) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
     report = try_row(mutant.subject(CPU, BFLOAT16), Effort.QUICK, FEW)
+    assert [result.check for result in report.failed] == [mutant.caught_by], mutant.fault
+
+
+@pytest.mark.parametrize("mutant", LATENT_MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_looser_tolerance_of_bfloat16_hides_no_fault_of_latent_attention(mutant: LatentMutant) -> None:
+    row = replace(LATENT, dtypes=BFLOAT16.dtypes, cache_dtypes=BFLOAT16.cache_dtypes)
+    report = try_row(mutant.subject(CPU, row), Effort.QUICK, FEW)
     assert [result.check for result in report.failed] == [mutant.caught_by], mutant.fault
 
 
@@ -72,15 +91,23 @@ def test_the_correct_parts_pass_every_check_on_a_gpu(effort: Effort) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_fails_its_check_and_no_other_on_a_gpu(mutant: Mutant) -> None:
+@pytest.mark.parametrize("effort", list(Effort), ids=lambda effort: effort.value)
+def test_the_correct_latent_parts_pass_every_check_on_a_gpu(effort: Effort) -> None:
+    report = try_row(Subject("latent parts", make_latent_backend(), LATENT, detect_device("cuda")), effort)
+    assert {result.check: result.detail for result in report.failed} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("mutant", ALL_MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_fails_its_check_and_no_other_on_a_gpu(mutant: Mutant | LatentMutant) -> None:
     report = try_row(mutant.subject(detect_device("cuda")), Effort.QUICK, FEW)
     assert [result.check for result in report.failed] == [mutant.caught_by], mutant.fault
 
 
 def test_every_check_has_a_mutant_of_its_own() -> None:
-    assert {mutant.caught_by for mutant in MUTANTS} == {check.name for check in CHECKS}
+    assert {mutant.caught_by for mutant in ALL_MUTANTS} == {check.name for check in CHECKS}
 
 
 def test_mutants_have_names_of_their_own() -> None:
-    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+    assert [name for name, count in Counter(mutant.name for mutant in ALL_MUTANTS).items() if count > 1] == []

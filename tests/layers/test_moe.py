@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sightline.layers.linear import Linear, Projection
-from sightline.layers.mlp import Activation
-from sightline.layers.moe import ClampedSwiglu, Expert, ExpertMlp, Gate, Routing, Share, gated
-from support.layers import dense, feed, project
+from sightline.layers.mlp import Activation, GatedMlp
+from sightline.layers.moe import ClampedSwiglu, Expert, ExpertMlp, Gate, gated
+from sightline.layers.routing import Routing, Share
+from sightline.layers.sink import Added, Sink, Written
+from support.layers import dense, feed, project, scratch_for
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, PER_TOKEN = 12, 10, 6, 3
 CLAMPED = ClampedSwiglu(alpha=1.7, limit=0.8)
@@ -67,6 +71,27 @@ def test_grouped_tokens_equal_one_after_another(share: Share, gate: Gate, bias: 
     torch.testing.assert_close(feed(layer, x), expected.float(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 9, 40])
+@pytest.mark.parametrize("sink", [Written, Added])
+def test_what_all_tokens_share_is_added_once(num_tokens: int, sink: type[Sink]) -> None:
+    layer = make_layer()
+    shared = GatedMlp(Linear(normal(2 * 7, HIDDEN, seed=1)), Linear(normal(HIDDEN, 7, seed=2)), Activation.SILU)
+    x, stream = normal(num_tokens, HIDDEN, seed=77), normal(num_tokens, HIDDEN, seed=78)
+    before = stream.clone() if sink is Added else torch.zeros_like(stream)
+    replace(layer, shared=shared)(x, sink(stream), scratch_for(x))
+    torch.testing.assert_close(stream, before + feed(layer, x) + feed(shared, x), rtol=1e-5, atol=1e-5)
+
+
+def test_the_correction_chooses_and_does_not_weigh() -> None:
+    layer = make_layer(Share.OF_ALL)
+    x = normal(8, HIDDEN, seed=4)
+    correction = torch.tensor([0.0, 9.0, 0.0, 9.0, 0.0, 9.0])
+    corrected = replace(layer, routing=replace(layer.routing, corrected=True), correction=correction)
+    scores = project(layer.router, x).softmax(dim=-1)
+    expected = sum(scores[:, i : i + 1] * layer.experts[i](x) for i in (1, 3, 5))
+    torch.testing.assert_close(feed(corrected, x), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_no_token_gives_no_output() -> None:
     assert feed(make_layer(bias=True), torch.empty(0, HIDDEN)).shape == (0, HIDDEN)
 
@@ -103,12 +128,13 @@ def test_the_router_chooses_in_fp32_under_a_smaller_dtype() -> None:
     layer = make_layer()
     x = normal(5, HIDDEN, seed=1).bfloat16()
     low = ExpertMlp(
-        lowered(layer.router),
+        layer.router,
         layer.routing,
         tuple(Expert(lowered(expert.gate_up), lowered(expert.down), expert.gate) for expert in layer.experts),
     )
     assert feed(low, x).isfinite().all()
-    assert low.routing.choose(project(low.router, x))[1].dtype == torch.float32
+    assert low.routing.choose(project(low.router, x.float()))[1].dtype == torch.float32
+    assert low.buffers(scratch_for(x)).logits.dtype == torch.float32
 
 
 def lowered(projection: Projection) -> Linear:

@@ -16,6 +16,7 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
 from support.attention_cases import CPU
+from support.definitions import softmax_of
 from support.tiny_models import make_model
 
 LLAMA: dict[str, object] = {
@@ -160,10 +161,18 @@ def test_gemma3_rope_that_is_not_given_by_kind_of_layer_is_refused() -> None:
 
 
 def test_gemma3_layers_from_the_list_or_from_the_period() -> None:
-    windows = [layer.attention.window for layer in define({**GEMMA3, "sliding_window": 32}).layers]
+    windows = [softmax_of(layer).spec.window for layer in define({**GEMMA3, "sliding_window": 32}).layers]
     assert windows == [32, 32, 32, 32, 32, None, 32]
     third = define({**GEMMA3, "sliding_window": 32, "sliding_window_pattern": 3})
-    assert [layer.attention.window is None for layer in third.layers] == [False, False, True, False, False, True, False]
+    assert [softmax_of(layer).spec.window is None for layer in third.layers] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     with pytest.raises(UnsupportedModelError, match="expected layer_types of 7 entries"):
         define({**GEMMA3, "layer_types": ["full_attention"] * 6})
     with pytest.raises(UnsupportedModelError, match="expected layer_types of 7 entries"):

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sightline.attention.spec import SoftmaxSpec, SpecKind
 from sightline.core.config import EngineConfig
 from sightline.runner.batching import RowWork, assemble, assemble_transient
+from sightline.runner.build import Runtime
 from support.attention_cases import BACKENDS, CPU
 from support.tiny_models import (
     FAMILIES,
@@ -28,27 +30,43 @@ CLEAR = 1e-3
 """Two best logits this far apart leave no doubt about the greedy token."""
 DOUBT = 1e-4
 """Router logits closer than this could choose another expert in another order of summation."""
+SCORE_DOUBT = 1e-6
+"""The same of what becomes of the logits."""
 DECODE_STEPS = 32
 PROMPT_LENS = (5, 40, 1, 71, 16)
 
 GRID = [(page_size, chunk) for page_size in (1, 16, 64) for chunk in (7, 64)]
-WHOLE_GRID = ("llama", "gpt_oss")
+LATENT = [family for family in FAMILIES if family.startswith("deepseek")]
+WHOLE_GRID = ("llama", "gpt_oss", "deepseek_v3")
 """Families that run every cell of the grid; the others run two on each backend, with both chunks and other pages."""
+
+
+def serving(family: str) -> list[str]:
+    """The backends that compute the family's kind of attention."""
+    kind = SpecKind.LATENT if family in LATENT else SpecKind.SOFTMAX
+    return [name for name, backend in BACKENDS.items() if any(kind in row.spec_kinds for row in backend.capabilities)]
+
+
+SERVED = [(family, backend) for family in FAMILIES for backend in serving(family)]
 
 
 def cells() -> list[tuple[str, str, int, int]]:
     """Family, backend, page size, chunk: every family on every backend."""
     found = []
     for family_index, family in enumerate(FAMILIES):
-        for backend_index, backend in enumerate(BACKENDS):
+        for backend_index, backend in enumerate(serving(family)):
             for index, (page_size, chunk) in enumerate(GRID):
                 if family in WHOLE_GRID or (index + family_index + backend_index) % 3 == 0:
                     found.append((family, backend, page_size, chunk))
     return found
 
 
-def config(backend: str = "torch", page_size: int = 16, dtype: str = "float32") -> EngineConfig:
+def config(backend: str | None = None, page_size: int = 16, dtype: str = "float32") -> EngineConfig:
     return EngineConfig(page_size=page_size, attention_backend=backend, dtype=dtype, cache_tokens=2048, max_num_seqs=8)
+
+
+def assert_untouched(runtime: Runtime) -> None:
+    assert all(pool.plane(plane.name).isnan().all() for pool in runtime.store.pools for plane in pool.spec.planes)
 
 
 def assert_same_greedy_tokens(got: Tensor, expected: Tensor) -> None:
@@ -75,8 +93,7 @@ def test_stepped_logits_equal_a_full_forward(
     assert runtime.store.num_free_pages == runtime.store.num_usable_pages
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("family", "backend"), SERVED)
 def test_a_transient_forward_equals_a_paged_one_and_leaves_the_pools_alone(
     models: Models, family: str, backend: str
 ) -> None:
@@ -87,16 +104,15 @@ def test_a_transient_forward_equals_a_paged_one_and_leaves_the_pools_alone(
     logits = runtime.runner.forward(runtime.planner.plan(batch))
     for prompt, got in zip(prompts, logits, strict=True):
         assert relative_error(got, reference_logits(model, prompt)[-1]) <= TOLERANCE
-    assert all(pool.plane(name).isnan().all() for pool in runtime.store.pools for name in ("k", "v"))
+    assert_untouched(runtime)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("family", "backend"), SERVED)
 def test_an_idle_batch_gives_no_logits_and_touches_nothing(models: Models, family: str, backend: str) -> None:
     runtime = load_runtime(models[family][1], config(backend))
     logits = runtime.runner.forward(runtime.planner.plan(assemble([], runtime.store)))
     assert logits.shape == (0, runtime.definition.vocab_size)
-    assert all(pool.plane(name).isnan().all() for pool in runtime.store.pools for name in ("k", "v"))
+    assert_untouched(runtime)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,7 +161,8 @@ def test_layers_with_the_same_window_are_a_group(
 ) -> None:
     runtime = load_runtime(models[family][1], config())
     assert [binding.group.layers for binding in runtime.bindings] == layers
-    assert [binding.group.spec.window for binding in runtime.bindings] == windows
+    specs = [binding.group.spec for binding in runtime.bindings]
+    assert [spec.window for spec in specs if isinstance(spec, SoftmaxSpec)] == windows
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_moe_plain", "gpt_oss"])
@@ -164,7 +181,36 @@ def test_the_routers_of_the_tiny_models_leave_no_doubt_and_use_every_expert(mode
     assert used == set(range(model.config.num_local_experts))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", LATENT)
+def test_the_scores_of_the_tiny_models_leave_no_doubt_and_use_every_expert(models: Models, family: str) -> None:
+    model, _ = models[family]
+    gates = [layer.mlp.gate for layer in model.model.layers[model.config.first_k_dense_replace :]]
+    used: set[int] = set()
+    for sequence in random_prompts([length + DECODE_STEPS for length in PROMPT_LENS]):
+        with torch.no_grad():
+            output = model(torch.tensor([sequence]), output_router_logits=True, use_cache=False)
+        for gate, logits in zip(gates, output.router_logits, strict=True):
+            ranks = logits.softmax(dim=-1)
+            if "v3" in family:
+                ranks = logits.sigmoid() + gate.e_score_correction_bias
+            if model.config.n_group is not None:
+                best = ranks.unflatten(-1, (model.config.n_group, -1)).topk(2 if "v3" in family else 1).values.sum(-1)
+                open_groups = clear_best(best, model.config.topk_group)
+                size = model.config.n_routed_experts // model.config.n_group
+                ranks = ranks.where(open_groups.repeat_interleave(size, dim=-1), -1e9)
+            chosen = clear_best(ranks, model.config.num_experts_per_tok)
+            used.update(chosen.any(dim=0).nonzero().flatten().tolist())
+    assert used == set(range(model.config.n_routed_experts))
+
+
+def clear_best(ranks: Tensor, count: int) -> Tensor:
+    """Which are among the best of their line; no line leaves a doubt."""
+    ordered = ranks.sort(dim=-1, descending=True).values
+    assert (ordered[:, count - 1] - ordered[:, count]).min() > SCORE_DOUBT
+    return ranks >= ordered[:, count - 1 : count]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
 def test_a_bf16_checkpoint_runs_in_fp32_as_the_same_numbers_and_in_bf16_near_them(tmp_path: Path, family: str) -> None:
     made = make_model(family)
     made.bfloat16().save_pretrained(tmp_path)

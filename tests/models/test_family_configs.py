@@ -10,11 +10,15 @@ from transformers import Qwen2Config, Qwen3Config
 from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.layers.mlp import Activation
-from sightline.layers.moe import ClampedSwiglu, Routing, Share
+from sightline.layers.moe import ClampedSwiglu
 from sightline.layers.rotary import RotarySpec, YarnScaling
+from sightline.layers.routing import Routing, Share
+from sightline.models.attention import AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward
+from sightline.models.norms import NormDefinition
 from sightline.models.registry import define_model
+from support.definitions import softmax_of
 
 COMMON: dict[str, object] = {
     "attention_dropout": 0.0,
@@ -124,7 +128,7 @@ def define(config: dict[str, object], *without: str) -> DecoderDefinition:
 
 
 def windows(definition: DecoderDefinition) -> list[int | None]:
-    return [layer.attention.window for layer in definition.layers]
+    return [softmax_of(layer).spec.window for layer in definition.layers]
 
 
 @pytest.mark.parametrize("config", PUBLISHED.values(), ids=PUBLISHED.keys())
@@ -203,14 +207,17 @@ def test_qwens_window_with_experts_is_on_every_layer() -> None:
 
 
 def test_what_makes_the_qwens_differ() -> None:
-    second, third = define(QWEN2), define(QWEN3)
-    assert (second.qkv_bias, second.output_bias, second.qk_norm) == (True, False, False)
-    assert (third.qkv_bias, third.output_bias, third.qk_norm) == (False, False, True)
-    biased = define(QWEN3 | {"attention_bias": True})
-    assert (biased.qkv_bias, biased.output_bias) == (True, True)
-    assert second.layers[0].attention.head_dim == 16
-    assert define(QWEN3, "head_dim").layers[0].attention.head_dim == 128
-    assert define(QWEN3_MOE, "head_dim").layers[0].attention.head_dim == 16
+    def attention(config: dict[str, object], *without: str) -> SoftmaxAttentionDefinition:
+        return softmax_of(define(config, *without).layers[0])
+
+    norms = NormDefinition(1e-6)
+    assert attention(QWEN2).tensors == AttentionTensors(qkv_bias=True)
+    assert attention(QWEN3).tensors == AttentionTensors(norms)
+    biased = attention(QWEN3 | {"attention_bias": True})
+    assert biased.tensors == AttentionTensors(norms, qkv_bias=True, output_bias=True)
+    assert attention(QWEN2).spec.head_dim == 16
+    assert attention(QWEN3, "head_dim").spec.head_dim == 128
+    assert attention(QWEN3_MOE, "head_dim").spec.head_dim == 16
 
 
 def test_which_of_qwens_layers_have_experts() -> None:
@@ -251,10 +258,10 @@ def test_a_number_of_experts_that_makes_no_sense_is_refused(
 
 def test_gemma2s_caps_are_there_unless_they_are_null() -> None:
     absent = define(GEMMA2, "attn_logit_softcapping", "final_logit_softcapping")
-    assert (absent.layers[0].attention.softcap, absent.logit_softcap) == (50.0, 30.0)
+    assert (softmax_of(absent.layers[0]).spec.softcap, absent.logit_softcap) == (50.0, 30.0)
     null = define(GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
-    assert (null.layers[0].attention.softcap, null.logit_softcap) == (None, None)
-    assert absent.layers[0].attention.scale == 144**-0.5
+    assert (softmax_of(null.layers[0]).spec.softcap, null.logit_softcap) == (None, None)
+    assert absent.layers[0].attention.spec.scale == 144**-0.5
 
 
 def test_gemma2s_windows_alternate_unless_the_config_lists_them() -> None:
@@ -266,8 +273,8 @@ def test_gemma2s_windows_alternate_unless_the_config_lists_them() -> None:
 def test_what_makes_gpt_oss_differ() -> None:
     definition, experts = define(GPT_OSS), experts_of(GPT_OSS)
     assert windows(definition) == windows(define(GPT_OSS, "layer_types")) == [128, None, 128, None]
-    assert all(layer.attention.sinks for layer in definition.layers)
-    assert (definition.qkv_bias, definition.output_bias) == (True, True)
+    assert all(softmax_of(layer).spec.sinks for layer in definition.layers)
+    assert softmax_of(definition.layers[0]).tensors == AttentionTensors(qkv_bias=True, output_bias=True)
     assert experts.routing == Routing(8, 2, Share.OF_CHOSEN)
     assert experts.gate == ClampedSwiglu(alpha=1.702, limit=7.0)
     yarn = YarnScaling(32.0, 32.0, 1.0, 4096, truncate=False, attention_factor=0.1 * math.log(32.0) + 1.0)

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from sightline.attention.spec import SoftmaxSpec, group_layers
+from sightline.attention.spec import LatentSpec, group_layers
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
-from sightline.layers.attention import SoftmaxAttention
-from sightline.layers.mlp import GatedMlp
-from sightline.layers.moe import ClampedSwiglu, Expert, ExpertMlp, Routing, Share
-from sightline.layers.rotary import RotarySpec, YarnScaling
-from sightline.models.decoder import Decoder, DecoderDefinition, DecoderLayer
-from sightline.models.feed_forward import ExpertFeedForward
+from sightline.layers.routing import Routing, Score
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.loading.opening import open_checkpoint
+from sightline.models.norms import NormDefinition
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
 from sightline.runner.build import Runtime, assemble_runtime, make_store, select_backends
 from support.attention_cases import CPU
+from support.features import (
+    Change,
+    in_attention,
+    in_definition,
+    in_expert_layers,
+    in_experts,
+    in_gate,
+    in_latent,
+    in_latent_definition,
+    in_layer,
+    in_rotary,
+    in_routing,
+    in_spec,
+    in_yarn,
+    other_share,
+    without_correction,
+    without_latent_norm,
+    without_mlp_bias,
+    without_query_norm,
+    without_router_bias,
+    without_shared,
+    without_sinks,
+)
 from support.layers import without_bias
 from support.tiny_models import (
     FAMILIES,
@@ -38,101 +56,6 @@ from support.tiny_models import (
 
 TOLERANCE = 1e-4
 VISIBLE = 100 * TOLERANCE
-
-
-@dataclass(frozen=True)
-class Change:
-    """One feature taken out of a definition, or out of the loaded network."""
-
-    name: str
-    define: Callable[[DecoderDefinition], DecoderDefinition] = lambda definition: definition
-    build: Callable[[Decoder], Decoder] = lambda decoder: decoder
-
-
-def in_definition(name: str, **fields: object) -> Change:
-    return Change(name, define=lambda definition: replace(definition, **fields))  # type: ignore[arg-type]
-
-
-def in_spec(name: str, change: Callable[[SoftmaxSpec], SoftmaxSpec]) -> Change:
-    return Change(
-        name,
-        define=lambda definition: replace(
-            definition, layers=tuple(replace(x, attention=change(x.attention)) for x in definition.layers)
-        ),
-    )
-
-
-def in_rotary(name: str, change: Callable[[RotarySpec], RotarySpec]) -> Change:
-    return Change(
-        name,
-        define=lambda definition: replace(
-            definition, layers=tuple(replace(x, rotary=change(x.rotary)) for x in definition.layers)
-        ),
-    )
-
-
-def in_yarn(name: str, change: Callable[[YarnScaling], YarnScaling]) -> Change:
-    def changed(rotary: RotarySpec) -> RotarySpec:
-        assert isinstance(rotary.scaling, YarnScaling)
-        return replace(rotary, scaling=change(rotary.scaling))
-
-    return in_rotary(name, changed)
-
-
-def in_routing(name: str, change: Callable[[Routing], Routing]) -> Change:
-    def define(definition: DecoderDefinition) -> DecoderDefinition:
-        layers = []
-        for layer in definition.layers:
-            feed_forward = layer.feed_forward
-            if isinstance(feed_forward, ExpertFeedForward):
-                feed_forward = replace(feed_forward, routing=change(feed_forward.routing))
-            layers.append(replace(layer, feed_forward=feed_forward))
-        return replace(definition, layers=tuple(layers))
-
-    return Change(name, define=define)
-
-
-def in_layer(name: str, change: Callable[[DecoderLayer], DecoderLayer]) -> Change:
-    return Change(name, build=lambda decoder: replace(decoder, layers=tuple(change(x) for x in decoder.layers)))
-
-
-def in_attention(name: str, change: Callable[[SoftmaxAttention], SoftmaxAttention]) -> Change:
-    return in_layer(name, lambda layer: replace(layer, attention=change(layer.attention)))
-
-
-def in_experts(name: str, change: Callable[[Expert], Expert]) -> Change:
-    def changed(layer: DecoderLayer) -> DecoderLayer:
-        assert isinstance(layer.mlp, ExpertMlp)
-        return replace(layer, mlp=replace(layer.mlp, experts=tuple(change(x) for x in layer.mlp.experts)))
-
-    return in_layer(name, changed)
-
-
-def in_gate(name: str, **fields: float) -> Change:
-    def changed(expert: Expert) -> Expert:
-        assert isinstance(expert.gate, ClampedSwiglu)
-        return replace(expert, gate=replace(expert.gate, **fields))
-
-    return in_experts(name, changed)
-
-
-def without_mlp_bias(layer: DecoderLayer) -> DecoderLayer:
-    assert isinstance(layer.mlp, GatedMlp)
-    return replace(layer, mlp=replace(layer.mlp, down=without_bias(layer.mlp.down)))
-
-
-def without_router_bias(layer: DecoderLayer) -> DecoderLayer:
-    assert isinstance(layer.mlp, ExpertMlp)
-    return replace(layer, mlp=replace(layer.mlp, router=without_bias(layer.mlp.router)))
-
-
-def without_sinks(attention: SoftmaxAttention) -> SoftmaxAttention:
-    assert attention.sinks is not None
-    return replace(attention, sinks=torch.full_like(attention.sinks, -math.inf))
-
-
-def other_share(routing: Routing) -> Routing:
-    return replace(routing, share=Share.OF_ALL if routing.share is Share.OF_CHOSEN else Share.OF_CHOSEN)
 
 
 COMMON = [
@@ -169,6 +92,42 @@ EXPERTS = [
     in_routing("share of the chosen experts", other_share),
     in_routing("number of experts a token", lambda x: replace(x, experts_per_token=x.experts_per_token - 1)),
 ]
+
+
+def unscaled(spec: LatentSpec) -> LatentSpec:
+    return replace(spec, scale=(spec.nope_dim + spec.rope_dim) ** -0.5)
+
+
+def other_score(routing: Routing) -> Routing:
+    return replace(routing, score=Score.SIGMOID if routing.score is Score.SOFTMAX else Score.SOFTMAX)
+
+
+def other_rank(routing: Routing) -> Routing:
+    assert routing.groups is not None
+    return replace(routing, groups=replace(routing.groups, ranked_by=3 - routing.groups.ranked_by))
+
+
+LATENT = [
+    *COMMON,
+    *EXPERTS,
+    in_latent_definition("epsilon of the inner norms", lambda x: replace(x, norms=NormDefinition(0.5))),
+    in_latent_definition("pairs of the rotation", lambda x: replace(x, paired_neighbours=not x.paired_neighbours)),
+    in_latent("latent norm", without_latent_norm),
+    in_routing("scores of the router", other_score),
+    in_routing("scaling factor", lambda x: replace(x, scale=1.0)),
+    in_expert_layers("shared experts", without_shared),
+]
+LATENT_YARN = [*YARN, in_spec("mscale of all dimensions", unscaled)]
+LATENT_BIAS = [
+    in_latent("biases of what x gives", lambda x: replace(x, down=without_bias(x.down))),
+    in_latent("output bias", lambda x: replace(x, output=without_bias(x.output))),
+]
+QUERY_NORM = in_latent("query norm", without_query_norm)
+GROUPS = [
+    in_routing("group limit", lambda x: replace(x, groups=None)),
+    in_routing("what groups rank by", other_rank),
+]
+CORRECTION = in_expert_layers("correction", without_correction)
 FEATURES: dict[str, list[Change]] = {
     "llama": [*COMMON, QKV_BIAS, OUTPUT_BIAS],
     "llama3": [*COMMON, ROPE_SCALING, in_layer("mlp bias", without_mlp_bias)],
@@ -199,13 +158,18 @@ FEATURES: dict[str, list[Change]] = {
         in_gate("clamp limit", limit=1e9),
         in_gate("gate's alpha", alpha=1.0),
     ],
+    # As in the published ones, the two mscale are the same, and what cosines carry is 1.
+    "deepseek_v2": [*LATENT, *(change for change in LATENT_YARN if change.name != "yarn attention factor")],
+    "deepseek_v2_groups": [*LATENT, *LATENT_BIAS, *GROUPS, QUERY_NORM],
+    "deepseek_v3": [*LATENT, *LATENT_YARN, *GROUPS, QUERY_NORM, CORRECTION],
+    "deepseek_v3_halves": [*LATENT, *LATENT_YARN, *LATENT_BIAS, *GROUPS, QUERY_NORM, CORRECTION],
 }
 CASES = [(family, change) for family, changes in FEATURES.items() for change in changes]
 
 
 @cache
 def base_runtime(folder: Path) -> Runtime:
-    return load_runtime(folder, EngineConfig(attention_backend="torch", cache_tokens=256, max_num_seqs=2))
+    return load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=2))
 
 
 def changed_runtime(folder: Path, change: Change) -> Runtime:

@@ -23,6 +23,7 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
 from sightline.runner.build import Runtime, assemble_runtime, make_store, model_facts
+from support.definitions import softmax_layer
 from support.gguf_families import tiny, write_family
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama
 from support.tiny_models import load_runtime, random_prompts, stepped_logits
@@ -108,7 +109,8 @@ def test_biases_and_experts_stay_beside_quantised_weights(family: str, tmp_path:
     path, ledger = tmp_path / "tiny.gguf", Ledger()
     write_family(path, family, tiny(family, **SIZES[family]), quantised="Q8_0")
     decoder = load_kept(path, CPUS["x86"], ledger)
-    assert isinstance(decoder.layers[0].attention.qkv, BlockLinear)
+    qkv = softmax_layer(decoder.layers[0]).qkv
+    assert isinstance(qkv, BlockLinear)
     if isinstance(decoder.layers[0].mlp, ExpertMlp):
         [router] = ledger
         assert "mlp.gate.weight among them" in router.outcome
@@ -116,7 +118,7 @@ def test_biases_and_experts_stay_beside_quantised_weights(family: str, tmp_path:
         assert isinstance(decoder.layers[0].mlp.experts[0].gate_up, BlockLinear)
     else:
         assert list(ledger) == []
-        assert decoder.layers[0].attention.qkv.bias is not None
+        assert qkv.bias is not None
     assert 0.0 < distance(logits_of(kept_runtime(path, CPUS["x86"], ledger)), logits_of(exact_runtime(path))) < 0.08
 
 

@@ -192,7 +192,7 @@ def test_a_second_group_and_a_second_lane_take_their_own_and_no_more() -> None:
     assert leased(PLAIN, lanes=LANES[1]) == 2 * first
 
 
-def context_of(workspace: Workspace) -> BackendContext:
+def context_of(workspace: Workspace) -> BackendContext[SoftmaxSpec]:
     """A context that nobody has built a backend from."""
     bench = cases.bench([PLAIN])
     limits = bench.planner._limits
@@ -208,12 +208,12 @@ def test_a_parent_and_a_child_cannot_both_lease_the_groups_memory() -> None:
     assert workspace.ledger() == before
 
 
-class LateBackend(AttentionBackend[SoftmaxInputs]):
+class LateBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     """Takes its memory when it first needs it."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = TorchBackend.capabilities
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self._workspace = context.workspace
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> AttentionPlan[SoftmaxInputs]:

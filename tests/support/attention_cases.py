@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.spec import SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
 from sightline.testing.bench import Bench, Setting, Subject
 
@@ -16,9 +16,11 @@ CPU_DEVICE = Device(DeviceKind.CPU, CPU, "cpu", None)
 BACKENDS = {
     candidate.name: candidate.load()
     for candidate in BUILT_IN
-    if any(DeviceKind.CPU in row.devices for row in candidate.load().capabilities)
+    if any(
+        DeviceKind.CPU in row.devices and SpecKind.SOFTMAX in row.spec_kinds for row in candidate.load().capabilities
+    )
 }
-"""The built-in backends that run here."""
+"""The built-in backends of softmax attention that run here."""
 
 
 def subject_for(backend: str, dtype: torch.dtype) -> Subject:

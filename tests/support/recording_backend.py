@@ -21,6 +21,7 @@ from sightline.attention.contract import (
     SoftmaxInputs,
     StepView,
 )
+from sightline.attention.spec import SoftmaxSpec
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,12 +54,12 @@ class _RecordingPlan(AttentionPlan[SoftmaxInputs]):
         return self.inner.run(layer, inputs, out)
 
 
-class RecordingBackend(AttentionBackend[SoftmaxInputs]):
+class RecordingBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     """Gives the answers of the torch backend."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = TorchBackend.capabilities
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self.context = context
         self.records: list[Record] = []
         self._inner = TorchBackend(context)
@@ -76,7 +77,7 @@ class _EntryPoint:
     dist: None = None
 
 
-def install(monkeypatch: pytest.MonkeyPatch, **backends: type[AttentionBackend[SoftmaxInputs]]) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, **backends: type[AttentionBackend[SoftmaxSpec, SoftmaxInputs]]) -> None:
     """Makes backends known by name, as if a package had registered them."""
     entries = [_EntryPoint(name, lambda backend=backend: backend) for name, backend in backends.items()]  # type: ignore[misc]
     monkeypatch.setattr(registry, "entry_points", lambda *, group: entries)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import RowWork, assemble
 from sightline.runner.build import Runtime, build_runtime
 from sightline.testing.bench import Layout, Unused, arrange_free_pages, fill_pools
+from support.tiny_deepseek import DEEPSEEK
 
 VOCAB = 101
 WEIGHT_SCALE = 0.3
@@ -184,6 +186,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3_moe_plain": lambda: _qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2),
     "gpt_oss": _gpt_oss,
+    **{family: partial(make, _common()) for family, make in DEEPSEEK.items()},
 }
 
 

@@ -31,7 +31,8 @@ from sightline.testing.report import (
     row_labels,
     run_conformance,
 )
-from sightline.testing.trial import Check, Effort, Samples, Trial, fail
+from sightline.testing.samples import Samples
+from sightline.testing.trial import Check, Effort, Trial, fail
 
 CPU = detect_device("cpu")
 SM120 = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (12, 0))
@@ -294,6 +295,53 @@ def test_a_sample_that_the_row_does_not_list_is_told_and_not_proven(book: ProofB
     assert tried.not_listed == ("page size 48",)
     assert tried.proof is not None
     assert tried.proof.coverage.page_sizes == (16,)
+
+
+def test_a_row_of_two_kinds_is_tried_once_for_each_and_proven_by_both(book: ProofBook) -> None:
+    row = replace(ROW, spec_kinds=frozenset(SpecKind))
+    both = candidate("both", row)
+    seen: list[SpecKind] = []
+    checks = (
+        Check("ground", "there is ground", lambda trial: seen.append(trial.subject.kind)),
+        Check("depth", "it is deep", passes, kinds=frozenset({SpecKind.LATENT})),
+    )
+    softmax, latent = run(book, both, checks=checks).outcomes
+    assert isinstance(softmax, TriedRow)
+    assert isinstance(latent, TriedRow)
+    assert seen == [SpecKind.SOFTMAX, SpecKind.LATENT]
+    assert (softmax.label, latent.label) == ("float32 softmax", "float32 latent")
+    assert [result.check for result in softmax.report.results] == ["ground"]
+    assert softmax.proof is None, "there is more of the row to try"
+    assert latent.proof is not None
+    assert latent.proof.checks == ("ground", "depth")
+    assert book.find(both, row, CPU) == latent.proof
+    assert latent.proof.coverage.head_dims == Samples().head_dims, "what was tried for one kind alone is not proven"
+
+
+@pytest.mark.parametrize("broken", SpecKind, ids=lambda kind: kind.value)
+def test_a_row_of_two_kinds_is_not_proven_where_one_fails(book: ProofBook, broken: SpecKind) -> None:
+    row = replace(ROW, spec_kinds=frozenset(SpecKind))
+    both = candidate("both", row)
+    run(book, both)
+    assert book.find(both, row, CPU) is not None
+    report = run(book, both, checks=(PASSING[0], Check("depth", "it is deep", fails, kinds=frozenset({broken}))))
+    assert report.failed
+    assert book.find(both, row, CPU) is None
+
+
+def test_a_latent_row_is_tried_at_the_entries_of_its_models_too(book: ProofBook) -> None:
+    row = replace(ROW, spec_kinds=frozenset({SpecKind.LATENT}))
+    proof = only(run(book, candidate("mine", row))).proof
+    assert proof is not None
+    assert proof.coverage.head_dims == (*Samples().head_dims, 576)
+    listed = replace(row, head_dims=frozenset({320}))
+    assert only(run(book, candidate("mine", listed))).not_listed == (), "nobody asked for 576"
+
+
+def test_a_row_of_no_kind_is_skipped() -> None:
+    (skipped,) = list_rows([candidate("mine", replace(ROW, spec_kinds=frozenset()))], CPU)
+    assert isinstance(skipped, SkippedRow)
+    assert skipped.reasons == ("declares no kind of attention",)
 
 
 def test_rows_have_labels_of_their_own() -> None:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
-from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.core.device import Device, DeviceKind
 
 
@@ -78,7 +78,7 @@ class Capability:
 class Requirement:
     """What one layer group needs of a backend on this machine."""
 
-    spec: SoftmaxSpec
+    spec: AttentionSpec
     device: Device
     dtype: torch.dtype
     cache_dtype: torch.dtype

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import Lane, Workspace
 from sightline.cache.pools import GroupCache
 from sightline.core.batch import Batch
 
 InputsT = TypeVar("InputsT")
+SpecT = TypeVar("SpecT", bound=AttentionSpec)
 
 Lse: TypeAlias = Tensor
 """[num_tokens, num_q_heads] fp32, natural logarithm; -inf where a query saw nothing."""
@@ -50,11 +51,11 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class BackendContext:
+class BackendContext(Generic[SpecT]):
     """Everything that a backend may need, complete before it is built."""
 
     group: str
-    spec: SoftmaxSpec
+    spec: SpecT
     cache: GroupCache
     workspace: Workspace
     limits: Limits
@@ -90,6 +91,32 @@ class SoftmaxInputs:
     """[num_q_heads] exactly where the spec has sinks."""
 
 
+@dataclass(frozen=True, eq=False)
+class LatentInputs:
+    """One layer's inputs, to be read only. Padding tokens come last, belong to no row and may hold anything.
+
+    Queries and keys are rotated, and the latent is normalised: an entry is cached as it stands here. A head, a latent
+    and a rope key are each one run of numbers; tokens and heads may lie at any distance.
+    """
+
+    q_nope: Tensor
+    """[num_tokens, num_q_heads, nope_dim]."""
+    q_rope: Tensor
+    """[num_tokens, num_q_heads, rope_dim]."""
+    latent: Tensor
+    """[num_tokens, latent_dim]."""
+    k_rope: Tensor
+    """[num_tokens, rope_dim]."""
+    key_up: Tensor
+    """[num_q_heads, nope_dim, latent_dim]: a head's key is key_up @ latent."""
+    value_up: Tensor
+    """[num_q_heads, value_dim, latent_dim]: a head's value is value_up @ latent."""
+
+
+AttentionInputs: TypeAlias = SoftmaxInputs | LatentInputs
+"""Those of the kind of spec that the layer has."""
+
+
 class AttentionPlan(ABC, Generic[InputsT]):
     """One step of one group, decided."""
 
@@ -99,20 +126,20 @@ class AttentionPlan(ABC, Generic[InputsT]):
 
     @abstractmethod
     def run(self, layer: int, inputs: InputsT, out: Tensor) -> Lse | None:
-        """Writes the cache as the policy says, and `out` [num_tokens, num_q_heads, head_dim]; `layer` is the group's.
+        """Writes the cache as the policy says, and `out` [num_tokens, num_q_heads, out_dim]; `layer` is the group's.
 
         `out` is contiguous; of padding tokens it is left as it is. Returns the LSE exactly where the step needs it, in
         memory of its own: one row for each token, padding included, whose values are undefined.
         """
 
 
-class AttentionBackend(ABC, Generic[InputsT]):
-    """Serves one layer group."""
+class AttentionBackend(ABC, Generic[SpecT, InputsT]):
+    """Serves one layer group of one kind of spec."""
 
     capabilities: ClassVar[tuple[Capability, ...]]
 
     @abstractmethod
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext[SpecT]) -> None:
         """Takes every lease that any plan may need: the workspace is sealed before the first plan."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -21,11 +21,11 @@ from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability, HostLengths
 from sightline.attention.contract import (
     AttentionBackend,
+    AttentionInputs,
     AttentionPlan,
     CachePolicy,
     Limits,
     Lse,
-    SoftmaxInputs,
     StepView,
 )
 from sightline.attention.fingerprint import Fingerprint, changed_parts, fingerprint_tensors
@@ -46,7 +46,7 @@ class GroupBinding:
 
     group: LayerGroup
     cache: GroupCache
-    backend: AttentionBackend[SoftmaxInputs]
+    backend: AttentionBackend[Any, Any]
     capability: Capability
     """The row by which the backend was chosen."""
 
@@ -63,7 +63,7 @@ class Certificate:
     """By pool key: the version of each page-table row that the plan reads."""
     buffer_epochs: tuple[Mapping[str, int], ...]
     """By group: the epoch of each plan buffer that the plan filled."""
-    backends: tuple[AttentionBackend[SoftmaxInputs], ...]
+    backends: tuple[AttentionBackend[Any, Any], ...]
     """By group: the instances that planned."""
     fingerprint: Fingerprint | None
     """Of the contents, under `--paranoid`."""
@@ -84,7 +84,7 @@ class StepPlan:
     certificate: Certificate
     policy: CachePolicy
     needs: frozenset[Feature]
-    groups: tuple[AttentionPlan[SoftmaxInputs], ...]
+    groups: tuple[AttentionPlan[Any], ...]
     """Every group is planned, always."""
     places: tuple[LayerPlace, ...]
     """By model layer."""
@@ -102,7 +102,7 @@ class PlannedBatch:
         for group in self.plan.groups:
             group.prepare()
 
-    def attend(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
+    def attend(self, layer: int, inputs: AttentionInputs, out: Tensor) -> Lse | None:
         """Runs one model layer's attention, cache write included."""
         place = self.plan.places[layer]
         return self.plan.groups[place.group].run(place.layer, inputs, out)

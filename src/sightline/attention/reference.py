@@ -1,4 +1,4 @@
-"""The oracle: softmax attention for one row in fp32, one head at a time, written to be read.
+"""The oracle: attention for one row in fp32, one head at a time, written to be read.
 
 Every backend is compared with this. It knows a row's keys and values as dense tensors and nothing of pages.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sightline.attention.spec import SoftmaxSpec
+from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.core.batch import MaskKind, RowMask
 
 
-def visible_keys(spec: SoftmaxSpec, mask: RowMask, context_len: int, positions: Tensor) -> Tensor:
+def visible_keys(spec: AttentionSpec, mask: RowMask, context_len: int, positions: Tensor) -> Tensor:
     """[query_len, seq_len] bool: True where query i sees key j. `positions` [query_len] are the new tokens' own."""
     query_len = positions.shape[0]
     context_positions = torch.arange(context_len)
@@ -51,4 +51,36 @@ def attend_row(
                 continue
             lse[query, head] = torch.logsumexp(logits, dim=0)
             out[query, head] = torch.exp(scores - lse[query, head]) @ values
+    return out, lse
+
+
+def attend_latent_row(
+    spec: LatentSpec,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    entries: Tensor,
+    key_up: Tensor,
+    value_up: Tensor,
+    visible: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Latent attention of one row: every head's keys and values are made from the entries, and then it is softmax.
+
+    q_nope [query_len, heads, nope], q_rope [query_len, heads, rope], entries [seq_len, latent | rope], key_up
+    [heads, nope, latent], value_up [heads, value, latent], visible [query_len, seq_len]. Returns the output
+    [query_len, heads, value] and the natural log-sum-exp [query_len, heads], fp32.
+    """
+    out = torch.zeros(q_nope.shape[0], spec.num_q_heads, spec.value_dim, device=q_nope.device)
+    lse = torch.full((q_nope.shape[0], spec.num_q_heads), -torch.inf, device=q_nope.device)
+    latents, ropes = entries[:, : spec.latent_dim].float(), entries[:, spec.latent_dim :].float()
+    for head in range(spec.num_q_heads):
+        keys = torch.cat([latents @ key_up[head].float().T, ropes], dim=-1)
+        values = latents @ value_up[head].float().T
+        for query in range(q_nope.shape[0]):
+            seen = visible[query].nonzero().squeeze(1).to(q_nope.device)
+            if seen.numel() == 0:
+                continue
+            q = torch.cat([q_nope[query, head], q_rope[query, head]]).float()
+            scores = keys[seen] @ q * spec.scale
+            lse[query, head] = torch.logsumexp(scores, dim=0)
+            out[query, head] = torch.exp(scores - lse[query, head]) @ values[seen]
     return out, lse

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sightline.attention.capability import Capability, Requirement, refusals
-from sightline.attention.contract import AttentionBackend, SoftmaxInputs
+from sightline.attention.contract import AttentionBackend
 from sightline.core.errors import NoBackendError
 
 
@@ -23,7 +24,7 @@ class Candidate:
     """False for a backend that serves only when it is asked for by name."""
     distribution: str
     """The package that ships it."""
-    load: Callable[[], type[AttentionBackend[SoftmaxInputs]]]
+    load: Callable[[], type[AttentionBackend[Any, Any]]]
     """Imports it. A backend that nobody asks for is not imported."""
 
 
@@ -46,7 +47,7 @@ class Selection:
     """The choice for one group."""
 
     candidate: Candidate
-    backend: type[AttentionBackend[SoftmaxInputs]]
+    backend: type[AttentionBackend[Any, Any]]
     capability: Capability
     refused: tuple[Refused, ...]
     """Every backend that was not chosen."""
@@ -64,7 +65,7 @@ def no_doubt(candidate: Candidate, capability: Capability, need: Requirement) ->
 
 def select_backend(offer: Offer, need: Requirement, group: str, doubt: Doubt = no_doubt) -> Selection:
     """The first backend that serves the need; else an error with every reason."""
-    chosen: tuple[Candidate, type[AttentionBackend[SoftmaxInputs]], Capability] | None = None
+    chosen: tuple[Candidate, type[AttentionBackend[Any, Any]], Capability] | None = None
     refused: list[Refused] = []
     for candidate in offer.candidates:
         if chosen is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 import torch
 
@@ -18,6 +19,7 @@ class SpecKind(Enum):
     """Families of attention; each has its own inputs and pools."""
 
     SOFTMAX = "softmax"
+    LATENT = "latent"
 
 
 class Feature(Enum):
@@ -68,6 +70,11 @@ class SoftmaxSpec:
         return self.num_q_heads // self.num_kv_heads
 
     @property
+    def out_dim(self) -> int:
+        """What a head gives."""
+        return self.head_dim
+
+    @property
     def features(self) -> frozenset[Feature]:
         """What a backend must have to compute this at all."""
         needed = {
@@ -85,11 +92,63 @@ class SoftmaxSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Attention over one latent vector a token, from which every head's key and value are projected (DeepSeek's MLA).
+
+    query   [ nope_dim | rope_dim ]            a head's
+    key     [ latent @ key_up | rope ]         nope_dim a head | rope_dim that all heads share
+    value   [ latent @ value_up ]              value_dim a head
+    cached  [ latent_dim | rope_dim ]          a token's, normalised and rotated
+    """
+
+    num_q_heads: int
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+
+    @property
+    def kind(self) -> SpecKind:
+        return SpecKind.LATENT
+
+    @property
+    def head_dim(self) -> int:
+        """Of what is cached, which is what a query meets when it is taken into the latent's space."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def group_size(self) -> int:
+        """All query heads read the one entry of a token."""
+        return self.num_q_heads
+
+    @property
+    def window(self) -> None:
+        """A query sees every key before it."""
+
+    @property
+    def out_dim(self) -> int:
+        return self.value_dim
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """Nothing beyond the kind."""
+        return frozenset()
+
+    def pools(self, num_layers: int, dtype: torch.dtype) -> tuple[PoolSpec, ...]:
+        """One row [latent | rope] a token and layer."""
+        return (PoolSpec("latent", (PlaneSpec("entry", (self.head_dim,), dtype),), num_layers),)
+
+
+AttentionSpec: TypeAlias = SoftmaxSpec | LatentSpec
+
+
+@dataclass(frozen=True)
 class LayerGroup:
     """Layers with the same spec: they share pools, a backend and a plan."""
 
     name: str
-    spec: SoftmaxSpec
+    spec: AttentionSpec
     layers: tuple[int, ...]
     """Model layer indices, in order; a layer's place in here is its index in the pools."""
 
@@ -97,9 +156,9 @@ class LayerGroup:
         return GroupCacheSpec(self.name, self.spec.pools(len(self.layers), dtype))
 
 
-def group_layers(specs: Sequence[SoftmaxSpec]) -> tuple[LayerGroup, ...]:
+def group_layers(specs: Sequence[AttentionSpec]) -> tuple[LayerGroup, ...]:
     """Groups layers by equal spec, in order of first appearance."""
-    members: dict[SoftmaxSpec, list[int]] = {}
+    members: dict[AttentionSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         members.setdefault(spec, []).append(layer)
     return tuple(

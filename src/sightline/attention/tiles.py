@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sightline.attention.spec import SoftmaxSpec
+from sightline.attention.spec import AttentionSpec
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch, MaskKind
 
@@ -68,16 +68,18 @@ def row_spans(batch: Batch, window: int | None) -> tuple[RowSpan, ...]:
     )
 
 
-def split_long(spans: Sequence[RowSpan], spec: SoftmaxSpec, *, knows_causal: bool) -> tuple[RowSpan, ...]:
+def split_long(
+    spans: Sequence[RowSpan], spec: AttentionSpec, *, knows_causal: bool, most: int = MAX_BIAS_ELEMENTS
+) -> tuple[RowSpan, ...]:
     """Causal rows whose mask would be too large, cut by query: the earlier queries' keys are context to the later.
 
     Only where the step writes its keys before it reads them. `knows_causal` says that the kernel needs no mask for
-    a fresh prompt.
+    a fresh prompt, `most` how many elements a mask may have.
     """
     cut: list[RowSpan] = []
     for span in spans:
         unmasked = knows_causal and is_plain_causal([span], spec)
-        count = max(1, MAX_BIAS_ELEMENTS // span.num_keys)
+        count = max(1, most // span.num_keys)
         if span.kind is not MaskKind.CAUSAL or unmasked or span.query_len <= count:
             cut.append(span)
             continue
@@ -140,7 +142,7 @@ def fill_slots(tile: Sequence[RowSpan], table: PageTable, rows: Sequence[int], p
     out.copy_(table.slots(table_rows, entries, page_size))
 
 
-def needs_bias(tile: Sequence[RowSpan], spec: SoftmaxSpec) -> bool:
+def needs_bias(tile: Sequence[RowSpan], spec: AttentionSpec) -> bool:
     """False where every query of the tile sees every gathered key."""
     ragged = any(span.num_keys != tile[0].num_keys for span in tile)
     within_window = spec.window is None or tile[0].num_keys <= spec.window
@@ -148,7 +150,7 @@ def needs_bias(tile: Sequence[RowSpan], spec: SoftmaxSpec) -> bool:
     return ragged or not within_window or not sees_all
 
 
-def is_plain_causal(tile: Sequence[RowSpan], spec: SoftmaxSpec) -> bool:
+def is_plain_causal(tile: Sequence[RowSpan], spec: AttentionSpec) -> bool:
     """True for fresh prompts under a causal mask that no window cuts: the kernel knows that mask by itself."""
     return all(
         span.is_fresh and span.kind is MaskKind.CAUSAL and (spec.window is None or span.query_len <= spec.window)
@@ -156,7 +158,7 @@ def is_plain_causal(tile: Sequence[RowSpan], spec: SoftmaxSpec) -> bool:
     )
 
 
-def fill_bias(tile: Sequence[RowSpan], spec: SoftmaxSpec, batch: Batch, out: Tensor) -> None:
+def fill_bias(tile: Sequence[RowSpan], spec: AttentionSpec, batch: Batch, out: Tensor) -> None:
     """Fills `out` [tile rows, 1, query_len, longest] with 0 where a query sees a key and -inf where not."""
     device = out.device
     _, _, query_len, longest = out.shape

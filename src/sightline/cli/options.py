@@ -128,7 +128,7 @@ computing_options = {
         help="Launch a step before the one before it is read.",
     ),
     "attention_backend": click.option(
-        "--attention-backend", help="Force a backend: torch, reference, or one of another package."
+        "--attention-backend", help="Force a backend, or one for each kind of layer: torch,torch-latent."
     ),
     "require_proof": click.option(
         "--require-proof", is_flag=True, help="Refuse backends that `sightline conformance` has not proven here."

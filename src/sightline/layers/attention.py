@@ -57,6 +57,10 @@ class SoftmaxAttention:
     sinks: Tensor | None
     """[num_q_heads] exactly where the spec has sinks."""
 
+    @property
+    def turns(self) -> bool:
+        return self.qkv.turns
+
     def buffers(self, scratch: Scratch) -> AttentionBuffers:
         return scratch.of(AttentionBuffers, self.spec.num_q_heads, self.spec.num_kv_heads, self.spec.head_dim)
 

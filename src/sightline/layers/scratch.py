@@ -72,12 +72,15 @@ class Activations:
             self._last = Scratch(self, num_tokens)
         return self._last
 
-    def memory(self, name: str, features: int) -> Tensor:
-        """[max_tokens * features], the same at every call."""
+    def memory(self, name: str, features: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[max_tokens * features], the same at every call, in `dtype` or that of the activations.
+
+        A name has one dtype.
+        """
         key = f"{name} {features}"
         if key not in self._leases:
             self._leases[key] = self._workspace.lease(
-                OWNER, key, self._lane, (self.max_tokens * features,), self._dtype
+                OWNER, key, self._lane, (self.max_tokens * features,), dtype or self._dtype
             )
         return self._leases[key]
 
@@ -98,9 +101,9 @@ class Scratch:
             kept = self._kept[key] = kind(self, *sizes)
         return kept
 
-    def take(self, name: str, features: int) -> Tensor:
+    def take(self, name: str, features: int, dtype: torch.dtype | None = None) -> Tensor:
         """[num_tokens, features], contents undefined, in the memory order that products prefer."""
-        memory = self._activations.memory(name, features)[: self.num_tokens * features]
+        memory = self._activations.memory(name, features, dtype)[: self.num_tokens * features]
         if self._activations.turns and prefers_feature_major(self.num_tokens):
             return memory.view(features, self.num_tokens).t()
         return memory.view(self.num_tokens, features)

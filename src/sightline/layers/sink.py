@@ -15,7 +15,7 @@ from sightline.layers.linear import Projection
 
 @dataclass(frozen=True, eq=False)
 class Sink(ABC):
-    """Takes a result [num_tokens, hidden_size] once."""
+    """Takes a result [num_tokens, hidden_size] once; what `onto` gives takes more of it."""
 
     target: Tensor
 
@@ -26,6 +26,10 @@ class Sink(ABC):
     @abstractmethod
     def take(self, result: Tensor) -> None:
         """Takes the result as it is."""
+
+    def onto(self) -> Added:
+        """The sink for the next part of a result of which this one took a part."""
+        return Added(self.target)
 
 
 class Added(Sink):

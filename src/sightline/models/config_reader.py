@@ -75,11 +75,11 @@ class ConfigReader:
             raise self._unexpected(name, f"an integer from 1 to {most}", value)
         return value
 
-    def index(self, name: str, default: int) -> int:
+    def index(self, name: str, default: int, *, most: int = MAX_COUNT) -> int:
         """An integer from 0 on."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_COUNT:
-            raise self._unexpected(name, f"an integer from 0 to {MAX_COUNT}", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+            raise self._unexpected(name, f"an integer from 0 to {most}", value)
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:
@@ -116,6 +116,13 @@ class ConfigReader:
         value = self._get(name, default)
         if not isinstance(value, bool):
             raise self._unexpected(name, "true or false", value)
+        return value
+
+    def choice(self, name: str, known: tuple[str, ...], default: str) -> str:
+        """One of the `known` names."""
+        value = self._get(name, default)
+        if not isinstance(value, str) or value not in known:
+            raise self._unexpected(name, f"one of {', '.join(known)}", value)
         return value
 
     def optional_list(self, name: str) -> list[object] | None:

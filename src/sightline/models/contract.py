@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import SoftmaxSpec
+from sightline.attention.spec import AttentionSpec
 from sightline.layers.scratch import Scratch
 from sightline.models.weights import WeightReader
 
@@ -41,7 +41,7 @@ class ModelDefinition(ABC):
     def max_positions(self) -> int: ...
 
     @abstractmethod
-    def attention_specs(self) -> tuple[SoftmaxSpec, ...]:
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One spec for each layer, in order."""
 
     @abstractmethod

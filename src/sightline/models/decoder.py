@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import SoftmaxSpec
+from sightline.attention.spec import AttentionSpec
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.embedding import Embedding
+from sightline.layers.latent import LatentAttention
 from sightline.layers.linear import Projection
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
@@ -21,8 +22,10 @@ from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch, empty_rows
 from sightline.layers.sink import Added, Written
+from sightline.models.attention import AttentionDefinition
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.feed_forward import FeedForward
+from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
 
 
@@ -30,7 +33,7 @@ from sightline.models.weights import WeightReader
 class LayerDefinition:
     """What may differ from layer to layer."""
 
-    attention: SoftmaxSpec
+    attention: AttentionDefinition
     rotary: RotarySpec
     feed_forward: FeedForward
 
@@ -49,14 +52,11 @@ class DecoderDefinition(ModelDefinition):
     norm_offset: float = 0.0
     """Added to every stored norm weight."""
     embedding_scale: float = 1.0
-    qk_norm: bool = False
-    """Queries and keys are normalised per head before the rotation."""
     sandwich_norms: bool = False
     """Attention and feed-forward outputs are normalised before they are added."""
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Of attention's output projection."""
     logit_softcap: float | None = None
+    num_predictors: int = 0
+    """Layers that a checkpoint may hold beyond its own, for guessing further tokens. They are not used."""
 
     @property
     def vocab_size(self) -> int:
@@ -66,17 +66,31 @@ class DecoderDefinition(ModelDefinition):
     def max_positions(self) -> int:
         return self.num_positions
 
-    def attention_specs(self) -> tuple[SoftmaxSpec, ...]:
-        return tuple(layer.attention for layer in self.layers)
+    @property
+    def norms(self) -> NormDefinition:
+        return NormDefinition(self.norm_epsilon, self.norm_offset)
+
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.attention.spec for layer in self.layers)
 
     def load(self, weights: WeightReader) -> Decoder:
         """Builds the network from tensors with Hugging Face names."""
         embedding, head = self._load_vocabulary(weights)
         layers = tuple(_load_layer(self, weights, index) for index in range(len(self.layers)))
-        final_norm = _norm(self, weights, "model.norm")
+        final_norm = self.norms.load(weights, "model.norm", self.hidden_size)
+        self._leave_predictors(weights)
         weights.finish(ignorable=("lm_head.weight",) if self.tied_embedding else ())
         rotaries = {spec: Rotary(spec, weights.device) for spec in {layer.rotary for layer in self.layers}}
         return Decoder(self, embedding, layers, final_norm, head, rotaries)
+
+    def _leave_predictors(self, weights: WeightReader) -> None:
+        for index in range(len(self.layers), len(self.layers) + self.num_predictors):
+            weights.leave(
+                f"model.layers.{index}.",
+                "multi-token prediction",
+                "they guess tokens beyond the next, which is computed without them",
+                "nothing is lost but the guesses; a checkpoint without these layers gives the same answers",
+            )
 
     def _load_vocabulary(self, weights: WeightReader) -> tuple[Embedding, Projection]:
         if self.tied_embedding:
@@ -101,7 +115,7 @@ class DecoderLayer:
 
     rotary: RotarySpec
     attention_norm: RmsNorm
-    attention: SoftmaxAttention
+    attention: SoftmaxAttention | LatentAttention
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm
     mlp: GatedMlp | ExpertMlp
@@ -139,7 +153,7 @@ class Decoder(Model):
 
     @property
     def turns(self) -> bool:
-        return self.layers[0].attention.qkv.turns
+        return self.layers[0].attention.turns
 
     def reserve(self, scratch: Scratch) -> None:
         self._stream(scratch)
@@ -170,42 +184,21 @@ class Decoder(Model):
 
 
 def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int) -> DecoderLayer:
-    prefix = f"model.layers.{index}"
+    prefix, hidden_size = f"model.layers.{index}", definition.hidden_size
     described, sandwich = definition.layers[index], definition.sandwich_norms
-    after_attention = _norm(definition, weights, f"{prefix}.post_attention_layernorm")
+
+    def norm(name: str) -> RmsNorm:
+        return definition.norms.load(weights, f"{prefix}.{name}", hidden_size)
+
+    after_attention = norm("post_attention_layernorm")
     return DecoderLayer(
         rotary=described.rotary,
-        attention_norm=_norm(definition, weights, f"{prefix}.input_layernorm"),
-        attention=_load_attention(definition, weights, index),
+        attention_norm=norm("input_layernorm"),
+        attention=described.attention.load(weights, index, f"{prefix}.self_attn", hidden_size),
         # The same stored name stands for the norm before the feed-forward in plain models and for the one after
         # attention in sandwich models.
         attention_out_norm=after_attention if sandwich else None,
-        mlp_norm=(_norm(definition, weights, f"{prefix}.pre_feedforward_layernorm") if sandwich else after_attention),
-        mlp=described.feed_forward.load(weights, f"{prefix}.mlp", definition.hidden_size),
-        mlp_out_norm=(_norm(definition, weights, f"{prefix}.post_feedforward_layernorm") if sandwich else None),
+        mlp_norm=norm("pre_feedforward_layernorm") if sandwich else after_attention,
+        mlp=described.feed_forward.load(weights, f"{prefix}.mlp", hidden_size),
+        mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
-
-
-def _load_attention(definition: DecoderDefinition, weights: WeightReader, index: int) -> SoftmaxAttention:
-    prefix = f"model.layers.{index}.self_attn"
-    spec = definition.layers[index].attention
-    q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    sizes = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size}
-    q_norm = k_norm = None
-    if definition.qk_norm:
-        q_norm = _norm(definition, weights, f"{prefix}.q_norm", spec.head_dim)
-        k_norm = _norm(definition, weights, f"{prefix}.k_norm", spec.head_dim)
-    return SoftmaxAttention(
-        layer=index,
-        spec=spec,
-        qkv=weights.projection(sizes, definition.hidden_size, bias=definition.qkv_bias),
-        output=weights.projection({f"{prefix}.o_proj": definition.hidden_size}, q_size, bias=definition.output_bias),
-        q_norm=q_norm,
-        k_norm=k_norm,
-        sinks=weights.take(f"{prefix}.sinks", (spec.num_q_heads,)) if spec.sinks else None,
-    )
-
-
-def _norm(definition: DecoderDefinition, weights: WeightReader, name: str, features: int | None = None) -> RmsNorm:
-    weight = weights.take(f"{name}.weight", (features or definition.hidden_size,), dtype=torch.float32)
-    return RmsNorm(weight + definition.norm_offset, definition.norm_epsilon)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from sightline.layers.linear import Linear, Projection
 from sightline.layers.mlp import Activation, GatedMlp
-from sightline.layers.moe import Expert, ExpertMlp, Gate, Routing
+from sightline.layers.moe import Expert, ExpertMlp, Gate
+from sightline.layers.routing import Routing
 from sightline.models.weights import WeightReader
 
 
@@ -48,14 +49,25 @@ class ExpertFeedForward:
     routing: Routing
     gate: Gate
     storage: ExpertStorage
+    shared: DenseFeedForward | None = None
+    """Beside the chosen ones, for every token."""
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
-        num_experts = self.routing.num_experts
-        if self.storage is ExpertStorage.SEPARATE:
-            router = weights.projection({f"{prefix}.gate": num_experts}, hidden_size, bias=False)
-            return ExpertMlp(router, self.routing, self._load_separate(weights, f"{prefix}.experts", hidden_size))
-        router = weights.projection({f"{prefix}.router": num_experts}, hidden_size, bias=True)
-        return ExpertMlp(router, self.routing, self._load_stacked(weights, f"{prefix}.experts", hidden_size))
+        separate = self.storage is ExpertStorage.SEPARATE
+        load_experts, router = (self._load_separate, "gate") if separate else (self._load_stacked, "router")
+        sizes = {f"{prefix}.{router}": self.routing.num_experts}
+        return ExpertMlp(
+            router=weights.projection(sizes, hidden_size, bias=not separate, dtype=torch.float32),
+            routing=self.routing,
+            experts=load_experts(weights, f"{prefix}.experts", hidden_size),
+            correction=self._load_correction(weights, f"{prefix}.{router}"),
+            shared=None if self.shared is None else self.shared.load(weights, f"{prefix}.shared_experts", hidden_size),
+        )
+
+    def _load_correction(self, weights: WeightReader, prefix: str) -> Tensor | None:
+        if not self.routing.corrected:
+            return None
+        return weights.take(f"{prefix}.e_score_correction_bias", (self.routing.num_experts,), dtype=torch.float32)
 
     def _load_separate(self, weights: WeightReader, prefix: str, hidden_size: int) -> tuple[Expert, ...]:
         experts = []

@@ -12,9 +12,11 @@ from sightline.attention.spec import SoftmaxSpec
 from sightline.core.errors import UnsupportedModelError
 from sightline.layers.mlp import Activation
 from sightline.layers.rotary import RotarySpec
+from sightline.models.attention import AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.config_reader import ConfigReader
 from sightline.models.decoder import DecoderDefinition, LayerDefinition
 from sightline.models.feed_forward import DenseFeedForward
+from sightline.models.norms import NormDefinition
 from sightline.models.rope_config import rotary_spec
 from sightline.models.shared_config import FULL, SLIDING, layer_kinds, layer_windows, one_rotary
 
@@ -37,12 +39,17 @@ def gemma3(config: ConfigReader) -> DecoderDefinition:
     kinds = layer_kinds(config, lambda index: SLIDING if (index + 1) % period else FULL)
     rotaries = _rotaries(config, _head_dim(config))
     windows = layer_windows(kinds, config.count("sliding_window", 4096))
-    definition = _gemma(config, windows, [rotaries[kind] for kind in kinds], softcap=None)
-    return replace(definition, qk_norm=True, logit_softcap=config.optional_positive("final_logit_softcapping"))
+    definition = _gemma(config, windows, [rotaries[kind] for kind in kinds], softcap=None, qk_norm=True)
+    return replace(definition, logit_softcap=config.optional_positive("final_logit_softcapping"))
 
 
 def _gemma(
-    config: ConfigReader, windows: Sequence[int | None], rotaries: Sequence[RotarySpec], softcap: float | None
+    config: ConfigReader,
+    windows: Sequence[int | None],
+    rotaries: Sequence[RotarySpec],
+    softcap: float | None,
+    *,
+    qk_norm: bool = False,
 ) -> DecoderDefinition:
     config.require("hidden_activation", "gelu_pytorch_tanh")
     config.require("hidden_act", "gelu_pytorch_tanh")
@@ -52,23 +59,22 @@ def _gemma(
     num_heads, num_kv_heads = config.heads()
     scale = config.positive("query_pre_attn_scalar", 256) ** -0.5
     feed_forward = DenseFeedForward(config.count("intermediate_size"), Activation.GELU_TANH)
+    norms = NormDefinition(config.positive("rms_norm_eps", 1e-6), offset=1.0)
+    tensors = AttentionTensors(norms if qk_norm else None, qkv_bias=bias, output_bias=bias)
+    specs = (SoftmaxSpec(num_heads, num_kv_heads, _head_dim(config), scale, window, softcap) for window in windows)
     return DecoderDefinition(
         num_tokens=config.count("vocab_size"),
         num_positions=config.count("max_position_embeddings"),
         hidden_size=hidden_size,
         layers=tuple(
-            LayerDefinition(
-                SoftmaxSpec(num_heads, num_kv_heads, _head_dim(config), scale, window, softcap), rotary, feed_forward
-            )
-            for window, rotary in zip(windows, rotaries, strict=True)
+            LayerDefinition(SoftmaxAttentionDefinition(spec, tensors), rotary, feed_forward)
+            for spec, rotary in zip(specs, rotaries, strict=True)
         ),
-        norm_epsilon=config.positive("rms_norm_eps", 1e-6),
+        norm_epsilon=norms.epsilon,
         tied_embedding=config.boolean("tie_word_embeddings", default=True),
-        norm_offset=1.0,
+        norm_offset=norms.offset,
         embedding_scale=hidden_size**0.5,
         sandwich_norms=True,
-        qkv_bias=bias,
-        output_bias=bias,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
-from sightline.layers.moe import ClampedSwiglu, Share
+from sightline.layers.moe import ClampedSwiglu
+from sightline.layers.routing import Share
+from sightline.models.attention import AttentionTensors
 from sightline.models.config_reader import ConfigReader
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import ExpertFeedForward, ExpertStorage
@@ -38,8 +39,14 @@ def gpt_oss(config: ConfigReader) -> DecoderDefinition:
     )
     kinds = layer_kinds(config, lambda index: FULL if index % 2 else SLIDING)
     windows = layer_windows(kinds, config.optional_count("sliding_window", absent=128))
-    definition = plain_decoder(
-        config, windows, [experts] * len(kinds), head_dim=64, theta=150_000.0, rope=DEFAULT_ROPE, sinks=True
-    )
     bias = config.boolean("attention_bias", default=True)
-    return replace(definition, qkv_bias=bias, output_bias=bias)
+    return plain_decoder(
+        config,
+        windows,
+        [experts] * len(kinds),
+        head_dim=64,
+        theta=150_000.0,
+        rope=DEFAULT_ROPE,
+        sinks=True,
+        tensors=AttentionTensors(qkv_bias=bias, output_bias=bias),
+    )

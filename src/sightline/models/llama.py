@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sightline.models.attention import AttentionTensors
 from sightline.models.config_reader import ConfigReader
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.rope_config import with_frequency_factors
@@ -14,16 +15,15 @@ def llama(config: ConfigReader) -> DecoderDefinition:
     """What a Llama config describes."""
     config.require("rope_interleaved", None, False)
     feed_forwards = dense_layers(config, bias=config.boolean("mlp_bias", default=False))
-    definition = plain_decoder(config, [None] * len(feed_forwards), feed_forwards)
-    factors = config.optional_list("rope_frequency_factors")
     bias = config.boolean("attention_bias", default=False)
+    tensors = AttentionTensors(qkv_bias=bias, output_bias=bias)
+    definition = plain_decoder(config, [None] * len(feed_forwards), feed_forwards, tensors=tensors)
+    factors = config.optional_list("rope_frequency_factors")
     return replace(
         definition,
         layers=tuple(
             replace(layer, rotary=with_frequency_factors(layer.rotary, factors)) for layer in definition.layers
         ),
-        qkv_bias=bias,
-        output_bias=bias,
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sightline.layers.mlp import Activation
-from sightline.layers.moe import Share
+from sightline.layers.routing import Share
+from sightline.models.attention import AttentionTensors
 from sightline.models.config_reader import ConfigReader
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.feed_forward import ExpertFeedForward, ExpertStorage, FeedForward
+from sightline.models.norms import NormDefinition
 from sightline.models.shared_config import (
     FULL,
     SLIDING,
@@ -23,13 +23,14 @@ from sightline.models.shared_config import (
 def qwen2(config: ConfigReader) -> DecoderDefinition:
     """What a Qwen 2 or 2.5 config describes."""
     config.require("use_mrope", None, False)
-    definition = plain_decoder(config, _upper_windows(config), dense_layers(config))
-    return replace(definition, qkv_bias=True)
+    tensors = AttentionTensors(qkv_bias=True)
+    return plain_decoder(config, _upper_windows(config), dense_layers(config), tensors=tensors)
 
 
 def qwen3(config: ConfigReader) -> DecoderDefinition:
     """What a Qwen 3 config describes."""
-    return _with_norms(config, plain_decoder(config, _upper_windows(config), dense_layers(config), head_dim=128))
+    tensors = _with_norms(config)
+    return plain_decoder(config, _upper_windows(config), dense_layers(config), head_dim=128, tensors=tensors)
 
 
 def qwen3_moe(config: ConfigReader) -> DecoderDefinition:
@@ -37,12 +38,13 @@ def qwen3_moe(config: ConfigReader) -> DecoderDefinition:
     config.informational("max_window_layers", "output_router_logits", "router_aux_loss_coef")
     config.require("layer_types", None)
     feed_forwards = _expert_layers(config)
-    return _with_norms(config, plain_decoder(config, [_window(config)] * len(feed_forwards), feed_forwards))
+    windows = [_window(config)] * len(feed_forwards)
+    return plain_decoder(config, windows, feed_forwards, tensors=_with_norms(config))
 
 
-def _with_norms(config: ConfigReader, definition: DecoderDefinition) -> DecoderDefinition:
+def _with_norms(config: ConfigReader) -> AttentionTensors:
     bias = config.boolean("attention_bias", default=False)
-    return replace(definition, qk_norm=True, qkv_bias=bias, output_bias=bias)
+    return AttentionTensors(NormDefinition(config.positive("rms_norm_eps")), qkv_bias=bias, output_bias=bias)
 
 
 def _window(config: ConfigReader) -> int | None:

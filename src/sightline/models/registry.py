@@ -8,6 +8,7 @@ from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.config_reader import ConfigReader
 from sightline.models.contract import ModelDefinition
+from sightline.models.deepseek import deepseek_v2, deepseek_v3
 from sightline.models.gemma import gemma2, gemma3
 from sightline.models.gpt_oss import gpt_oss
 from sightline.models.llama import llama, mistral
@@ -24,6 +25,8 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
     "GptOssForCausalLM": gpt_oss,
+    "DeepseekV2ForCausalLM": deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek_v3,
 }
 
 

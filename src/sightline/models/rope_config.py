@@ -38,7 +38,7 @@ def rotary_spec(parameters: Mapping[str, object], head_dim: int, theta: float, m
 
     `theta` where the section names none, `max_positions` where it does not name the length before scaling.
     """
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = _kind(parameters)
     if kind in _LENGTH_DEPENDENT:
         raise UnsupportedModelError(
             f"rope: expected scaling default, linear, llama3 or yarn, got {kind!r}: its frequencies depend on the "
@@ -114,11 +114,29 @@ def _yarn(parameters: Mapping[str, object], theta: float, max_positions: int) ->
 
 def _yarn_attention_factor(parameters: Mapping[str, object], factor: float) -> float:
     """From the factor alone, or from the two `mscale` where the config has both."""
-    growth = 0.1 * math.log(factor) if factor > 1.0 else 0.0
     if not (parameters.get("mscale") and parameters.get("mscale_all_dim")):
-        return growth + 1.0
+        return _yarn_growth(factor, 1.0)
     mscale, mscale_all_dim = (_positive(parameters, name, None) for name in ("mscale", "mscale_all_dim"))
-    return (growth * mscale + 1.0) / (growth * mscale_all_dim + 1.0)
+    return _yarn_growth(factor, mscale) / _yarn_growth(factor, mscale_all_dim)
+
+
+def yarn_score_scale(parameters: Mapping[str, object]) -> float:
+    """What DeepSeek multiplies scores by where its rope is scaled by YaRN.
+
+    Queries and keys grow by `mscale_all_dim` in all their dimensions, so scores grow by the square. The rotated ones
+    are to grow by `mscale`: cosines and sines carry the quotient.
+    """
+    if _kind(parameters) != "yarn" or not parameters.get("mscale_all_dim"):
+        return 1.0
+    return _yarn_growth(_positive(parameters, "factor", None), _positive(parameters, "mscale_all_dim", None)) ** 2
+
+
+def _yarn_growth(factor: float, mscale: float) -> float:
+    return 1.0 + (0.1 * mscale * math.log(factor) if factor > 1.0 else 0.0)
+
+
+def _kind(parameters: Mapping[str, object]) -> object:
+    return parameters.get("rope_type", parameters.get("type", "default"))
 
 
 def _original_positions(parameters: Mapping[str, object], max_positions: int) -> int:

@@ -11,8 +11,9 @@ from types import MappingProxyType
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.errors import UnsupportedModelError
 from sightline.layers.mlp import Activation
-from sightline.layers.moe import Routing, Share
 from sightline.layers.rotary import RotarySpec
+from sightline.layers.routing import Routing, Share
+from sightline.models.attention import AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
 from sightline.models.decoder import DecoderDefinition, LayerDefinition
 from sightline.models.feed_forward import DenseFeedForward, FeedForward
@@ -20,6 +21,7 @@ from sightline.models.rope_config import DEFAULT_THETA, rotary_spec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 NO_ROPE_SCALING: Mapping[str, object] = MappingProxyType({})
+NO_TENSORS = AttentionTensors()
 
 
 def plain_decoder(
@@ -31,6 +33,7 @@ def plain_decoder(
     theta: float = DEFAULT_THETA,
     rope: Mapping[str, object] = NO_ROPE_SCALING,
     sinks: bool = False,
+    tensors: AttentionTensors = NO_TENSORS,
 ) -> DecoderDefinition:
     """The decoder that Llama, Mistral, Qwen and gpt-oss describe.
 
@@ -44,15 +47,14 @@ def plain_decoder(
     num_positions = config.count("max_position_embeddings")
     rotary = one_rotary(config, head_dim, num_positions, theta, rope)
     scale = head_dim**-0.5
+    specs = (SoftmaxSpec(num_heads, num_kv_heads, head_dim, scale, window, sinks=sinks) for window in windows)
     return DecoderDefinition(
         num_tokens=config.count("vocab_size"),
         num_positions=num_positions,
         hidden_size=hidden_size,
         layers=tuple(
-            LayerDefinition(
-                SoftmaxSpec(num_heads, num_kv_heads, head_dim, scale, window, sinks=sinks), rotary, feed_forward
-            )
-            for window, feed_forward in zip(windows, feed_forwards, strict=True)
+            LayerDefinition(SoftmaxAttentionDefinition(spec, tensors), rotary, feed_forward)
+            for spec, feed_forward in zip(specs, feed_forwards, strict=True)
         ),
         norm_epsilon=config.positive("rms_norm_eps"),
         tied_embedding=config.boolean("tie_word_embeddings", default=False),
@@ -71,13 +73,18 @@ def one_rotary(
     theta: float = DEFAULT_THETA,
     default: Mapping[str, object] = NO_ROPE_SCALING,
 ) -> RotarySpec:
-    """The rotary embedding of a model with one for all layers, in the newer or the older form of the config."""
+    """The rotary embedding of a model with one for all layers."""
+    return rotary_spec(rope_section(config, default), head_dim, config.positive("rope_theta", theta), num_positions)
+
+
+def rope_section(config: ConfigReader, default: Mapping[str, object] = NO_ROPE_SCALING) -> Mapping[str, object]:
+    """What the newer or the older form of the config says of a rotary embedding for all layers."""
     config.require("partial_rotary_factor", None, 1.0)
     section = dict(config.optional_section("rope_scaling") or config.optional_section("rope_parameters") or default)
     original = config.optional_count("original_max_position_embeddings")
     if original is not None:
         section["original_max_position_embeddings"] = original
-    return rotary_spec(section, head_dim, config.positive("rope_theta", theta), num_positions)
+    return section
 
 
 def read_routing(config: ConfigReader, share: Share, *, num_experts: int, experts_per_token: int) -> Routing:

@@ -57,17 +57,26 @@ class WeightReader:
             self._note("expected a matrix a projection, got experts stored as one tensor", {name: info})
         return self._checkpoint.load(name).to(device=self.device, dtype=dtype or self._dtype)
 
-    def projection(self, sizes: Mapping[str, int], in_features: int, *, bias: bool) -> Projection:
+    def matrix(self, name: str, shape: tuple[int, int], use: str) -> Tensor:
+        """A matrix that is needed as numbers, for the `use` that the ledger names where it was to stay quantised."""
+        self._note(
+            f"expected a projection as it is stored, got one that is used as {use}", {name: self._claim(name, shape)}
+        )
+        return self.take(name, shape)
+
+    def projection(
+        self, sizes: Mapping[str, int], in_features: int, *, bias: bool, dtype: torch.dtype | None = None
+    ) -> Projection:
         """One product in place of several with the same input, their outputs side by side.
 
         `sizes` gives the output size of each stored projection, `name`.weight, with `name`.bias where there is one.
         """
-        biases = [self.take(f"{name}.bias", (size,)) for name, size in sizes.items()] if bias else []
+        biases = [self.take(f"{name}.bias", (size,), dtype) for name, size in sizes.items()] if bias else []
         joined_bias = _joined(biases) if biases else None
         shapes = {f"{name}.weight": (size, in_features) for name, size in sizes.items()}
         product = self._kept_product(shapes)
         if product is None:
-            return Linear(_joined([self.take(name, shape) for name, shape in shapes.items()]), joined_bias)
+            return Linear(_joined([self.take(name, shape, dtype) for name, shape in shapes.items()]), joined_bias)
         blocks = [self._checkpoint.load_blocks(name) for name in shapes]
         return BlockLinear(product(concatenate(blocks)), joined_bias)
 
@@ -89,6 +98,14 @@ class WeightReader:
             return DenseEmbedding(weight), Linear(weight)
         blocks = self._checkpoint.load_blocks(f"{name}.weight")
         return BlockEmbedding(blocks), BlockLinear(product(blocks))
+
+    def leave(self, prefix: str, what: str, why: str, remedy: str) -> None:
+        """Leaves the tensors of a part of the checkpoint that no forward uses, and says so where there are any."""
+        left = [name for name in self._checkpoint.tensors if name.startswith(prefix)]
+        self._taken.update(left)
+        self._on_progress(len(self._taken), len(self._checkpoint.tensors))
+        if left:
+            self._ledger.record(what, f"{len(left)} tensors {prefix}* are not loaded: {why}", remedy)
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         """Raises where the checkpoint holds tensors that the model did not take: they would change the result.

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from sightline.testing.bench import Subject
     from sightline.testing.kit import CheckResult, RowReport, Verdict, try_check, try_row
     from sightline.testing.report import ConformanceReport, list_rows, more_samples, run_conformance
-    from sightline.testing.trial import Check, CheckFailed, Effort, Samples
+    from sightline.testing.samples import Samples
+    from sightline.testing.trial import Check, CheckFailed, Effort
 
 __all__ = [
     "Check",
@@ -44,7 +45,7 @@ _HOMES = {
     "ConformanceReport": "report",
     "Effort": "trial",
     "RowReport": "kit",
-    "Samples": "trial",
+    "Samples": "samples",
     "Subject": "bench",
     "Verdict": "kit",
     "list_rows": "report",

@@ -9,30 +9,53 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sightline.attention.capability import Capability
-from sightline.attention.contract import AttentionBackend, BackendContext, Limits, SoftmaxInputs
+from sightline.attention.contract import AttentionBackend, BackendContext, Limits
 from sightline.attention.planner import GroupBinding, Planner
-from sightline.attention.spec import SoftmaxSpec, group_layers
+from sightline.attention.spec import AttentionSpec, Feature, SpecKind, group_layers
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore, Pool
 from sightline.core.batch import CAUSAL, Batch, RowMask
 from sightline.core.device import Device
+from sightline.core.errors import ConfigError
 from sightline.runner.batching import RowWork, assemble
+from sightline.testing.problem import Problem
+from sightline.testing.problems import PROBLEMS
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tried: one capability row of one backend, on one device."""
+    """What is tried: one capability row of one backend, for one kind of attention, on one device."""
 
     name: str
-    backend: type[AttentionBackend[SoftmaxInputs]]
+    backend: type[AttentionBackend[Any, Any]]
     capability: Capability
     device: Device
     planner: type[Planner] = Planner
+    named_kind: SpecKind | None = None
+    """Which of the row's kinds; None is the only one."""
+
+    @property
+    def kind(self) -> SpecKind:
+        kinds = self.capability.spec_kinds if self.named_kind is None else {self.named_kind}
+        if len(kinds) != 1:
+            names = ", ".join(sorted(kind.value for kind in kinds)) or "none"
+            raise ConfigError(f"expected one kind of attention to try, got {names}; name one of the row's")
+        return next(iter(kinds))
+
+    @property
+    def problem(self) -> Problem[Any, Any]:
+        return PROBLEMS[self.kind]
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What the row declares and the kind of attention can ask for."""
+        return self.capability.features & self.problem.features
 
 
 @dataclass(frozen=True)
@@ -64,6 +87,10 @@ class Layout(Enum):
 _NOISE_ENTRIES = 61
 GARBAGE_VALUE = 100.0
 """The size of values in slots that nobody wrote: far from any that somebody did."""
+
+
+_GIVES_KEYS = ("k", "entry")
+"""Planes that scores come from: what is far from all others there may weigh nothing, and be read unseen."""
 
 
 class Unused(Enum):
@@ -115,8 +142,9 @@ class Setting:
 class Bench:
     """Pools, backends and a planner for one or more layers."""
 
-    def __init__(self, subject: Subject, specs: Sequence[SoftmaxSpec], setting: Setting) -> None:
+    def __init__(self, subject: Subject, specs: Sequence[AttentionSpec], setting: Setting) -> None:
         self.subject = subject
+        self.problem = subject.problem
         self.specs = tuple(specs)
         self.setting = setting
         self.device = subject.device.torch_device
@@ -176,7 +204,8 @@ class Bench:
         """The pool of a layer, and the layer's number in it."""
         for group, cache in zip(self.groups, self.store.groups, strict=True):
             if layer in group.layers:
-                return cache.pools["kv"], group.layers.index(layer)
+                [pool] = cache.pools.values()
+                return pool, group.layers.index(layer)
         raise ValueError(f"expected a layer below {len(self.specs)}, got {layer}")
 
 
@@ -211,7 +240,8 @@ def fill_pools(store: CacheStore, unused: Unused) -> None:
                 continue
             # A few different entries are enough, repeated: whoever reads a wrong slot reads another.
             noise = torch.randn(_NOISE_ENTRIES, *entries.shape[2:], generator=generator)
-            noise = (noise * 2 if plane.name == "k" else noise.sign() * GARBAGE_VALUE).to(entries.device, entries.dtype)
+            noise = noise * 2 if plane.name in _GIVES_KEYS else noise.sign() * GARBAGE_VALUE
+            noise = noise.to(entries.device, entries.dtype)
             entries.copy_(noise[torch.arange(entries.shape[1], device=entries.device) % _NOISE_ENTRIES])
 
 

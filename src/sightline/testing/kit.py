@@ -19,7 +19,8 @@ from enum import Enum
 from sightline.attention.capability import Capability
 from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
-from sightline.testing.trial import Check, CheckFailed, Effort, Progress, Samples, Trial
+from sightline.testing.samples import Samples
+from sightline.testing.trial import Check, CheckFailed, Effort, Progress, Trial
 
 
 class Verdict(Enum):
@@ -70,6 +71,11 @@ class RowReport:
         return not self.failed
 
 
+def checks_of(subject: Subject, checks: Sequence[Check] = CHECKS) -> tuple[Check, ...]:
+    """Those that are about its kind of attention."""
+    return tuple(check for check in checks if subject.kind in check.kinds)
+
+
 def try_row(
     subject: Subject,
     effort: Effort = Effort.FULL,
@@ -78,9 +84,9 @@ def try_row(
     on_result: Callable[[CheckResult], None] | None = None,
 ) -> RowReport:
     """Every check of one capability row, in order."""
-    samples = samples or Samples()
+    samples = samples or Samples().for_problem(subject.problem)
     results: dict[str, CheckResult] = {}
-    for check in checks:
+    for check in checks_of(subject, checks):
         results[check.name] = result = try_check(check, subject, effort, samples, results.values())
         if on_result is not None:
             on_result(result)

@@ -80,7 +80,7 @@ class _Conformance(pytest.Collector):
         self._rows = rows
 
     def collect(self) -> Iterator[pytest.Item]:
-        from sightline.testing.checks import CHECKS
+        from sightline.testing.kit import checks_of
         from sightline.testing.report import SkippedRow, Unloadable
 
         for row in self._rows:
@@ -91,7 +91,7 @@ class _Conformance(pytest.Collector):
                     yield _Skipped.from_parent(self, name=f"{backend}::{label}", reason="; ".join(reasons))
                 case _:
                     earlier: dict[str, CheckResult] = {}
-                    for check in CHECKS:
+                    for check in checks_of(row.subject):
                         name = f"{row.candidate.name}::{row.label}::{check.name}"
                         yield _CheckItem.from_parent(self, name=name, check=check, row=row, earlier=earlier)
 
@@ -143,10 +143,13 @@ class _CheckItem(_Item):
 
     def runtest(self) -> None:
         from sightline.testing.kit import Verdict, try_check
-        from sightline.testing.trial import Effort, Samples
+        from sightline.testing.samples import Samples
+        from sightline.testing.trial import Effort
 
         effort = Effort.QUICK if self.config.option.conformance_quick else Effort.FULL
-        result = try_check(self._check, self._row.subject, effort, Samples(), self._earlier.values())
+        subject = self._row.subject
+        samples = Samples().for_problem(subject.problem)
+        result = try_check(self._check, subject, effort, samples, self._earlier.values())
         self._earlier[result.check] = result
         match result.verdict:
             case Verdict.FAILED:

@@ -6,31 +6,36 @@ Owns the way from backends' names to a report. Does not know the checks, and pri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 from sightline.attention.backends import registry
-from sightline.attention.capability import ANY, Capability, Wildcard, device_refusals
-from sightline.attention.contract import AttentionBackend, SoftmaxInputs
-from sightline.attention.proof import Coverage, Proof, ProofBook, declared, dtype_name, utc_now
+from sightline.attention.capability import Capability, device_refusals
+from sightline.attention.contract import AttentionBackend
+from sightline.attention.proof import Proof, ProofBook, declared, dtype_name, utc_now
 from sightline.attention.selection import Candidate
+from sightline.attention.spec import SpecKind
 from sightline.core.device import Device, detect_device
 from sightline.core.environment import proof_folder
 from sightline.core.errors import ConfigError
 from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
 from sightline.testing.kit import CheckResult, RowReport, Verdict, try_row
-from sightline.testing.trial import Check, Effort, Samples, cache_dtypes, compute_dtypes
+from sightline.testing.proving import coverage, passed_checks, with_proven
+from sightline.testing.samples import Samples
+from sightline.testing.trial import Check, Effort, cache_dtypes, compute_dtypes
 
 
 @dataclass(frozen=True)
 class RowToTry:
-    """A capability row that can be tried here."""
+    """A capability row that can be tried here, for one kind of attention."""
 
     candidate: Candidate
     label: str
-    """Tells the row from the backend's others: its dtypes."""
+    """Tells the row from the backend's others: its dtypes, and the kind where it has several."""
     subject: Subject
+    is_whole: bool = True
+    """No other kind of the row is tried after this one: what is proven is all of a row."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ def run_conformance(
     for row in list_rows(chosen, target):
         if isinstance(row, RowToTry):
             watch.on_row(row)
-            outcomes.append(_try(row, effort, samples, tried, None if only else book, watch))
+            outcomes.append(_try(row, effort, samples, tried, None if only else book, watch, _reports(row, outcomes)))
         else:
             outcomes.append(row)
     proves = {check.name: check.proves for check in tried}
@@ -186,15 +191,7 @@ def more_samples(
     head_dims: Sequence[int] = (), group_sizes: Sequence[int] = (), page_sizes: Sequence[int] = ()
 ) -> Samples:
     """The usual samples, and then these."""
-    return _more(Samples(), head_dims, group_sizes, page_sizes)
-
-
-def _more(samples: Samples, head_dims: Sequence[int], group_sizes: Sequence[int], page_sizes: Sequence[int]) -> Samples:
-    return Samples(
-        _joined(samples.head_dims, head_dims),
-        _joined(samples.group_sizes, group_sizes),
-        _joined(samples.page_sizes, page_sizes),
-    )
+    return Samples().and_more(head_dims, group_sizes, page_sizes)
 
 
 def list_rows(candidates: Sequence[Candidate], device: Device) -> tuple[RowToTry | SkippedRow | Unloadable, ...]:
@@ -210,13 +207,25 @@ def list_rows(candidates: Sequence[Candidate], device: Device) -> tuple[RowToTry
         for label, capability in zip(row_labels(backend.capabilities), backend.capabilities, strict=True):
             reasons = not_here(capability, device)
             subject = Subject(candidate.name, backend, capability, device)
-            listed.append(
-                SkippedRow(candidate.name, label, reasons) if reasons else RowToTry(candidate, label, subject)
-            )
+            listed += [SkippedRow(candidate.name, label, reasons)] if reasons else _each_kind(candidate, label, subject)
     return tuple(listed)
 
 
-def load_backend(candidate: Candidate) -> type[AttentionBackend[SoftmaxInputs]] | Unloadable:
+def _each_kind(candidate: Candidate, label: str, subject: Subject) -> list[RowToTry]:
+    """A row is tried once for each kind of attention that it declares."""
+    kinds = [kind for kind in SpecKind if kind in subject.capability.spec_kinds]
+    return [
+        RowToTry(
+            candidate,
+            label if len(kinds) == 1 else f"{label} {kind.value}",
+            replace(subject, named_kind=kind),
+            is_whole=kind is kinds[-1],
+        )
+        for kind in kinds
+    ]
+
+
+def load_backend(candidate: Candidate) -> type[AttentionBackend[Any, Any]] | Unloadable:
     """The backend's class, or why there is none."""
     try:
         return candidate.load()
@@ -235,66 +244,52 @@ def row_labels(rows: Sequence[Capability]) -> tuple[str, ...]:
 
 def not_here(capability: Capability, device: Device) -> tuple[str, ...]:
     """Why a row cannot be tried on a device, whatever is asked of it."""
+    if not capability.spec_kinds:
+        return ("declares no kind of attention",)
     if not compute_dtypes(capability) or not cache_dtypes(capability):
         return ("the kit has no oracle for its dtypes",)
     return device_refusals(capability, device)
 
 
+def _reports(row: RowToTry, outcomes: Sequence[Outcome]) -> tuple[RowReport, ...]:
+    """What came of the same row for other kinds of attention."""
+    return tuple(
+        outcome.report
+        for outcome in outcomes
+        if isinstance(outcome, TriedRow)
+        and outcome.backend == row.candidate.name
+        and outcome.report.capability is row.subject.capability
+    )
+
+
 def _try(
-    row: RowToTry, effort: Effort, samples: Samples, checks: Sequence[Check], book: ProofBook | None, watch: Watch
+    row: RowToTry,
+    effort: Effort,
+    samples: Samples,
+    checks: Sequence[Check],
+    book: ProofBook | None,
+    watch: Watch,
+    others: Sequence[RowReport],
 ) -> TriedRow:
-    """`book` is where a proof goes; None where there can be none."""
+    """`book` is where a proof goes, None where there can be none; `others` are the row's for other kinds."""
     subject = row.subject
+    not_listed = samples.not_listed(subject.capability)
+    samples = samples.for_problem(subject.problem)
     if book is None or effort is not Effort.FULL:
         report = try_row(subject, effort, samples, checks, lambda result: watch.on_result(row, result))
-        return TriedRow(row.candidate.name, row.label, report, None, False, _not_listed(subject.capability, samples))
+        return TriedRow(row.candidate.name, row.label, report, None, False, not_listed)
     # Identified before it is tried: a proof is of the sources that were there when the run began.
     identity = book.identify(row.candidate, subject.capability, subject.device)
-    earlier = book.find(row.candidate, subject.capability, subject.device)
-    # What was proven stays so, together with what is new: a proof is of values that have met.
-    wider = samples if earlier is None else _wider(samples, earlier.coverage)
+    wider = with_proven(samples, book.find(row.candidate, subject.capability, subject.device))
     report = try_row(subject, effort, wider, checks, lambda result: watch.on_result(row, result))
     proof, voided = None, False
-    passed = tuple(result.check for result in report.results if result.verdict is Verdict.PASSED)
+    passed = passed_checks((*others, report))
     if not report.passed:
         voided = book.void(identity)
-    elif passed:
-        proof = Proof(identity, _coverage(subject.capability, wider), passed, utc_now())
+    elif passed and row.is_whole:
+        proof = Proof(identity, coverage(subject.capability, (*others, report)), passed, utc_now())
         book.record(proof)
-    return TriedRow(row.candidate.name, row.label, report, proof, voided, _not_listed(subject.capability, samples))
-
-
-def _wider(samples: Samples, covered: Coverage) -> Samples:
-    return _more(samples, covered.head_dims, covered.group_sizes, covered.page_sizes)
-
-
-def _coverage(row: Capability, samples: Samples) -> Coverage:
-    return Coverage(
-        samples.of_head_dims(row),
-        samples.of_group_sizes(row),
-        samples.of_page_sizes(row),
-        tuple(map(dtype_name, compute_dtypes(row))),
-        tuple(map(dtype_name, cache_dtypes(row))),
-    )
-
-
-def _not_listed(row: Capability, samples: Samples) -> tuple[str, ...]:
-    usual = Samples()
-    columns: tuple[tuple[str, frozenset[int] | Wildcard, tuple[int, ...], tuple[int, ...]], ...] = (
-        ("head dimension", row.head_dims, samples.head_dims, usual.head_dims),
-        ("group size", row.group_sizes, samples.group_sizes, usual.group_sizes),
-        ("page size", row.page_sizes, samples.page_sizes, usual.page_sizes),
-    )
-    return tuple(
-        f"{name} {value}"
-        for name, listed, asked, known in columns
-        for value in asked
-        if listed is not ANY and value not in listed and value not in known
-    )
-
-
-def _joined(usual: tuple[int, ...], more: Sequence[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((*usual, *more)))
+    return TriedRow(row.candidate.name, row.label, report, proof, voided, not_listed)
 
 
 def _by_width(dtype: str) -> tuple[int, str]:

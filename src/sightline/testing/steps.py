@@ -5,21 +5,25 @@ Inputs and answers live on the host, so that the device computes nothing but wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from sightline.attention.contract import SoftmaxInputs
+from sightline.attention.contract import LatentInputs, SoftmaxInputs
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.reference import attend_row, visible_keys
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.reference import visible_keys
+from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE, Lane
+from sightline.cache.spec import PlaneSpec
 from sightline.core.batch import Batch
 from sightline.runner.batching import assemble_transient
 from sightline.testing.bench import Bench, Row, row_work, walk_slots
+from sightline.testing.problem import Entries
 
+_Inputs = TypeVar("_Inputs", SoftmaxInputs, LatentInputs)
 _HOST = torch.device("cpu")
 
 
@@ -28,7 +32,7 @@ class Answer:
     """What attention gives, on the host."""
 
     out: Tensor
-    """[num_tokens, num_q_heads, head_dim]."""
+    """[num_tokens, num_q_heads, out_dim]."""
     lse: Tensor | None
     """[num_tokens, num_q_heads]."""
 
@@ -38,19 +42,20 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def map_inputs(inputs: SoftmaxInputs, change: Callable[[Tensor], Tensor]) -> SoftmaxInputs:
-    """The inputs with q, k and v changed alike."""
-    return replace(inputs, q=change(inputs.q), k=change(inputs.k), v=change(inputs.v))
+def map_inputs(inputs: _Inputs, change: Callable[[Tensor], Tensor], names: Sequence[str] = ("q", "k", "v")) -> _Inputs:
+    """The inputs with some of their tensors changed alike: all that have a line for each token, where `names` are
+    their problem's `per_token`."""
+    return replace(inputs, **{name: change(vars(inputs)[name]) for name in names})
 
 
-def to_device(inputs: SoftmaxInputs, device: torch.device) -> SoftmaxInputs:
+def tensors_of(inputs: SoftmaxInputs | LatentInputs) -> dict[str, Tensor]:
+    """All that there are, by name."""
+    return {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
+
+
+def to_device(inputs: _Inputs, device: torch.device) -> _Inputs:
     """A copy there, on a CPU too: a backend that changes its inputs must not change what the oracle is asked."""
-    moved = map_inputs(inputs, lambda tensor: tensor.to(device, copy=True))
-    return moved if inputs.sinks is None else replace(moved, sinks=inputs.sinks.to(device, copy=True))
-
-
-Entries = tuple[Tensor, Tensor]
-"""Keys and values [num_entries, num_kv_heads, head_dim], on the host."""
+    return map_inputs(inputs, lambda tensor: tensor.to(device, copy=True), tuple(tensors_of(inputs)))
 
 
 def _positions(row: Row) -> Tensor:
@@ -77,20 +82,16 @@ class Step:
         self.bench = bench
         self.rows = tuple(rows)
         self.layer = layer
-        self.spec: SoftmaxSpec = bench.specs[layer]
+        self.problem = bench.problem
+        self.spec: Any = bench.specs[layer]
+        """Of the problem's kind."""
         self.pool, self.layer_in_group = bench.place_of(layer)
         self._generator = torch.Generator().manual_seed(seed)
-        spec, num_tokens = self.spec, sum(row.query_len for row in rows)
-        entry = (spec.num_kv_heads, spec.head_dim)
-        self.inputs = SoftmaxInputs(
-            q=self._normal(num_tokens, spec.num_q_heads, spec.head_dim) * 2,
-            k=self._normal(num_tokens, *entry),
-            v=self._normal(num_tokens, *entry),
-            sinks=self._normal(spec.num_q_heads) if spec.sinks else None,
-        )
-        """On the host."""
+        num_tokens = sum(row.query_len for row in rows)
+        self.inputs: Any = self.problem.random_inputs(self.spec, num_tokens, self._normal)
+        """On the host, of the problem's kind."""
         self.contexts: list[Entries] = (
-            [(self._normal(row.context_len, *entry), self._normal(row.context_len, *entry)) for row in rows]
+            [tuple(self._normal(row.context_len, *plane.shape) for plane in self.planes) for row in rows]
             if contexts is None
             else list(contexts)
         )
@@ -103,25 +104,47 @@ class Step:
         if contexts is None:
             self.write_contexts()
 
+    @property
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """Of the pool, in the order of entries."""
+        return self.pool.spec.planes
+
     def next_step(self, query_len: int, *, seed: int) -> Step:
         """The same rows go on, over what the backend itself left in the cache."""
         rows = [Row(row.seq_len, query_len) for row in self.rows]
-        contexts, start = [], 0
-        for row, following, table_row, (keys, values) in zip(
-            self.rows, rows, self.table_rows, self.contexts, strict=True
-        ):
+        for following, table_row in zip(rows, self.table_rows, strict=True):
             self.bench.store.grow_row(table_row, following.seq_len)
-            tokens = slice(start, start + row.query_len)
-            start += row.query_len
-            contexts.append((torch.cat([keys, self.inputs.k[tokens]]), torch.cat([values, self.inputs.v[tokens]])))
+        contexts = [entries for _, entries in self._whole_rows()]
         return Step(self.bench, rows, seed=seed, layer=self.layer, table_rows=self.table_rows, contexts=contexts)
 
     def pad(self, num_rows: int, num_tokens: int, value: float) -> None:
         """Adds rows of no tokens, and tokens of no row whose inputs are all `value`."""
-        self.batch = self.batch.pad(len(self.rows) + num_rows, self.inputs.q.shape[0] + num_tokens)
-        self.inputs = map_inputs(
-            self.inputs, lambda tensor: torch.cat([tensor, tensor.new_full((num_tokens, *tensor.shape[1:]), value)])
-        )
+        self.batch = self.batch.pad(len(self.rows) + num_rows, self.batch.num_tokens + num_tokens)
+        self.change_inputs(lambda tensor: torch.cat([tensor, tensor.new_full((num_tokens, *tensor.shape[1:]), value)]))
+
+    def change_inputs(self, change: Callable[[Tensor], Tensor]) -> None:
+        """All that have a line for each token, alike."""
+        self.inputs = map_inputs(self.inputs, change, self.problem.per_token)
+
+    def take_row(self, other: Step, place: slice) -> None:
+        """Another step's inputs, all of them, for these tokens, and its layer's weights."""
+        names = tensors_of(other.inputs)
+        for name in self.problem.per_token:
+            vars(self.inputs)[name][place] = names.pop(name)
+        self.inputs = replace(self.inputs, **names)
+
+    def weigh_alike(self) -> None:
+        """Every key weighs the same."""
+        for queries in self.problem.queries(self.inputs):
+            queries.zero_()
+
+    def _whole_rows(self) -> Iterator[tuple[slice, Entries]]:
+        """Each row's tokens, and its entries: the context's and the new ones."""
+        new, start = self.problem.entries(self.inputs), 0
+        for row, context in zip(self.rows, self.contexts, strict=True):
+            tokens = slice(start, start + row.query_len)
+            start += row.query_len
+            yield tokens, tuple(torch.cat([old, plane[tokens]]) for old, plane in zip(context, new, strict=True))
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator).to(self.bench.setting.dtype)
@@ -130,21 +153,21 @@ class Step:
         """Puts each row's context where an earlier step would have."""
         for table_row, entries in zip(self.table_rows, self.contexts, strict=True):
             slots = walk_slots(self.pool, table_row, entries[0].shape[0])
-            for plane, values in zip(("k", "v"), entries, strict=True):
-                stored = self.pool.plane(plane)
+            for plane, values in zip(self.planes, entries, strict=True):
+                stored = self.pool.plane(plane.name)
                 stored[self.layer_in_group][slots] = values.to(stored.device, stored.dtype)
 
     def unwritten(self) -> str | None:
-        """Which new token's key or value is not in its slot, in the step's layer; None where all are."""
-        start = 0
+        """What of which new token is not in its slot, in the step's layer; None where all of all is."""
+        new, start = self.problem.entries(self.inputs), 0
         for row, table_row in zip(self.rows, self.table_rows, strict=True):
             slots = walk_slots(self.pool, table_row, row.seq_len)[row.context_len :]
-            for name, values in (("k", self.inputs.k), ("v", self.inputs.v)):
-                got = self.pool.plane(name)[self.layer_in_group][slots].cpu()
+            for plane, values in zip(self.planes, new, strict=True):
+                got = self.pool.plane(plane.name)[self.layer_in_group][slots].cpu()
                 if not torch.equal(got, self.stored(values[start : start + row.query_len])):
                     return (
-                        f"expected the {name} of the {row.query_len} new tokens after a context of {row.context_len} "
-                        f"in slots {slots[:4]}{'…' if len(slots) > 4 else ''}, got other contents there"
+                        f"expected the {plane.name} of the {row.query_len} new tokens after a context of "
+                        f"{row.context_len} in slots {slots[:4]}{'…' if len(slots) > 4 else ''}, got others there"
                     )
             start += row.query_len
         return None
@@ -155,23 +178,16 @@ class Step:
 
     def expected(self) -> Answer:
         """From dense tensors, row by row; nothing paged is touched."""
-        outs, lses, start = [], [], 0
-        for row, (keys, values) in zip(self.rows, self.contexts, strict=True):
-            tokens = slice(start, start + row.query_len)
-            start += row.query_len
-            out, lse = attend_row(
-                self.spec,
-                self.inputs.q[tokens],
-                self.stored(torch.cat([keys, self.inputs.k[tokens]])),
-                self.stored(torch.cat([values, self.inputs.v[tokens]])),
-                visible_keys(self.spec, row.mask, row.context_len, _positions(row)),
-                self.inputs.sinks,
-            )
+        outs, lses = [], []
+        for row, (tokens, entries) in zip(self.rows, self._whole_rows(), strict=True):
+            visible = visible_keys(self.spec, row.mask, row.context_len, _positions(row))
+            stored = tuple(self.stored(plane) for plane in entries)
+            out, lse = self.problem.answer(self.spec, self.inputs, tokens, stored, visible)
             outs.append(out)
             lses.append(lse)
         empty = (0, self.spec.num_q_heads)
         return Answer(
-            torch.cat(outs) if outs else torch.zeros(*empty, self.spec.head_dim),
+            torch.cat(outs) if outs else torch.zeros(*empty, self.spec.out_dim),
             torch.cat(lses) if lses else torch.zeros(empty),
         )
 
@@ -181,10 +197,15 @@ class Step:
     def attend(self, planned: PlannedBatch) -> Answer:
         """Runs the step's own layer on a plan that was proven; what attention does not write stays NaN."""
         inputs = to_device(self.inputs, self.bench.device)
-        out = torch.full_like(inputs.q, torch.nan)
+        out = self.empty_out()
         with torch.inference_mode():
             lse = planned.attend(self.layer, inputs, out)
         return Answer(out.to(_HOST), None if lse is None else lse.to(_HOST))
+
+    def empty_out(self) -> Tensor:
+        """What attention is to write, on the device: NaN everywhere."""
+        shape = (self.batch.num_tokens, self.spec.num_q_heads, self.spec.out_dim)
+        return torch.full(shape, torch.nan, dtype=self.bench.setting.dtype, device=self.bench.device)
 
     def run(self, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> Answer:
         """Plans, proves and runs."""

@@ -11,23 +11,25 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from sightline.attention.capability import ANY, Capability, Wildcard
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.capability import ANY, Capability
+from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.core.batch import MaskKind
 from sightline.testing.bench import GARBAGE_VALUE, Bench, Layout, Memory, Row, Setting, Subject, Unused
+from sightline.testing.problem import Problem
+from sightline.testing.samples import Samples
 from sightline.testing.steps import Answer, Step
 
 _T = TypeVar("_T")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-"""Of outputs, absolute and relative: what rounding weights and outputs once may cost, and some."""
+"""Absolute and relative: what rounding weights and outputs once may cost, and some."""
 _LSE_TOLERANCE = 1e-4
-"""The LSE is in float32 whatever the inputs are in."""
+"""The LSE is in float32 whatever the inputs are in: only what reaches scores is rounded."""
 
 
 class CheckFailed(Exception):  # noqa: N818 - the name is the condition
@@ -41,28 +43,6 @@ class Effort(Enum):
     """A few: for the time while a backend is written. Proves nothing."""
     FULL = "full"
     """All of them."""
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What stands for `ANY` in a capability row."""
-
-    head_dims: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
-    group_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 16)
-    page_sizes: tuple[int, ...] = (16, 1, 3, 32, 64, 128)
-
-    def of_head_dims(self, row: Capability) -> tuple[int, ...]:
-        return _values(row.head_dims, self.head_dims)
-
-    def of_group_sizes(self, row: Capability) -> tuple[int, ...]:
-        return _values(row.group_sizes, self.group_sizes)
-
-    def of_page_sizes(self, row: Capability) -> tuple[int, ...]:
-        return _values(row.page_sizes, self.page_sizes)
-
-
-def _values(declared: frozenset[int] | Wildcard, samples: tuple[int, ...]) -> tuple[int, ...]:
-    return samples if declared is ANY else tuple(sorted(declared))
 
 
 @dataclass
@@ -90,6 +70,9 @@ class Trial:
         """In the row's first dtype, unless another is named; the cache is in the same where it can be."""
         self.subject = subject
         self.row = subject.capability
+        self.problem = subject.problem
+        self.features = subject.features
+        """What the row declares and can be asked for here."""
         self.effort = effort
         self.samples = samples
         self.progress = progress or Progress()
@@ -98,10 +81,17 @@ class Trial:
             fail(f"expected a row with one of {_DTYPES} to compute in and to keep, got {self.row}")
         self.dtype = dtype or computed[0]
         self.cache_dtype = cache_dtype or (self.dtype if self.dtype in caches else caches[0])
+        self.tolerance = self.problem.roundings * _TOLERANCE[self.dtype]
+        """Of outputs."""
+        exact_scores = self.problem.roundings == 1
+        self.lse_tolerance = _LSE_TOLERANCE if exact_scores else max(_LSE_TOLERANCE, self.tolerance)
         self.page_size = samples.of_page_sizes(self.row)[0]
-        head_dim, group_size = samples.of_head_dims(self.row)[0], samples.of_group_sizes(self.row)[0]
-        self.plain = SoftmaxSpec(2 * group_size, 2, head_dim, head_dim**-0.5)
-        """As plain as the row allows."""
+        self.plain: Any = self.problem.plain(samples.of_head_dims(self.row), samples.of_group_sizes(self.row))
+        """A spec of the problem's kind, as plain as the row allows."""
+
+    def sized(self, head_dim: int) -> Any:
+        """The plain spec with another head dimension, and the scale that is usual for it."""
+        return self.problem.spec(head_dim, self.plain.group_size, 2)
 
     def in_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Trial:
         """The same trial in another dtype; what it does counts here."""
@@ -125,9 +115,9 @@ class Trial:
             max_step_tokens=max(512, 5 * self.page_size),
         )
 
-    def bench(self, *specs: SoftmaxSpec, setting: Setting | None = None) -> Bench:
+    def bench(self, *specs: AttentionSpec, setting: Setting | None = None) -> Bench:
         specs, setting = specs or (self.plain,), setting or self.setting
-        self.progress.case = "building for " + describe(setting, *specs)
+        self.progress.case = "building for " + describe(self.problem, setting, *specs)
         return Bench(self.subject, specs, setting)
 
     def run(self, step: Step, needs: frozenset[Feature] = frozenset()) -> Answer:
@@ -159,7 +149,7 @@ class Trial:
     def try_rows(
         self,
         rows: Sequence[Row],
-        spec: SoftmaxSpec | None = None,
+        spec: AttentionSpec | None = None,
         setting: Setting | None = None,
         needs: frozenset[Feature] = frozenset(),
     ) -> None:
@@ -175,7 +165,7 @@ class Trial:
         subject = f" ({what})" if what else ""
         self.compare(answer.out[:num_tokens], expected.out, f"an output{subject}", step)
         if answer.lse is not None and expected.lse is not None:
-            self.compare(answer.lse[:num_tokens], expected.lse, f"an LSE{subject}", step, _LSE_TOLERANCE)
+            self.compare(answer.lse[:num_tokens], expected.lse, f"an LSE{subject}", step, self.lse_tolerance)
         self.require_written(step)
 
     def compare(
@@ -184,7 +174,7 @@ class Trial:
         """Within what rounding costs; -inf equals -inf, NaN equals nothing."""
         if got.shape != expected.shape:
             fail(f"expected {what} of shape {tuple(expected.shape)}, got {tuple(got.shape)}")
-        tolerance = tolerance or _TOLERANCE[self.dtype]
+        tolerance = tolerance or self.tolerance
         wanted = expected.float()
         error = torch.where(got.float() == wanted, 0.0, (got.float() - wanted).abs())
         # Of what is infinite nothing is near: a tolerance relative to it would let anything pass.
@@ -248,19 +238,13 @@ def describe_step(step: Step) -> str:
     masks = {row.mask.kind.value for row in step.rows} - {MaskKind.CAUSAL.value}
     policy = "" if step.batch.pools else "TRANSIENT; "
     return f"{policy}rows (context+new) {rows or 'none'}{''.join(f', {mask}' for mask in sorted(masks))}; " + describe(
-        step.bench.setting, step.spec
+        step.problem, step.bench.setting, step.spec
     )
 
 
-def describe(setting: Setting, *specs: SoftmaxSpec) -> str:
+def describe(problem: Problem[Any, Any], setting: Setting, *specs: AttentionSpec) -> str:
     """What a bench is built for."""
-    told = []
-    for spec in specs:
-        extras = [f"window {spec.window}"] if spec.window is not None else []
-        extras += [f"softcap {spec.softcap:g}"] if spec.softcap is not None else []
-        extras += ["sinks"] if spec.sinks else []
-        heads = f"{spec.num_q_heads} query heads on {spec.num_kv_heads} × {spec.head_dim}, scale {spec.scale:.4g}"
-        told.append(", ".join([heads, *extras]))
+    told = [problem.describe(spec) for spec in specs]
     dtypes = f"{setting.dtype}, cache {setting.cache_dtype or setting.dtype}".replace("torch.", "")
     return f"{' and '.join(dict.fromkeys(told))}; page size {setting.page_size}, {setting.layout.value}; {dtypes}"
 
@@ -282,11 +266,19 @@ class Check:
     """Checks without which this one says nothing: where one of them fails, this one is not tried."""
     excused: Callable[[Subject], str | None] = _never
     """Why a subject need not pass: it declares no such thing, or the device cannot hold it."""
+    kinds: frozenset[SpecKind] = frozenset(SpecKind)
+    """The kinds of attention that it is about: rows of others do not have it."""
 
 
 def needs_feature(feature: Feature) -> Callable[[Subject], str | None]:
-    """Excuses subjects that do not declare the feature."""
-    return lambda subject: None if feature in subject.capability.features else f"{feature.value} is not declared"
+    """Excuses subjects that do not declare the feature, or whose kind of attention has no such thing."""
+
+    def excused(subject: Subject) -> str | None:
+        if feature not in subject.problem.features:
+            return f"{subject.kind.value} attention has no {feature.value}"
+        return None if feature in subject.features else f"{feature.value} is not declared"
+
+    return excused
 
 
 def ragged_rows(page: int) -> list[Row]:

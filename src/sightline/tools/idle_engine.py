@@ -68,7 +68,7 @@ class _NoPlan(AttentionPlan[SoftmaxInputs]):
         """Nothing is read or written."""
 
 
-class _NoAttention(AttentionBackend[SoftmaxInputs]):
+class _NoAttention(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     capabilities: ClassVar[tuple[Capability, ...]] = (
         Capability(
             spec_kinds=frozenset({SpecKind.SOFTMAX}),
@@ -84,7 +84,7 @@ class _NoAttention(AttentionBackend[SoftmaxInputs]):
         ),
     )
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         """It needs nothing."""
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _NoPlan:

@@ -73,7 +73,7 @@ class _ReferencePlan(AttentionPlan[SoftmaxInputs]):
         return lse if self.needs_lse else None
 
 
-class ReferenceBackend(AttentionBackend[SoftmaxInputs]):
+class ReferenceBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     """Serves anything, slowly."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = (
@@ -91,7 +91,7 @@ class ReferenceBackend(AttentionBackend[SoftmaxInputs]):
         ),
     )
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self._spec = context.spec
         self._pool = context.cache.pools["kv"]
 

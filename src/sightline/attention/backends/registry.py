@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from sightline.attention.backends.reference_backend import ReferenceBackend
+from sightline.attention.backends.reference_latent_backend import ReferenceLatentBackend
 from sightline.attention.backends.torch_backend import TorchBackend
-from sightline.attention.contract import AttentionBackend, SoftmaxInputs
+from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.contract import AttentionBackend
 from sightline.attention.selection import Candidate, Offer
 from sightline.core.errors import ConfigError
 
 ENTRY_POINT_GROUP = "sightline.attention_backends"
 BUILT_IN: tuple[Candidate, ...] = (
     Candidate("torch", True, "sightline", lambda: TorchBackend),
+    Candidate("torch-latent", True, "sightline", lambda: TorchLatentBackend),
     Candidate("reference", False, "sightline", lambda: ReferenceBackend),
+    Candidate("reference-latent", False, "sightline", lambda: ReferenceLatentBackend),
 )
 
 
@@ -46,13 +51,13 @@ def find(name: str, candidates: Sequence[Candidate]) -> Candidate:
 
 
 def offer(candidates: Sequence[Candidate], requested: str | None) -> Offer:
-    """The one that was asked for, or all that serve by default."""
+    """Those that were asked for, by name or names with commas between them, or all that serve by default."""
     if requested is not None:
-        asked = find(requested, candidates)
+        asked = tuple(find(name.strip(), candidates) for name in requested.split(","))
         others = tuple(
-            (candidate.name, (f"{requested} was asked for",)) for candidate in candidates if candidate is not asked
+            (candidate.name, (f"{requested} was asked for",)) for candidate in candidates if candidate not in asked
         )
-        return Offer((asked,), others)
+        return Offer(asked, others)
     return Offer(
         tuple(candidate for candidate in candidates if candidate.by_default),
         tuple(
@@ -63,8 +68,8 @@ def offer(candidates: Sequence[Candidate], requested: str | None) -> Offer:
     )
 
 
-def _loader(entry: EntryPoint, distribution: str) -> Callable[[], type[AttentionBackend[SoftmaxInputs]]]:
-    def load() -> type[AttentionBackend[SoftmaxInputs]]:
+def _loader(entry: EntryPoint, distribution: str) -> Callable[[], type[AttentionBackend[Any, Any]]]:
+    def load() -> type[AttentionBackend[Any, Any]]:
         try:
             loaded = entry.load()
         except Exception as error:  # the border to other people's code: whatever its import raises is its fault

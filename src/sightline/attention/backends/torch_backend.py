@@ -126,14 +126,14 @@ def _capability(dtype: torch.dtype) -> Capability:
     )
 
 
-class TorchBackend(AttentionBackend[SoftmaxInputs]):
+class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     """For real use on a CPU."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = tuple(
         _capability(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self._spec = context.spec
         self._pool = context.cache.pools["kv"]
         self._keys = self._pool.plane("k").unbind(0)

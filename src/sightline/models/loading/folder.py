@@ -14,10 +14,10 @@ import torch
 
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
-from sightline.models.loading import mxfp4
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.generation import read_generation_defaults
-from sightline.models.loading.mxfp4 import Mxfp4Tensor
+from sightline.models.loading.packed import PackedFormat, PackedTensor
+from sightline.models.loading.quantization import read_format
 from sightline.models.loading.safetensors_file import SafetensorsFile
 from sightline.text.folder_tokenizer import TOKENIZER_FILE, tokenizer_from_folder
 from sightline.text.json_file import read_json_object
@@ -40,6 +40,7 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         config = _read_config(folder)
+        packed_as = _pop_format(config)
         weight_map = _read_index(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else {}
         file_names = sorted(set(weight_map.values())) or [_single_file(folder)]
         files = {name: SafetensorsFile(folder / name) for name in file_names}
@@ -48,7 +49,7 @@ class FolderCheckpoint(Checkpoint):
         self._owners.update({name: files[file] for name, file in weight_map.items()})
         if config.get("tie_word_embeddings") is True:
             self._drop_tied_projection(ledger)
-        self._packed = _take_packed(config, self._owners)
+        self._packed = _take_packed(packed_as, self._owners)
         tensors = {name: file.describe(name) for name, file in self._owners.items()}
         tensors |= {name: packed.describe() for name, packed in self._packed.items()}
         generation = folder / GENERATION_FILE
@@ -94,19 +95,20 @@ def _read_config(folder: Path) -> dict[str, object]:
             f"expected a folder with {CONFIG_FILE} and *.safetensors, got no {CONFIG_FILE} in {folder}. "
             "Give the folder that holds the model itself, or a .gguf file."
         )
-    config = read_json_object(path)
-    if config.get(QUANTIZATION) is not None:
-        mxfp4.check_quantization(config[QUANTIZATION])
-    return config
+    return read_json_object(path)
 
 
-def _take_packed(config: dict[str, object], owners: dict[str, SafetensorsFile]) -> dict[str, Mxfp4Tensor]:
-    """Takes the packed tensors out of `owners`, and the section that speaks of them out of `config`."""
-    if config.pop(QUANTIZATION, None) is None:
-        return {}
-    packed = mxfp4.pair_tensors(owners)
-    for name in packed:
-        del owners[name + mxfp4.BLOCKS], owners[name + mxfp4.SCALES]
+def _pop_format(config: dict[str, object]) -> PackedFormat | None:
+    """Takes the section that speaks of packed tensors out of `config`."""
+    section = config.pop(QUANTIZATION, None)
+    return None if section is None else read_format(section)
+
+
+def _take_packed(packed_as: PackedFormat | None, owners: dict[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
+    """Takes the packed tensors out of `owners`."""
+    packed = {} if packed_as is None else packed_as.pair_tensors(owners)
+    for part in (part for tensor in packed.values() for part in tensor.parts):
+        del owners[part]
     return packed
 
 

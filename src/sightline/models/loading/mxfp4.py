@@ -16,13 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.core.errors import CheckpointError
 from sightline.models.loading.checkpoint import TensorInfo
+from sightline.models.loading.packed import PackedFormat, PackedTensor, check_settings
 from sightline.models.loading.safetensors_file import SafetensorsFile
 
 METHOD = "mxfp4"
 """As `quantization_config` names it."""
 BLOCKS, SCALES = "_blocks", "_scales"
+_STORED = "U8"
+"""As the files name the type of both."""
 _BYTES = 16
 """In a block."""
 _SETTINGS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
@@ -30,7 +33,7 @@ _SETTINGS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
 
 
 @dataclass(frozen=True)
-class Mxfp4Tensor:
+class Mxfp4Tensor(PackedTensor):
     """A pair of stored tensors that stands for one."""
 
     name: str
@@ -38,8 +41,13 @@ class Mxfp4Tensor:
     scales: SafetensorsFile
     """The file of each: a pair may lie in two parts of a model."""
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.name + BLOCKS, self.name + SCALES
+
     def describe(self) -> TensorInfo:
-        blocks, scales = self.blocks.packed_shape(self.name + BLOCKS), self.scales.packed_shape(self.name + SCALES)
+        blocks = self.blocks.packed_shape(self.name + BLOCKS, _STORED)
+        scales = self.scales.packed_shape(self.name + SCALES, _STORED)
         if len(blocks) != 4 or blocks[-1] != _BYTES or blocks[:-1] != scales:
             raise CheckpointError(
                 f"expected {self.name}{BLOCKS} of shape [experts, outputs, groups, {_BYTES}] and {SCALES} of the same "
@@ -49,41 +57,35 @@ class Mxfp4Tensor:
         return TensorInfo((experts, groups * 2 * _BYTES, outputs), torch.bfloat16, "MXFP4")
 
     def read(self) -> Tensor:
-        decoded = decode(self.blocks.read_packed(self.name + BLOCKS), self.scales.read_packed(self.name + SCALES))
+        decoded = decode(self.blocks.read(self.name + BLOCKS), self.scales.read(self.name + SCALES))
         return decoded.transpose(1, 2)
 
 
-def pair_tensors(owners: Mapping[str, SafetensorsFile]) -> dict[str, Mxfp4Tensor]:
-    """The tensors that pairs among the stored ones stand for, by name; half a pair is an error."""
-    halves = {suffix: {n.removesuffix(suffix) for n in owners if n.endswith(suffix)} for suffix in (BLOCKS, SCALES)}
-    alone = halves[BLOCKS] ^ halves[SCALES]
-    if alone:
-        raise CheckpointError(
-            f"expected {BLOCKS} and {SCALES} of every MXFP4 tensor, got one of the two of {min(alone)!r}. "
-            "Get the missing part."
-        )
-    twice = halves[BLOCKS] & set(owners)
-    if twice:
-        raise CheckpointError(
-            f"expected {min(twice)!r} as MXFP4 or as it is, got both. Remove one from the files and their index."
-        )
-    return {name: Mxfp4Tensor(name, owners[name + BLOCKS], owners[name + SCALES]) for name in sorted(halves[BLOCKS])}
+class Mxfp4(PackedFormat):
+    """The format, which has no settings."""
+
+    def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
+        halves = {suffix: {n.removesuffix(suffix) for n in owners if n.endswith(suffix)} for suffix in (BLOCKS, SCALES)}
+        alone = halves[BLOCKS] ^ halves[SCALES]
+        if alone:
+            raise CheckpointError(
+                f"expected {BLOCKS} and {SCALES} of every MXFP4 tensor, got one of the two of {min(alone)!r}. "
+                "Get the missing part."
+            )
+        twice = halves[BLOCKS] & set(owners)
+        if twice:
+            raise CheckpointError(
+                f"expected {min(twice)!r} as MXFP4 or as it is, got both. Remove one from the files and their index."
+            )
+        return {
+            name: Mxfp4Tensor(name, owners[name + BLOCKS], owners[name + SCALES]) for name in sorted(halves[BLOCKS])
+        }
 
 
-def check_quantization(section: object) -> None:
-    """Raises where a config's `quantization_config` is of another method, or asks for more than this format."""
-    method = section.get("quant_method") if isinstance(section, Mapping) else section
-    if not isinstance(section, Mapping) or method != METHOD:
-        raise UnsupportedModelError(
-            f"expected no 'quantization_config', or one of the method {METHOD!r}, got the method {method!r}: the "
-            "stored tensors are not the weights themselves. Use the unquantised model, or a GGUF file."
-        )
-    unknown = set(section) - _SETTINGS
-    if unknown:
-        raise UnsupportedModelError(
-            f"expected an mxfp4 'quantization_config' with {', '.join(sorted(_SETTINGS))} only, got "
-            f"{', '.join(sorted(unknown))}. Use the unquantised model, or a GGUF file."
-        )
+def read_section(section: Mapping[str, object]) -> Mxfp4:
+    """The format; raises where a config's section asks for more than it."""
+    check_settings(METHOD, section, _SETTINGS)
+    return Mxfp4()
 
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:

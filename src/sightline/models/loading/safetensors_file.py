@@ -29,7 +29,6 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 Other types hold no weights, or weights that only a scale stored elsewhere makes sense of.
 """
-_BYTES = "U8"
 
 
 class SafetensorsFile:
@@ -57,21 +56,15 @@ class SafetensorsFile:
             )
         return TensorInfo(tuple(view.get_shape()), dtype, stored_as)
 
-    def packed_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor of bytes, which a quantisation format makes sense of."""
+    def packed_shape(self, name: str, expected: str) -> tuple[int, ...]:
+        """The shape of a tensor that a quantisation format makes sense of; it must be stored in the expected type."""
         view = self._handle.get_slice(name)
         stored_as = str(view.get_dtype())
-        if stored_as != _BYTES:
+        if stored_as != expected:
             raise CheckpointError(
-                f"{self._path}: expected {name!r} in {_BYTES}, got {stored_as}. The file is damaged: get it again."
+                f"{self._path}: expected {name!r} in {expected}, got {stored_as}. The file is damaged: get it again."
             )
         return tuple(view.get_shape())
-
-    def read_packed(self, name: str) -> torch.Tensor:
-        """A tensor of bytes, [*packed_shape] uint8."""
-        tensor = self.read(name)
-        assert tensor.dtype == torch.uint8
-        return tensor
 
     def read(self, name: str) -> torch.Tensor:
         tensor = self._handle.get_tensor(name)

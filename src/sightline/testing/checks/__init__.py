@@ -7,6 +7,7 @@ from sightline.testing.checks import (
     features,
     first,
     graphs,
+    latent,
     lengths,
     memory,
     numerics,
@@ -37,6 +38,7 @@ CHECKS: tuple[Check, ...] = _ordered(
     (
         *first.CHECKS,
         *cache.CHECKS,
+        *latent.CHECKS,
         *lengths.CHECKS,
         *pages.CHECKS,
         *features.CHECKS,

@@ -94,9 +94,7 @@ def read_back(trial: Trial) -> None:
     trial.try_step(follow)
     # The pool is what counts: an entry that is changed there, by whoever, is read as changed.
     changed = prompt.next_step(1, seed=1)
-    keys, values = changed.contexts[0]
-    keys[page + 1] = 3 * changed.inputs.q[0, :: changed.spec.group_size]
-    values[page + 1] = 5.0
+    trial.problem.make_noticed(changed.spec, changed.inputs, changed.contexts[0], page + 1)
     changed.write_contexts()
     trial.try_step(changed)
 

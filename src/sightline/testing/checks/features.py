@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
 from sightline.testing.bench import Layout, Row, Unused
 from sightline.testing.steps import Step
@@ -53,8 +53,7 @@ def grouped_heads(trial: Trial) -> None:
 
 def head_dims(trial: Trial) -> None:
     for head_dim in trial.samples.of_head_dims(trial.row):
-        spec = replace(trial.plain, head_dim=head_dim, scale=head_dim**-0.5)
-        trial.try_rows([Row(20, 1), Row(3, 1), Row(0, 4), Row(7, 3)], spec)
+        trial.try_rows([Row(20, 1), Row(3, 1), Row(0, 4), Row(7, 3)], trial.sized(head_dim))
 
 
 def window(trial: Trial) -> None:
@@ -81,7 +80,7 @@ def non_causal(trial: Trial) -> None:
     trial.try_rows(rows)
     fresh = [Row(0, length, FULL) for length in (5, 1, page + 3)]
     trial.try_step(Step(trial.bench(), fresh, transient=True))
-    if Feature.WINDOW in trial.row.features:
+    if Feature.WINDOW in trial.features:
         trial.try_rows(rows, replace(trial.plain, window=4))
     bench = trial.bench()
     for kinds in ((FULL, CAUSAL), (CAUSAL, FULL), (FULL, FULL)):
@@ -121,7 +120,7 @@ def lse(trial: Trial) -> None:
 
 
 def features_together(trial: Trial) -> None:
-    declared = trial.row.features
+    declared = trial.features
     page = trial.page_size
     setting = replace(trial.setting, layout=Layout.SHUFFLED, unused=Unused.NAN)
     rows = ragged_rows(page)
@@ -138,9 +137,9 @@ def features_together(trial: Trial) -> None:
                 trial.try_rows(kind, spec, setting, needs)
 
 
-def _combinations(trial: Trial) -> tuple[SoftmaxSpec, ...]:
+def _combinations(trial: Trial) -> tuple[AttentionSpec, ...]:
     """Specs with everything that is declared, and with every pair."""
-    declared = trial.row.features
+    declared = trial.features
     changes: dict[Feature, dict[str, object]] = {
         Feature.WINDOW: {"window": trial.page_size // 2 + 1},
         Feature.SOFTCAP: {"softcap": 1.5},
@@ -152,7 +151,7 @@ def _combinations(trial: Trial) -> tuple[SoftmaxSpec, ...]:
         spec = trial.plain
         for index, change in enumerate(able):
             if index != dropped:
-                spec = replace(spec, **change)  # type: ignore[arg-type]
+                spec = replace(spec, **change)
         specs.append(spec)
     return trial.some(specs[::-1])
 
@@ -168,6 +167,7 @@ CHECKS = (
         "query head h reads key head h // group size, for every declared size",
         grouped_heads,
         ("ragged",),
+        kinds=frozenset({SpecKind.SOFTMAX}),
     ),
     Check("head-dims", "every declared head dimension", head_dims, ("ragged",)),
     _feature(Feature.WINDOW, "a query sees keys less than the window away, at its border and beyond", window),

@@ -14,7 +14,7 @@ def built(trial: Trial) -> None:
     for dtype in compute_dtypes(trial.row):
         for head_dim in trial.samples.of_head_dims(trial.row):
             for size in trial.samples.of_group_sizes(trial.row):
-                spec = replace(trial.plain, head_dim=head_dim, num_q_heads=size, num_kv_heads=1)
+                spec = trial.problem.spec(head_dim, size, 1)
                 trial.bench(spec, setting=replace(small, dtype=dtype, cache_dtype=trial.in_dtype(dtype).cache_dtype))
     for page_size in trial.samples.of_page_sizes(trial.row):
         trial.bench(setting=replace(small, page_size=page_size))

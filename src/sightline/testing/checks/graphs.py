@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import GraphLevel
-from sightline.attention.contract import SoftmaxInputs
+from sightline.attention.contract import AttentionInputs
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.batch import Batch, Lengths, PoolRows
 from sightline.core.device import DeviceKind
 from sightline.testing.bench import Row, Subject
-from sightline.testing.steps import Answer, Step, to_device
+from sightline.testing.steps import Answer, Step, tensors_of, to_device
 from sightline.testing.trial import Check, Trial
 
 _CAPTURED = [Row(5 * index, 1 + index % 3) for index in range(8)]
@@ -33,7 +33,7 @@ def captured_replay(trial: Trial) -> None:
     # The bucket's own memory: what is captured reads from it, whatever is replayed is copied into it.
     static = step.batch
     inputs = to_device(step.inputs, bench.device)
-    out = torch.full_like(inputs.q, torch.nan)
+    out = step.empty_out()
     planned = bench.planner.plan(static)
     with torch.inference_mode():
         planned.prepare()
@@ -63,9 +63,9 @@ def captured_replay(trial: Trial) -> None:
             bench.store.close_row(table_row)
 
 
-def _copy_inputs(source: SoftmaxInputs, target: SoftmaxInputs) -> None:
-    for name in ("q", "k", "v"):
-        vars(target)[name].copy_(vars(source)[name])
+def _copy_inputs(source: AttentionInputs, target: AttentionInputs) -> None:
+    for name, tensor in tensors_of(target).items():
+        tensor.copy_(tensors_of(source)[name])
 
 
 def _in_place(batch: Batch, static: Batch) -> Batch:

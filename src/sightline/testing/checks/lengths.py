@@ -96,7 +96,7 @@ def idle(trial: Trial) -> None:
 
 
 def host_bounds(trial: Trial) -> None:
-    window = [replace(trial.plain, window=9)] if Feature.WINDOW in trial.row.features else []
+    window = [replace(trial.plain, window=9)] if Feature.WINDOW in trial.features else []
     empty = [Row(5, 0), Row(3, 2), Row(0, 0), Row(trial.page_size, 1), Row(trial.page_size + 1, 0)]
     for spec in (trial.plain, *window):
         for slack in trial.some((3, 0, 2 * trial.page_size)):
@@ -153,13 +153,13 @@ def many_rows(trial: Trial) -> None:
 def long_prompts(trial: Trial) -> None:
     setting = replace(trial.setting, max_seq_len=1024, max_rows=4)
     specs = [trial.plain]
-    if Feature.WINDOW in trial.row.features:
+    if Feature.WINDOW in trial.features:
         specs += [replace(trial.plain, window=size) for size in (20, 150)]
     for spec in trial.some(specs, 1):
         for rows in trial.some(([Row(130, 70), Row(0, 65)], [Row(0, 300)], [Row(700, 129), Row(130, 140)]), 1):
             trial.try_rows(rows, spec, setting)
         trial.try_step(Step(trial.bench(spec, setting=setting), [Row(0, 70), Row(0, 129)], transient=True))
-        if Feature.NON_CAUSAL in trial.row.features:
+        if Feature.NON_CAUSAL in trial.features:
             trial.try_rows([Row(130, 70, FULL), Row(0, 65, FULL)], spec, setting)
 
 
@@ -211,6 +211,6 @@ CHECKS = (
         "long-prompts",
         "prompts and chunks of hundreds of new tokens, with windows and without a causal mask too",
         long_prompts,
-        ("long-beside-short", "window", "non-causal", "transient"),
+        ("long-beside-short", "window", "non-causal", "transient", "ways-together"),
     ),
 )

@@ -42,12 +42,8 @@ def split_merge(trial: Trial) -> None:
         for slope in (6.0, -6.0):
             step = Step(trial.bench(setting=_long(trial, length)), [Row(length - 1, 1)])
             # Scores that climb or fall along the row: each part's maximum differs, and so do their weights.
-            keys, values = step.contexts[0]
-            direction = step.inputs.q[0, :: trial.plain.group_size].float()
-            direction = direction / direction.square().sum(-1, keepdim=True)
-            ramp = torch.linspace(0.0, slope, length - 1) / trial.plain.scale
-            climbing = ramp.view(-1, 1, 1) * direction + 0.3 * keys.float()
-            step.contexts[0] = (climbing.to(keys.dtype), values)
+            ramp = torch.linspace(0.0, slope, length - 1)
+            step.contexts[0] = trial.problem.climbing(step.spec, step.inputs, step.contexts[0], ramp)
             step.write_contexts()
             trial.try_step(step)
 
@@ -59,16 +55,16 @@ def accumulation(trial: Trial) -> None:
         for centre, spread in ((1.0, 0.1), (1.3, 0.0)):
             step = Step(low.bench(setting=_long(low, length)), [Row(length - 1, 1)])
             # All keys weigh the same, and the values are alike: a sum that loses what is small loses most of it.
-            step.inputs.q.zero_()
-            keys, values = step.contexts[0]
-            step.contexts[0] = (keys, (centre + spread * values.float()).to(values.dtype))
-            step.inputs.v.fill_(centre)
+            step.weigh_alike()
+            values = low.problem.values(step.spec, step.contexts[0])
+            values.copy_(centre + spread * values.float())
+            low.problem.new_values(step.inputs).fill_(centre)
             step.write_contexts()
             low.try_step(step)
 
 
 def large_scores(trial: Trial) -> None:
-    declared = trial.row.features
+    declared = trial.features
     specs = [trial.plain]
     specs += [replace(trial.plain, sinks=True)] if Feature.SINKS in declared else []
     specs += [replace(trial.plain, softcap=2.0)] if Feature.SOFTCAP in declared else []
@@ -77,7 +73,7 @@ def large_scores(trial: Trial) -> None:
         for spec in specs:
             for factor in trial.some((30.0, 15.0)):
                 step = Step(other.bench(spec), ragged_rows(trial.page_size))
-                step.inputs.q.mul_(factor)
+                other.problem.exact_queries(step.inputs).mul_(factor)
                 other.try_step(step, frozenset({Feature.LSE}) & declared)
 
 
@@ -88,7 +84,7 @@ def _long_rows(trial: Trial) -> Setting:
 def determinism(trial: Trial) -> None:
     # Bits are compared with bits: whether they are right is for others to say.
     rows = [*ragged_rows(trial.page_size), Row(300, 1), Row(200, 9), Row(2000, 1)]
-    needs = frozenset({Feature.LSE}) & trial.row.features
+    needs = frozenset({Feature.LSE}) & trial.features
     for dtype in trial.some(compute_dtypes(trial.row), 1):
         other = trial.in_dtype(dtype)
         bench = other.bench(setting=_long_rows(other))
@@ -118,7 +114,7 @@ def batch_invariance(trial: Trial) -> None:
 def _batch_invariance(trial: Trial) -> None:
     chosen = trial.some([Row(1500, 1), Row(33, 6), Row(0, 17), Row(40, 1), Row(200, 1)], 3)
     others = [Row(5, 1), Row(90, 3), Row(2000, 1), Row(0, 40)]
-    needs = frozenset({Feature.LSE}) & trial.row.features
+    needs = frozenset({Feature.LSE}) & trial.features
     bench = trial.bench(setting=_long_rows(trial))
     for index, row in enumerate(chosen):
         alone = Step(bench, [row], seed=index)
@@ -127,8 +123,7 @@ def _batch_invariance(trial: Trial) -> None:
             crowd = Step(bench, [*others[:before], row, *others[before:]], seed=100 + before)
             start = sum(other.query_len for other in others[:before])
             place = slice(start, start + row.query_len)
-            for name in ("q", "k", "v"):
-                vars(crowd.inputs)[name][place] = vars(alone.inputs)[name]
+            crowd.take_row(alone, place)
             crowd.contexts[before] = alone.contexts[0]
             crowd.write_contexts()
             got = trial.run(crowd, needs)
@@ -145,9 +140,9 @@ def each_key_once(trial: Trial) -> None:
     for dtype in compute_dtypes(trial.row):
         other = trial.in_dtype(dtype)
         step = Step(other.bench(setting=_long(other, length)), [Row(length - 3, 3)])
-        step.inputs.q.zero_()
-        step.inputs.v.zero_()
-        _, values = step.contexts[0]
+        step.weigh_alike()
+        other.problem.new_values(step.inputs).zero_()
+        values = other.problem.values(step.spec, step.contexts[0])
         per_step = values[0].numel()
         for start in trial.some(range(0, length, per_step), 4):
             values.zero_()

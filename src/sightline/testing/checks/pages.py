@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 
 from sightline.core.device import DeviceKind, available_bytes
 from sightline.testing.bench import Layout, Row, Subject, Unused
-from sightline.testing.steps import Step, map_inputs
+from sightline.testing.steps import Step
 from sightline.testing.trial import Check, Trial, compute_dtypes, ragged_rows
 
 
@@ -32,7 +33,6 @@ def page_sharing(trial: Trial) -> None:
         bench = trial.bench(setting=replace(trial.setting, layout=layout))
         owner = Step(bench, [Row(2 * page, 1)])
         pages = owner.pool.table.owned(owner.table_rows[0])
-        keys, values = owner.contexts[0]
         rows, table_rows = [Row(2 * page, 1)], list(owner.table_rows)
         for shared, query_len in ((2, 1), (1, 3), (2, 2)):
             twin = bench.store.open_row()
@@ -41,7 +41,7 @@ def page_sharing(trial: Trial) -> None:
             rows.append(Row(shared * page, query_len))
             bench.store.grow_row(twin, rows[-1].seq_len)
             table_rows.append(twin)
-        contexts = [(keys[: row.context_len], values[: row.context_len]) for row in rows]
+        contexts = [tuple(plane[: row.context_len] for plane in owner.contexts[0]) for row in rows]
         trial.try_step(Step(bench, rows, seed=4, table_rows=table_rows, contexts=contexts))
 
 
@@ -60,8 +60,8 @@ def unused_slots(trial: Trial) -> None:
     # What a row of another request holds is of no matter either.
     step = Step(trial.bench(), [Row(20, 1), Row(25, 1), Row(30, 1)])
     expected = step.expected()
-    step.inputs = map_inputs(step.inputs, torch.clone)
-    step.inputs.k[1] = torch.nan
+    step.change_inputs(torch.clone)
+    trial.problem.new_keys(step.inputs)[1] = torch.nan
     answer = trial.run(step)
     for row in (0, 2):
         trial.compare(answer.out[row], expected.out[row], f"the output of row {row} beside a row with NaN")
@@ -79,9 +79,9 @@ def large_pool(trial: Trial) -> None:
     # Of 2^31 numbers: the pages in use lie beyond what 32 bits, and page numbers beyond what 16 bits can count.
     dtype = compute_dtypes(trial.row)[-1]
     other = trial.in_dtype(dtype)
-    head_dim, page = max(trial.samples.of_head_dims(trial.row)), trial.page_size
-    spec = replace(trial.plain, head_dim=head_dim, scale=head_dim**-0.5)
-    num_pages = (1 << 31) // (spec.num_kv_heads * head_dim * page) + 64
+    spec, page = trial.sized(max(trial.samples.of_head_dims(trial.row))), trial.page_size
+    [pool] = spec.pools(1, dtype)
+    num_pages = (1 << 31) // (math.prod(pool.planes[0].shape) * page) + 64
     setting = replace(other.setting, layout=Layout.DESCENDING, num_pages=num_pages, max_rows=4)
     other.try_rows([Row(3 * page + 2, 1), Row(0, page + 1), Row(page, 2)], spec, setting)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import Feature
 from sightline.core.batch import CAUSAL, FULL
 from sightline.testing.bench import Layout, Row, Unused
 from sightline.testing.checks.features import LSE, tree_row
@@ -36,7 +36,7 @@ def _geometry(trial: Trial) -> dict[str, Sequence[Any]]:
 
 def _others(trial: Trial) -> dict[str, Sequence[Any]]:
     """What else varies: of what is not declared there is one value."""
-    declared = trial.row.features
+    declared = trial.features
 
     def if_declared(feature: Feature, *values: Any) -> Sequence[Any]:
         return values if feature in declared else ()
@@ -46,7 +46,7 @@ def _others(trial: Trial) -> dict[str, Sequence[Any]]:
         "page_size": trial.samples.of_page_sizes(trial.row),
         "layout": tuple(Layout),
         "length": ("short", "long"),
-        "kv_heads": (1, 2),
+        "kv_heads": trial.problem.kv_heads,
         "window": (None, *if_declared(Feature.WINDOW, 2, 300)),
         "softcap": (None, *if_declared(Feature.SOFTCAP, 1.5)),
         "sinks": (False, *if_declared(Feature.SINKS, True)),
@@ -99,16 +99,9 @@ def pairs(trial: Trial) -> None:
 
 
 def _try_case(trial: Trial, case: Case) -> None:
-    page_size, head_dim = case["page_size"], case["head_dim"]
-    spec = SoftmaxSpec(
-        num_q_heads=case["group_size"] * case["kv_heads"],
-        num_kv_heads=case["kv_heads"],
-        head_dim=head_dim,
-        scale=head_dim**-0.5,
-        window=case["window"],
-        softcap=case["softcap"],
-        sinks=case["sinks"],
-    )
+    page_size = case["page_size"]
+    spec = trial.problem.spec(case["head_dim"], case["group_size"], case["kv_heads"])
+    spec = replace(spec, **{name: case[name] for name in ("window", "softcap", "sinks") if case[name]})
     setting = replace(
         trial.setting,
         page_size=page_size,
@@ -149,6 +142,8 @@ CHECKS = (
         (
             "features-together",
             "grouped-heads",
+            "heads",
+            "ways-together",
             "head-dims",
             "page-sizes",
             "cache-dtypes",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.errors import StalePlanError
 from sightline.testing.bench import Bench, Layout, Row
-from sightline.testing.steps import Step, bits, map_inputs, to_device
+from sightline.testing.steps import Step, bits, to_device
 from sightline.testing.trial import Check, Trial, compute_dtypes, fail, ragged_rows
 
 _ROWS = (Row(17, 1), Row(3, 4))
@@ -37,10 +38,10 @@ def groups(trial: Trial) -> None:
         _try_hybrid(trial, trial.bench(trial.plain, other, trial.plain, other, setting=setting))
 
 
-def _other_specs(trial: Trial) -> tuple[SoftmaxSpec, ...]:
+def _other_specs(trial: Trial) -> tuple[AttentionSpec, ...]:
     """A second group: windowed or scaled otherwise, and of another geometry."""
     head_dim, size = trial.samples.of_head_dims(trial.row)[-1], trial.samples.of_group_sizes(trial.row)[-1]
-    return _another_spec(trial), replace(trial.plain, head_dim=head_dim, num_q_heads=size, num_kv_heads=1)
+    return _another_spec(trial), trial.problem.spec(head_dim, size, 1)
 
 
 def _try_hybrid(trial: Trial, bench: Bench) -> None:
@@ -53,26 +54,26 @@ def _try_hybrid(trial: Trial, bench: Bench) -> None:
             trial.hold(step, step.attend(planned), f"layer {step.layer} of a hybrid")
 
 
-def _another_spec(trial: Trial) -> SoftmaxSpec:
+def _another_spec(trial: Trial) -> Any:
     """A second group: with a window where that is declared, else with another scale."""
-    if Feature.WINDOW in trial.row.features:
+    if Feature.WINDOW in trial.features:
         return replace(trial.plain, window=6)
     return replace(trial.plain, scale=trial.plain.scale / 2)
 
 
 def inputs_kept(trial: Trial) -> None:
-    spec = replace(trial.plain, sinks=Feature.SINKS in trial.row.features)
+    spec = replace(trial.plain, sinks=True) if Feature.SINKS in trial.features else trial.plain
     for dtype in compute_dtypes(trial.row):
         _inputs_kept(trial.in_dtype(dtype), spec)
 
 
-def _inputs_kept(trial: Trial, spec: SoftmaxSpec) -> None:
+def _inputs_kept(trial: Trial, spec: AttentionSpec) -> None:
     step = Step(trial.bench(spec), ragged_rows(trial.page_size))
     batch = {name: tensor.cpu().clone() for name, tensor in _batch_tensors(step).items()}
     planned = step.plan()
     planned.prepare()
     given = to_device(step.inputs, trial.subject.device.torch_device)
-    planned.attend(step.layer, given, torch.empty_like(given.q))
+    planned.attend(step.layer, given, step.empty_out())
     for name, before in {**vars(step.inputs), **batch}.items():
         after = vars(given)[name] if name not in batch else _batch_tensors(step)[name]
         if before is not None:
@@ -99,18 +100,12 @@ def strided_inputs(trial: Trial) -> None:
         step = Step(trial.bench(), rows)
         planned = step.plan()
         planned.prepare()
-        parts = (step.inputs.q, step.inputs.k, step.inputs.v, torch.full_like(step.inputs.q, torch.nan))
-        wide = torch.cat(parts, dim=1).to(trial.subject.device.torch_device)
-        q, k, v, _ = torch.split(wide, [part.shape[1] for part in parts], dim=1)
-        out = torch.full_like(step.inputs.q, torch.nan, device=wide.device)
-        planned.attend(step.layer, replace(step.inputs, q=q, k=k, v=v), out)
+        expected = step.expected().out
+        for what, inputs in trial.problem.strided(step.inputs, step.bench.device):
+            out = step.empty_out()
+            planned.attend(step.layer, inputs, out)
+            trial.compare(out.cpu(), expected, f"the output for {what}")
         trial.progress.num_steps += 1
-        trial.compare(out.cpu(), step.expected().out, "the output for inputs that are parts of one tensor")
-        # Heads apart: each beside something else, as a gate.
-        spread = map_inputs(step.inputs, lambda part: torch.stack([part, torch.full_like(part, torch.nan)], 2))
-        out.fill_(torch.nan)
-        planned.attend(step.layer, map_inputs(to_device(spread, wide.device), lambda part: part[:, :, 0]), out)
-        trial.compare(out.cpu(), step.expected().out, "the output for heads that lie apart")
 
 
 def lanes(trial: Trial) -> None:
@@ -231,7 +226,7 @@ CHECKS = (
         "groups",
         "a hybrid: every group is planned, by its own spec",
         groups,
-        ("layers", "window", "scale", "page-order", "head-dims", "grouped-heads"),
+        ("layers", "window", "scale", "page-order", "head-dims", "grouped-heads", "heads"),
     ),
     Check("inputs-kept", "run reads its inputs and leaves them as they are", inputs_kept, ("ragged",)),
     Check("strided-inputs", "queries, keys and values may be parts of one tensor", strided_inputs, ("ragged",)),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import Feature
 from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.testing.bench import Layout, Memory, Row, Setting, Unused
 from sightline.testing.checks.features import LSE, tree_row
@@ -29,7 +30,7 @@ def _try_seed(trial: Trial, seed: int) -> None:
     other = trial.in_dtype(draw.choice(compute_dtypes(trial.row)))
     spec, setting = _spec(other, draw), _setting(other, draw)
     bench = other.bench(spec, setting=setting)
-    needs = LSE & trial.row.features if draw.random() < 0.3 else frozenset[Feature]()
+    needs = LSE & trial.features if draw.random() < 0.3 else frozenset[Feature]()
     step = Step(bench, _rows(trial, draw, setting.page_size), seed=seed)
     for _ in range(draw.randint(1, 3)):
         if draw.random() < 0.4:
@@ -42,23 +43,21 @@ def _try_seed(trial: Trial, seed: int) -> None:
         other.try_step(Step(bench, plain, seed=seed, transient=True), needs)
 
 
-def _spec(trial: Trial, draw: random.Random) -> SoftmaxSpec:
-    declared = trial.row.features
+def _spec(trial: Trial, draw: random.Random) -> Any:
+    declared = trial.features
     head_dim = draw.choice(trial.samples.of_head_dims(trial.row)[:4])
     kv_heads = draw.randint(1, 3)
 
     def wants(feature: Feature) -> bool:
         return feature in declared and draw.random() < 0.4
 
-    return SoftmaxSpec(
-        num_q_heads=kv_heads * draw.choice(trial.samples.of_group_sizes(trial.row)[:5]),
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        scale=head_dim**-0.5 * draw.uniform(0.5, 1.5),
-        window=draw.randint(1, 40) if wants(Feature.WINDOW) else None,
-        softcap=draw.uniform(0.5, 10.0) if wants(Feature.SOFTCAP) else None,
-        sinks=wants(Feature.SINKS),
-    )
+    spec = trial.problem.spec(head_dim, draw.choice(trial.samples.of_group_sizes(trial.row)[:5]), kv_heads)
+    spec = replace(spec, scale=spec.scale * draw.uniform(0.5, 1.5))
+    if wants(Feature.WINDOW):
+        spec = replace(spec, window=draw.randint(1, 40))
+    if wants(Feature.SOFTCAP):
+        spec = replace(spec, softcap=draw.uniform(0.5, 10.0))
+    return replace(spec, sinks=True) if wants(Feature.SINKS) else spec
 
 
 def _setting(trial: Trial, draw: random.Random) -> Setting:
@@ -78,7 +77,7 @@ def _rows(trial: Trial, draw: random.Random, page: int) -> list[Row]:
     rows = []
     for _ in range(draw.randint(1, 9)):
         context_len = draw.choice([0, 0, 1, page - 1, page, page + 1, draw.randint(0, 120)])
-        if Feature.TREE_MASK in trial.row.features and draw.random() < 0.15:
+        if Feature.TREE_MASK in trial.features and draw.random() < 0.15:
             rows.append(tree_row(context_len, [draw.randint(-1, index - 1) for index in range(draw.randint(1, 7))]))
             continue
         rows.append(Row(context_len, draw.choice([1, 1, 1, 2, 7, draw.randint(1, 30)]), _mask(trial, draw)))
@@ -86,7 +85,7 @@ def _rows(trial: Trial, draw: random.Random, page: int) -> list[Row]:
 
 
 def _mask(trial: Trial, draw: random.Random) -> RowMask:
-    return FULL if Feature.NON_CAUSAL in trial.row.features and draw.random() < 0.2 else CAUSAL
+    return FULL if Feature.NON_CAUSAL in trial.features and draw.random() < 0.2 else CAUSAL
 
 
 CHECKS = (
@@ -94,6 +93,6 @@ CHECKS = (
         "random-steps",
         "seeded random steps over everything that is declared, several in turn, padded, shuffled and poisoned",
         random_steps,
-        ("pairs", "next-batch", "padding", "zeroed-leases", "filled-buffers"),
+        ("pairs", "next-batch", "ways-in-turn", "padding", "zeroed-leases", "filled-buffers"),
     ),
 )

@@ -135,7 +135,7 @@ class _ReadingPlan(AttentionPlan[SoftmaxInputs]):
         out.numpy().reshape(-1)[: len(hashes)] = hashes
 
 
-class ReadingBackend(AttentionBackend[SoftmaxInputs]):
+class ReadingBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     """Reads what the page table says, entry by entry."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = (
@@ -153,7 +153,7 @@ class ReadingBackend(AttentionBackend[SoftmaxInputs]):
         ),
     )
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self._pool = context.cache.pools["kv"]
         self._pages = self._pool.table.pages.numpy()
         self._held = _Entries(*(self._pool.plane(name)[0].view(-1).numpy() for name in ("k", "v")))

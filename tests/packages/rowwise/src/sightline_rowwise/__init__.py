@@ -61,7 +61,7 @@ class RowwisePlan(AttentionPlan[SoftmaxInputs]):
         return lse if self.needs_lse else None
 
 
-class RowwiseBackend(AttentionBackend[SoftmaxInputs]):
+class RowwiseBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     capabilities: ClassVar[tuple[Capability, ...]] = (
         Capability(
             spec_kinds=frozenset({SpecKind.SOFTMAX}),
@@ -77,7 +77,7 @@ class RowwiseBackend(AttentionBackend[SoftmaxInputs]):
         ),
     )
 
-    def __init__(self, context: BackendContext) -> None:
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self._spec = context.spec
         self._pool = context.cache.pools["kv"]
 

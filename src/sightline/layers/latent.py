@@ -1,0 +1,122 @@
+"""The latent attention layer: projections, norms and positions around what the plan computes.
+
+    x ──down──▶ [ query side | rope key | latent ]
+                     │             │        └─norm──▶ latent, cached
+                     │             └─rotation───────▶ rope key, cached, the same for all heads
+                     └─(norm, query_up)──▶ [ nope parts of all heads | rope parts of all heads ]
+
+What `down` and `query_up` give lies in this order, which is not the stored one, and the rope parts are in the order of
+the half-split rotation: whoever makes the layer orders the rows of the weights so. Knows its own spec and its layer
+number. Does not know pools, pages or backends: the planned batch does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sightline.attention.contract import LatentInputs
+from sightline.attention.planner import PlannedBatch
+from sightline.attention.spec import LatentSpec
+from sightline.layers.linear import Projection
+from sightline.layers.norm import RmsNorm
+from sightline.layers.rotary import Halves, RotaryTable
+from sightline.layers.scratch import Scratch
+from sightline.layers.sink import Sink
+
+
+class LatentBuffers:
+    """From the projections to what attention gives, with the views that every layer needs.
+
+    `queries` is [ nope parts of all heads | rope parts of all heads | rope key ], so that one rotation serves all.
+    """
+
+    def __init__(
+        self, scratch: Scratch, num_heads: int, nope: int, rope: int, latent: int, value: int, query_rank: int
+    ) -> None:
+        """`query_rank` of the queries' own projection from few features; 0 where x gives queries directly."""
+        num_tokens = scratch.num_tokens
+        nope_size, q_size = num_heads * nope, num_heads * (nope + rope)
+        side = query_rank or q_size
+        self.down = scratch.take("latent.down", side + rope + latent)
+        self.low, self.k_rope_down = self.down[:, :side], self.down[:, side : side + rope]
+        self.unnormed = self.down[:, side + rope :]
+        queries = scratch.take("latent.queries", q_size + rope) if query_rank else self.down[:, : q_size + rope]
+        self.q, self.k_rope_unturned = queries[:, :q_size], queries[:, q_size:]
+        nope_heads = queries[:, :nope_size].view(num_tokens, num_heads, nope)
+        # Attention reads a head as one run of numbers. Every step asks for it, so that the largest reserves it.
+        rows = scratch.take_rows("latent.nope", nope_size).view(num_tokens, num_heads, nope)
+        self.is_row_major = self.down.is_contiguous()
+        self.nope_unordered, self.q_nope = nope_heads, nope_heads if self.is_row_major else rows
+        self.turned = Halves.of(queries[:, nope_size:].view(num_tokens, num_heads + 1, rope))
+        """The rope parts of queries and key, before the rotation."""
+        rotated = scratch.take_rows("latent.rotated", (num_heads + 1) * rope)
+        self.rotated = Halves.of(rotated.view(num_tokens, num_heads + 1, rope))
+        self.q_rope, self.k_rope = self.rotated.whole[:, :num_heads], self.rotated.whole[:, num_heads]
+        self.latent = scratch.take_rows("latent.latent", latent)
+        self.attended = scratch.take_rows("latent.attended", num_heads * value)
+        self.attended_heads = self.attended.view(num_tokens, num_heads, value)
+
+
+@dataclass(frozen=True, eq=False)
+class QueryUp:
+    """Queries by way of few features."""
+
+    norm: RmsNorm
+    """Of the few."""
+    projection: Projection
+
+
+@dataclass(frozen=True, eq=False)
+class LatentAttention:
+    """One layer."""
+
+    layer: int
+    """In the model."""
+    spec: LatentSpec
+    down: Projection
+    """Queries, or the few features that they are made of; the rope key; the latent."""
+    query_up: QueryUp | None
+    latent_norm: RmsNorm
+    key_up: Tensor
+    """[num_q_heads, nope_dim, latent_dim]."""
+    value_up: Tensor
+    """[num_q_heads, value_dim, latent_dim]."""
+    output: Projection
+
+    @property
+    def turns(self) -> bool:
+        return self.down.turns
+
+    def buffers(self, scratch: Scratch) -> LatentBuffers:
+        spec = self.spec
+        rank = 0 if self.query_up is None else self.query_up.projection.in_features
+        sizes = (spec.num_q_heads, spec.nope_dim, spec.rope_dim, spec.latent_dim, spec.value_dim, rank)
+        return scratch.of(LatentBuffers, *sizes)
+
+    def __call__(self, x: Tensor, sink: Sink, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
+        """From x [num_tokens, hidden]."""
+        buffers = self.buffers(scratch)
+        self.down(x, buffers.down)
+        if self.query_up is not None:
+            self.query_up.norm(buffers.low, buffers.low)
+            self.query_up.projection(buffers.low, buffers.q)
+            buffers.k_rope_unturned.copy_(buffers.k_rope_down)
+        if not buffers.is_row_major:
+            buffers.q_nope.copy_(buffers.nope_unordered)
+        self.latent_norm(buffers.unnormed, buffers.latent)
+        # One rotation for queries and key together: with few tokens, operations cost more than their elements.
+        rotary.rotate(buffers.turned, buffers.rotated)
+        planned.attend(self.layer, self._inputs(buffers), buffers.attended_heads)
+        sink.take_product(self.output, buffers.attended)
+
+    def _inputs(self, buffers: LatentBuffers) -> LatentInputs:
+        return LatentInputs(
+            q_nope=buffers.q_nope,
+            q_rope=buffers.q_rope,
+            latent=buffers.latent,
+            k_rope=buffers.k_rope,
+            key_up=self.key_up,
+            value_up=self.value_up,
+        )

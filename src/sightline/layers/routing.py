@@ -1,0 +1,108 @@
+"""How a token chooses experts, as data: what a logit counts, which groups it may choose from, what the chosen weigh.
+
+    logits ──Score──▶ scores ──+ correction──▶ ranks ──Groups──▶ allowed ──best──▶ chosen
+                         └──────────────────── scores of the chosen ──Share, scale──▶ weights
+
+Owns the choice. Does not know experts, nor where logits come from.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+_NOTHING = 1e-20
+"""Added to a sum before it divides: scores may be so small that their sum is 0."""
+
+
+class Score(Enum):
+    """What an expert's logit counts."""
+
+    SOFTMAX = "softmax"
+    """Its probability among all experts."""
+    SIGMOID = "sigmoid"
+    """By itself, whatever the others have."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits.softmax(dim=-1) if self is Score.SOFTMAX else logits.sigmoid()
+
+
+class Share(Enum):
+    """What a chosen expert's weight is a share of."""
+
+    OF_ALL = "all"
+    """The score itself: under softmax the weights of the chosen add up to less than 1."""
+    OF_CHOSEN = "chosen"
+    """The score among those of the chosen: the weights add up to 1."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Experts in groups of neighbours, of which a token may use a few."""
+
+    num_groups: int
+    groups_per_token: int
+    ranked_by: int
+    """A group ranks by the sum of so many of its best experts."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.groups_per_token <= self.num_groups:
+            raise ValueError(f"expected from 1 to {self.num_groups} groups for a token, got {self.groups_per_token}")
+
+    def limit(self, ranks: Tensor) -> Tensor:
+        """The ranks [num_tokens, num_experts], with -inf for every expert of a group that was not chosen."""
+        grouped = ranks.reshape(ranks.shape[0], self.num_groups, ranks.shape[1] // self.num_groups)
+        of_groups = grouped.topk(self.ranked_by, dim=-1).values.sum(dim=-1)
+        chosen = of_groups.topk(self.groups_per_token, dim=-1).indices
+        closed = of_groups.new_full(of_groups.shape, -math.inf).scatter_(1, chosen, 0.0)
+        return (grouped + closed.unsqueeze(-1)).flatten(1)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token chooses: the highest ranks, which are scores unless a correction moves them."""
+
+    num_experts: int
+    experts_per_token: int
+    share: Share
+    score: Score = Score.SOFTMAX
+    groups: Groups | None = None
+    corrected: bool = False
+    """Each expert has a learned number that is added to its score for the choice, and not for the weight."""
+    scale: float = 1.0
+    """Of the weights."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(f"expected from 1 to {self.num_experts} experts for a token, got {self.experts_per_token}")
+        if self.groups is None:
+            return
+        group_size, rest = divmod(self.num_experts, self.groups.num_groups)
+        if rest or group_size < self.groups.ranked_by:
+            raise ValueError(
+                f"expected {self.num_experts} experts in equal groups of at least {self.groups.ranked_by}, got "
+                f"{self.groups.num_groups} groups"
+            )
+        if self.experts_per_token > self.groups.groups_per_token * group_size:
+            raise ValueError(
+                f"expected at most the {self.groups.groups_per_token * group_size} experts of the groups of a token, "
+                f"got {self.experts_per_token}"
+            )
+
+    def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Experts and their fp32 weights, both [num_tokens, experts_per_token], from [num_tokens, num_experts].
+
+        `correction` [num_experts] fp32 exactly where the routing is corrected.
+        """
+        scores = self.score(logits.float())
+        ranks = scores if correction is None else scores + correction
+        if self.groups is not None:
+            ranks = self.groups.limit(ranks)
+        experts = ranks.topk(self.experts_per_token, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if self.share is Share.OF_CHOSEN:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + _NOTHING)
+        return experts, weights if self.scale == 1.0 else weights * self.scale

@@ -1,0 +1,138 @@
+"""A layer's attention: what a config may ask for, and how checkpoints store each kind.
+
+Owns the tensor names of attention layers, and the order in which the rows of their weights are kept. Does not know
+families.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sightline.attention.spec import LatentSpec, SoftmaxSpec
+from sightline.layers.attention import SoftmaxAttention
+from sightline.layers.latent import LatentAttention, QueryUp
+from sightline.layers.linear import Linear
+from sightline.models.norms import NormDefinition
+from sightline.models.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class AttentionTensors:
+    """What a layer stores beyond the weights of its projections."""
+
+    qk_norm: NormDefinition | None = None
+    """Of queries and keys, per head, before the rotation."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+
+
+@dataclass(frozen=True)
+class SoftmaxAttentionDefinition:
+    """Queries, keys and values from one input each."""
+
+    spec: SoftmaxSpec
+    tensors: AttentionTensors = AttentionTensors()
+
+    def load(self, weights: WeightReader, layer: int, prefix: str, hidden_size: int) -> SoftmaxAttention:
+        spec, stored = self.spec, self.tensors
+        q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        sizes = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size}
+        q_norm = k_norm = None
+        if stored.qk_norm is not None:
+            q_norm = stored.qk_norm.load(weights, f"{prefix}.q_norm", spec.head_dim)
+            k_norm = stored.qk_norm.load(weights, f"{prefix}.k_norm", spec.head_dim)
+        return SoftmaxAttention(
+            layer=layer,
+            spec=spec,
+            qkv=weights.projection(sizes, hidden_size, bias=stored.qkv_bias),
+            output=weights.projection({f"{prefix}.o_proj": hidden_size}, q_size, bias=stored.output_bias),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            sinks=weights.take(f"{prefix}.sinks", (spec.num_q_heads,)) if spec.sinks else None,
+        )
+
+
+@dataclass(frozen=True)
+class LatentAttentionDefinition:
+    """Keys and values from one latent a token."""
+
+    spec: LatentSpec
+    query_rank: int | None
+    """The features that queries are made of; None where they come from the input directly."""
+    paired_neighbours: bool
+    """The stored rotation turns dimension 2i with 2i + 1, not i with i + rope_dim / 2."""
+    norms: NormDefinition
+    """Of the latent and of the few features."""
+    bias: bool = False
+    """Of the projections of the input and of the output, but not of queries that come from the input directly."""
+
+    def load(self, weights: WeightReader, layer: int, prefix: str, hidden_size: int) -> LatentAttention:
+        spec = self.spec
+        key_up, value_up = self._load_ups(weights, prefix)
+        output_size = spec.num_q_heads * spec.value_dim
+        return LatentAttention(
+            layer=layer,
+            spec=spec,
+            down=self._load_down(weights, prefix, hidden_size),
+            query_up=self._load_query_up(weights, prefix),
+            latent_norm=self.norms.load(weights, f"{prefix}.kv_a_layernorm", spec.latent_dim),
+            key_up=key_up,
+            value_up=value_up,
+            output=weights.projection({f"{prefix}.o_proj": hidden_size}, output_size, bias=self.bias),
+        )
+
+    def _load_down(self, weights: WeightReader, prefix: str, hidden_size: int) -> Linear:
+        """The query side, the rope key and the latent as one product."""
+        side = (f"{prefix}.q_proj", self._query_order(), False)
+        if self.query_rank is not None:
+            side = (f"{prefix}.q_a_proj", torch.arange(self.query_rank), self.bias)
+        parts, biases = [], []
+        for name, order, bias in (side, (f"{prefix}.kv_a_proj_with_mqa", self._key_order(), self.bias)):
+            parts.append(_rows(weights, f"{name}.weight", order, hidden_size))
+            shift = weights.take(f"{name}.bias", (len(order),)) if bias else parts[-1].new_zeros(len(order))
+            biases.append(shift[order.to(shift.device)])
+        return Linear(torch.cat(parts), torch.cat(biases) if self.bias else None)
+
+    def _load_query_up(self, weights: WeightReader, prefix: str) -> QueryUp | None:
+        if self.query_rank is None:
+            return None
+        up = _rows(weights, f"{prefix}.q_b_proj.weight", self._query_order(), self.query_rank)
+        return QueryUp(self.norms.load(weights, f"{prefix}.q_a_layernorm", self.query_rank), Linear(up))
+
+    def _load_ups(self, weights: WeightReader, prefix: str) -> tuple[Tensor, Tensor]:
+        """From the latent to each head's key [heads, nope, latent] and value [heads, value, latent]."""
+        spec = self.spec
+        head_rows = spec.nope_dim + spec.value_dim
+        shape = (spec.num_q_heads * head_rows, spec.latent_dim)
+        stored = weights.matrix(f"{prefix}.kv_b_proj.weight", shape, "parts of heads")
+        heads = stored.view(spec.num_q_heads, head_rows, spec.latent_dim)
+        return heads[:, : spec.nope_dim].contiguous(), heads[:, spec.nope_dim :].contiguous()
+
+    def _query_order(self) -> Tensor:
+        """The stored row of each kept one: nope parts of all heads, then rope parts; stored head by head."""
+        spec = self.spec
+        stored = torch.arange(spec.num_q_heads * (spec.nope_dim + spec.rope_dim)).view(spec.num_q_heads, -1)
+        nope, rope = stored[:, : spec.nope_dim], stored[:, spec.nope_dim :]
+        return torch.cat((nope.flatten(), rope[:, self._rope_order()].flatten()))
+
+    def _key_order(self) -> Tensor:
+        """The stored row of each kept one: the rope key, then the latent; stored the other way round."""
+        latent_dim = self.spec.latent_dim
+        return torch.cat((latent_dim + self._rope_order(), torch.arange(latent_dim)))
+
+    def _rope_order(self) -> Tensor:
+        """Scores do not change where queries and keys have their dimensions in the same other order."""
+        dims = torch.arange(self.spec.rope_dim)
+        return torch.cat((dims[::2], dims[1::2])) if self.paired_neighbours else dims
+
+
+def _rows(weights: WeightReader, name: str, order: Tensor, in_features: int) -> Tensor:
+    """The stored matrix with its rows in another order."""
+    stored = weights.matrix(name, (len(order), in_features), "rows in another order")
+    return stored[order.to(stored.device)]
+
+
+AttentionDefinition = SoftmaxAttentionDefinition | LatentAttentionDefinition

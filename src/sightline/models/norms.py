@@ -1,0 +1,24 @@
+"""Norms as checkpoints store them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sightline.layers.norm import RmsNorm
+from sightline.models.weights import WeightReader
+
+
+@dataclass(frozen=True)
+class NormDefinition:
+    """What the norms of a model have in common."""
+
+    epsilon: float
+    offset: float = 0.0
+    """Added to every stored weight."""
+
+    def load(self, weights: WeightReader, name: str, features: int) -> RmsNorm:
+        """The norm over `features`, stored as `name`.weight."""
+        weight = weights.take(f"{name}.weight", (features,), dtype=torch.float32)
+        return RmsNorm(weight + self.offset, self.epsilon)

@@ -1,0 +1,28 @@
+"""What a test knows about a layer's kind of attention."""
+
+from __future__ import annotations
+
+from sightline.layers.attention import SoftmaxAttention
+from sightline.layers.latent import LatentAttention
+from sightline.models.attention import LatentAttentionDefinition, SoftmaxAttentionDefinition
+from sightline.models.decoder import DecoderLayer, LayerDefinition
+
+
+def softmax_of(layer: LayerDefinition) -> SoftmaxAttentionDefinition:
+    assert isinstance(layer.attention, SoftmaxAttentionDefinition)
+    return layer.attention
+
+
+def latent_of(layer: LayerDefinition) -> LatentAttentionDefinition:
+    assert isinstance(layer.attention, LatentAttentionDefinition)
+    return layer.attention
+
+
+def softmax_layer(layer: DecoderLayer) -> SoftmaxAttention:
+    assert isinstance(layer.attention, SoftmaxAttention)
+    return layer.attention
+
+
+def latent_layer(layer: DecoderLayer) -> LatentAttention:
+    assert isinstance(layer.attention, LatentAttention)
+    return layer.attention

@@ -1,0 +1,173 @@
+"""Taking one feature out of a model: out of its definition, or out of the loaded network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sightline.layers.attention import SoftmaxAttention
+from sightline.layers.latent import LatentAttention
+from sightline.layers.mlp import GatedMlp
+from sightline.layers.moe import ClampedSwiglu, Expert, ExpertMlp
+from sightline.layers.norm import RmsNorm
+from sightline.layers.rotary import RotarySpec, YarnScaling
+from sightline.layers.routing import Routing, Share
+from sightline.models.attention import LatentAttentionDefinition
+from sightline.models.decoder import Decoder, DecoderDefinition, DecoderLayer
+from sightline.models.feed_forward import ExpertFeedForward
+from support.definitions import latent_layer, latent_of, softmax_layer
+from support.layers import without_bias
+
+
+@dataclass(frozen=True)
+class Change:
+    """One feature taken out of a definition, or out of the loaded network."""
+
+    name: str
+    define: Callable[[DecoderDefinition], DecoderDefinition] = lambda definition: definition
+    build: Callable[[Decoder], Decoder] = lambda decoder: decoder
+
+
+def in_definition(name: str, **fields: object) -> Change:
+    return Change(name, define=lambda definition: replace(definition, **fields))  # type: ignore[arg-type]
+
+
+def in_spec(name: str, change: Callable[[Any], Any]) -> Change:
+    """`change` takes and gives the spec of whatever kind of attention the layers have."""
+    return Change(
+        name,
+        define=lambda definition: replace(
+            definition,
+            layers=tuple(
+                replace(x, attention=replace(x.attention, spec=change(x.attention.spec))) for x in definition.layers
+            ),
+        ),
+    )
+
+
+def in_latent_definition(name: str, change: Callable[[LatentAttentionDefinition], LatentAttentionDefinition]) -> Change:
+    return Change(
+        name,
+        define=lambda definition: replace(
+            definition, layers=tuple(replace(x, attention=change(latent_of(x))) for x in definition.layers)
+        ),
+    )
+
+
+def in_rotary(name: str, change: Callable[[RotarySpec], RotarySpec]) -> Change:
+    return Change(
+        name,
+        define=lambda definition: replace(
+            definition, layers=tuple(replace(x, rotary=change(x.rotary)) for x in definition.layers)
+        ),
+    )
+
+
+def in_yarn(name: str, change: Callable[[YarnScaling], YarnScaling]) -> Change:
+    def changed(rotary: RotarySpec) -> RotarySpec:
+        assert isinstance(rotary.scaling, YarnScaling)
+        return replace(rotary, scaling=change(rotary.scaling))
+
+    return in_rotary(name, changed)
+
+
+def in_routing(name: str, change: Callable[[Routing], Routing]) -> Change:
+    def define(definition: DecoderDefinition) -> DecoderDefinition:
+        layers = []
+        for layer in definition.layers:
+            feed_forward = layer.feed_forward
+            if isinstance(feed_forward, ExpertFeedForward):
+                feed_forward = replace(feed_forward, routing=change(feed_forward.routing))
+            layers.append(replace(layer, feed_forward=feed_forward))
+        return replace(definition, layers=tuple(layers))
+
+    return Change(name, define=define)
+
+
+def in_layer(name: str, change: Callable[[DecoderLayer], DecoderLayer]) -> Change:
+    return Change(name, build=lambda decoder: replace(decoder, layers=tuple(change(x) for x in decoder.layers)))
+
+
+def in_attention(name: str, change: Callable[[SoftmaxAttention], SoftmaxAttention]) -> Change:
+    return in_layer(name, lambda layer: replace(layer, attention=change(softmax_layer(layer))))
+
+
+def in_latent(name: str, change: Callable[[LatentAttention], LatentAttention]) -> Change:
+    return in_layer(name, lambda layer: replace(layer, attention=change(latent_layer(layer))))
+
+
+def in_expert_layers(name: str, change: Callable[[ExpertMlp], ExpertMlp]) -> Change:
+    """In those layers that have experts."""
+
+    def changed(layer: DecoderLayer) -> DecoderLayer:
+        return replace(layer, mlp=change(layer.mlp)) if isinstance(layer.mlp, ExpertMlp) else layer
+
+    return in_layer(name, changed)
+
+
+def in_experts(name: str, change: Callable[[Expert], Expert]) -> Change:
+    def changed(layer: DecoderLayer) -> DecoderLayer:
+        assert isinstance(layer.mlp, ExpertMlp)
+        return replace(layer, mlp=replace(layer.mlp, experts=tuple(change(x) for x in layer.mlp.experts)))
+
+    return in_layer(name, changed)
+
+
+def in_gate(name: str, **fields: float) -> Change:
+    def changed(expert: Expert) -> Expert:
+        assert isinstance(expert.gate, ClampedSwiglu)
+        return replace(expert, gate=replace(expert.gate, **fields))
+
+    return in_experts(name, changed)
+
+
+def without_mlp_bias(layer: DecoderLayer) -> DecoderLayer:
+    assert isinstance(layer.mlp, GatedMlp)
+    return replace(layer, mlp=replace(layer.mlp, down=without_bias(layer.mlp.down)))
+
+
+def without_router_bias(layer: DecoderLayer) -> DecoderLayer:
+    assert isinstance(layer.mlp, ExpertMlp)
+    return replace(layer, mlp=replace(layer.mlp, router=without_bias(layer.mlp.router)))
+
+
+def without_sinks(attention: SoftmaxAttention) -> SoftmaxAttention:
+    assert attention.sinks is not None
+    return replace(attention, sinks=torch.full_like(attention.sinks, -math.inf))
+
+
+def other_share(routing: Routing) -> Routing:
+    return replace(routing, share=Share.OF_ALL if routing.share is Share.OF_CHOSEN else Share.OF_CHOSEN)
+
+
+class NoNorm(RmsNorm):
+    """Leaves everything as it is."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
+
+def without_query_norm(attention: LatentAttention) -> LatentAttention:
+    assert attention.query_up is not None
+    norm = attention.query_up.norm
+    return replace(attention, query_up=replace(attention.query_up, norm=NoNorm(norm.weight, norm.epsilon)))
+
+
+def without_latent_norm(attention: LatentAttention) -> LatentAttention:
+    norm = attention.latent_norm
+    return replace(attention, latent_norm=NoNorm(norm.weight, norm.epsilon))
+
+
+def without_correction(mlp: ExpertMlp) -> ExpertMlp:
+    assert mlp.correction is not None
+    return replace(mlp, correction=None)
+
+
+def without_shared(mlp: ExpertMlp) -> ExpertMlp:
+    assert mlp.shared is not None
+    return replace(mlp, shared=None)
