@@ -198,6 +198,7 @@ def test_real_interrupts_at_any_moment_leak_and_lose_nothing(folder: Path, in_fl
     requests = [llm.engine.submit(prompt, params) for prompt in random_prompts(LENGTHS)]
     interruptions, random = 0, Random(3)
     previous = signal.signal(signal.SIGALRM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while llm.engine.has_work:
             try:
@@ -209,6 +210,7 @@ def test_real_interrupts_at_any_moment_leak_and_lose_nothing(folder: Path, in_fl
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGINT, ctrl_c)
     assert interruptions > 5
     outputs = [llm.engine.pop_output(request) for request in requests]
     assert [[each.token_ids for each in output.outputs] for output in outputs] == [

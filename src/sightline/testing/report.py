@@ -256,9 +256,7 @@ def _reports(row: RowToTry, outcomes: Sequence[Outcome]) -> tuple[RowReport, ...
     return tuple(
         outcome.report
         for outcome in outcomes
-        if isinstance(outcome, TriedRow)
-        and outcome.backend == row.candidate.name
-        and outcome.report.capability is row.subject.capability
+        if isinstance(outcome, TriedRow) and outcome.report.capability is row.subject.capability
     )
 
 
