@@ -23,6 +23,7 @@ from sightline.attention.latent_phases import (
     plan_phases,
 )
 from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.reference import attend_latent_row
 from sightline.attention.spec import Feature, LatentSpec, group_layers
 from sightline.attention.tiles import RowSpan
 from sightline.attention.workspace import MAIN_LANE, Workspace
@@ -39,20 +40,23 @@ MAX_LEN, MAX_TOKENS = 96, 64
 class Bench:
     """One group of two latent layers over pools of NaN, with pages in a shuffled order."""
 
-    def __init__(self, backend: type[AttentionBackend[LatentSpec, LatentInputs]], seed: int = 0) -> None:
+    def __init__(
+        self, backend: type[AttentionBackend[LatentSpec, LatentInputs]], seed: int = 0, max_len: int = MAX_LEN
+    ) -> None:
+        num_pages = max(200, max_len // PAGE + 2)
         self.groups = group_layers([SPEC, SPEC])
         self.store = CacheStore(
             [group.cache_spec(torch.float32) for group in self.groups],
-            CacheLimits(200, PAGE, 8, MAX_LEN),
+            CacheLimits(num_pages, PAGE, 8, max_len),
             CPU,
             poison=True,
         )
         [pool] = self.store.pools
         pool.plane("entry").fill_(torch.nan)
-        order = torch.randperm(199, generator=torch.Generator().manual_seed(seed)) + 1
+        order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
         pool.allocator._free = order.tolist()
-        workspace = Workspace(CPU, 1 << 30, poison=True)
-        limits = Limits(8, MAX_TOKENS, MAX_LEN, (MAIN_LANE,))
+        workspace = self.workspace = Workspace(CPU, 1 << 30, poison=True)
+        limits = Limits(8, MAX_TOKENS, max_len, (MAIN_LANE,))
         made = backend(BackendContext("group0", SPEC, self.store.groups[0], workspace, limits, torch.float32, CPU))
         workspace.seal()
         binding = GroupBinding(self.groups[0], self.store.groups[0], made, backend.capabilities[0])
@@ -195,6 +199,31 @@ def test_any_rows_in_any_pages(rows: list[tuple[int, int]], name: str, seed: int
     masked = [(context, new, CAUSAL) for context, new in rows]
     got = play(BACKENDS[name], masked, lse=True, seed=seed)
     assert_close(got, name, play(ReferenceLatentBackend, masked, lse=True, seed=seed + 1))
+
+
+def test_a_prefix_of_64k_tokens_stays_within_a_lease_of_a_few_chunks() -> None:
+    context, new, room = 1 << 16, 9, 4096
+    bench = Bench(forced(Way.CHUNKED, room), max_len=context + new)
+    row = bench.store.open_row()
+    bench.store.grow_row(row, context + new)
+    [pool] = bench.store.pools
+    slots = pool.table.slots(torch.full((context,), row), torch.arange(context), PAGE)
+    entries = torch.randn(context, SPEC.head_dim, generator=torch.Generator().manual_seed(4))
+    pool.plane("entry")[:, slots] = entries
+    before, inputs = bench.workspace.num_bytes, random_inputs(new, 11)
+    [(out, lse)] = bench.run([RowWork(row, [1] * new, context, 0)], [inputs], lse=True)
+    every = torch.cat([entries, torch.cat([inputs.latent, inputs.k_rope], dim=-1)])
+    visible = torch.ones(new, context + new, dtype=torch.bool).tril(context)
+    expected, expected_lse = attend_latent_row(
+        SPEC, inputs.q_nope, inputs.q_rope, every, inputs.key_up, inputs.value_up, visible
+    )
+    torch.testing.assert_close(out, expected, atol=2e-4, rtol=2e-4)
+    assert lse is not None
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=1e-4)
+    assert bench.workspace.num_bytes == before
+    sizes = {entry.name: entry.num_bytes for entry in bench.workspace.ledger()}
+    heads = SPEC.num_q_heads * 4
+    assert sizes["keys"] + sizes["values"] == room * heads * (SPEC.nope_dim + SPEC.rope_dim + SPEC.value_dim)
 
 
 DEEPSEEK_V3 = LatentSpec(128, 512, 64, 128, 128, 0.1)

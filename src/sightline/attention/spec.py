@@ -70,6 +70,11 @@ class SoftmaxSpec:
         return self.num_q_heads // self.num_kv_heads
 
     @property
+    def label(self) -> str:
+        """For a person."""
+        return "full attention" if self.window is None else f"window {self.window} attention"
+
+    @property
     def out_dim(self) -> int:
         """What a head gives."""
         return self.head_dim
@@ -121,6 +126,11 @@ class LatentSpec:
     def group_size(self) -> int:
         """All query heads read the one entry of a token."""
         return self.num_q_heads
+
+    @property
+    def label(self) -> str:
+        """For a person."""
+        return "latent attention"
 
     @property
     def window(self) -> None:

@@ -18,10 +18,11 @@ def startup_report(engine: Engine) -> list[str]:
         f" · scratch {_mebibytes(runtime.workspace.num_bytes)}",
     ]
     for binding, selection in zip(runtime.bindings, runtime.selections, strict=True):
-        window = binding.group.spec.window
-        kind = "full" if window is None else f"window {window}"
+        group = binding.group
+        elements = sum(pool.spec.elements_per_token for pool in binding.cache.pools.values())
         lines.append(
-            f"{binding.group.name}: {len(binding.group.layers)} layers, {kind} attention on {selection.candidate.name}"
+            f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {selection.candidate.name}, "
+            f"{elements * config.dtype.itemsize // len(group.layers):,} cached bytes a token and layer"
         )
     return lines
 
