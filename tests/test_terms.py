@@ -47,6 +47,7 @@ def order_of_ends(engine: Engine, requests: list[str]) -> list[int]:
     ("changes", "message"),
     [
         ({"caller": "x" * 257}, "expected a caller of at most 256 characters, got 257"),
+        ({"caller": None}, "expected caller to be a string, got None"),
         ({"priority": None}, "expected priority to be a number, got None"),
         ({"priority": 1.5}, "expected priority to be an integer, got 1.5"),
         ({"priority": 2**31}, "expected priority between"),

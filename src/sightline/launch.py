@@ -7,6 +7,7 @@ not know the queue, and ends no request.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -24,6 +25,8 @@ from sightline.runner.build import Runtime
 from sightline.runner.logprobs import TokenLogprobs, token_logprobs
 from sightline.runner.sampler import Chosen, RowSampling, choose
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
+
+logger = logging.getLogger("sightline")
 
 
 class Member(NamedTuple):
@@ -102,7 +105,8 @@ class Launcher:
             return Launch((self._run(members, in_flight),), ())
         except DeviceFaultError:
             raise
-        except Exception:
+        except Exception as error:
+            logger.warning("a step of %d rows raised and is run again in parts: %r", len(members), error)
             self.num_cut += 1
         return self._launch_parts(members, in_flight)
 

@@ -207,3 +207,22 @@ def test_continuations_share_the_first_ones_pages_and_copy_its_tail_without_a_pr
         assert pages[:2] == shared[:2]
         assert pages[2] != shared[2], "the tail is its own"
         assert pool.plane("k")[0, pages[2] * PAGE_SIZE, 0] == 7.0, "with what the first had computed"
+
+
+def test_what_was_let_in_half_when_a_schedule_was_broken_off_is_let_in_whole_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Loop(caches=True)
+    loop.submit("a", 9, 2)
+    loop.run_to_the_end(5)
+    waiting = loop.submit("b", 9, 2)
+    with monkeypatch.context() as broken:
+        broken.setattr(loop.store, "grow_row", lambda row, count: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            loop.scheduler.schedule()
+    assert has_row(loop, waiting), "it has a row and is in the queue"
+    loop.scheduler.recount([])
+    assert not has_row(loop, waiting)
+    loop.run_to_the_end(5)
+    assert loop.finished == ["a", "b"]
+    loop.assert_baseline()

@@ -6,12 +6,16 @@ Composed by backends that compute dense tiles. Does not know masks or kernels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import SoftmaxInputs
+from sightline.attention.tiles import RowSpan
 from sightline.kernels.paging import gather_entries
 
 
@@ -33,6 +37,18 @@ class TileTokens:
     """[num_rows * query_len] int64."""
     contiguous: slice | None
     """The same tokens where they lie side by side: no copy is needed then."""
+
+    @staticmethod
+    def planned(name: str, rows: Sequence[RowSpan], buffers: PlanBuffers) -> TileTokens:
+        """Of rows of equal query length, in a plan's buffers."""
+        query_len = rows[0].query_len
+        indices = buffers.take(f"{name}.tokens", (len(rows) * query_len,), torch.int64)
+        first = torch.tensor([span.first_token for span in rows], device=indices.device).unsqueeze(1)
+        indices.view(len(rows), query_len).copy_(first + torch.arange(query_len, device=indices.device))
+        stops = [span.first_token + query_len for span in rows]
+        side_by_side = [span.first_token for span in rows[1:]] == stops[:-1]
+        contiguous = slice(rows[0].first_token, stops[-1]) if side_by_side else None
+        return TileTokens(len(rows), query_len, indices, contiguous)
 
     def of(self, values: Tensor) -> Tensor:
         """[num_rows, query_len, ...]."""

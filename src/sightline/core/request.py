@@ -212,6 +212,13 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
         raise RequestError(f"expected {name} between {low:g} and {high:g}, got {value}")
 
 
+def _check_caller(caller: object) -> None:
+    if not isinstance(caller, str):
+        raise RequestError(f"expected caller to be a string, got {caller!r}")
+    if len(caller) > MAX_CALLER_LENGTH:
+        raise RequestError(f"expected a caller of at most {MAX_CALLER_LENGTH} characters, got {len(caller)}")
+
+
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise RequestError(f"expected {name} to be True or False, got {value!r}")
@@ -257,8 +264,7 @@ class Terms:
     """Seconds from submission in which it must have ended; None waits for ever."""
 
     def __post_init__(self) -> None:
-        if len(self.caller) > MAX_CALLER_LENGTH:
-            raise RequestError(f"expected a caller of at most {MAX_CALLER_LENGTH} characters, got {len(self.caller)}")
+        _check_caller(self.caller)
         _check_given("priority", self.priority)
         _check_integer("priority", self.priority, -(2**31), 2**31 - 1)
         _check_number("timeout", self.timeout, 0.0, MAX_TIMEOUT)

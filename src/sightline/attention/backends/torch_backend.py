@@ -7,7 +7,6 @@ pool is read in place, which costs a call and saves moving every byte of it.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -187,10 +186,7 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         self, name: str, rows: tuple[RowSpan, ...], in_place: InPlace | None, step: StepView, buffers: PlanBuffers
     ) -> _Tile:
         query_len, num_keys = rows[0].query_len, max(span.num_keys for span in rows)
-        indices = buffers.take(f"{name}.tokens", (len(rows) * query_len,), torch.int64)
-        first = torch.tensor([span.first_token for span in rows], device=indices.device).unsqueeze(1)
-        indices.view(len(rows), query_len).copy_(first + torch.arange(query_len, device=indices.device))
-        tokens = TileTokens(len(rows), query_len, indices, _contiguous_tokens(rows))
+        tokens = TileTokens.planned(name, rows, buffers)
         source: KeySource
         if in_place is not None:
             source = in_place
@@ -212,11 +208,3 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     def _fits_fused(self, step: StepView) -> bool:
         """The fused kernel has no softcap, sinks or LSE."""
         return self._spec.softcap is None and not self._spec.sinks and Feature.LSE not in step.needs
-
-
-def _contiguous_tokens(rows: tuple[RowSpan, ...]) -> slice | None:
-    """The tile's tokens where they lie side by side."""
-    for previous, span in itertools.pairwise(rows):
-        if span.first_token != previous.first_token + previous.query_len:
-            return None
-    return slice(rows[0].first_token, rows[-1].first_token + rows[-1].query_len)

@@ -188,7 +188,7 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         self, name: str, rows: tuple[RowSpan, ...], in_place: EntrySource | None, step: StepView, buffers: PlanBuffers
     ) -> AbsorbedTile:
         query_len, num_keys = rows[0].query_len, max(span.num_keys for span in rows)
-        tokens = _tile_tokens(name, rows, buffers)
+        tokens = TileTokens.planned(name, rows, buffers)
         source = in_place
         if source is None and (step.policy is CachePolicy.TRANSIENT or rows[0].is_fresh):
             source = StepEntries(tokens)
@@ -263,13 +263,3 @@ def _one_run(parts: Sequence[RowPart]) -> slice | None:
     starts = [part.span.first_token - part.span.context_len + part.first_key for part in parts]
     stops = [start + part.num_keys for start, part in zip(starts, parts, strict=True)]
     return slice(starts[0], stops[-1]) if starts[1:] == stops[:-1] else None
-
-
-def _tile_tokens(name: str, rows: tuple[RowSpan, ...], buffers: PlanBuffers) -> TileTokens:
-    query_len = rows[0].query_len
-    indices = buffers.take(f"{name}.tokens", (len(rows) * query_len,), torch.int64)
-    first = torch.tensor([span.first_token for span in rows], device=indices.device).unsqueeze(1)
-    indices.view(len(rows), query_len).copy_(first + torch.arange(query_len, device=indices.device))
-    stops = [span.first_token + query_len for span in rows]
-    contiguous = [span.first_token for span in rows[1:]] == stops[:-1]
-    return TileTokens(len(rows), query_len, indices, slice(rows[0].first_token, stops[-1]) if contiguous else None)
