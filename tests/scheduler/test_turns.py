@@ -133,14 +133,14 @@ def test_a_request_that_was_refused_leaves_no_trace_of_its_caller() -> None:
 
 
 def test_a_prompt_that_is_let_in_counts_as_a_whole_before_it_is_computed() -> None:
-    loop = Loop(make_store(max_rows=3), budget=4)
-    loop.submit("long", 80, 2, terms=Terms("one"))
+    loop = Loop(make_store(max_rows=3), budget=16, scored=2)
+    loop.submit("long", 80, 2, scored=True, terms=Terms("one"))
     loop.step()
     loop.submit("more", 4, 2, terms=Terms("one"))
     loop.submit("other", 4, 2, terms=Terms("other"))
-    while len(loop.admitted) < 3:
-        loop.step()
-    assert loop.admitted == ["long", "other", "more"]
+    loop.scheduler._shares.charge("other", 20)
+    loop.step()
+    assert loop.admitted == ["long", "other", "more"], "of the long one 2 tokens are computed, and 80 count"
 
 
 def test_what_is_computed_again_after_a_retraction_is_not_charged_again() -> None:

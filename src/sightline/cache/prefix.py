@@ -188,6 +188,4 @@ class PrefixCache:
         del parent.children[node.key]
         self._store.release(node.bundle)
         self.num_pages -= 1
-        # It was of use for as long as what came after it.
-        parent.last_used = max(parent.last_used, node.last_used)
         self._offer(parent)
