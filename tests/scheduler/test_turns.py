@@ -226,3 +226,25 @@ def test_what_was_let_in_half_when_a_schedule_was_broken_off_is_let_in_whole_lat
     loop.run_to_the_end(5)
     assert loop.finished == ["a", "b"]
     loop.assert_baseline()
+
+
+def test_pages_that_one_gives_up_and_another_shares_are_counted_once_in_any_order() -> None:
+    loop = Loop(caches=True)
+    running = loop.submit("a", 12, 4)
+    loop.step()
+    loop.step()
+    waiting = loop.submit("b", 12, 4)
+    supply = loop.scheduler._supply
+    match = supply.find(waiting).match
+    assert match is not None
+    assert len(match.bundles) == 2
+    counts = []
+    for shares_first in (True, False):
+        tally = supply.tally()
+        if shares_first:
+            tally.share(match)
+        tally.retract(running)
+        if not shares_first:
+            tally.share(match)
+        counts.append(tally.num_pages)
+    assert counts == [loop.store.num_usable_pages - 2] * 2, "all but the two pages that are shared"
