@@ -9,18 +9,11 @@ import pytest
 import torch
 
 from sightline.core import config as config_module
-from sightline.core.config import (
-    PADDING_PAGES,
-    SCRATCH_SHARE,
-    EngineConfig,
-    ModelFacts,
-    Quantization,
-    ResolvedConfig,
-    resolve,
-)
+from sightline.core.config import PADDING_PAGES, EngineConfig, Quantization
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
+from sightline.core.resolution import SCRATCH_SHARE, ModelFacts, ResolvedConfig, resolve
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 CUDA = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))

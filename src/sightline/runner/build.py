@@ -21,10 +21,11 @@ from sightline.attention.spec import LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
-from sightline.core.config import EngineConfig, ModelFacts, Quantization, ResolvedConfig, resolve
+from sightline.core.config import EngineConfig, Quantization
 from sightline.core.device import detect_device, single_threaded
 from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
+from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
 from sightline.layers.scratch import Activations

@@ -24,11 +24,12 @@ from sightline.attention.contract import AttentionBackend, AttentionPlan, Backen
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.selection import Candidate, Selection
 from sightline.attention.spec import SoftmaxSpec, SpecKind, group_layers
-from sightline.core.config import PADDING_PAGES, Quantization, ResolvedConfig
+from sightline.core.config import PADDING_PAGES, Quantization
 from sightline.core.device import DeviceKind, detect_device
 from sightline.core.errors import SightlineError
 from sightline.core.ledger import Ledger
 from sightline.core.request import SamplingParams, Terms
+from sightline.core.resolution import ResolvedConfig
 from sightline.engine import Engine
 from sightline.launch import LaunchedStep
 from sightline.layers.scratch import Scratch

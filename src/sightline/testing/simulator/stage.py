@@ -13,9 +13,10 @@ import torch
 from sightline.attention.selection import Candidate, Selection
 from sightline.attention.spec import group_layers
 from sightline.core.batch import Batch
-from sightline.core.config import PADDING_PAGES, Quantization, ResolvedConfig
+from sightline.core.config import PADDING_PAGES, Quantization
 from sightline.core.device import detect_device
 from sightline.core.ledger import Ledger
+from sightline.core.resolution import ResolvedConfig
 from sightline.engine import Engine
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import assemble_runtime, make_store
