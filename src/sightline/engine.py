@@ -37,6 +37,7 @@ from sightline.live import LiveRequest, LiveSequence, start
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import Runtime
 from sightline.scheduler.scheduler import Scheduler
+from sightline.scheduler.sequence import ScheduledRow
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizer import Tokenizer
 
@@ -107,6 +108,11 @@ class Engine:
         return tuple(self._in_flight)
 
     @property
+    def fault(self) -> DeviceFaultError | None:
+        """What ended the engine, where the device failed."""
+        return self._fault
+
+    @property
     def num_retractions(self) -> int:
         """Times that a running sequence had to give its pages back, and to compute again what it had."""
         return self._scheduler.num_retractions
@@ -126,7 +132,7 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """What was done until now."""
-        scheduler, store = self._scheduler, self.runtime.store
+        scheduler, store, planner = self._scheduler, self.runtime.store, self.runtime.planner
         evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
         in_use = store.num_usable_pages - store.num_free_pages - evictable
         return EngineMetrics(
@@ -142,7 +148,10 @@ class Engine:
             requests_refused=self._counts["refused"],
             steps=self._counts["steps"],
             steps_cut=self._launcher.num_cut,
-            plans_rebuilt=self.runtime.planner.num_rebuilt,
+            plans=planner.num_plans,
+            plan_seconds=planner.plan_seconds,
+            plans_rebuilt=planner.num_rebuilt,
+            degradations=len(self.ledger),
         )
 
     def submit(
@@ -157,11 +166,12 @@ class Engine:
         Raises `RequestError` for one that cannot run, `QueueFullError` where too many wait.
         """
         self._check_open()
-        request = self._intake.request(prompt_token_ids, params, prompt, terms, self._clock())
+        now = self._clock()
+        request = self._intake.request(prompt_token_ids, params, prompt, terms, now)
         if not self.can_queue(request.params.n):
             self._counts["refused"] += 1
             raise QueueFullError(self._why_full(request.params.n))
-        live = start(request, self.tokenizer)
+        live = start(request, self.tokenizer, now)
         with uninterrupted():
             self._live[request.request_id] = live
             try:
@@ -216,7 +226,7 @@ class Engine:
         if not live.is_finished:
             raise ValueError(f"expected a finished request, got {request_id}, which is running")
         self.forget(request_id)
-        return live.output()
+        return live.output(self._clock())
 
     def forget(self, request_id: str) -> None:
         """Ends a request if it runs, and drops what it produced."""
@@ -289,10 +299,13 @@ class Engine:
             self._is_stepping = True
             self._end_cancelled()
             self._end_late()
-            return [
-                Member(row, self._live[row.sequence.request.request_id].sequences[row.sequence.index])
-                for row in self._scheduler.schedule().rows
-            ]
+            return [self._member(row) for row in self._scheduler.schedule().rows]
+
+    def _member(self, row: ScheduledRow) -> Member:
+        live = self._live[row.sequence.request.request_id]
+        if live.started_at is None:
+            live.started_at = self._clock()
+        return Member(row, live.sequences[row.sequence.index])
 
     def _take_off(self, launch: Launch) -> None:
         """What was launched is in flight; what could not be ends."""

@@ -181,13 +181,17 @@ class LiveSequence:
         return True
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LiveRequest:
     """A request in the engine."""
 
     request: Request
     sequences: tuple[LiveSequence, ...]
     """Its `n` continuations, by index."""
+    submitted_at: float
+    """By the engine's clock."""
+    started_at: float | None = None
+    """When it first had a row in a step."""
 
     @property
     def is_finished(self) -> bool:
@@ -206,7 +210,8 @@ class LiveRequest:
                 return delta
         return None
 
-    def output(self) -> RequestOutput:
+    def output(self, now: float) -> RequestOutput:
+        """As it stands `now`, by the engine's clock."""
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
@@ -218,14 +223,15 @@ class LiveRequest:
             prompt_logprobs=self.sequences[0].prompt_logprobs(),
             num_cached_tokens=self.sequences[0].sequence.num_cached,
             num_retractions=sum(live.sequence.num_retractions for live in self.sequences),
+            queue_seconds=(now if self.started_at is None else self.started_at) - self.submitted_at,
         )
 
 
-def start(request: Request, tokenizer: Tokenizer | None) -> LiveRequest:
+def start(request: Request, tokenizer: Tokenizer | None, now: float) -> LiveRequest:
     """The request with its continuations, before their first step."""
     leader = _start_one(SequenceState(request), tokenizer)
     others = (SequenceState(request, index, leader.sequence) for index in range(1, request.params.n))
-    return LiveRequest(request, (leader, *(_start_one(sequence, tokenizer) for sequence in others)))
+    return LiveRequest(request, (leader, *(_start_one(sequence, tokenizer) for sequence in others)), now)
 
 
 def _start_one(sequence: SequenceState, tokenizer: Tokenizer | None) -> LiveSequence:

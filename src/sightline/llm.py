@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from rich.console import Console
@@ -30,6 +31,7 @@ from sightline.engine import Engine
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import build_runtime
+from sightline.text.chat_template import read_template
 from sightline.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("sightline")
@@ -80,6 +82,7 @@ class EngineSettings(TypedDict, total=False):
     attention_backend: str | None
     require_proof: bool
     seed: int | None
+    chat_template: str | None
     skip_tokenizer_init: bool
     strict: bool
     paranoid: bool
@@ -95,6 +98,8 @@ def build_engine(config: EngineConfig) -> Engine:
             config, checkpoint, ledger, lambda done, total: bar.update(task, completed=done, total=total)
         )
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
+    if config.chat_template is not None and tokenizer is not None:
+        tokenizer = tokenizer.with_template(read_template(Path(config.chat_template)))
     for entry in ledger:
         logger.warning("degraded: %s", entry)
     return Engine(runtime, tokenizer, checkpoint.generation, ledger)

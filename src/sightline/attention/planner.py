@@ -9,6 +9,7 @@ Knows groups, backends and page tables. Does not know models or schedules.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -140,11 +141,15 @@ class Planner:
             for index, layer in enumerate(binding.group.layers)
         }
         self._places = tuple(places[layer] for layer in range(len(places)))
+        self.num_plans = 0
+        self.plan_seconds = 0.0
+        """On the host, for all plans."""
         self.num_rebuilt = 0
         """Plans that `ensure` made again because derived state had moved."""
 
     def plan(self, batch: Batch, *, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> PlannedBatch:
         """Plans every group. Raises `StalePlanError` where the batch's pages changed owner since it was made."""
+        started = time.perf_counter()
         versions = {key: rows.versions for key, rows in batch.pools.items()}
         changes = self._batch_changes(batch, versions)
         if changes:
@@ -170,6 +175,8 @@ class Planner:
         )
         plan = StepPlan(certificate, policy, needs, tuple(plans), self._places)
         self._issued.add(plan)
+        self.num_plans += 1
+        self.plan_seconds += time.perf_counter() - started
         return PlannedBatch(batch, plan)
 
     def buffer_addresses(self, lane: Lane) -> Mapping[str, int]:

@@ -11,6 +11,7 @@ from sightline.cli.conformance import conformance
 from sightline.cli.console import print_error
 from sightline.cli.generate import chat, generate
 from sightline.cli.inspection import capabilities, collect_env, version
+from sightline.cli.serve import serve
 from sightline.cli.simulate import simulate
 from sightline.core.errors import SightlineError
 
@@ -20,7 +21,7 @@ def app() -> None:
     """An LLM inference engine in which attention cannot be silently wrong."""
 
 
-for command in (bench, capabilities, chat, collect_env, conformance, generate, simulate, version):
+for command in (bench, capabilities, chat, collect_env, conformance, generate, serve, simulate, version):
     app.add_command(command)
 
 

@@ -133,6 +133,9 @@ computing_options = {
     "require_proof": click.option(
         "--require-proof", is_flag=True, help="Refuse backends that `sightline conformance` has not proven here."
     ),
+    "chat_template": click.option(
+        "--chat-template", metavar="FILE", help="A Jinja template in place of the model's own."
+    ),
     "strict": click.option("--strict", is_flag=True, help="Every degradation is an error."),
     "paranoid": click.option("--paranoid", is_flag=True, help="Fingerprint plans' contents and poison unused cache."),
 }

@@ -51,6 +51,8 @@ class EngineConfig:
     require_proof: bool = False
     """Refuse an attention backend that the conformance kit has not proven on this machine."""
     seed: int | None = None
+    chat_template: str | None = None
+    """A file with a Jinja template, in place of the model's own."""
     skip_tokenizer_init: bool = False
     strict: bool = False
     paranoid: bool = False

@@ -11,6 +11,14 @@ from pathlib import Path
 from sightline.core.errors import ConfigError
 
 
+def api_keys() -> tuple[str, ...]:
+    """Keys that a server accepts, from `SIGHTLINE_API_KEY`: one, or several with commas between them.
+
+    On a command line they would be told to whoever lists the processes.
+    """
+    return tuple(key for key in os.environ.get("SIGHTLINE_API_KEY", "").split(",") if key)
+
+
 def proof_folder() -> Path:
     """Where passed runs of the conformance kit are kept: `$XDG_CACHE_HOME/sightline/proofs`, else under ~/.cache."""
     named = os.environ.get("XDG_CACHE_HOME", "")

@@ -29,4 +29,10 @@ class EngineMetrics:
     steps: int
     steps_cut: int
     """That raised, and were run again in parts."""
+    plans: int
+    """Steps that were planned."""
+    plan_seconds: float
+    """That planning took, in all."""
     plans_rebuilt: int
+    degradations: int
+    """Entries in the ledger."""

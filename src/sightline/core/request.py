@@ -334,6 +334,8 @@ class RequestOutput:
     """Of the prompt: those that an earlier request had left in the cache."""
     num_retractions: int = 0
     """Times that a continuation gave its pages back for others, and computed again what it had."""
+    queue_seconds: float = 0.0
+    """From its submission to its first step, or to its end where none came."""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ that is `template_sandbox`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import jinja2
 
-from sightline.core.errors import CheckpointError, RequestError
+from sightline.core.errors import CheckpointError, ConfigError, RequestError
 from sightline.text.template_limits import MAX_OUTPUT_CHARACTERS, RENDER_SECONDS
 from sightline.text.template_sandbox import SandboxedTemplate
 
@@ -32,6 +33,8 @@ class ChatTemplate:
                 f"expected a chat template of at most {MAX_TEMPLATE_CHARACTERS} characters, got {len(source)}."
             )
         self.source = source
+        self.bos_token = bos_token
+        self.eos_token = eos_token
         self._special = {
             name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
         }
@@ -97,6 +100,15 @@ class ChatTemplate:
         except RequestError:
             return False
         return all(text in rendered for text in _PROBE_TEXTS) and _PROBE_KEY not in rendered
+
+
+def read_template(path: Path) -> str:
+    """A template's source from a file of its own."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_TEMPLATE_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"expected a file with a chat template, got {path}: {error}; name one that exists") from error
 
 
 _PROBE_TEXTS = ("first probed text", "second probed text")

@@ -28,6 +28,19 @@ class PromptTokens:
     """What the model wants after a raw prompt; nothing for nearly all."""
 
 
+@dataclass(frozen=True)
+class TokenizerData:
+    """A tokenizer as plain values: another process builds the same one from them."""
+
+    vocabulary: str
+    """As the tokenizers library writes it."""
+    prompt_tokens: PromptTokens
+    template: str | None
+    """The chat template's source."""
+    template_bos: str | None
+    template_eos: str | None
+
+
 class Tokenizer:
     """A model's vocabulary, its prompt rules and its chat template."""
 
@@ -40,6 +53,33 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self.chat_template = chat_template
+
+    @classmethod
+    def from_data(cls, data: TokenizerData) -> Tokenizer:
+        template = None
+        if data.template is not None:
+            template = ChatTemplate(data.template, data.template_bos, data.template_eos)
+        return cls(tokenizers.Tokenizer.from_str(data.vocabulary), data.prompt_tokens, template)
+
+    def to_data(self) -> TokenizerData:
+        template = self.chat_template
+        return TokenizerData(
+            vocabulary=self._backend.to_str(),
+            prompt_tokens=self._prompt_tokens,
+            template=None if template is None else template.source,
+            template_bos=None if template is None else template.bos_token,
+            template_eos=None if template is None else template.eos_token,
+        )
+
+    def with_template(self, source: str) -> Tokenizer:
+        """The same vocabulary under another chat template."""
+        bos, eos = self.bos_id, min(self.eos_ids, default=None)
+        template = ChatTemplate(
+            source,
+            None if bos is None else self.token(bos),
+            None if eos is None else self.token(eos),
+        )
+        return Tokenizer(self._backend, self._prompt_tokens, template)
 
     @property
     def bos_id(self) -> int | None:
@@ -68,12 +108,16 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """The output of a chat template: as a raw prompt, but nothing is added at the end."""
-        try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"expected text of valid Unicode, got a lone surrogate or no text: {error}") from error
+        ids = self.encode_text(text)
         prefix = list(self._prompt_tokens.prefix)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """A text's own tokens, without anything around them."""
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"expected text of valid Unicode, got a lone surrogate or no text: {error}") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`.

@@ -1,0 +1,129 @@
+"""`serve`: an OpenAI-compatible server. What it does is in `sightline.server`."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.markup import escape
+
+from sightline.cli.console import notes
+from sightline.cli.options import collected, count_option, engine_options
+
+if TYPE_CHECKING:
+    from sightline.server.protocol import Opened
+
+server_options = collected(
+    "served",
+    host=click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+    port=click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free one."),
+    api_key=click.option(
+        "--api-key",
+        multiple=True,
+        metavar="KEY",
+        help="A key that clients must send; may be repeated. Better in SIGHTLINE_API_KEY: command lines can be seen.",
+    ),
+    served_model_name=click.option(
+        "--served-model-name", multiple=True, metavar="NAME", help="What clients call the model; may be repeated."
+    ),
+    allowed_host=click.option(
+        "--allowed-host",
+        multiple=True,
+        metavar="NAME",
+        help="A name under which clients may address the server, beside this machine's; * allows any.",
+    ),
+    max_body_bytes=count_option("--max-body-bytes", default=4 << 20, help="Largest body of a request."),
+    max_request_cost=count_option(
+        "--max-request-cost",
+        help="Most that one request may cost: prompts × n × tokens × (1 + logprobs). 128 contexts without it.",
+    ),
+    request_timeout=click.option(
+        "--request-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that a request may run."
+    ),
+    drain_timeout=click.option(
+        "--drain-timeout",
+        type=click.FloatRange(min=0),
+        default=30.0,
+        show_default=True,
+        help="Seconds that requests under way have when the server is told to end.",
+    ),
+    log_level=click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        show_default=True,
+        help="What is logged, as JSON, on standard error.",
+    ),
+)
+
+
+@click.command()
+@click.argument("name", metavar="[MODEL]", required=False)
+@server_options
+@click.option("--seed", type=int, help="Where the seeds of requests that bring none come from.")
+@count_option("--max-queued-requests", default=1024, help="Sequences that may wait; more are refused with 429.")
+@engine_options
+def serve(
+    name: str | None, served: dict[str, Any], seed: int | None, max_queued_requests: int, settings: dict[str, Any]
+) -> None:
+    """Serve MODEL over HTTP, as OpenAI's clients expect it, with a chat page at /.
+
+    MODEL is a folder, a .gguf file or a Hugging Face id; without one the default model answers. SIGTERM and Ctrl-C let
+    requests under way finish; a second one ends at once.
+    """
+    started = time.perf_counter()
+    import asyncio
+
+    import uvloop
+
+    from sightline.core.config import EngineConfig
+    from sightline.server.logs import log_as_json
+
+    if name is not None and settings["model"] is not None:
+        raise click.UsageError("expected one model, got MODEL and --model; leave one out")
+    engine = EngineConfig(**settings, seed=seed, max_queued_requests=max_queued_requests)
+    if name is not None:
+        engine = replace(engine, model=name)
+    log_as_json(served["log_level"])
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(served, engine, started))
+
+
+async def _run(served: dict[str, Any], engine: Any, started: float) -> None:
+    from sightline.core.environment import api_keys
+    from sightline.server.limits import Limits
+    from sightline.server.serve import Server, ServerConfig
+
+    keys = (*served["api_key"], *api_keys())
+    config = ServerConfig(
+        host=served["host"],
+        port=served["port"],
+        api_keys=keys,
+        served_names=served["served_model_name"],
+        allowed_hosts=served["allowed_host"],
+        limits=Limits(max_body_bytes=served["max_body_bytes"], max_cost=served["max_request_cost"]),
+        request_timeout=served["request_timeout"],
+        drain_seconds=served["drain_timeout"],
+        strict=engine.strict,
+    )
+    await Server(config, engine, lambda url, opened: _announce(url, opened, bool(keys), started)).run()
+
+
+def _announce(url: str, opened: Opened, needs_key: bool, started: float) -> None:
+    """What was decided, where to go, and a command to copy."""
+    for line in opened.lines:
+        notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
+    notes.print(f"[dim]{escape(opened.model)} · ready in {time.perf_counter() - started:.1f} s[/]")
+    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64, "stream": true}'
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    notes.print(
+        f"\n  Chat    [bold]{escape(url)}/[/]\n  API     {escape(url)}/v1   (documentation: {escape(url)}/docs)\n"
+    )
+    notes.print(
+        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n",
+        soft_wrap=True,
+        markup=False,
+    )

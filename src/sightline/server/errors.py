@@ -1,0 +1,53 @@
+"""What a client is told when a request fails: OpenAI's error bodies, whatever went wrong and wherever."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sightline.server.schema import Error, ErrorBody
+
+
+class ApiError(Exception):
+    """An answer other than the one asked for."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        """Seconds."""
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(Error(self.message, self.kind, self.param, self.code)))
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The request can never run as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def busy(message: str, retry_after: int) -> ApiError:
+    """As many wait as may."""
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after=retry_after)
+
+
+def unavailable(message: str, retry_after: int) -> ApiError:
+    """Nothing can be run at the moment."""
+    return ApiError(503, message, kind="service_unavailable", code="engine_unavailable", retry_after=retry_after)
+
+
+def failed(message: str) -> ApiError:
+    """The engine began and could not end it."""
+    return ApiError(500, message, kind="server_error", code="generation_failed")

@@ -1,0 +1,170 @@
+"""What the server tells of itself and of its model: everything that generates nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from sightline.server.access import Access
+from sightline.server.errors import invalid, unavailable
+from sightline.server.ingress import json_reply
+from sightline.server.metrics import ServiceMetrics
+from sightline.server.routing import NO_BODY, PLAIN, Call, Reply, Route
+from sightline.server.schema import (
+    Detokenized,
+    DetokenizeRequest,
+    EngineState,
+    Model,
+    Models,
+    ServerInfo,
+    Status,
+    TokenizeRequest,
+    Tokens,
+    Version,
+)
+from sightline.server.service import RESTART_SECONDS, Service
+from sightline.server.supervisor import Supervisor
+from sightline.version import __version__
+
+READY_SECONDS = 30.0
+"""A step that went through so long ago is proof enough; otherwise one is asked for."""
+PROBE_SECONDS = 5.0
+
+
+class Inspection:
+    """Handlers that only look."""
+
+    def __init__(self, service: Service, supervisor: Supervisor, metrics: ServiceMetrics) -> None:
+        self._service = service
+        self._supervisor = supervisor
+        self._metrics = metrics
+
+    def routes(self) -> tuple[Route[None] | Route[TokenizeRequest] | Route[DetokenizeRequest], ...]:
+        public, key = Access.PUBLIC, Access.KEY
+        return (
+            Route("GET", "/v1/models", key, self.models, "The served models", NO_BODY, Models, refusals=(503,)),
+            Route(
+                "GET", "/v1/models/{model}", key, self.model, "One served model", NO_BODY, Model, refusals=(404, 503)
+            ),
+            Route(
+                "POST",
+                "/tokenize",
+                key,
+                self.tokenize,
+                "A text or a conversation as tokens",
+                TokenizeRequest,
+                Tokens,
+                refusals=(404, 503),
+            ),
+            Route(
+                "POST",
+                "/detokenize",
+                key,
+                self.detokenize,
+                "Tokens as text",
+                DetokenizeRequest,
+                Detokenized,
+                refusals=(404, 503),
+            ),
+            Route("GET", "/health", public, self.health, "The front end is alive", NO_BODY, Status),
+            Route(
+                "GET",
+                "/ready",
+                public,
+                self.ready,
+                "The engine works: a forward pass went through lately",
+                NO_BODY,
+                Status,
+                refusals=(503,),
+            ),
+            Route("GET", "/metrics", key, self.metrics, "Prometheus metrics", NO_BODY, None, content_type=PLAIN),
+            Route("GET", "/version", public, self.version, "The server's version", NO_BODY, Version),
+            Route(
+                "GET",
+                "/server_info",
+                key,
+                self.server_info,
+                "What runs, as resolved",
+                NO_BODY,
+                ServerInfo,
+                refusals=(503,),
+            ),
+        )
+
+    async def models(self, call: Call[None]) -> Reply:
+        del call
+        return json_reply(Models("list", [self._model(name) for name in self._service.names]))
+
+    async def model(self, call: Call[None]) -> Reply:
+        return json_reply(self._model(self._service.check_model(call.tail)))
+
+    async def tokenize(self, call: Call[TokenizeRequest]) -> Reply:
+        request, desk = call.body, self._service.desk
+        self._service.check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise invalid("expected either prompt or messages, got both or neither", "prompt")
+        if request.messages is not None:
+            add = request.add_generation_prompt is not False
+            tokens = await desk.encode_chat(request.messages, request.chat_template_kwargs, add_generation_prompt=add)
+        elif request.add_special_tokens is False:
+            tokens = await desk.encode_bare(request.prompt or "")
+        else:
+            tokens = await desk.encode(request.prompt or "")
+        spelled = [desk.spelling(token) for token in tokens] if request.return_token_strs else None
+        return json_reply(Tokens(tokens, len(tokens), self._service.opened.max_model_len, spelled))
+
+    async def detokenize(self, call: Call[DetokenizeRequest]) -> Reply:
+        service, tokens = self._service, call.body.tokens
+        service.check_model(call.body.model)
+        vocab_size = service.opened.vocab_size
+        if tokens and max(tokens) >= vocab_size:
+            raise invalid(f"expected token ids from 0 to {vocab_size - 1}, got {max(tokens)}", "tokens")
+        return json_reply(Detokenized(await service.desk.decode(tokens)))
+
+    async def health(self, call: Call[None]) -> Reply:
+        del call
+        return json_reply(Status("alive"))
+
+    async def ready(self, call: Call[None]) -> Reply:
+        del call
+        port, admission = self._service.port, self._service.admission
+        if admission.is_draining:
+            raise unavailable("the server is shutting down", RESTART_SECONDS)
+        if not port.is_open:
+            raise unavailable("the engine process is starting", RESTART_SECONDS)
+        if time.monotonic() - port.heard_at > READY_SECONDS and not await port.probe(PROBE_SECONDS):
+            raise unavailable(f"no forward pass went through in the last {READY_SECONDS:g} s", RESTART_SECONDS)
+        return json_reply(Status("ready"))
+
+    async def metrics(self, call: Call[None]) -> Reply:
+        del call
+        return Reply(self._metrics.text(), content_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self, call: Call[None]) -> Reply:
+        del call
+        return json_reply(Version(__version__))
+
+    async def server_info(self, call: Call[None]) -> Reply:
+        del call
+        service, opened = self._service, self._service.opened
+        limits = asdict(service.limits) | {
+            "max_cost": service.max_cost,
+            "max_sequences": opened.max_rows + opened.max_queued,
+            "request_timeout": service.request_timeout,
+        }
+        return json_reply(
+            ServerInfo(
+                version=__version__,
+                models=list(service.names),
+                vocab_size=opened.vocab_size,
+                engine=EngineState(service.port.is_open, self._supervisor.num_starts),
+                config=opened.config,
+                limits=limits,
+                layers=list(opened.lines),
+                degradations=[*opened.degradations, *map(str, service.ledger)],
+            )
+        )
+
+    def _model(self, name: str) -> Model:
+        service = self._service
+        return Model(name, "model", service.created, "sightline", service.opened.max_model_len)

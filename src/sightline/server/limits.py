@@ -1,0 +1,154 @@
+"""Bounds on what a client may send, checked before anything is made of it.
+
+    bytes (while they come) ─▶ nesting ─▶ types and ranges ─▶ cost ─▶ work
+
+Does not know routes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from sightline.server.errors import ApiError, invalid
+
+MAX_DEPTH = 64
+COST_IN_CONTEXTS = 128
+"""What a request may cost, in full contexts of tokens, unless a limit is set."""
+MAX_CONTAINERS = 1 << 17
+"""Objects and arrays in one body."""
+MAX_SHOWN_BYTES = 40
+"""Of a wrong value, in an error."""
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may be."""
+
+    max_body_bytes: int = 4 << 20
+    max_cost: int | None = None
+    """Prompts × n × tokens × (1 + log probabilities), a bound on what one request can make; None: so many contexts."""
+    body_seconds: float = 30.0
+    """In which a body must have come."""
+    write_seconds: float = 60.0
+    """In which a client must have taken what it was sent."""
+
+
+def check_nesting(body: bytes) -> None:
+    """Raises for JSON that is nested too deep or has too many parts, in time linear in its length."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS)
+    if len(brackets) > 2 * MAX_CONTAINERS:
+        raise invalid(f"expected at most {MAX_CONTAINERS} objects and arrays in a body, got more")
+    depth = 0
+    for bracket in brackets:
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise invalid(f"expected JSON nested at most {MAX_DEPTH} deep, got more; send a flatter body")
+
+
+def parse(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
+    """A body as `kind`, and the fields in it that `kind` does not have."""
+    check_nesting(body)
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"expected a body of JSON, got something else: {error}", code="invalid_json") from error
+    try:
+        parsed = msgspec.convert(raw, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _misfit(raw, str(error)) from error
+    return parsed, sorted(unused_fields(raw, kind))
+
+
+def unused_fields(raw: object, kind: object, path: str = "") -> set[str]:
+    """Names of fields that a type does not have, with where they are."""
+    found: set[str] = set()
+    structure = msgspec.inspect.type_info(kind)
+    pending: list[tuple[object, msgspec.inspect.Type, str]] = [(raw, structure, path)]
+    while pending:
+        value, shape, where = pending.pop()
+        match shape, value:
+            case msgspec.inspect.UnionType(types=types), _:
+                pending += [(value, each, where) for each in types if _fits(value, each)]
+            case msgspec.inspect.StructType(fields=fields), dict():
+                named = {each.encode_name: each for each in fields}
+                found |= {_shown_name(f"{where}.{name}") for name in value if name not in named}
+                pending += [
+                    (value[name], each.type, f"{where}.{name}") for name, each in named.items() if name in value
+                ]
+            case msgspec.inspect.ListType(item_type=item), list() if _holds_structs(item):
+                pending += [(each, item, f"{where}[]") for each in value]
+            case _:
+                pass
+    return found
+
+
+def check_cost(*, prompts: int, n: int, tokens: int, logprobs: int, most: int) -> None:
+    """Raises where one request may make more than any may. `tokens` bounds one continuation with its prompt."""
+    cost = prompts * n * tokens * (1 + logprobs)
+    if cost > most:
+        raise invalid(
+            f"expected a request that costs at most {most:,}, got {cost:,}: {prompts} prompts × n {n} × "
+            f"{tokens:,} tokens × (1 + {logprobs} log probabilities); lower max_tokens, n or logprobs, or send fewer "
+            "prompts at once",
+            code="cost_exceeded",
+        )
+
+
+def _holds_structs(shape: msgspec.inspect.Type) -> bool:
+    match shape:
+        case msgspec.inspect.StructType():
+            return True
+        case msgspec.inspect.UnionType(types=types):
+            return any(_holds_structs(each) for each in types)
+        case _:
+            return False
+
+
+def _fits(value: object, shape: msgspec.inspect.Type) -> bool:
+    match shape:
+        case msgspec.inspect.StructType():
+            return isinstance(value, dict)
+        case msgspec.inspect.ListType():
+            return isinstance(value, list)
+        case _:
+            return False
+
+
+def _shown_name(path: str) -> str:
+    """A field's name as a header can carry it."""
+    return re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", path.removeprefix("."))[:64]
+
+
+def _misfit(raw: object, said: str) -> ApiError:
+    """What a field should be, where it is, and what came."""
+    match = _PLACE.match(said)
+    what, path = (match["what"], match["path"] or "") if match is not None else (said, "")
+    param = path.removeprefix(".") or None
+    where = "" if param is None else f"{param}: "
+    got = "" if ", got " in what else _got(raw, path)
+    return invalid(f"{where}{what[:1].lower()}{what[1:]}{got}", param)
+
+
+def _got(raw: object, path: str) -> str:
+    """The value at a place, where it is short and has one."""
+    value = raw
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        match value:
+            case dict() if name in value:
+                value = value[name]
+            case list() if index and int(index) < len(value):
+                value = value[int(index)]
+            case _:
+                return ""
+    shown = b"" if isinstance(value, dict | list) else msgspec.json.encode(value)
+    return f", got {shown.decode()}" if 0 < len(shown) <= MAX_SHOWN_BYTES and "[...]" not in path else ""

@@ -1,0 +1,249 @@
+"""The composition root of the server, and its life: start, serve, drain, end.
+
+SIGTERM ─▶ new requests 503 ─▶ those under way end, or the deadline comes ─▶ engine process told to stop ─▶ exit 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+
+import uvicorn
+
+from sightline.core.config import EngineConfig
+from sightline.core.errors import ConfigError
+from sightline.core.ledger import Ledger
+from sightline.server.access import Access, HostList, Keyring
+from sightline.server.admission import Admission
+from sightline.server.chat import ChatCompleter
+from sightline.server.completion import TextCompleter
+from sightline.server.http import BoundedProtocol
+from sightline.server.ingress import Ingress
+from sightline.server.inspection import Inspection
+from sightline.server.limits import Limits
+from sightline.server.logs import log
+from sightline.server.metrics import ServiceMetrics
+from sightline.server.openapi import openapi_document
+from sightline.server.pages import Page
+from sightline.server.port import EnginePort, EngineStartError
+from sightline.server.protocol import Opened
+from sightline.server.routing import HTML, NO_BODY, Call, Reply, Route, RouteTable
+from sightline.server.schema import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest
+from sightline.server.service import Service
+from sightline.server.supervisor import Supervisor
+
+logger = logging.getLogger("sightline.server")
+END_SECONDS = 5.0
+"""In which the engine process and open connections must end, once everything is answered."""
+KEEP_ALIVE_SECONDS = 75
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How to serve; what to serve is an `EngineConfig`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes one that is free."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    served_names: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    request_timeout: float | None = None
+    drain_seconds: float = 30.0
+    """What requests under way have when the server is told to end."""
+    stall_seconds: float = 300.0
+    """An engine process that has work and finishes no step for so long is replaced."""
+    strict: bool = False
+
+
+class Server:
+    """A front end, and the engine process behind it."""
+
+    def __init__(self, config: ServerConfig, engine: EngineConfig, on_open: Callable[[str, Opened], None]) -> None:
+        """`on_open` is told the address and what serves there, once the model is loaded."""
+        self._config = config
+        self._on_open = on_open
+        self._metrics = ServiceMetrics()
+        self._port = EnginePort(self._metrics)
+        self._supervisor = Supervisor(engine, self._port, stall_seconds=config.stall_seconds)
+        keys = Keyring(config.api_keys)
+        self._admission = Admission(shared=len(keys) > 1)
+        self._ledger = Ledger(strict=config.strict)
+        if not keys and not _is_local(config.host):
+            self._ledger.record(
+                "--api-key",
+                f"none is set, and {config.host} can be reached from other machines: anybody there can use the server",
+                "set SIGHTLINE_API_KEY, or listen on 127.0.0.1",
+            )
+        self._service = Service(
+            self._port, self._admission, config.limits, config.served_names, config.request_timeout, self._ledger
+        )
+        self._stopping = asyncio.Event()
+        self._num_signals = 0
+        table = self._routes(needs_key=len(keys) > 0)
+        hosts = HostList(config.host, config.allowed_hosts)
+        ingress = Ingress(table, keys, hosts, config.limits, self._admission, self._metrics, strict=config.strict)
+        self._http = _QuietServer(
+            uvicorn.Config(
+                ingress,
+                loop="none",
+                http=BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=True,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=int(END_SECONDS),
+                backlog=2048,
+            )
+        )
+
+    async def run(self) -> None:
+        """Serves until a signal ends it. Raises `ConfigError` where the server or its engine cannot start."""
+        listener = _listen(self._config.host, self._config.port)
+        with self._signals():
+            supervising = asyncio.ensure_future(self._supervisor.run())
+            serving = asyncio.ensure_future(self._http.serve([listener]))
+            opening = asyncio.ensure_future(self._announce(listener))
+            stopping = asyncio.ensure_future(self._stopping.wait())
+            try:
+                await asyncio.wait({supervising, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if supervising.done():
+                    supervising.result()
+                await self._drain()
+            except EngineStartError as error:
+                raise ConfigError(str(error)) from error
+            finally:
+                opening.cancel()
+                stopping.cancel()
+                self._http.should_exit = True
+                await self._supervisor.stop(END_SECONDS)
+                supervising.cancel()
+                with suppress(asyncio.CancelledError, EngineStartError):
+                    await supervising
+                await serving
+
+    async def _announce(self, listener: socket.socket) -> None:
+        """Room is known once the model is loaded."""
+        await self._port.until_open()
+        opened = self._service.opened
+        self._service.prepare()
+        self._admission.set_capacity(opened.max_rows + opened.max_queued)
+        host, port = listener.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        self._metrics.engine.num_own_degradations = len(self._ledger)
+        for entry in self._ledger:
+            log(logger, logging.WARNING, "degraded", {"what": str(entry)})
+        self._on_open(f"http://{name}:{port}", opened)
+
+    async def _drain(self) -> None:
+        """Waits until everything under way is answered, or the deadline comes, or a second signal."""
+        self._admission.is_draining = True
+        log(logger, logging.INFO, "draining", {"under_way": self._admission.num_held})
+        deadline = asyncio.get_running_loop().time() + self._config.drain_seconds
+        while self._admission.num_held and asyncio.get_running_loop().time() < deadline and self._num_signals < 2:
+            await asyncio.sleep(0.02)
+        log(logger, logging.INFO, "drained", {"left": self._admission.num_held})
+        self._port.give_up("the server shut down before the request was finished")
+
+    def _routes(self, *, needs_key: bool) -> RouteTable:
+        inspection = Inspection(self._service, self._supervisor, self._metrics)
+        refusals = (404, 429, 500, 503)
+        listed: list[Route[ChatRequest] | Route[CompletionRequest]] = [
+            Route(
+                "POST",
+                "/v1/chat/completions",
+                Access.KEY,
+                ChatCompleter(self._service).handle,
+                "Go on with a conversation",
+                ChatRequest,
+                ChatCompletion,
+                event=ChatChunk,
+                refusals=refusals,
+                holds_room=True,
+            ),
+            Route(
+                "POST",
+                "/v1/completions",
+                Access.KEY,
+                TextCompleter(self._service).handle,
+                "Continue prompts",
+                CompletionRequest,
+                Completion,
+                event=Completion,
+                refusals=refusals,
+                holds_room=True,
+            ),
+        ]
+        described = [*listed, *inspection.routes()]
+        document = Reply(openapi_document(described, needs_key=needs_key))
+
+        async def openapi(call: Call[None]) -> Reply:
+            del call
+            return document
+
+        public = Access.PUBLIC
+        return RouteTable(
+            [
+                *described,
+                Route("GET", "/openapi.json", public, openapi, "This document", NO_BODY, None),
+                Route("GET", "/", public, Page("chat.html").show, "Chat", NO_BODY, None, HTML),
+                Route("GET", "/docs", public, Page("docs.html").show, "Documentation", NO_BODY, None, HTML),
+            ]
+        )
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first signal drains, the second ends at once."""
+        loop = asyncio.get_running_loop()
+
+        def received(number: int, frame: FrameType | None) -> None:
+            del number, frame
+            self._num_signals += 1
+            loop.call_soon_threadsafe(self._stopping.set)
+
+        before = {number: signal.signal(number, received) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _QuietServer(uvicorn.Server):
+    """uvicorn without signals of its own: it would close its door at once, and new requests would find nobody."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _is_local(host: str) -> bool:
+    """True where nobody but this machine can reach it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=kind, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"expected an address and a port that can be listened on, got {host}:{port}: {error}; use another --port"
+        ) from error
