@@ -145,7 +145,9 @@ class Server:
         self._metrics.engine.num_own_degradations = len(self._ledger)
         for entry in self._ledger:
             log(logger, logging.WARNING, "degraded", {"what": str(entry)})
-        self._on_open(f"http://{name}:{port}", opened)
+        url = f"http://{name}:{port}"
+        log(logger, logging.INFO, "open", {"url": url, "model": opened.model})
+        self._on_open(url, opened)
 
     async def _drain(self) -> None:
         """Waits until everything under way is answered, or the deadline comes, or a second signal."""

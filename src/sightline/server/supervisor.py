@@ -94,6 +94,7 @@ class Supervisor:
             start_new_session=True,
         )
         self._process = process
+        log(logger, logging.INFO, "engine process started", {"engine_pid": process.pid, "start": self.num_starts})
         ended, said = asyncio.ensure_future(process.wait()), ""
         watch = asyncio.ensure_future(self._watch(process))
         try:
