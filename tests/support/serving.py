@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -111,6 +112,18 @@ class ServedProcess:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
 
+    def kill_engines(self) -> None:
+        """Whatever is left of them: where the front end was killed, one may be stuck."""
+        for event in self._logged("engine process started"):
+            with suppress(ProcessLookupError):
+                os.kill(event["engine_pid"], signal.SIGKILL)
+
+    def read_to_end(self) -> None:
+        """All that the processes said, once they are gone."""
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -123,18 +136,34 @@ class ServedProcess:
 
 @contextmanager
 def serving(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[ServedProcess]:
-    """A server on a free port; killed at the end if it still runs."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sightline", "serve", "--port", "0", "--cache-tokens", "32k", *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(environment or {})},
-    )
+    """A server with a real engine on a free port."""
+    command = [sys.executable, "-m", "sightline", "serve", "--port", "0", "--cache-tokens", "32k", *flags]
+    with _running(command, environment or {}) as served:
+        yield served
+
+
+@contextmanager
+def fake_serving(
+    behaviour: str = "", *, max_queued: int = 64, until_open: bool = True, **server: object
+) -> Iterator[ServedProcess]:
+    """A server whose engine process only counts; `behaviour` is told in `fake_engine`."""
+    settings = {"model": behaviour or None, "engine": {"max_queued_requests": max_queued}, "server": server}
+    with _running([sys.executable, str(Path(__file__).with_name("fake_serve.py")), json.dumps(settings)], {}) as served:
+        if until_open:
+            served.wait_for("open")
+        yield served
+
+
+@contextmanager
+def _running(command: list[str], environment: Mapping[str, str]) -> Iterator[ServedProcess]:
+    """Killed at the end if it still runs."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    served = ServedProcess(process)
     try:
-        yield ServedProcess(process)
+        yield served
     finally:
         if process.poll() is None:
             process.kill()
         process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
+        served.kill_engines()
+        served.read_to_end()

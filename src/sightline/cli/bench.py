@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from sightline.cli.bench_serve import serve
 from sightline.cli.console import notes
 from sightline.cli.options import (
     collected,
     counts_option,
-    json_option,
     measure_option,
     measured_engine_options,
     parse_target,
 )
+from sightline.cli.reports import json_settings, print_report, report_file_options
 
 if TYPE_CHECKING:
-    from sightline.tools.bench import Report
     from sightline.tools.bench_work import Works
-    from sightline.tools.growth import GrowthReport
-    from sightline.tools.interference import InterferenceReport
-    from sightline.tools.multiturn import MultiturnReport
-    from sightline.tools.profile_step import ProfileReport
-    from sightline.tools.scheduling import SchedulingReport
 
-json_settings = {
-    "as_json": json_option,
-    "save_result": click.option(
-        "--save-result", type=parse_target, metavar="FILE", help="Write the JSON object here too."
-    ),
-}
 bench_options = collected(
     "how",
     compare=click.option(
@@ -42,12 +29,14 @@ bench_options = collected(
     num_iters=measure_option("--num-iters", default=5, help="Rounds that count; medians are told."),
     **json_settings,
 )
-report_file_options = collected("how", **json_settings)
 
 
 @click.group()
 def bench() -> None:
     """Measure speed: engines in turns, after they have given the same tokens, with the floor."""
+
+
+bench.add_command(serve)
 
 
 @bench.command()
@@ -123,7 +112,7 @@ def growth(
     )
     if plot is not None:
         plot.write_text(report.svg())
-    _print_report(report, how)
+    print_report(report, how)
 
 
 @bench.command()
@@ -137,7 +126,7 @@ def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any]
     from sightline.tools.bench_work import load_subject
     from sightline.tools.profile_step import profile_steps
 
-    _print_report(profile_steps(load_subject(settings), batch_size, input_len, num_steps), how)
+    print_report(profile_steps(load_subject(settings), batch_size, input_len, num_steps), how)
 
 
 @bench.command()
@@ -156,7 +145,7 @@ def multiturn(how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> 
         raise click.BadParameter("expected at least 2 turns, got 1, which has nothing to reuse", param_hint="--turns")
     chat = Chat(**lengths)
     report = measure_multiturn(settings, chat, lambda turn: notes.print(f"[dim]turn {turn} of {chat.turns}[/]"))
-    _print_report(report, how)
+    print_report(report, how)
 
 
 @bench.command()
@@ -178,7 +167,7 @@ def interference(num_iters: int, how: dict[str, Any], settings: dict[str, Any], 
             f"[dim]round {number} of {num_iters}: largest gap {measured.ratio:.2f} budgeted steps[/]"
         ),
     )
-    _print_report(report, how)
+    print_report(report, how)
 
 
 @bench.command()
@@ -196,22 +185,11 @@ def scheduler(rows: list[int], prefixes: list[int], num_steps: int, how: dict[st
         num_steps,
         lambda load: notes.print(f"[dim]built: {load.rows} rows, {load.prefixes} prefixes[/]"),
     )
-    _print_report(report, how)
+    print_report(report, how)
 
 
 def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> None:
     from sightline.tools.bench_work import compare_engines
 
     compared = [name.strip() for name in how["compare"].split(",") if name.strip()]
-    _print_report(compare_engines(settings, works, compared, how["num_iters"]), how)
-
-
-def _print_report(
-    report: Report | GrowthReport | InterferenceReport | MultiturnReport | ProfileReport | SchedulingReport,
-    how: dict[str, Any],
-) -> None:
-    """As text, or as one JSON object; the object also into a file where one is asked for."""
-    text = json.dumps(asdict(report), indent=2)
-    click.echo(text if how["as_json"] else "\n".join(report.lines()))
-    if how["save_result"] is not None:
-        how["save_result"].write_text(text + "\n")
+    print_report(compare_engines(settings, works, compared, how["num_iters"]), how)

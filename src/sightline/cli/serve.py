@@ -108,6 +108,7 @@ async def _run(served: dict[str, Any], engine: Any, started: float) -> None:
         request_timeout=served["request_timeout"],
         drain_seconds=served["drain_timeout"],
         strict=engine.strict,
+        log_level=served["log_level"],
     )
     await Server(config, engine, lambda url, opened: _announce(url, opened, bool(keys), started)).run()
 

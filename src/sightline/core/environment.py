@@ -26,3 +26,13 @@ def proof_folder() -> Path:
     if not cache.is_absolute():
         raise ConfigError(f"expected an absolute path in XDG_CACHE_HOME, got {named!r}; set a full path, or unset it")
     return cache / "sightline" / "proofs"
+
+
+def openai_api_key() -> str | None:
+    """The key that clients of OpenAI's protocol send: `$OPENAI_API_KEY`, None where it is not set or empty."""
+    key = os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(
+            "expected printable characters without spaces in OPENAI_API_KEY, got others; set the key alone, or unset it"
+        )
+    return key or None

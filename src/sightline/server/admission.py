@@ -17,6 +17,7 @@ from sightline.server.errors import busy, invalid, unavailable
 RATE_SECONDS = 30.0
 """Over which the rate of ends is taken."""
 MAX_RETRY_AFTER = 60
+MAX_REMEMBERED_ENDS = 1024
 
 
 class Admission:
@@ -28,7 +29,7 @@ class Admission:
         self._clock = clock
         self._capacity = 0
         self._held: Counter[str] = Counter()
-        self._ends: deque[tuple[float, int]] = deque()
+        self._ends: deque[tuple[float, int]] = deque(maxlen=MAX_REMEMBERED_ENDS)
         self.is_draining = False
         self.num_refused = 0
 

@@ -49,7 +49,9 @@ class ChatCompleter(Completer[ChatRequest]):
         return sum(64 + len(text.encode()) for message in request.messages for text in _texts(message.content))
 
     async def prompts(self, request: ChatRequest) -> list[Prompt]:
-        return [Prompt(await self._service.desk.encode_chat(request.messages, request.chat_template_kwargs))]
+        tokens = await self._service.desk.encode_chat(request.messages, request.chat_template_kwargs)
+        self._service.check_tokens(tokens, "messages")
+        return [Prompt(tokens)]
 
     def sampling(self, request: ChatRequest) -> dict[str, Any]:
         if request.response_format is not None and request.response_format.type != "text":

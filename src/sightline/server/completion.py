@@ -49,7 +49,7 @@ class TextCompleter(Completer[CompletionRequest]):
         desk, prompts = self._service.desk, []
         for each in _listed(request.prompt):
             tokens = await desk.encode(each) if isinstance(each, str) else each
-            self._service.check_tokens(tokens)
+            self._service.check_tokens(tokens, "prompt")
             if request.echo:
                 prompts.append(Prompt(tokens, await desk.decode(tokens), await desk.decode(tokens[:1])))
             else:

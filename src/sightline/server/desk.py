@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sightline.core.errors import RequestError
-from sightline.server.errors import ApiError, invalid
+from sightline.server.errors import invalid
 from sightline.server.schema import Message
 from sightline.text.tokenizer import Tokenizer, TokenizerData
 
@@ -55,7 +55,8 @@ class TextDesk:
         return await self._run(
             lambda: self._tokenizer.encode_rendered(
                 template.render(turns, add_generation_prompt=add_generation_prompt, **(switches or {}))
-            )
+            ),
+            "messages",
         )
 
     async def decode(self, tokens: Sequence[int]) -> str:
@@ -65,12 +66,9 @@ class TextDesk:
         """The vocabulary's own writing of a token."""
         return self._tokenizer.token(token)
 
-    async def _run(self, work: Callable[[], _T]) -> _T:
+    async def _run(self, work: Callable[[], _T], param: str = "prompt") -> _T:
+        """`param` is the field that the text came in."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except RequestError as error:
-            raise _refused(error) from error
-
-
-def _refused(error: RequestError) -> ApiError:
-    return invalid(str(error))
+            raise invalid(str(error), param) from error

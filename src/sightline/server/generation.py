@@ -5,6 +5,8 @@ Owns what both kinds of completion share. `chat` and `completion` own their shap
 
 from __future__ import annotations
 
+import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
@@ -117,7 +119,7 @@ class Completer(ABC, Generic[RequestT]):
     async def handle(self, call: Call[RequestT]) -> Reply | Stream:
         """From a checked body to its answer, or to the beginning of its stream."""
         request, service = call.body, self._service
-        head = Head(self.id_prefix + call.request_id, service.created, service.check_model(request.model))
+        head = Head(self.id_prefix + call.request_id, int(time.time()), service.check_model(request.model))
         params, num_prompts = self._params(request), self.num_prompts(request)
         self._check_cost(request, params, num_prompts)
         with ExitStack() as places:
@@ -166,7 +168,7 @@ class Completer(ABC, Generic[RequestT]):
         try:
             return SamplingParams(**({"max_tokens": None} | params))
         except RequestError as error:
-            raise invalid(str(error)) from error
+            raise invalid(str(error), field_named_in(str(error))) from error
 
     def _check_cost(self, request: RequestT, params: SamplingParams, count: int) -> None:
         context = self._service.opened.max_model_len
@@ -245,6 +247,12 @@ def _take(report: Delta | Ended, place: int, outcome: Outcome, running: Running)
             reasons = {each.finish_reason for each in outcome.continuations[place * n : (place + 1) * n]}
             if error is not None and "error" in reasons:
                 raise failed(f"the engine could not finish the request: {error}")
+
+
+def field_named_in(message: str) -> str | None:
+    """The field that an error is about: the first that it names."""
+    names = (word for word in re.findall(r"\w+", message) if word in _SAMPLED or word == "max_tokens")
+    return next(names, None)
 
 
 def told_prompt_logprobs(entries: Sequence[PositionLogprobs | None]) -> PromptLogprobs:

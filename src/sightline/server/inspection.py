@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from sightline.server.access import Access
 from sightline.server.errors import invalid, unavailable
@@ -26,18 +26,25 @@ from sightline.server.service import RESTART_SECONDS, Service
 from sightline.server.supervisor import Supervisor
 from sightline.version import __version__
 
-READY_SECONDS = 30.0
-"""A step that went through so long ago is proof enough; otherwise one is asked for."""
-PROBE_SECONDS = 5.0
+
+@dataclass(frozen=True)
+class Patience:
+    """When the engine counts as working."""
+
+    ready_seconds: float
+    """A step that went through so long ago is proof enough; otherwise one is asked for."""
+    probe_seconds: float
+    """In which that one must go through."""
 
 
 class Inspection:
     """Handlers that only look."""
 
-    def __init__(self, service: Service, supervisor: Supervisor, metrics: ServiceMetrics) -> None:
+    def __init__(self, service: Service, supervisor: Supervisor, metrics: ServiceMetrics, patience: Patience) -> None:
         self._service = service
         self._supervisor = supervisor
         self._metrics = metrics
+        self._patience = patience
 
     def routes(self) -> tuple[Route[None] | Route[TokenizeRequest] | Route[DetokenizeRequest], ...]:
         public, key = Access.PUBLIC, Access.KEY
@@ -132,8 +139,10 @@ class Inspection:
             raise unavailable("the server is shutting down", RESTART_SECONDS)
         if not port.is_open:
             raise unavailable("the engine process is starting", RESTART_SECONDS)
-        if time.monotonic() - port.heard_at > READY_SECONDS and not await port.probe(PROBE_SECONDS):
-            raise unavailable(f"no forward pass went through in the last {READY_SECONDS:g} s", RESTART_SECONDS)
+        patience = self._patience
+        is_stale = time.monotonic() - port.heard_at > patience.ready_seconds
+        if is_stale and not await port.probe(patience.probe_seconds):
+            raise unavailable(f"no forward pass went through in {patience.ready_seconds:g} s", RESTART_SECONDS)
         return json_reply(Status("ready"))
 
     async def metrics(self, call: Call[None]) -> Reply:

@@ -22,9 +22,10 @@ MAX_CONTAINERS = 1 << 17
 """Objects and arrays in one body."""
 MAX_SHOWN_BYTES = 40
 """Of a wrong value, in an error."""
-_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+"""One without an end goes on to the body's: a search that began again at its next quote would take quadratic time."""
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_PLACE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _T = TypeVar("_T")
 
 

@@ -36,6 +36,7 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
     """The first command: what engine to build."""
 
     config: EngineConfig
+    log_level: str
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):

@@ -102,9 +102,9 @@ class RouteTable:
         methods, tail = self._find(path)
         if not methods:
             raise ApiError(404, "expected the path of a route, got one that is not there; see /docs", code="not_found")
-        route = methods.get(method)
+        route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
-            allowed = ", ".join(sorted(methods))
+            allowed = ", ".join(sorted({*methods, *(["HEAD"] if "GET" in methods else [])}))
             raise MethodError(f"expected {allowed}, got a {method[:16]} request", allowed)
         return route, tail
 

@@ -51,9 +51,9 @@ class GenerationFields(Struct, kw_only=True, frozen=True):
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS, description="Continuations of each prompt.")] | None = None
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: Annotated[str | StopTexts, Meta(description="Text that ends the answer, and is not part of it.")] | None = (
-        None
-    )
+    stop: (
+        Annotated[StopText | StopTexts, Meta(description="Text that ends the answer, and is not part of it.")] | None
+    ) = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=_MOST)] | None = None

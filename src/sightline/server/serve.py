@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -26,18 +26,18 @@ from sightline.server.chat import ChatCompleter
 from sightline.server.completion import TextCompleter
 from sightline.server.http import BoundedProtocol
 from sightline.server.ingress import Ingress
-from sightline.server.inspection import Inspection
+from sightline.server.inspection import Inspection, Patience
 from sightline.server.limits import Limits
 from sightline.server.logs import log
 from sightline.server.metrics import ServiceMetrics
 from sightline.server.openapi import openapi_document
 from sightline.server.pages import Page
 from sightline.server.port import EnginePort, EngineStartError
-from sightline.server.protocol import Opened
+from sightline.server.protocol import Configure, Opened
 from sightline.server.routing import HTML, NO_BODY, Call, Reply, Route, RouteTable
 from sightline.server.schema import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest
 from sightline.server.service import Service
-from sightline.server.supervisor import Supervisor
+from sightline.server.supervisor import WORKER, Supervisor
 
 logger = logging.getLogger("sightline.server")
 END_SECONDS = 5.0
@@ -61,19 +61,35 @@ class ServerConfig:
     """What requests under way have when the server is told to end."""
     stall_seconds: float = 300.0
     """An engine process that has work and finishes no step for so long is replaced."""
+    ready_seconds: float = 30.0
+    """A step that went through so long ago still shows that the engine works; otherwise one is asked for."""
+    probe_seconds: float = 5.0
+    """In which a step that is asked for must go through."""
     strict: bool = False
+    log_level: str = "info"
 
 
 class Server:
     """A front end, and the engine process behind it."""
 
-    def __init__(self, config: ServerConfig, engine: EngineConfig, on_open: Callable[[str, Opened], None]) -> None:
-        """`on_open` is told the address and what serves there, once the model is loaded."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: EngineConfig,
+        on_open: Callable[[str, Opened], None],
+        worker: Sequence[str] = WORKER,
+    ) -> None:
+        """`on_open` is told the address and what serves there, once the model is loaded.
+
+        `worker` is the command that starts an engine process.
+        """
         self._config = config
         self._on_open = on_open
         self._metrics = ServiceMetrics()
         self._port = EnginePort(self._metrics)
-        self._supervisor = Supervisor(engine, self._port, stall_seconds=config.stall_seconds)
+        self._supervisor = Supervisor(
+            Configure(engine, config.log_level), self._port, stall_seconds=config.stall_seconds, command=worker
+        )
         keys = Keyring(config.api_keys)
         self._admission = Admission(shared=len(keys) > 1)
         self._ledger = Ledger(strict=config.strict)
@@ -112,10 +128,12 @@ class Server:
     async def run(self) -> None:
         """Serves until a signal ends it. Raises `ConfigError` where the server or its engine cannot start."""
         listener = _listen(self._config.host, self._config.port)
+        url = _url(listener)
+        log(logger, logging.INFO, "listening", {"url": url})
         with self._signals():
             supervising = asyncio.ensure_future(self._supervisor.run())
             serving = asyncio.ensure_future(self._http.serve([listener]))
-            opening = asyncio.ensure_future(self._announce(listener))
+            opening = asyncio.ensure_future(self._announce(url))
             stopping = asyncio.ensure_future(self._stopping.wait())
             try:
                 await asyncio.wait({supervising, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -134,18 +152,15 @@ class Server:
                     await supervising
                 await serving
 
-    async def _announce(self, listener: socket.socket) -> None:
+    async def _announce(self, url: str) -> None:
         """Room is known once the model is loaded."""
         await self._port.until_open()
         opened = self._service.opened
         self._service.prepare()
         self._admission.set_capacity(opened.max_rows + opened.max_queued)
-        host, port = listener.getsockname()[:2]
-        name = f"[{host}]" if ":" in host else host
         self._metrics.engine.num_own_degradations = len(self._ledger)
         for entry in self._ledger:
             log(logger, logging.WARNING, "degraded", {"what": str(entry)})
-        url = f"http://{name}:{port}"
         log(logger, logging.INFO, "open", {"url": url, "model": opened.model})
         self._on_open(url, opened)
 
@@ -160,7 +175,8 @@ class Server:
         self._port.give_up("the server shut down before the request was finished")
 
     def _routes(self, *, needs_key: bool) -> RouteTable:
-        inspection = Inspection(self._service, self._supervisor, self._metrics)
+        patience = Patience(self._config.ready_seconds, self._config.probe_seconds)
+        inspection = Inspection(self._service, self._supervisor, self._metrics, patience)
         refusals = (404, 429, 500, 503)
         listed: list[Route[ChatRequest] | Route[CompletionRequest]] = [
             Route(
@@ -229,6 +245,11 @@ class _QuietServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _is_local(host: str) -> bool:

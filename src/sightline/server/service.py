@@ -87,12 +87,12 @@ class Service:
             )
         return self.names[0] if asked is None else asked
 
-    def check_tokens(self, prompt: Sequence[int]) -> None:
-        """Raises for a prompt that this model cannot take."""
+    def check_tokens(self, prompt: Sequence[int], param: str) -> None:
+        """Raises for a prompt that this model cannot take; `param` is the field that it came in."""
         try:
             check_prompt(prompt, self.opened.vocab_size, self.opened.max_model_len)
         except RequestError as error:
-            raise invalid(str(error)) from error
+            raise invalid(str(error), param) from error
 
     async def start(
         self, call: Call[Any], prompts: Sequence[Sequence[int]], params: SamplingParams, release: ExitStack
@@ -100,8 +100,6 @@ class Service:
         """Submits prompts and waits until they are accepted. `release` already holds their places."""
         terms = Terms(caller=call.caller, timeout=self.request_timeout)
         with release:
-            for prompt in prompts:
-                self.check_tokens(prompt)
             try:
                 answers = self.port.submit([tuple(prompt) for prompt in prompts], params, terms, call.received_at)
                 release.callback(self.port.cancel, answers)

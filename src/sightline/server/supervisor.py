@@ -16,12 +16,11 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError
 from sightline.server.logs import log
 from sightline.server.port import EnginePort, EngineStartError
@@ -31,20 +30,29 @@ logger = logging.getLogger("sightline.server")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
 """Seconds before the next start: doubled as long as engine processes end before a single step."""
 WATCH_SECONDS = 1.0
+WORKER = (sys.executable, "-P", "-m", "sightline.server.worker")
 
 
 class Supervisor:
     """One engine process after another."""
 
-    def __init__(self, config: EngineConfig, port: EnginePort, *, stall_seconds: float) -> None:
-        self._config = config
+    def __init__(
+        self,
+        first: Configure,
+        port: EnginePort,
+        *,
+        stall_seconds: float,
+        command: Sequence[str] = WORKER,
+    ) -> None:
+        """`first` is what every process is told first; `command` starts one, with the socket's path after it."""
+        self._first = first
         self._port = port
         self._stall_seconds = stall_seconds
+        self._command = tuple(command)
         self._process: asyncio.subprocess.Process | None = None
         self._connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
         self._stopping = asyncio.Event()
         self.num_starts = 0
-        self.socket_path: Path | None = None
 
     @property
     def pid(self) -> int | None:
@@ -85,10 +93,7 @@ class Supervisor:
         """One engine process to its end; why it ended."""
         self.num_starts += 1
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "sightline.server.worker",
+            *self._command,
             str(path),
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
@@ -117,7 +122,7 @@ class Supervisor:
             return ""
         reader, writer = connected.result()
         try:
-            await self._port.attend(reader, writer, Configure(self._config))
+            await self._port.attend(reader, writer, self._first)
         except (EngineStartError, ProtocolError) as error:
             return str(error)
         finally:
@@ -159,7 +164,7 @@ class Supervisor:
         try:
             listener = _bound(path)
             server = await asyncio.start_unix_server(self._connect, sock=listener)
-            self.socket_path = path
+            log(logger, logging.DEBUG, "engine socket", {"path": str(path)})
             yield path
         finally:
             if server is not None:

@@ -9,6 +9,7 @@ when the device has failed; whoever started it decides what then.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -47,6 +48,8 @@ from sightline.server.protocol import (
 from sightline.tools.startup import startup_report
 
 logger = logging.getLogger("sightline.engine")
+ORPHAN_SECONDS = 10.0
+"""What a step has to end in, once the front end is gone."""
 PROGRESS_SECONDS = 0.25
 """Between two reports of the engine's state while it works."""
 
@@ -92,6 +95,9 @@ class Channel:
             logger.error("the front end cannot be understood: %s", error)
         finally:
             self._commands.put(None)
+            # A step that never ends keeps nobody waiting: there is nobody left.
+            time.sleep(ORPHAN_SECONDS)
+            os._exit(1)
 
 
 class Worker:
@@ -225,8 +231,8 @@ def serve_engine(path: str) -> int:
     channel = Channel(connection)
     try:
         match channel.take(wait=True):
-            case [Configure(config)]:
-                pass
+            case [Configure(config, log_level)]:
+                log_as_json(log_level)
             case _:
                 logger.error("expected Configure first, got something else")
                 return 1
@@ -248,7 +254,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_as_json()
-    sys.exit(serve_engine(sys.argv[1]))
+    try:
+        sys.exit(serve_engine(sys.argv[1]))
+    except Exception as error:
+        logger.critical("the engine process ends: %s", error, exc_info=error)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,35 @@
+"""How the report of a measurement goes out: as text or as JSON, and into a file. Does not know what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any, ClassVar, Protocol
+
+import click
+
+from sightline.cli.options import collected, json_option, parse_target
+
+json_settings = {
+    "as_json": json_option,
+    "save_result": click.option(
+        "--save-result", type=parse_target, metavar="FILE", help="Write the JSON object here too."
+    ),
+}
+report_file_options = collected("how", **json_settings)
+
+
+class Report(Protocol):
+    """A dataclass that can tell itself."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def lines(self) -> list[str]: ...
+
+
+def print_report(report: Report, how: dict[str, Any]) -> None:
+    """As text, or as one JSON object; the object also into a file where one is asked for."""
+    text = json.dumps(asdict(report), indent=2)
+    click.echo(text if how["as_json"] else "\n".join(report.lines()))
+    if how["save_result"] is not None:
+        how["save_result"].write_text(text + "\n")

@@ -1,0 +1,140 @@
+"""Bounds on what a client may send: nesting, types and ranges, unused fields, cost."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import pytest
+from msgspec import Struct
+
+from sightline.server.errors import ApiError
+from sightline.server.limits import MAX_CONTAINERS, MAX_DEPTH, check_cost, check_nesting, parse
+from sightline.server.schema import ChatRequest, CompletionRequest
+
+
+def refusal(body: bytes, kind: type[object] = CompletionRequest) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(body, kind)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}"), (b'[{"a":', b"}]")])
+def test_a_body_may_be_nested_so_deep_and_no_deeper(opening: bytes, closing: bytes) -> None:
+    brackets = sum(opening.count(bracket) for bracket in (b"[", b"{"))
+    deepest = MAX_DEPTH // brackets
+    check_nesting(opening * deepest + b"1" + closing * deepest)
+    with pytest.raises(ApiError, match="nested at most"):
+        check_nesting(opening * (deepest + 1) + b"1" + closing * (deepest + 1))
+
+
+def test_brackets_in_strings_do_not_nest() -> None:
+    check_nesting(b'["' + b"[{" * 1000 + b'", "\\"' + b"[" * 1000 + b'", "\\\\", 1]')
+    with pytest.raises(ApiError, match="nested at most"):
+        check_nesting(b'["\\\\",' + b"[" * 1000)
+
+
+def test_closed_containers_do_not_add_up_to_depth() -> None:
+    check_nesting(b"[" + b"[],{}," * 1000 + b"1]")
+
+
+def test_a_body_may_have_so_many_containers() -> None:
+    with pytest.raises(ApiError, match="objects and arrays"):
+        check_nesting(b"[" + b"[]," * (MAX_CONTAINERS + 1) + b"1]")
+
+
+@pytest.mark.parametrize("piece", [b'"', b'\\"', b'"",', b"[", b"]", b'"\\', b"\\"])
+def test_nesting_is_checked_in_time_linear_in_the_length(piece: bytes) -> None:
+    started = time.perf_counter()
+    with suppress(ApiError):
+        check_nesting(b"[" * 65 + b"]" * 65 + piece * ((4 << 20) // len(piece)))
+    assert time.perf_counter() - started < 10.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nul",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"n": 1e999}',
+        b"\xef\xbb\xbf{}",
+    ],
+)
+def test_what_is_no_json_is_refused(body: bytes) -> None:
+    assert refusal(body).code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("temperature", "-0.5", "got -0.5"),
+        ("temperature", '"hot"', "got `str`"),
+        ("top_p", "0", "got 0"),
+        ("top_p", "1.5", "got 1.5"),
+        ("n", "0", "got 0"),
+        ("n", "true", "got `bool`"),
+        ("max_tokens", "1.5", "got `float`"),
+        ("max_tokens", "99999999999999999999", "got"),
+        ("seed", "-1", "got -1"),
+        ("logprobs", "21", "got 21"),
+        ("stop", '""', 'got ""'),
+        ("stop_token_ids", "[-1]", "got -1"),
+        ("presence_penalty", "2.5", "got 2.5"),
+        ("stream", '"yes"', "got `str`"),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_came(field: str, value: str, said: str) -> None:
+    error = refusal(b'{"prompt": "a", "%b": %b}' % (field.encode(), value.encode()))
+    assert error.param is not None
+    assert error.param.partition("[")[0] == field
+    assert error.message.startswith(field)
+    assert said in error.message
+
+
+def test_a_key_that_is_no_token_is_refused_under_its_fields_name() -> None:
+    assert refusal(b'{"prompt": "a", "logit_bias": {"x": 1}}').param == "logit_bias"
+
+
+def test_a_wrong_part_of_a_message_is_named_with_its_place() -> None:
+    error = refusal(b'{"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]}', ChatRequest)
+    assert error.param == "messages[0].content[0].type"
+
+
+def test_a_long_wrong_value_is_not_repeated() -> None:
+    assert "xxxx" not in refusal(b'{"prompt": "a", "model": "%b"}' % (b"x" * 600)).message
+
+
+def test_fields_that_a_type_does_not_have_are_named_wherever_they_are() -> None:
+    body = b"""{"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "extra": 1}], "mood": 2}],
+        "user": "me", "stream_options": {"include_usage": true, "more": 1}, "stream": true,
+        "chat_template_kwargs": {"anything": {"goes": 1}}}"""
+    _, unused = parse(body, ChatRequest)
+    assert unused == ["messages[].content[].extra", "messages[].mood", "stream_options.more", "user"]
+
+
+def test_a_fields_name_cannot_break_out_of_a_header() -> None:
+    _, unused = parse(b'{"prompt": "a", "x\\r\\nSet-Cookie: a=b": 1, "' + b"y" * 500 + b'": 2}', CompletionRequest)
+    assert unused == ["x??Set-Cookie??a?b", "y" * 64]
+
+
+def test_nothing_is_unused_where_every_field_is_known() -> None:
+    assert parse(b'{"prompt": ["a"], "n": 2, "logit_bias": {"1": 2}}', CompletionRequest)[1] == []
+
+
+def test_unused_fields_are_found_in_lists_of_lists_of_nothing() -> None:
+    class Plain(Struct):
+        values: list[list[int]]
+
+    assert parse(b'{"values": [[1], []], "other": 1}', Plain)[1] == ["other"]
+
+
+def test_the_cost_of_a_request_is_its_product() -> None:
+    check_cost(prompts=2, n=3, tokens=5, logprobs=6, most=210)
+    with pytest.raises(ApiError, match="got 210") as caught:
+        check_cost(prompts=2, n=3, tokens=5, logprobs=6, most=209)
+    assert caught.value.code == "cost_exceeded"

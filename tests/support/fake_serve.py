@@ -1,0 +1,45 @@
+"""`sightline serve` with `fake_engine` behind it, in a process of its own: nothing is computed, all else is real.
+
+`python fake_serve.py '{"model": …, "engine": {…}, "server": {…}}'`: settings of `EngineConfig` and `ServerConfig`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from sightline.core.config import EngineConfig
+from sightline.core.errors import SightlineError
+from sightline.server.limits import Limits
+from sightline.server.logs import log_as_json
+from sightline.server.serve import Server, ServerConfig
+
+FAKE_ENGINE = (sys.executable, str(Path(__file__).with_name("fake_engine.py")))
+
+
+def run(settings: dict[str, Any]) -> None:
+    log_as_json("debug")
+    served = settings["server"]
+    limits = Limits(**served.pop("limits", {}))
+    for name in ("api_keys", "served_names", "allowed_hosts"):
+        served[name] = tuple(served.get(name, ()))
+
+    async def serve() -> None:
+        engine = EngineConfig(model=settings["model"], **settings["engine"])
+        await Server(ServerConfig(port=0, limits=limits, **served), engine, lambda *_: None, FAKE_ENGINE).run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())
+
+
+if __name__ == "__main__":
+    try:
+        run(json.loads(sys.argv[1]))
+    except SightlineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
