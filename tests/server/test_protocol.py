@@ -42,7 +42,7 @@ PARAMS = SamplingParams(
 POSITION = {5: Logprob(-0.5, 1, "é"), 6: Logprob(-2.0, 2, None)}
 COMMANDS: list[Command] = [
     Configure(EngineConfig(model="m", seed=3), "info"),
-    Submit(1, (1, 2, 3), PARAMS, Terms("key-1", -3, 2.5)),
+    Submit({1: (1, 2, 3), 2: ()}, PARAMS, Terms("key-1", -3, 2.5)),
     Cancel(2),
     Probe(),
     Stop(),
@@ -98,7 +98,7 @@ def test_what_is_nested_without_end_is_refused() -> None:
 
 
 def test_a_request_with_parameters_that_cannot_be_is_refused_by_the_receiver() -> None:
-    body = command_codec().encode([Submit(1, (1,), SamplingParams(), Terms())])[LENGTH_BYTES:]
+    body = command_codec().encode([Submit({1: (1,)}, SamplingParams(), Terms())])[LENGTH_BYTES:]
     assert b"temperature" in body
     with pytest.raises(ProtocolError):
         command_codec().decode(body.replace(b"\xabtemperature\xc0", b"\xabtemperature\xa1x"))

@@ -47,7 +47,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 @dataclass
 class _Job:
-    submitted: Submit
+    params: SamplingParams
     max_tokens: int
     done: int = 0
 
@@ -97,18 +97,21 @@ class FakeEngine:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit(number, _, params):
-                self._submit(number, params, command)
+            case Submit(prompts, params):
+                for number, prompt in prompts.items():
+                    self._submit(number, len(prompt), params)
             case Cancel(number):
                 self._jobs.pop(number, None)
+                self._tell_progress()
             case Probe():
+                self._steps += 1
                 self._tell_progress()
             case Stop():
                 os._exit(0)
             case _:
                 os._exit(3)
 
-    def _submit(self, number: int, params: SamplingParams, command: Submit) -> None:
+    def _submit(self, number: int, prompt_len: int, params: SamplingParams) -> None:
         if params.seed == DEADLY:
             os.kill(os.getpid(), 9)
         if params.seed == HANGING:
@@ -116,8 +119,8 @@ class FakeEngine:
         if params.temperature == 99.0:
             self._send(Refused(number, is_full=False, message="expected another temperature, got 99"))
             return
-        room = MAX_MODEL_LEN - len(command.prompt_token_ids)
-        job = _Job(command, min(params.max_tokens or room, room))
+        room = MAX_MODEL_LEN - prompt_len
+        job = _Job(params, min(params.max_tokens or room, room))
         self._jobs[number] = job
         effective = EffectiveParams(0.0, 1.0, 0, 0.0, params.seed or 0, job.max_tokens, frozenset(), True)
         self._send(Accepted(number, replace(effective, n=params.n)))
@@ -127,10 +130,10 @@ class FakeEngine:
         self._steps += 1
         for number, job in tuple(self._jobs.items())[:MAX_ROWS]:
             text, job.done = f"{job.done} ", job.done + 1
-            is_failing = job.submitted.params.seed == FAILING and job.done == 3
+            is_failing = job.params.seed == FAILING and job.done == 3
             is_over = job.done >= job.max_tokens or is_failing
             reason = ("error" if is_failing else "length") if is_over else None
-            reports += [Delta(number, index, text, 1, reason) for index in range(job.submitted.params.n)]
+            reports += [Delta(number, index, text, 1, reason) for index in range(job.params.n)]
             if is_over:
                 reports.append(Ended(number, "it was asked to fail" if is_failing else None, 0, 0.0, None))
                 del self._jobs[number]

@@ -16,7 +16,15 @@ def api_keys() -> tuple[str, ...]:
 
     On a command line they would be told to whoever lists the processes.
     """
-    return tuple(key for key in os.environ.get("SIGHTLINE_API_KEY", "").split(",") if key)
+    named = os.environ.get("SIGHTLINE_API_KEY")
+    if named is None:
+        return ()
+    keys = tuple(named.split(","))
+    if "" in keys:
+        raise ConfigError(
+            "expected keys with commas between them in SIGHTLINE_API_KEY, got an empty one; unset it for none"
+        )
+    return keys
 
 
 def proof_folder() -> Path:

@@ -20,6 +20,7 @@ from sightline.server.generation import (
     told_prompt_logprobs,
 )
 from sightline.server.protocol import Delta
+from sightline.server.routing import Call
 from sightline.server.schema import (
     ChatAnswer,
     ChatChoice,
@@ -30,10 +31,11 @@ from sightline.server.schema import (
     ChatLogprob,
     ChatLogprobs,
     ChatRequest,
-    TextPart,
     TopLogprob,
     Usage,
 )
+
+MAX_CHARACTER_BYTES = 4
 
 
 class ChatCompleter(Completer[ChatRequest]):
@@ -46,10 +48,11 @@ class ChatCompleter(Completer[ChatRequest]):
         return 1
 
     def num_prompt_bytes(self, request: ChatRequest) -> int:
-        return sum(64 + len(text.encode()) for message in request.messages for text in _texts(message.content))
+        return sum(MAX_CHARACTER_BYTES * message.num_characters + 64 for message in request.messages)
 
-    async def prompts(self, request: ChatRequest) -> list[Prompt]:
-        tokens = await self._service.desk.encode_chat(request.messages, request.chat_template_kwargs)
+    async def prompts(self, call: Call[ChatRequest]) -> list[Prompt]:
+        messages, switches = call.body.messages, call.body.chat_template_kwargs
+        tokens = await self._service.desk.encode_chat(call.caller, messages, switches)
         self._service.check_tokens(tokens, "messages")
         return [Prompt(tokens)]
 
@@ -135,16 +138,6 @@ class ChatChunks(Chunks):
         head = self._head
         told = usage if include_usage else UNSET
         return ChatChunk(head.id, "chat.completion.chunk", head.created, head.model, choices, told)
-
-
-def _texts(content: str | list[TextPart] | None) -> list[str]:
-    match content:
-        case None:
-            return [""]
-        case str():
-            return [content]
-        case _:
-            return [part.text for part in content]
 
 
 def _logprobs(entries: Sequence[PositionLogprobs], count: int) -> ChatLogprobs:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from msgspec import UNSET
@@ -22,6 +22,7 @@ from sightline.server.generation import (
     told_prompt_logprobs,
 )
 from sightline.server.protocol import Delta
+from sightline.server.routing import Call
 from sightline.server.schema import (
     MAX_PROMPTS,
     Completion,
@@ -30,6 +31,7 @@ from sightline.server.schema import (
     CompletionRequest,
     Usage,
 )
+from sightline.text.detokenizer import IncrementalDetokenizer
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -45,13 +47,14 @@ class TextCompleter(Completer[CompletionRequest]):
     def num_prompt_bytes(self, request: CompletionRequest) -> int:
         return max(len(each.encode()) if isinstance(each, str) else len(each) for each in _listed(request.prompt))
 
-    async def prompts(self, request: CompletionRequest) -> list[Prompt]:
-        desk, prompts = self._service.desk, []
-        for each in _listed(request.prompt):
-            tokens = await desk.encode(each) if isinstance(each, str) else each
+    async def prompts(self, call: Call[CompletionRequest]) -> list[Prompt]:
+        desk, caller, prompts = self._service.desk, call.caller, []
+        for each in _listed(call.body.prompt):
+            tokens = await desk.encode(caller, each) if isinstance(each, str) else each
             self._service.check_tokens(tokens, "prompt")
-            if request.echo:
-                prompts.append(Prompt(tokens, await desk.decode(tokens), await desk.decode(tokens[:1])))
+            if call.body.echo:
+                first = await desk.decode(caller, tokens[:1])
+                prompts.append(Prompt(tokens, await desk.decode(caller, tokens), first))
             else:
                 prompts.append(Prompt(tokens))
         return prompts
@@ -80,7 +83,11 @@ class TextCompleter(Completer[CompletionRequest]):
 
     def chunks(self, request: CompletionRequest, head: Head, prompts: Sequence[Prompt]) -> CompletionChunks:
         echoed = [each.echoed for each in prompts for _ in range(request.n or 1)] if request.echo else []
-        return CompletionChunks(head, request.logprobs, echoed)
+        return CompletionChunks(head, request.logprobs, echoed, lambda: self._offsets(request))
+
+    def _offsets(self, request: CompletionRequest, start: int = 0) -> TextOffsets:
+        skip = request.skip_special_tokens is not False
+        return TextOffsets(self._service.desk.detokenizer(skip_special_tokens=skip), start)
 
     def _choice(
         self,
@@ -93,7 +100,11 @@ class TextCompleter(Completer[CompletionRequest]):
         logprobs = None
         if request.logprobs is not None:
             entries = [*(scored or ()), *each.logprobs] if request.echo else each.logprobs
-            logprobs = _logprobs(entries, request.logprobs, prompt.first_token)
+            offsets = self._offsets(request, len(prompt.echoed)).take(each.logprobs)
+            if request.echo:
+                told = TextOffsets(self._service.desk.detokenizer(skip_special_tokens=False))
+                offsets = [*told.of(prompt.token_ids), *offsets]
+            logprobs = _logprobs(entries, request.logprobs, offsets, prompt.first_token)
         return CompletionChoice(
             index,
             prompt.echoed + each.text,
@@ -107,13 +118,15 @@ class TextCompleter(Completer[CompletionRequest]):
 class CompletionChunks(Chunks):
     """The events of streamed continuations."""
 
-    def __init__(self, head: Head, num_logprobs: int | None, echoed: Sequence[str]) -> None:
+    def __init__(
+        self, head: Head, num_logprobs: int | None, echoed: Sequence[str], offsets: Callable[[], TextOffsets]
+    ) -> None:
         """`echoed` are the texts that the continuations begin with, one for each, or none."""
         self._head = head
         self._num_logprobs = num_logprobs
         self._echoed = echoed
-        self._lengths: dict[int, int] = {}
-        """By continuation, characters of the tokens that were told."""
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(offsets)
+        """By continuation."""
 
     def opening(self, *, include_usage: bool) -> Sequence[Completion]:
         return [
@@ -126,8 +139,7 @@ class CompletionChunks(Chunks):
             return None
         logprobs = None
         if self._num_logprobs is not None and delta.logprobs is not None:
-            logprobs = _logprobs(delta.logprobs, self._num_logprobs, start=self._lengths.get(index, 0))
-            self._lengths[index] = self._lengths.get(index, 0) + sum(map(len, logprobs.tokens))
+            logprobs = _logprobs(delta.logprobs, self._num_logprobs, self._offsets[index].take(delta.logprobs))
         choice = CompletionChoice(
             index,
             delta.text,
@@ -162,15 +174,32 @@ def _listed(prompt: str | list[Any]) -> list[str | list[int]]:
     return prompt
 
 
+class TextOffsets:
+    """Where in a text each of its tokens begins: one that goes on with a character, where the character does."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, start: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._length = start
+
+    def of(self, tokens: Iterable[int]) -> list[int]:
+        """Of the tokens that come next."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._length)
+            self._length += len(self._detokenizer.push([token]))
+        return offsets
+
+    def take(self, entries: Iterable[PositionLogprobs]) -> list[int]:
+        return self.of(next(iter(entry)) for entry in entries)
+
+
 def _logprobs(
-    entries: Sequence[PositionLogprobs | None], count: int, first: str = "", start: int = 0
+    entries: Sequence[PositionLogprobs | None], count: int, offsets: list[int], first: str = ""
 ) -> CompletionLogprobs:
-    """`first` is the text of a token that nothing predicts; `start`, where in the answer the entries begin."""
-    tokens = [first if entry is None else chosen(entry).decoded_token or "" for entry in entries]
-    offsets = accumulate((len(token) for token in tokens), initial=start)
+    """`first` is the text of a token that nothing predicts."""
     return CompletionLogprobs(
-        tokens,
+        [first if entry is None else chosen(entry).decoded_token or "" for entry in entries],
         [None if entry is None else chosen(entry).logprob for entry in entries],
         [None if entry is None else dict(likeliest(entry, count)) for entry in entries] if count else None,
-        list(offsets)[: len(tokens)],
+        offsets,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import msgspec
 from sightline.core.errors import RequestError
 from sightline.server.errors import invalid
 from sightline.server.schema import Message
+from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.tokenizer import Tokenizer, TokenizerData
 
 _T = TypeVar("_T")
@@ -22,26 +24,34 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 class TextDesk:
     """A model's tokenizer and template."""
 
-    def __init__(self, data: TokenizerData) -> None:
-        self.data = data
+    def __init__(self, data: TokenizerData, max_model_len: int) -> None:
         self._tokenizer = Tokenizer.from_data(data)
+        self._max_characters = max_model_len * self._tokenizer.longest_token
+        """A text with more has more tokens than any prompt may have."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By caller: each has one text on the thread at a time, so that nobody's many hold up another's one."""
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, caller: str, text: str) -> list[int]:
         """A raw prompt, with what the model wants around it."""
-        return await self._run(lambda: self._tokenizer.encode_prompt(text))
+        self._check_length(len(text), "prompt")
+        return await self._run(caller, lambda: self._tokenizer.encode_prompt(text))
 
-    async def encode_bare(self, text: str) -> list[int]:
+    async def encode_bare(self, caller: str, text: str) -> list[int]:
         """A text's own tokens, without what a prompt has around it."""
-        return await self._run(lambda: self._tokenizer.encode_text(text))
+        self._check_length(len(text), "prompt")
+        return await self._run(caller, lambda: self._tokenizer.encode_text(text))
 
     async def encode_chat(
-        self, messages: Sequence[Message], switches: Mapping[str, Any] | None, *, add_generation_prompt: bool = True
+        self,
+        caller: str,
+        messages: Sequence[Message],
+        switches: Mapping[str, Any] | None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """A conversation through the model's template."""
+        self._check_length(sum(message.num_characters for message in messages), "messages")
         template = self._tokenizer.chat_template
         if template is None:
             raise invalid("expected a model with a chat template, got one without; use /v1/completions", "messages")
@@ -53,22 +63,36 @@ class TextDesk:
             for message in messages
         ]
         return await self._run(
+            caller,
             lambda: self._tokenizer.encode_rendered(
                 template.render(turns, add_generation_prompt=add_generation_prompt, **(switches or {}))
             ),
             "messages",
         )
 
-    async def decode(self, tokens: Sequence[int]) -> str:
-        return await self._run(lambda: self._tokenizer.decode(tokens, skip_special_tokens=False))
+    async def decode(self, caller: str, tokens: Sequence[int]) -> str:
+        return await self._run(caller, lambda: self._tokenizer.decode(tokens, skip_special_tokens=False), "tokens")
 
-    def spelling(self, token: int) -> str | None:
-        """The vocabulary's own writing of a token."""
-        return self._tokenizer.token(token)
+    def detokenizer(self, *, skip_special_tokens: bool) -> IncrementalDetokenizer:
+        """For one text, token by token."""
+        return IncrementalDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
-    async def _run(self, work: Callable[[], _T], param: str = "prompt") -> _T:
+    async def spell(self, caller: str, tokens: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own writing of each token."""
+        return await self._run(caller, lambda: [self._tokenizer.token(token) for token in tokens], "tokens")
+
+    def _check_length(self, num_characters: int, param: str) -> None:
+        if num_characters > self._max_characters:
+            raise invalid(
+                f"expected at most {self._max_characters:,} characters, more than any prompt's tokens stand for, got "
+                f"{num_characters:,}; shorten it",
+                param,
+            )
+
+    async def _run(self, caller: str, work: Callable[[], _T], param: str = "prompt") -> _T:
         """`param` is the field that the text came in."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            async with self._turns[caller]:
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except RequestError as error:
             raise invalid(str(error), param) from error

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+
 import msgspec
 
+from sightline.core.request import SamplingParams
 from sightline.server.schema import Error, ErrorBody
 
 
@@ -36,6 +40,12 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The request can never run as it is."""
     return ApiError(400, message, param=param, code=code)
+
+
+def field_named_in(message: str) -> str | None:
+    """The sampling parameter that an error is about: the first that it names."""
+    names = {each.name for each in fields(SamplingParams)}
+    return next((word for word in re.findall(r"\w+", message) if word in names), None)
 
 
 def busy(message: str, retry_after: int) -> ApiError:

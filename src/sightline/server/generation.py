@@ -5,7 +5,6 @@ Owns what both kinds of completion share. `chat` and `completion` own their shap
 
 from __future__ import annotations
 
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -17,8 +16,8 @@ import msgspec
 
 from sightline.core.errors import RequestError
 from sightline.core.request import EffectiveParams, Logprob, PositionLogprobs, SamplingParams
-from sightline.server.errors import ApiError, failed, invalid, unavailable
-from sightline.server.limits import check_cost
+from sightline.server.errors import ApiError, failed, field_named_in, invalid, unavailable
+from sightline.server.limits import check_adjustments, check_cost
 from sightline.server.port import EngineDownError
 from sightline.server.protocol import Delta, Ended
 from sightline.server.routing import Call, Header, Reply, Stream
@@ -124,7 +123,7 @@ class Completer(ABC, Generic[RequestT]):
         self._check_cost(request, params, num_prompts)
         with ExitStack() as places:
             places.enter_context(service.admission.admitted(call.caller, num_prompts * params.n))
-            prompts = await self.prompts(request)
+            prompts = await self.prompts(call)
             running = await service.start(call, [each.token_ids for each in prompts], params, places.pop_all())
         headers = (_sampling_header(running.params[0]),)
         outcome = Outcome(running.num_prompt_tokens, [Continuation() for _ in range(num_prompts * params.n)])
@@ -144,7 +143,7 @@ class Completer(ABC, Generic[RequestT]):
         """Of the longest prompt: no text has more tokens than bytes."""
 
     @abstractmethod
-    async def prompts(self, request: RequestT) -> list[Prompt]: ...
+    async def prompts(self, call: Call[RequestT]) -> list[Prompt]: ...
 
     @abstractmethod
     def sampling(self, request: RequestT) -> dict[str, Any]:
@@ -179,6 +178,11 @@ class Completer(ABC, Generic[RequestT]):
             tokens=min(context, bound),
             logprobs=max(params.logprobs or 0, params.prompt_logprobs or 0),
             most=self._service.max_cost,
+        )
+        check_adjustments(
+            sequences=count * params.n,
+            biases=len(params.logit_bias or ()),
+            stop_characters=sum(map(len, params.stop_strings)),
         )
 
     async def _finish(self, call: Call[RequestT], running: Running, outcome: Outcome) -> None:
@@ -247,12 +251,6 @@ def _take(report: Delta | Ended, place: int, outcome: Outcome, running: Running)
             reasons = {each.finish_reason for each in outcome.continuations[place * n : (place + 1) * n]}
             if error is not None and "error" in reasons:
                 raise failed(f"the engine could not finish the request: {error}")
-
-
-def field_named_in(message: str) -> str | None:
-    """The field that an error is about: the first that it names."""
-    names = (word for word in re.findall(r"\w+", message) if word in _SAMPLED or word == "max_tokens")
-    return next(names, None)
 
 
 def told_prompt_logprobs(entries: Sequence[PositionLogprobs | None]) -> PromptLogprobs:

@@ -21,7 +21,7 @@ import msgspec
 from sightline.server.access import Access, HostList, Keyring, first_header
 from sightline.server.admission import Admission
 from sightline.server.errors import ApiError, invalid
-from sightline.server.limits import Limits, parse
+from sightline.server.limits import BodyBudget, Limits, parse
 from sightline.server.logs import log
 from sightline.server.metrics import ServiceMetrics
 from sightline.server.routing import EVENTS, JSON, NO_BODY, Call, Header, MethodError, Reply, Route, RouteTable, Stream
@@ -65,6 +65,7 @@ class Ingress:
         self._admission = admission
         self._metrics = metrics
         self._strict = strict
+        self._bodies = BodyBudget(limits.max_held_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,7 +73,7 @@ class Ingress:
         exchange = Exchange(scope, receive, send, self._limits)
         try:
             await self._serve(exchange)
-        except (DisconnectedError, TimeoutError):
+        except DisconnectedError:
             self._metrics.disconnected()
             exchange.status = CLOSED_BY_CLIENT
         self._metrics.answered(exchange.route_path, exchange.status)
@@ -96,7 +97,7 @@ class Ingress:
             await exchange.while_connected(self._answer(exchange, route, call))
         except ApiError as error:
             await exchange.refuse(error)
-        except (DisconnectedError, TimeoutError):
+        except DisconnectedError:
             raise
         except Exception as error:
             log(logger, logging.ERROR, "handler failed", {"id": exchange.request_id, "error": type(error).__name__})
@@ -122,7 +123,8 @@ class Ingress:
         body: Any = None
         if route.body is not NO_BODY:
             _check_content(headers)
-            body, unused = parse(await exchange.read_body(headers), route.body)
+            with self._bodies.held() as take:
+                body, unused = parse(await exchange.read_body(headers, take), route.body)
             self._take_unused(exchange, unused)
         return Call(body, caller, exchange.request_id, exchange.received_at, tail, exchange.facts), route
 
@@ -166,6 +168,10 @@ class Exchange:
         self.is_routine = False
         self.more_headers: list[Header] = [(b"x-request-id", self.request_id.encode())]
         self.facts: dict[str, object] = {}
+        self._announces_body = any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+            for name, value in self.headers
+        )
         for name, value in self.headers:
             if name in (b"x-client-request-id", b"x-request-id") and _ECHOABLE.fullmatch(value):
                 self.more_headers.append((b"x-client-request-id", value))
@@ -175,8 +181,8 @@ class Exchange:
         self.route_path = route.path
         self.is_routine = route.access is Access.PUBLIC
 
-    async def read_body(self, headers: Mapping[bytes, bytes]) -> bytes:
-        """Raises as soon as more comes than may, or when it does not come in time."""
+    async def read_body(self, headers: Mapping[bytes, bytes], take: Callable[[int], None]) -> bytes:
+        """Raises as soon as more comes than may, or when it does not come in time. `take` counts all bodies' bytes."""
         most = self._limits.max_body_bytes
         declared = headers.get(b"content-length", b"0")
         if not declared.isdigit() or len(declared) > 18 or int(declared) > most:
@@ -192,6 +198,7 @@ class Exchange:
                     size += len(piece)
                     if size > most:
                         raise _too_large(most)
+                    take(len(piece))
                     pieces.append(piece)
                     self._body_is_read = not event.get("more_body", False)
         except TimeoutError as error:
@@ -237,15 +244,15 @@ class Exchange:
             headers.append((b"www-authenticate", b"Bearer"))
         if isinstance(error, MethodError):
             headers.append((b"allow", error.allowed.encode()))
-        if not self._body_is_read:
-            # What is left of the body is of no interest, however long it goes on.
-            headers.append((b"connection", b"close"))
         await self.reply(Reply(error.body(), error.status, JSON, tuple(headers)))
 
     async def _begin(self, status: int, content_type: str, headers: tuple[Header, ...], length: int | None) -> None:
         self.status, self._has_begun = status, True
         sized = [] if length is None else [(b"content-length", str(length).encode())]
         kind = (b"content-type", content_type.encode())
+        if self._announces_body and not self._body_is_read:
+            # What is left of the body is of no interest, however long it goes on.
+            sized.append((b"connection", b"close"))
         await self._send(
             {
                 "type": "http.response.start",
@@ -255,8 +262,7 @@ class Exchange:
         )
 
     async def _send(self, event: MutableMapping[str, Any]) -> None:
-        async with asyncio.timeout(self._limits.write_seconds):
-            await self._send_event(event)
+        await self._send_event(event)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -61,7 +61,8 @@ class Inspection:
                 "A text or a conversation as tokens",
                 TokenizeRequest,
                 Tokens,
-                refusals=(404, 503),
+                refusals=(404, 429, 503),
+                holds_room=True,
             ),
             Route(
                 "POST",
@@ -71,7 +72,8 @@ class Inspection:
                 "Tokens as text",
                 DetokenizeRequest,
                 Detokenized,
-                refusals=(404, 503),
+                refusals=(404, 429, 503),
+                holds_room=True,
             ),
             Route("GET", "/health", public, self.health, "The front end is alive", NO_BODY, Status),
             Route(
@@ -108,17 +110,23 @@ class Inspection:
     async def tokenize(self, call: Call[TokenizeRequest]) -> Reply:
         request, desk = call.body, self._service.desk
         self._service.check_model(request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise invalid("expected either prompt or messages, got both or neither", "prompt")
-        if request.messages is not None:
-            add = request.add_generation_prompt is not False
-            tokens = await desk.encode_chat(request.messages, request.chat_template_kwargs, add_generation_prompt=add)
-        elif request.add_special_tokens is False:
-            tokens = await desk.encode_bare(request.prompt or "")
-        else:
-            tokens = await desk.encode(request.prompt or "")
-        spelled = [desk.spelling(token) for token in tokens] if request.return_token_strs else None
+        with self._service.admission.admitted(call.caller, 1):
+            tokens = await self._tokens(call)
+            spelled = await desk.spell(call.caller, tokens) if request.return_token_strs else None
         return json_reply(Tokens(tokens, len(tokens), self._service.opened.max_model_len, spelled))
+
+    async def _tokens(self, call: Call[TokenizeRequest]) -> list[int]:
+        request, desk = call.body, self._service.desk
+        match request.prompt, request.messages:
+            case None, list(messages):
+                add = request.add_generation_prompt is not False
+                switches = request.chat_template_kwargs
+                return await desk.encode_chat(call.caller, messages, switches, add_generation_prompt=add)
+            case str(text), None:
+                encode = desk.encode_bare if request.add_special_tokens is False else desk.encode
+                return await encode(call.caller, text)
+            case _:
+                raise invalid("expected either prompt or messages, got both or neither", "prompt")
 
     async def detokenize(self, call: Call[DetokenizeRequest]) -> Reply:
         service, tokens = self._service, call.body.tokens
@@ -126,7 +134,8 @@ class Inspection:
         vocab_size = service.opened.vocab_size
         if tokens and max(tokens) >= vocab_size:
             raise invalid(f"expected token ids from 0 to {vocab_size - 1}, got {max(tokens)}", "tokens")
-        return json_reply(Detokenized(await service.desk.decode(tokens)))
+        with service.admission.admitted(call.caller, 1):
+            return json_reply(Detokenized(await service.desk.decode(call.caller, tokens)))
 
     async def health(self, call: Call[None]) -> Reply:
         del call

@@ -8,18 +8,24 @@ Does not know routes.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache
+from itertools import islice
+from typing import Any, TypeVar
 
 import msgspec
 
-from sightline.server.errors import ApiError, invalid
+from sightline.server.errors import ApiError, invalid, unavailable
 
 MAX_DEPTH = 64
 COST_IN_CONTEXTS = 128
 """What a request may cost, in full contexts of tokens, unless a limit is set."""
-MAX_CONTAINERS = 1 << 17
+MAX_CONTAINERS = 1 << 15
 """Objects and arrays in one body."""
+MAX_ADJUSTMENTS = 1 << 20
+MAX_NAMED_FIELDS = 64
 MAX_SHOWN_BYTES = 40
 """Of a wrong value, in an error."""
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -36,10 +42,10 @@ class Limits:
     max_body_bytes: int = 4 << 20
     max_cost: int | None = None
     """Prompts × n × tokens × (1 + log probabilities), a bound on what one request can make; None: so many contexts."""
+    max_held_bytes: int = 256 << 20
+    """Of all bodies that are being read at once."""
     body_seconds: float = 30.0
     """In which a body must have come."""
-    write_seconds: float = 60.0
-    """In which a client must have taken what it was sent."""
 
 
 def check_nesting(body: bytes) -> None:
@@ -70,19 +76,19 @@ def parse(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
     return parsed, sorted(unused_fields(raw, kind))
 
 
-def unused_fields(raw: object, kind: object, path: str = "") -> set[str]:
-    """Names of fields that a type does not have, with where they are."""
+def unused_fields(raw: object, kind: type[Any]) -> set[str]:
+    """Names of fields that a type does not have, with where they are; some of them, where they are many."""
     found: set[str] = set()
-    structure = msgspec.inspect.type_info(kind)
-    pending: list[tuple[object, msgspec.inspect.Type, str]] = [(raw, structure, path)]
-    while pending:
+    pending: list[tuple[object, msgspec.inspect.Type, str]] = [(raw, _shape(kind), "")]
+    while pending and len(found) < MAX_NAMED_FIELDS:
         value, shape, where = pending.pop()
         match shape, value:
             case msgspec.inspect.UnionType(types=types), _:
                 pending += [(value, each, where) for each in types if _fits(value, each)]
             case msgspec.inspect.StructType(fields=fields), dict():
                 named = {each.encode_name: each for each in fields}
-                found |= {_shown_name(f"{where}.{name}") for name in value if name not in named}
+                unknown = (name for name in value if name not in named)
+                found |= {_shown_name(f"{where}.{name}") for name in islice(unknown, MAX_NAMED_FIELDS)}
                 pending += [
                     (value[name], each.type, f"{where}.{name}") for name, each in named.items() if name in value
                 ]
@@ -105,6 +111,42 @@ def check_cost(*, prompts: int, n: int, tokens: int, logprobs: int, most: int) -
         )
 
 
+def check_adjustments(*, sequences: int, biases: int, stop_characters: int) -> None:
+    """Raises where what every sequence keeps of its own parameters is too much in all."""
+    kept = sequences * (biases + stop_characters)
+    if kept > MAX_ADJUSTMENTS:
+        raise invalid(
+            f"expected at most {MAX_ADJUSTMENTS:,} logit biases and stop characters in all sequences, got {kept:,}: "
+            f"{sequences} sequences × ({biases} biases + {stop_characters} characters of stop strings); send fewer",
+            "logit_bias" if biases > stop_characters else "stop",
+            "cost_exceeded",
+        )
+
+
+class BodyBudget:
+    """Bytes of the bodies that are being read, of all clients together."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[int], None]]:
+        """Gives a function that takes so many bytes more. Raises where there are none; all come back at the end."""
+        taken = 0
+
+        def take(count: int) -> None:
+            nonlocal taken
+            if count > self._left:
+                raise unavailable("expected room for a body, got none: too many are being read; try again", 1)
+            self._left -= count
+            taken += count
+
+        try:
+            yield take
+        finally:
+            self._left += taken
+
+
 def _holds_structs(shape: msgspec.inspect.Type) -> bool:
     match shape:
         case msgspec.inspect.StructType():
@@ -113,6 +155,11 @@ def _holds_structs(shape: msgspec.inspect.Type) -> bool:
             return any(_holds_structs(each) for each in types)
         case _:
             return False
+
+
+@cache
+def _shape(kind: Any) -> msgspec.inspect.Type:
+    return msgspec.inspect.type_info(kind)
 
 
 def _fits(value: object, shape: msgspec.inspect.Type) -> bool:

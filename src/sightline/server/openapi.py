@@ -86,10 +86,15 @@ def _success(route: Route[Any]) -> dict[str, Any]:
     else:
         content[route.content_type.partition(";")[0]] = {"schema": {"type": "string"}}
     if route.event is not None:
-        content[EVENTS] = {
-            "schema": {"type": "string", "description": f"Events of {route.event.__name__}, then [DONE]."}
-        }
+        content[EVENTS] = {"schema": _event(route.event)}
     return {"description": "As asked for.", "content": content}
+
+
+def _event(kind: Any) -> dict[str, Any]:
+    """One event of a stream: JSON, or what the last says. An error is an event too."""
+    told = {"anyOf": [_reference(kind), _reference(ErrorBody)]}
+    chunk = {"type": "string", "contentMediaType": JSON, "contentSchema": told}
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}}
 
 
 def _reference(kind: Any) -> dict[str, str]:

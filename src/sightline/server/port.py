@@ -125,6 +125,8 @@ class EnginePort:
         self._commands = command_codec()
         self._open = asyncio.Event()
         self._heard = asyncio.Event()
+        self._num_steps = 0
+        """That the engine process has made, as far as is known."""
         self.opened: Opened | None = None
         """What the engine process that runs, or ran last, said of itself."""
         self.heard_at = -float("inf")
@@ -146,13 +148,10 @@ class EnginePort:
         self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, terms: Terms, received_at: float
     ) -> Answers:
         """Raises `EngineDownError` where there is no engine process."""
-        numbers = [next(self._numbers) for _ in prompts]
-        self._send(
-            [Submit(number, prompt, params, terms) for number, prompt in zip(numbers, prompts, strict=True)],
-        )
-        lens = {number: len(prompt) for number, prompt in zip(numbers, prompts, strict=True)}
-        answers = Answers(lens, received_at)
-        self._answers |= dict.fromkeys(numbers, answers)
+        numbered = {next(self._numbers): prompt for prompt in prompts}
+        self._send([Submit(numbered, params, terms)])
+        answers = Answers({number: len(prompt) for number, prompt in numbered.items()}, received_at)
+        self._answers |= dict.fromkeys(numbered, answers)
         return answers
 
     def cancel(self, answers: Answers) -> None:
@@ -205,11 +204,13 @@ class EnginePort:
                 self._pass_on(report, self._answers.pop(report.number, None), now)
             case Progress(metrics):
                 self._meter.took_in(metrics)
-                self.heard_at = now
-                self._heard.set()
+                if metrics.steps > self._num_steps:
+                    self._num_steps, self.heard_at = metrics.steps, now
+                    self._heard.set()
             case Opened():
                 self.opened = report
                 self._meter.engine_started()
+                self._num_steps = 0
                 self._open.set()
             case Failed(message):
                 raise EngineStartError(message)

@@ -40,10 +40,10 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
-    """Run a request."""
+    """Run prompts, each as a request of its own."""
 
-    number: int
-    prompt_token_ids: tuple[int, ...]
+    prompts: dict[int, tuple[int, ...]]
+    """Token ids, by the request's number."""
     params: SamplingParams
     terms: Terms
 

@@ -95,6 +95,17 @@ class Message(Struct, frozen=True):
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
 
+    @property
+    def num_characters(self) -> int:
+        """Of its content."""
+        match self.content:
+            case None:
+                return 0
+            case str():
+                return len(self.content)
+            case parts:
+                return sum(len(part.text) for part in parts)
+
 
 class ResponseFormat(Struct, frozen=True):
     """The form of the answer. Only text is there yet: the others are refused."""

@@ -13,7 +13,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.request import EffectiveParams, SamplingParams, Terms, check_prompt
 from sightline.server.admission import Admission
 from sightline.server.desk import TextDesk
-from sightline.server.errors import ApiError, busy, invalid, unavailable
+from sightline.server.errors import ApiError, busy, field_named_in, invalid, unavailable
 from sightline.server.limits import COST_IN_CONTEXTS, Limits
 from sightline.server.port import Answers, EngineDownError, EnginePort, RefusedError
 from sightline.server.protocol import Opened
@@ -66,7 +66,7 @@ class Service:
 
     def prepare(self) -> None:
         """Once an engine process has told of itself. The next one has the same config, and the same model."""
-        self._desk = TextDesk(self.opened.tokenizer)
+        self._desk = TextDesk(self.opened.tokenizer, self.opened.max_model_len)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,4 +115,4 @@ class Service:
     def _refusal(self, error: RefusedError, count: int) -> ApiError:
         if error.is_full:
             return busy(str(error), self.admission.retry_after(count))
-        return invalid(str(error))
+        return invalid(str(error), field_named_in(str(error)))

@@ -52,6 +52,7 @@ class Supervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
         self._stopping = asyncio.Event()
+        self._is_connected = False
         self.num_starts = 0
 
     @property
@@ -98,12 +99,12 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._process = process
+        self._process, self._is_connected = process, False
         log(logger, logging.INFO, "engine process started", {"engine_pid": process.pid, "start": self.num_starts})
         ended, said = asyncio.ensure_future(process.wait()), ""
         watch = asyncio.ensure_future(self._watch(process))
         try:
-            said = await self._attend(process, ended)
+            said = await self._attend(ended)
         finally:
             watch.cancel()
             if process.returncode is None:
@@ -112,9 +113,9 @@ class Supervisor:
             self._process = None
         return said or f"the engine process ended with exit code {process.returncode}"
 
-    async def _attend(self, process: asyncio.subprocess.Process, ended: asyncio.Future[int]) -> str:
+    async def _attend(self, ended: asyncio.Future[int]) -> str:
         """Serves the process's connection; what is wrong, where it said so."""
-        connected = asyncio.ensure_future(self._connection_of(process))
+        connected = asyncio.ensure_future(self._connections.get())
         either: set[asyncio.Future[Any]] = {connected, ended}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not connected.done():
@@ -128,17 +129,6 @@ class Supervisor:
         finally:
             writer.close()
         return ""
-
-    async def _connection_of(
-        self, process: asyncio.subprocess.Process
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The connection that the process made; any other is closed."""
-        while True:
-            reader, writer = await self._connections.get()
-            if _is_from(writer, process.pid):
-                return reader, writer
-            log(logger, logging.ERROR, "refused a connection to the engine's socket", {})
-            writer.close()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """Kills a process that has requests and finishes no step for too long."""
@@ -172,6 +162,12 @@ class Supervisor:
             shutil.rmtree(folder, ignore_errors=True)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Only the process that was started, and only once, is listened to."""
+        if self._process is None or not _is_from(writer, self._process.pid) or self._is_connected:
+            log(logger, logging.ERROR, "refused a connection to the engine's socket", {})
+            writer.close()
+            return
+        self._is_connected = True
         self._connections.put_nowait((reader, writer))
 
 

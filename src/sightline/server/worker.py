@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from sightline.core.errors import QueueFullError, RequestError, SightlineError
-from sightline.core.request import SamplingParams
+from sightline.core.request import SamplingParams, Terms
 from sightline.engine import Engine
 from sightline.llm import build_engine
 from sightline.models.loading.default_model import default_model_path
@@ -116,12 +116,16 @@ class Worker:
     def run(self) -> None:
         """Until told to stop."""
         while not self._is_stopping:
-            for command in self._channel.take(wait=not self._engine.has_work):
+            had_work = self._engine.has_work
+            for command in self._channel.take(wait=not had_work):
                 self._obey(command)
             if self._engine.has_work:
                 self._engine.step()
                 self._collect()
                 self._tell_progress()
+            elif had_work:
+                # The last was cancelled: no step will tell that what it held is free.
+                self._outgoing.append(Progress(self._engine.metrics()))
             if self._outgoing:
                 self._channel.send(self._outgoing)
                 self._outgoing = []
@@ -130,8 +134,9 @@ class Worker:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit():
-                self._submit(command)
+            case Submit(prompts, params, terms):
+                for number, prompt in prompts.items():
+                    self._submit(number, prompt, params, terms)
             case Cancel(number):
                 request_id = self._jobs.pop(number, None)
                 if request_id is not None:
@@ -144,10 +149,9 @@ class Worker:
             case Configure():
                 raise RequestError("expected one Configure, got another")
 
-    def _submit(self, command: Submit) -> None:
-        number = command.number
+    def _submit(self, number: int, prompt: Sequence[int], params: SamplingParams, terms: Terms) -> None:
         try:
-            request_id = self._engine.submit(command.prompt_token_ids, command.params, None, command.terms)
+            request_id = self._engine.submit(prompt, params, None, terms)
         except QueueFullError as error:
             self._outgoing.append(Refused(number, is_full=True, message=str(error)))
             return

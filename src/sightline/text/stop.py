@@ -11,6 +11,7 @@ strings only: no tokens, no tokenizer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopMatcher:
@@ -71,12 +72,16 @@ class _Automaton:
         return complete
 
 
-def _borders(stop: str) -> list[int]:
-    """For each beginning of `stop`, the length of the longest shorter beginning that it ends with."""
+@lru_cache(maxsize=1024)
+def _borders(stop: str) -> tuple[int, ...]:
+    """For each beginning of `stop`, the length of the longest shorter beginning that it ends with.
+
+    All continuations of a request have the same stop strings, and most requests the same as others.
+    """
     borders = [0]
     for character in stop[1:]:
         length = borders[-1]
         while length and stop[length] != character:
             length = borders[length - 1]
         borders.append(length + 1 if stop[length] == character else 0)
-    return borders
+    return tuple(borders)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import tokenizers
 
@@ -70,6 +71,11 @@ class Tokenizer:
             template_bos=None if template is None else template.bos_token,
             template_eos=None if template is None else template.eos_token,
         )
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest entry, which no token stands for more of."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def with_template(self, source: str) -> Tokenizer:
         """The same vocabulary under another chat template."""
