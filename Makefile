@@ -1,11 +1,11 @@
 # make setup   the environment, the dependencies and the default model, in .venv
-# make run     set up, then answer PROMPT with the default model
+# make run     set up, then serve the default model, with a chat page, on PORT
 # make test    set up, then format check, lint, types, import rules and tests
 #
 # Every target does all the set-up it needs; a second run reuses it.
 
 PYTHON ?= python3
-PROMPT ?= Explain in one sentence what an inference engine does.
+PORT ?= 8000
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -29,7 +29,7 @@ $(READY): pyproject.toml constraints.txt requirements-model.txt src/sightline/ve
 	@touch $(READY)
 
 run: setup
-	@$(BIN)/sightline chat "$(PROMPT)"
+	@exec $(BIN)/sightline serve --port $(PORT)
 
 check: setup
 	$(BIN)/ruff format --check src tests benchmarks

@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
 START_SECONDS = 120.0
+ONE_THREAD: Mapping[str, str] = MappingProxyType({"OMP_NUM_THREADS": "1"})
 
 
 class ServedProcess:
@@ -136,9 +138,9 @@ class ServedProcess:
 
 @contextmanager
 def serving(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[ServedProcess]:
-    """A server with a real engine on a free port."""
+    """A server with a real engine on a free port; on one thread, as tests run side by side, unless told otherwise."""
     command = [sys.executable, "-m", "sightline", "serve", "--port", "0", "--cache-tokens", "32k", *flags]
-    with _running(command, environment or {}) as served:
+    with _running(command, ONE_THREAD if environment is None else environment) as served:
         yield served
 
 

@@ -76,7 +76,7 @@ def parse(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
     return parsed, sorted(unused_fields(raw, kind))
 
 
-def unused_fields(raw: object, kind: type[Any]) -> set[str]:
+def unused_fields(raw: object, kind: Any) -> set[str]:
     """Names of fields that a type does not have, with where they are; some of them, where they are many."""
     found: set[str] = set()
     pending: list[tuple[object, msgspec.inspect.Type, str]] = [(raw, _shape(kind), "")]
