@@ -22,7 +22,7 @@ class Clock:
 
 def admission(capacity: int, *, shared: bool = False, clock: Clock | None = None) -> Admission:
     made = Admission(shared=shared, clock=clock or Clock())
-    made.set_capacity(capacity)
+    made.open(capacity)
     return made
 
 
@@ -38,7 +38,6 @@ def test_so_many_and_no_more() -> None:
         error = refused(made, "", 1)
         assert error.status == 429
         assert error.retry_after is not None
-        assert made.num_refused == 1
     assert made.num_held == 0
     with made.admitted("", 3):
         assert made.num_held == 3
@@ -85,7 +84,7 @@ def test_more_than_ever_fits_is_invalid_and_not_busy() -> None:
 def test_nothing_is_admitted_before_the_model_is_loaded_or_while_draining() -> None:
     made = Admission(shared=False)
     assert refused(made, "", 1).status == 503
-    made.set_capacity(4)
+    made.open(4)
     made.check_room("")
     made.is_draining = True
     assert refused(made, "", 1).status == 503

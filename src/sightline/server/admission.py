@@ -1,18 +1,18 @@
-"""How much may be under way: a bounded number of sequences, shared among callers.
+"""How much may be under way: a bounded number of sequences, and how long whoever finds no place should wait.
 
-Refuses before anything is read or computed. Where there are several callers, each may take as much as it leaves
-free: one alone fills half, and whoever comes next still finds room.
+Refuses before anything is read or computed.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from sightline.server.errors import busy, invalid, unavailable
+from sightline.server.room import Room
 
 RATE_SECONDS = 30.0
 """Over which the rate of ends is taken."""
@@ -27,59 +27,48 @@ class Admission:
         """`shared` where there are several callers."""
         self._shared = shared
         self._clock = clock
-        self._capacity = 0
-        self._held: Counter[str] = Counter()
+        self._room = Room(0, shared=shared)
         self._ends: deque[tuple[float, int]] = deque(maxlen=MAX_REMEMBERED_ENDS)
         self.is_draining = False
-        self.num_refused = 0
 
     @property
     def num_held(self) -> int:
-        return self._held.total()
+        return self._room.num_held
 
-    def set_capacity(self, capacity: int) -> None:
-        """Sequences that may be under way; 0 until it is known."""
-        self._capacity = capacity
+    def open(self, capacity: int) -> None:
+        """From now on so many sequences may be under way."""
+        self._room = Room(capacity, shared=self._shared)
 
     @contextmanager
     def admitted(self, caller: str, count: int) -> Iterator[None]:
         """Holds places for `count` sequences. Raises where there are too few."""
         self._check(caller, count)
-        self._held[caller] += count
+        self._room.take(caller, count)
         try:
             yield
         finally:
-            self._held[caller] -= count
-            if not self._held[caller]:
-                del self._held[caller]
+            self._room.give_back(caller, count)
             self._ends.append((self._clock(), count))
-
-    def check_open(self) -> None:
-        """Raises where nothing new is taken in."""
-        if self.is_draining:
-            raise unavailable("expected a server that goes on, got one that is shutting down; ask another", 5)
-        if self._capacity == 0:
-            raise unavailable("expected a loaded model, got one that is still loading; try again soon", 2)
 
     def check_room(self, caller: str) -> None:
         """Raises where not even one sequence has a place: before its body is read."""
         self._check(caller, 1)
 
     def _check(self, caller: str, count: int) -> None:
-        self.check_open()
-        most = self._capacity // 2 if self._shared else self._capacity
+        if self.is_draining:
+            raise unavailable("expected a server that goes on, got one that is shutting down; ask another", 5)
+        most = self._room.most
+        if most == 0:
+            raise unavailable("expected a loaded model, got one that is still loading; try again soon", 2)
         if count > most:
             raise invalid(
                 f"expected at most {most} sequences in one request, got {count}; send fewer prompts, or lower n",
                 code="too_many_sequences",
             )
-        free = self._capacity - self.num_held
-        room = free - self._held[caller] if self._shared else free
-        if count > room:
-            self.num_refused += 1
+        left = self._room.left_for(caller)
+        if count > left:
             raise busy(
-                f"expected room for {count} more sequences, got {max(0, room)}: {self.num_held} are under way; "
-                "try again later",
+                f"expected room for {count} more sequences, got {left}: {self.num_held} are under way; try again later",
                 self.retry_after(count),
             )
 

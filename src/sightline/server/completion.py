@@ -200,6 +200,14 @@ def _logprobs(
     return CompletionLogprobs(
         [first if entry is None else chosen(entry).decoded_token or "" for entry in entries],
         [None if entry is None else chosen(entry).logprob for entry in entries],
-        [None if entry is None else dict(likeliest(entry, count)) for entry in entries] if count else None,
+        [None if entry is None else _by_text(likeliest(entry, count)) for entry in entries] if count else None,
         offsets,
     )
+
+
+def _by_text(ranked: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Tokens that look alike, as parts of characters do, are told once: as the likeliest of them."""
+    told: dict[str, float] = {}
+    for text, logprob in ranked:
+        told.setdefault(text, logprob)
+    return told

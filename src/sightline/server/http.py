@@ -78,7 +78,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._take_head(len(name) + len(value) + 4)
-        super().on_header(name, value)
+        # A trailer comes after the body: by then it is decided who asks, and for what.
+        if self._is_in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False

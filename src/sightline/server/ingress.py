@@ -65,7 +65,7 @@ class Ingress:
         self._admission = admission
         self._metrics = metrics
         self._strict = strict
-        self._bodies = BodyBudget(limits.max_held_bytes)
+        self._bodies = BodyBudget(limits.max_held_bytes, shared=len(keys) > 1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -123,7 +123,7 @@ class Ingress:
         body: Any = None
         if route.body is not NO_BODY:
             _check_content(headers)
-            with self._bodies.held() as take:
+            with self._bodies.held(caller) as take:
                 body, unused = parse(await exchange.read_body(headers, take), route.body)
             self._take_unused(exchange, unused)
         return Call(body, caller, exchange.request_id, exchange.received_at, tail, exchange.facts), route

@@ -49,9 +49,27 @@ class Inspection:
     def routes(self) -> tuple[Route[None] | Route[TokenizeRequest] | Route[DetokenizeRequest], ...]:
         public, key = Access.PUBLIC, Access.KEY
         return (
-            Route("GET", "/v1/models", key, self.models, "The served models", NO_BODY, Models, refusals=(503,)),
             Route(
-                "GET", "/v1/models/{model}", key, self.model, "One served model", NO_BODY, Model, refusals=(404, 503)
+                "GET",
+                "/v1/models",
+                key,
+                self.models,
+                "The served models",
+                NO_BODY,
+                Models,
+                refusals=(503,),
+                tag="Model",
+            ),
+            Route(
+                "GET",
+                "/v1/models/{model}",
+                key,
+                self.model,
+                "One served model",
+                NO_BODY,
+                Model,
+                refusals=(404, 503),
+                tag="Model",
             ),
             Route(
                 "POST",
@@ -62,6 +80,8 @@ class Inspection:
                 TokenizeRequest,
                 Tokens,
                 refusals=(404, 429, 503),
+                tag="Model",
+                example={"prompt": "Hello"},
                 holds_room=True,
             ),
             Route(
@@ -73,6 +93,8 @@ class Inspection:
                 DetokenizeRequest,
                 Detokenized,
                 refusals=(404, 429, 503),
+                tag="Model",
+                example={"tokens": [1, 2, 3]},
                 holds_room=True,
             ),
             Route("GET", "/health", public, self.health, "The front end is alive", NO_BODY, Status),

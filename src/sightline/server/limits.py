@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from sightline.server.errors import ApiError, invalid, unavailable
+from sightline.server.room import Room
 
 MAX_DEPTH = 64
 COST_IN_CONTEXTS = 128
@@ -83,6 +84,8 @@ def unused_fields(raw: object, kind: Any) -> set[str]:
     while pending and len(found) < MAX_NAMED_FIELDS:
         value, shape, where = pending.pop()
         match shape, value:
+            case msgspec.inspect.Metadata(type=described), _:
+                pending.append((value, described, where))
             case msgspec.inspect.UnionType(types=types), _:
                 pending += [(value, each, where) for each in types if _fits(value, each)]
             case msgspec.inspect.StructType(fields=fields), dict():
@@ -126,31 +129,33 @@ def check_adjustments(*, sequences: int, biases: int, stop_characters: int) -> N
 class BodyBudget:
     """Bytes of the bodies that are being read, of all clients together."""
 
-    def __init__(self, most: int) -> None:
-        self._left = most
+    def __init__(self, most: int, *, shared: bool) -> None:
+        self._room = Room(most, shared=shared)
 
     @contextmanager
-    def held(self) -> Iterator[Callable[[int], None]]:
+    def held(self, caller: str) -> Iterator[Callable[[int], None]]:
         """Gives a function that takes so many bytes more. Raises where there are none; all come back at the end."""
         taken = 0
 
         def take(count: int) -> None:
             nonlocal taken
-            if count > self._left:
+            if count > self._room.left_for(caller):
                 raise unavailable("expected room for a body, got none: too many are being read; try again", 1)
-            self._left -= count
+            self._room.take(caller, count)
             taken += count
 
         try:
             yield take
         finally:
-            self._left += taken
+            self._room.give_back(caller, taken)
 
 
 def _holds_structs(shape: msgspec.inspect.Type) -> bool:
     match shape:
         case msgspec.inspect.StructType():
             return True
+        case msgspec.inspect.Metadata(type=described):
+            return _holds_structs(described)
         case msgspec.inspect.UnionType(types=types):
             return any(_holds_structs(each) for each in types)
         case _:
@@ -164,6 +169,8 @@ def _shape(kind: Any) -> msgspec.inspect.Type:
 
 def _fits(value: object, shape: msgspec.inspect.Type) -> bool:
     match shape:
+        case msgspec.inspect.Metadata(type=described):
+            return _fits(value, described)
         case msgspec.inspect.StructType():
             return isinstance(value, dict)
         case msgspec.inspect.ListType():

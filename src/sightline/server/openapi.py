@@ -57,6 +57,7 @@ def _operation(route: Route[Any], *, needs_key: bool) -> dict[str, Any]:
         statuses += _WITH_KEY
     operation: dict[str, Any] = {
         "summary": route.summary,
+        "tags": [route.tag],
         "operationId": route.handler.__name__ + route.path.translate(str.maketrans("/{}", "___")),
         "x-access": route.access.value,
         "security": [{"key": []}] if route.access is Access.KEY and needs_key else [],
@@ -68,7 +69,10 @@ def _operation(route: Route[Any], *, needs_key: bool) -> dict[str, Any]:
         ]
     if route.body is not NO_BODY:
         statuses += _WITH_BODY
-        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": _reference(route.body)}}}
+        content: dict[str, Any] = {"schema": _reference(route.body)}
+        if route.example is not None:
+            content["example"] = route.example
+        operation["requestBody"] = {"required": True, "content": {JSON: content}}
     operation["responses"] = {"200": _success(route)} | {
         str(status): {
             "description": _REFUSALS[status],

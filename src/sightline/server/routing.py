@@ -73,6 +73,10 @@ class Route(Generic[BodyT]):
     """The type of a stream's events, where it can stream."""
     refusals: tuple[int, ...] = ()
     """Status codes beside those that every route has."""
+    tag: str = "Server"
+    """Under what it stands in the documentation."""
+    example: Mapping[str, Any] | None = None
+    """A body to begin with."""
     holds_room: bool = False
     """Takes a place in the queue: refused before its body is read where there is none."""
 

@@ -27,6 +27,12 @@ TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
 NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Name: TypeAlias = Annotated[str, Meta(max_length=512)]
+Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
+Biases: TypeAlias = Annotated[
+    dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]],
+    Meta(max_length=MAX_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+]
 StopText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopTexts: TypeAlias = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=1 << 22)]
@@ -41,40 +47,55 @@ class StreamOptions(Struct, frozen=True):
 class GenerationFields(Struct, kw_only=True, frozen=True):
     """What both kinds of completion take."""
 
-    model: Annotated[str, Meta(max_length=512, description="The served model's name; may be left out.")] | None = None
-    max_tokens: Annotated[Count, Meta(description="Most tokens to generate.")] | None = None
-    temperature: (
-        Annotated[float, Meta(ge=0.0, le=1e4, description="0 is greedy. Without it, the model's default.")] | None
-    ) = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=_MOST, description="0 and -1 keep every token.")] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS, description="Continuations of each prompt.")] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    stop: (
-        Annotated[StopText | StopTexts, Meta(description="Text that ends the answer, and is not part of it.")] | None
-    ) = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=_MOST)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]],
-            Meta(
-                max_length=MAX_BIASES,
-                description="Token id to what is added to its logit.",
-                extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
-            ),
-        ]
-        | None
-    ) = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    prompt_logprobs: NumLogprobs | None = None
-    stream: bool | None = None
+    model: Annotated[Name | None, Meta(description="The served model's name; may be left out.")] = None
+    max_tokens: Annotated[Count | None, Meta(description="Most tokens to generate.")] = None
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1e4)] | None,
+        Meta(description="0 takes the likeliest token; more is more random. Left out: the model's own default."),
+    ] = None
+    top_p: Annotated[
+        Annotated[float, Meta(gt=0.0, le=1.0)] | None,
+        Meta(description="Keep the likeliest tokens that make up this share."),
+    ] = None
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1, le=_MOST)] | None,
+        Meta(description="Keep so many of the likeliest tokens; 0 and -1 keep all."),
+    ] = None
+    min_p: Annotated[Share | None, Meta(description="Drop tokens less likely than this share of the likeliest.")] = None
+    n: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS)] | None, Meta(description="Continuations of each prompt.")
+    ] = None
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
+        Meta(description="The same seed and the same logits give the same tokens."),
+    ] = None
+    stop: Annotated[
+        StopText | StopTexts | None, Meta(description="Text that ends the answer, and is not part of it.")
+    ] = None
+    stop_token_ids: Annotated[
+        Annotated[list[TokenId], Meta(max_length=1024)] | None, Meta(description="Tokens that end the answer.")
+    ] = None
+    ignore_eos: Annotated[bool | None, Meta(description="Go on past the model's own end.")] = None
+    min_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=_MOST)] | None, Meta(description="Tokens before anything may end the answer.")
+    ] = None
+    presence_penalty: Annotated[
+        Penalty | None, Meta(description="Subtracted from the logit of every token of the answer.")
+    ] = None
+    frequency_penalty: Annotated[
+        Penalty | None, Meta(description="Subtracted from a token's logit as often as it is in the answer.")
+    ] = None
+    repetition_penalty: Annotated[
+        Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None,
+        Meta(description="Above 1: tokens of the prompt and the answer become less likely."),
+    ] = None
+    logit_bias: Annotated[Biases | None, Meta(description="Token id to what is added to its logit.")] = None
+    skip_special_tokens: Annotated[bool | None, Meta(description="Leave special tokens out of the text.")] = None
+    include_stop_str_in_output: Annotated[bool | None, Meta(description="Keep what ended the answer in it.")] = None
+    prompt_logprobs: Annotated[
+        NumLogprobs | None, Meta(description="Tell so many likeliest tokens for each of the prompt; not in a stream.")
+    ] = None
+    stream: Annotated[bool | None, Meta(description="Tell the answer as it comes, in server-sent events.")] = None
     stream_options: StreamOptions | None = None
 
 
@@ -117,16 +138,20 @@ class ResponseFormat(Struct, frozen=True):
 class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     """A conversation to go on with."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: NumLogprobs | None = None
+    messages: Annotated[
+        list[Message], Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far.")
+    ]
+    max_completion_tokens: Annotated[Count | None, Meta(description="The newer name of max_tokens.")] = None
+    logprobs: Annotated[bool | None, Meta(description="Tell the log probability of every token.")] = None
+    top_logprobs: Annotated[NumLogprobs | None, Meta(description="Tell so many of the likeliest tokens too.")] = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=128, description="Not there yet: refused.")] | None = None
-    tool_choice: Annotated[str | dict[str, Any], Meta(description="Not there yet: refused but for 'none'.")] | None = (
-        None
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(description="The template's own switches.")] | None = None
+    tools: Annotated[
+        Annotated[list[dict[str, Any]], Meta(max_length=128)] | None, Meta(description="Not there yet: refused.")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None, Meta(description="Not there yet: refused unless none or auto.")
+    ] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
@@ -151,30 +176,36 @@ class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
             },
         ),
     ]
-    logprobs: NumLogprobs | None = None
-    echo: Annotated[bool, Meta(description="Give the prompt back before the continuation.")] | None = None
-    suffix: Annotated[str, Meta(description="Not there: refused unless empty.")] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS, description="Not there: refused unless equal to n.")] | (
-        None
-    ) = None
+    logprobs: Annotated[
+        NumLogprobs | None, Meta(description="Tell the log probability of every token, and so many of the likeliest.")
+    ] = None
+    echo: Annotated[bool | None, Meta(description="Give the prompt back before the continuation.")] = None
+    suffix: Annotated[str | None, Meta(description="Not there: refused unless empty.")] = None
+    best_of: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS)] | None,
+        Meta(description="Not there: refused unless equal to n."),
+    ] = None
 
 
 class TokenizeRequest(Struct, kw_only=True, frozen=True):
     """A text, or a conversation, to turn into tokens."""
 
-    model: Annotated[str, Meta(max_length=512)] | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool | None = None
+    model: Name | None = None
+    prompt: Annotated[str | None, Meta(description="A text.")] = None
+    messages: Annotated[
+        Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None,
+        Meta(description="A conversation; in place of a text."),
+    ] = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Add what the model wants around a prompt.")] = None
+    add_generation_prompt: Annotated[bool | None, Meta(description="Open the assistant's turn.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
+    return_token_strs: Annotated[bool | None, Meta(description="Tell the vocabulary's writing of each token.")] = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, frozen=True):
     """Tokens to turn into text."""
 
-    model: Annotated[str, Meta(max_length=512)] | None = None
+    model: Name | None = None
     tokens: TokenIds
 
 

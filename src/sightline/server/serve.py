@@ -157,7 +157,7 @@ class Server:
         await self._port.until_open()
         opened = self._service.opened
         self._service.prepare()
-        self._admission.set_capacity(opened.max_rows + opened.max_queued)
+        self._admission.open(opened.max_rows + opened.max_queued)
         self._metrics.engine.num_own_degradations = len(self._ledger)
         for entry in self._ledger:
             log(logger, logging.WARNING, "degraded", {"what": str(entry)})
@@ -189,6 +189,8 @@ class Server:
                 ChatCompletion,
                 event=ChatChunk,
                 refusals=refusals,
+                tag="Generation",
+                example={"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64},
                 holds_room=True,
             ),
             Route(
@@ -201,6 +203,8 @@ class Server:
                 Completion,
                 event=Completion,
                 refusals=refusals,
+                tag="Generation",
+                example={"prompt": "The capital of France is", "max_tokens": 16},
                 holds_room=True,
             ),
         ]

@@ -1,0 +1,41 @@
+"""A bounded amount of something, shared among callers.
+
+Where there are several callers, each may take as much as it leaves free: one alone fills half, and whoever comes next
+still finds some.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Room:
+    """What there is, and who holds how much of it."""
+
+    def __init__(self, capacity: int, *, shared: bool) -> None:
+        """`shared` where there are several callers."""
+        self._capacity = capacity
+        self._shared = shared
+        self._held: Counter[str] = Counter()
+
+    @property
+    def most(self) -> int:
+        """That one caller may ever hold."""
+        return self._capacity // 2 if self._shared else self._capacity
+
+    @property
+    def num_held(self) -> int:
+        return self._held.total()
+
+    def left_for(self, caller: str) -> int:
+        """What a caller may take now."""
+        free = self._capacity - self.num_held
+        return max(0, free - self._held[caller] if self._shared else free)
+
+    def take(self, caller: str, count: int) -> None:
+        self._held[caller] += count
+
+    def give_back(self, caller: str, count: int) -> None:
+        self._held[caller] -= count
+        if not self._held[caller]:
+            del self._held[caller]
