@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sightline.server.admission import MAX_RETRY_AFTER, Admission
+from sightline.server.admission import MAX_RETRY_AFTER, UNKNOWN_RETRY_AFTER, Admission
 from sightline.server.errors import ApiError
 
 
@@ -93,7 +93,7 @@ def test_nothing_is_admitted_before_the_model_is_loaded_or_while_draining() -> N
 def test_the_time_to_wait_follows_the_rate_of_ends() -> None:
     clock = Clock()
     made = admission(10, clock=clock)
-    assert made.retry_after(1) == 1
+    assert made.retry_after(1) == UNKNOWN_RETRY_AFTER
     for _ in range(5):
         with made.admitted("", 1):
             pass
@@ -102,4 +102,4 @@ def test_the_time_to_wait_follows_the_rate_of_ends() -> None:
     assert made.retry_after(5) == 10
     assert made.retry_after(10_000) == MAX_RETRY_AFTER
     clock.now += 1000.0
-    assert made.retry_after(5) == 1
+    assert made.retry_after(5) == UNKNOWN_RETRY_AFTER

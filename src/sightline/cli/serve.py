@@ -50,6 +50,13 @@ server_options = collected(
         show_default=True,
         help="Seconds that requests under way have when the server is told to end.",
     ),
+    stall_timeout=click.option(
+        "--stall-timeout",
+        type=click.FloatRange(min=1),
+        default=300.0,
+        show_default=True,
+        help="Seconds after which an engine that has work and finishes no step is replaced.",
+    ),
     log_level=click.option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
@@ -107,6 +114,7 @@ async def _run(served: dict[str, Any], engine: Any, started: float) -> None:
         limits=Limits(max_body_bytes=served["max_body_bytes"], max_cost=served["max_request_cost"]),
         request_timeout=served["request_timeout"],
         drain_seconds=served["drain_timeout"],
+        stall_seconds=served["stall_timeout"],
         strict=engine.strict,
         log_level=served["log_level"],
     )

@@ -17,6 +17,8 @@ from sightline.server.room import Room
 RATE_SECONDS = 30.0
 """Over which the rate of ends is taken."""
 MAX_RETRY_AFTER = 60
+UNKNOWN_RETRY_AFTER = 5
+"""Where nothing has ended lately to tell a rate by."""
 MAX_REMEMBERED_ENDS = 1024
 
 
@@ -79,6 +81,6 @@ class Admission:
             self._ends.popleft()
         ended = sum(each for _, each in self._ends)
         if ended == 0:
-            return 1
+            return UNKNOWN_RETRY_AFTER
         elapsed = max(1.0, now - self._ends[0][0])
         return max(1, min(MAX_RETRY_AFTER, math.ceil(count * elapsed / ended)))

@@ -59,8 +59,10 @@ class ServiceMetrics:
         self.engine.latest = metrics
 
     def engine_started(self) -> None:
-        """Its counts begin again."""
         self._starts.inc()
+
+    def engine_lost(self) -> None:
+        """The next one's counts begin again."""
         self.engine.settle()
 
     def answered(self, route: str, status: int) -> None:

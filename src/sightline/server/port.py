@@ -113,6 +113,8 @@ class Meter(Protocol):
 
     def engine_started(self) -> None: ...
 
+    def engine_lost(self) -> None: ...
+
 
 class EnginePort:
     """Takes requests for the engine process, and brings its reports to those who asked."""
@@ -230,6 +232,7 @@ class EnginePort:
     def _lose(self) -> None:
         self._open.clear()
         self._writer = None
+        self._meter.engine_lost()
         self.give_up("the engine process was lost while it worked on the request")
 
     def _send(self, commands: Sequence[Command]) -> None:

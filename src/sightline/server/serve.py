@@ -40,6 +40,7 @@ from sightline.server.service import Service
 from sightline.server.supervisor import WORKER, Supervisor
 
 logger = logging.getLogger("sightline.server")
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 END_SECONDS = 5.0
 """In which the engine process and open connections must end, once everything is answered."""
 KEEP_ALIVE_SECONDS = 75
@@ -61,7 +62,7 @@ class ServerConfig:
     """What requests under way have when the server is told to end."""
     stall_seconds: float = 300.0
     """An engine process that has work and finishes no step for so long is replaced."""
-    ready_seconds: float = 30.0
+    ready_seconds: float = 10.0
     """A step that went through so long ago still shows that the engine works; otherwise one is asked for."""
     probe_seconds: float = 5.0
     """In which a step that is asked for must go through."""
@@ -235,7 +236,7 @@ class Server:
             self._num_signals += 1
             loop.call_soon_threadsafe(self._stopping.set)
 
-        before = {number: signal.signal(number, received) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, received) for number in _ENDING}
         try:
             yield
         finally:

@@ -77,14 +77,14 @@ class Supervisor:
                 await asyncio.sleep(pause)
 
     async def stop(self, seconds: float) -> None:
-        """Ends the process: told first, then killed."""
+        """Ends the process: told first, then killed. One that still loads hears nothing."""
         self._stopping.set()
         process = self._process
         if process is None:
             return
-        self._port.stop()
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds if self._port.is_open else 0.0):
+                self._port.stop()
                 await process.wait()
         except TimeoutError:
             process.kill()

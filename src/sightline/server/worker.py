@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -61,8 +61,10 @@ class FrontEndGoneError(Exception):
 class Channel:
     """The engine process's end of the socket. A thread reads, so that commands come in while a step runs."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, when_gone: Callable[[], None]) -> None:
+        """`when_gone` is called, on the thread that reads, when the front end is gone."""
         self._connection = connection
+        self._when_gone = when_gone
         self._commands: SimpleQueue[list[Command] | None] = SimpleQueue()
         self._reports = report_codec()
         threading.Thread(target=self._read, name="commands", daemon=True).start()
@@ -95,9 +97,7 @@ class Channel:
             logger.error("the front end cannot be understood: %s", error)
         finally:
             self._commands.put(None)
-            # A step that never ends keeps nobody waiting: there is nobody left.
-            time.sleep(ORPHAN_SECONDS)
-            os._exit(1)
+            self._when_gone()
 
 
 class Worker:
@@ -228,11 +228,17 @@ def describe(engine: Engine, name: str) -> Opened:
     )
 
 
+def _end_soon() -> None:
+    """A step that never ends keeps nobody waiting: there is nobody left."""
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)
+
+
 def serve_engine(path: str) -> int:
     """Connects to the front end at `path`, builds what it asks for, and works until told to stop."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
-    channel = Channel(connection)
+    channel = Channel(connection, _end_soon)
     try:
         match channel.take(wait=True):
             case [Configure(config, log_level)]:

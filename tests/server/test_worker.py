@@ -1,0 +1,185 @@
+"""The engine process's loop: commands in, reports out, on a real engine with a tiny model."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from sightline import LLM, SamplingParams
+from sightline.core.errors import DeviceFaultError
+from sightline.core.request import Terms
+from sightline.server.protocol import (
+    LENGTH_BYTES,
+    Accepted,
+    Cancel,
+    Command,
+    Delta,
+    Ended,
+    Probe,
+    Progress,
+    Refused,
+    Report,
+    Stop,
+    Submit,
+    command_codec,
+    report_codec,
+)
+from sightline.server.worker import Channel, FrontEndGoneError, Worker, model_name
+from support.engines import is_at_rest
+from support.tiny_models import make_model, random_prompts
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+class FrontEnd:
+    """The other end of a worker's socket, and the worker on a thread."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self._socket, self._other = socket.socketpair()
+        self._socket.settimeout(20)
+        self._worker = Worker(llm.engine, Channel(self._other, lambda: None))
+        self.raised: list[BaseException] = []
+        self._thread = Thread(target=self._run)
+        self._thread.start()
+
+    def send(self, *commands: Command) -> None:
+        self._socket.sendall(command_codec().encode(commands))
+
+    def receive(self) -> list[Report]:
+        codec = report_codec()
+        header = self._socket.recv(LENGTH_BYTES, socket.MSG_WAITALL)
+        return codec.decode(self._socket.recv(codec.length(header), socket.MSG_WAITALL))
+
+    def until(self, kind: type[Report], number: int = 1) -> list[Report]:
+        """Everything up to so many reports of a kind."""
+        reports: list[Report] = []
+        while sum(isinstance(report, kind) for report in reports) < number:
+            reports += self.receive()
+        return reports
+
+    def end(self) -> None:
+        with suppress(OSError):
+            self.send(Stop())
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+        self._thread.join(20)
+        self._other.close()
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._worker.run()
+        except BaseException as error:
+            self.raised.append(error)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    make_model("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def front_end(folder: Path) -> Iterator[FrontEnd]:
+    llm = LLM(str(folder), skip_tokenizer_init=True, cache_tokens=512, page_size=4, max_queued_requests=8)
+    made = FrontEnd(llm)
+    yield made
+    made.end()
+
+
+def numbered(lengths: list[int]) -> dict[int, tuple[int, ...]]:
+    return {number: tuple(prompt) for number, prompt in enumerate(random_prompts(lengths), 1)}
+
+
+def test_every_prompt_is_accepted_first_gains_its_tokens_in_order_and_ends_once(front_end: FrontEnd) -> None:
+    front_end.send(Submit(numbered([5, 9]), PARAMS, Terms()))
+    reports = front_end.until(Ended, 2)
+    about = [report for report in reports if not isinstance(report, Progress)]
+    assert [type(report) for report in about[:2]] == [Accepted, Accepted]
+    for number in (1, 2):
+        deltas = [report for report in about if isinstance(report, Delta) and report.number == number]
+        assert sum(delta.num_tokens for delta in deltas) == PARAMS.max_tokens
+        assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+        [ended] = [report for report in about if isinstance(report, Ended) and report.number == number]
+        assert about.index(ended) > about.index(deltas[-1])
+        assert ended.error is None
+        assert ended.queue_seconds >= 0.0
+
+
+def test_what_cannot_run_is_refused_and_the_rest_runs(front_end: FrontEnd) -> None:
+    front_end.send(Submit({1: (10**6,), 2: (1, 2, 3)}, PARAMS, Terms()))
+    reports = front_end.until(Ended)
+    refused = next(report for report in reports if isinstance(report, Refused))
+    assert (refused.number, refused.is_full) == (1, False)
+    assert "token ids" in refused.message
+
+
+def test_a_full_queue_is_told_apart_from_what_is_invalid(front_end: FrontEnd) -> None:
+    front_end.send(Submit(numbered([3] * 10), PARAMS, Terms()))
+    reports = front_end.until(Refused, 2)
+    assert [report.is_full for report in reports if isinstance(report, Refused)] == [True, True]
+
+
+def test_a_cancelled_request_is_not_heard_of_again_and_its_pages_are_free(front_end: FrontEnd) -> None:
+    front_end.send(Submit({7: (1, 2, 3)}, SamplingParams(max_tokens=400, ignore_eos=True), Terms()))
+    front_end.until(Delta)
+    front_end.send(Cancel(7))
+    last = None
+    while last is None or last.metrics.num_requests_running:
+        [last] = [report for report in front_end.until(Progress) if isinstance(report, Progress)][-1:]
+    assert last.metrics.kv_cache_usage_perc == 0.0
+    front_end.send(Submit({8: (1, 2)}, PARAMS, Terms()))
+    assert {report.number for report in front_end.until(Ended) if isinstance(report, Accepted | Delta | Ended)} == {8}
+    front_end.end()
+    assert is_at_rest(front_end.llm)
+
+
+def test_a_probe_makes_a_step_where_nothing_runs(front_end: FrontEnd) -> None:
+    steps = []
+    for _ in range(2):
+        front_end.send(Probe())
+        [progress] = front_end.until(Progress)
+        assert isinstance(progress, Progress)
+        assert progress.metrics.num_requests_running == 0
+        steps.append(progress.metrics.steps)
+    assert 0 < steps[0] < steps[1]
+
+
+def test_a_device_that_fails_answers_everybody_and_ends_the_process(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: object) -> torch.Tensor:
+        raise torch.AcceleratorError("the device is gone")
+
+    monkeypatch.setattr(front_end.llm.engine.runtime.runner, "forward", failing)
+    front_end.send(Submit(numbered([5, 9]), PARAMS, Terms()))
+    reports = front_end.until(Ended, 2)
+    assert all("the device" in (report.error or "") for report in reports if isinstance(report, Ended))
+    front_end._thread.join(20)
+    [raised] = front_end.raised
+    assert isinstance(raised, DeviceFaultError)
+
+
+def test_a_front_end_that_goes_ends_the_loop(front_end: FrontEnd) -> None:
+    front_end.close()
+    [raised] = front_end.raised
+    assert isinstance(raised, FrontEndGoneError)
+
+
+def test_a_model_is_called_by_the_last_part_of_its_path_or_by_its_id(tmp_path: Path) -> None:
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "file.Q8_0.gguf").touch()
+    assert model_name(str(tmp_path / "my-model")) == "my-model"
+    assert model_name(str(tmp_path / "file.Q8_0.gguf")) == "file.Q8_0"
+    assert model_name("owner/name") == "owner/name"
+    assert model_name(None).startswith("SmolLM2")
