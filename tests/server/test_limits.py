@@ -134,7 +134,7 @@ def test_unused_fields_are_found_in_lists_of_lists_of_nothing() -> None:
 
 
 def test_the_cost_of_a_request_is_its_product() -> None:
-    check_cost(prompts=2, n=3, tokens=5, logprobs=6, most=210)
-    with pytest.raises(ApiError, match="got 210") as caught:
-        check_cost(prompts=2, n=3, tokens=5, logprobs=6, most=209)
+    check_cost(prompts=2, n=3, tokens=5, logprobs=6, most=750)
+    with pytest.raises(ApiError, match="got 750") as caught:
+        check_cost(prompts=2, n=3, tokens=5, logprobs=6, most=749)
     assert caught.value.code == "cost_exceeded"

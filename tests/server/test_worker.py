@@ -23,6 +23,7 @@ from sightline.server.protocol import (
     Ended,
     Probe,
     Progress,
+    ProtocolError,
     Refused,
     Report,
     Stop,
@@ -168,6 +169,22 @@ def test_a_device_that_fails_answers_everybody_and_ends_the_process(
     front_end._thread.join(20)
     [raised] = front_end.raised
     assert isinstance(raised, DeviceFaultError)
+
+
+def test_reports_that_are_too_much_for_a_frame_go_in_several() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        channel = Channel(near, lambda: None, max_report_bytes=200)
+        sent = [Delta(number, 0, "x" * 40, 1, None) for number in range(20)]
+        channel.send(sent)
+        codec, received = report_codec(), list[Report]()
+        while len(received) < len(sent):
+            length = codec.length(far.recv(LENGTH_BYTES, socket.MSG_WAITALL))
+            assert length <= 200
+            received += codec.decode(far.recv(length, socket.MSG_WAITALL))
+        assert received == sent
+        with pytest.raises(ProtocolError):
+            channel.send([Delta(1, 0, "x" * 400, 1, None)])
 
 
 def test_a_front_end_that_goes_ends_the_loop(front_end: FrontEnd) -> None:

@@ -38,7 +38,7 @@ server_options = collected(
     max_body_bytes=count_option("--max-body-bytes", default=4 << 20, help="Largest body of a request."),
     max_request_cost=count_option(
         "--max-request-cost",
-        help="Most that one request may cost: prompts × n × tokens × (1 + logprobs). 128 contexts without it.",
+        help="Most that one request may cost: prompts × n × tokens × (1 + 4 × logprobs). 128 contexts without it.",
     ),
     request_timeout=click.option(
         "--request-timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that a request may run."

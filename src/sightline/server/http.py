@@ -7,6 +7,7 @@ an answer is under way is not listened to. Does not know requests' bodies: those
 from __future__ import annotations
 
 import asyncio
+import resource
 from typing import ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -28,7 +29,8 @@ class UnheardError(Exception):
 class BoundedProtocol(HttpToolsProtocol):
     """A connection."""
 
-    max_connections: ClassVar[int] = 4096
+    max_connections: ClassVar[int] = min(4096, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128))
+    """Fewer than there are descriptors: some are for the engine process and the log."""
     max_head_bytes: ClassVar[int] = 32 << 10
     """Of the request line and all headers."""
     head_seconds: ClassVar[float] = 15.0

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 
-from sightline.server.access import Access
 from sightline.server.errors import invalid, unavailable
 from sightline.server.ingress import json_reply
 from sightline.server.metrics import ServiceMetrics
-from sightline.server.routing import NO_BODY, PLAIN, Call, Reply, Route
+from sightline.server.routing import Call, Reply
 from sightline.server.schema import (
     Detokenized,
     DetokenizeRequest,
@@ -46,82 +45,6 @@ class Inspection:
         self._metrics = metrics
         self._patience = patience
 
-    def routes(self) -> tuple[Route[None] | Route[TokenizeRequest] | Route[DetokenizeRequest], ...]:
-        public, key = Access.PUBLIC, Access.KEY
-        return (
-            Route(
-                "GET",
-                "/v1/models",
-                key,
-                self.models,
-                "The served models",
-                NO_BODY,
-                Models,
-                refusals=(503,),
-                tag="Model",
-            ),
-            Route(
-                "GET",
-                "/v1/models/{model}",
-                key,
-                self.model,
-                "One served model",
-                NO_BODY,
-                Model,
-                refusals=(404, 503),
-                tag="Model",
-            ),
-            Route(
-                "POST",
-                "/tokenize",
-                key,
-                self.tokenize,
-                "A text or a conversation as tokens",
-                TokenizeRequest,
-                Tokens,
-                refusals=(404, 429, 503),
-                tag="Model",
-                example={"prompt": "Hello"},
-                holds_room=True,
-            ),
-            Route(
-                "POST",
-                "/detokenize",
-                key,
-                self.detokenize,
-                "Tokens as text",
-                DetokenizeRequest,
-                Detokenized,
-                refusals=(404, 429, 503),
-                tag="Model",
-                example={"tokens": [1, 2, 3]},
-                holds_room=True,
-            ),
-            Route("GET", "/health", public, self.health, "The front end is alive", NO_BODY, Status),
-            Route(
-                "GET",
-                "/ready",
-                public,
-                self.ready,
-                "The engine works: a forward pass went through lately",
-                NO_BODY,
-                Status,
-                refusals=(503,),
-            ),
-            Route("GET", "/metrics", key, self.metrics, "Prometheus metrics", NO_BODY, None, content_type=PLAIN),
-            Route("GET", "/version", public, self.version, "The server's version", NO_BODY, Version),
-            Route(
-                "GET",
-                "/server_info",
-                key,
-                self.server_info,
-                "What runs, as resolved",
-                NO_BODY,
-                ServerInfo,
-                refusals=(503,),
-            ),
-        )
-
     async def models(self, call: Call[None]) -> Reply:
         del call
         return json_reply(Models("list", [self._model(name) for name in self._service.names]))
@@ -153,7 +76,9 @@ class Inspection:
     async def detokenize(self, call: Call[DetokenizeRequest]) -> Reply:
         service, tokens = self._service, call.body.tokens
         service.check_model(call.body.model)
-        vocab_size = service.opened.vocab_size
+        vocab_size, most = service.opened.vocab_size, service.opened.max_model_len
+        if len(tokens) > most:
+            raise invalid(f"expected at most {most} tokens, what a context holds, got {len(tokens)}", "tokens")
         if tokens and max(tokens) >= vocab_size:
             raise invalid(f"expected token ids from 0 to {vocab_size - 1}, got {max(tokens)}", "tokens")
         with service.admission.admitted(call.caller, 1):

@@ -21,6 +21,8 @@ from sightline.server.errors import ApiError, invalid, unavailable
 from sightline.server.room import Room
 
 MAX_DEPTH = 64
+LOGPROB_COST = 4
+"""What a log probability costs, in tokens: it is made, sent and told beside its token."""
 COST_IN_CONTEXTS = 128
 """What a request may cost, in full contexts of tokens, unless a limit is set."""
 MAX_CONTAINERS = 1 << 15
@@ -42,7 +44,7 @@ class Limits:
 
     max_body_bytes: int = 4 << 20
     max_cost: int | None = None
-    """Prompts × n × tokens × (1 + log probabilities), a bound on what one request can make; None: so many contexts."""
+    """Prompts × n × tokens × (1 + 4 × log probabilities), a bound on what one request can make; None: 128 contexts."""
     max_held_bytes: int = 256 << 20
     """Of all bodies that are being read at once."""
     body_seconds: float = 30.0
@@ -104,11 +106,11 @@ def unused_fields(raw: object, kind: Any) -> set[str]:
 
 def check_cost(*, prompts: int, n: int, tokens: int, logprobs: int, most: int) -> None:
     """Raises where one request may make more than any may. `tokens` bounds one continuation with its prompt."""
-    cost = prompts * n * tokens * (1 + logprobs)
+    cost = prompts * n * tokens * (1 + LOGPROB_COST * logprobs)
     if cost > most:
         raise invalid(
             f"expected a request that costs at most {most:,}, got {cost:,}: {prompts} prompts × n {n} × "
-            f"{tokens:,} tokens × (1 + {logprobs} log probabilities); lower max_tokens, n or logprobs, or send fewer "
+            f"{tokens:,} tokens × (1 + {LOGPROB_COST} × {logprobs} log probabilities); lower max_tokens, n or logprobs, or send fewer "
             "prompts at once",
             code="cost_exceeded",
         )

@@ -166,5 +166,5 @@ def command_codec() -> Codec[Command]:
     return Codec(list[Command], MAX_COMMAND_BYTES)
 
 
-def report_codec() -> Codec[Report]:
-    return Codec(list[Report], MAX_REPORT_BYTES)
+def report_codec(max_bytes: int = MAX_REPORT_BYTES) -> Codec[Report]:
+    return Codec(list[Report], max_bytes)

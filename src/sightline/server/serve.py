@@ -20,22 +20,17 @@ import uvicorn
 from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
-from sightline.server.access import Access, HostList, Keyring
+from sightline.server.access import HostList, Keyring
 from sightline.server.admission import Admission
-from sightline.server.chat import ChatCompleter
-from sightline.server.completion import TextCompleter
 from sightline.server.http import BoundedProtocol
 from sightline.server.ingress import Ingress
 from sightline.server.inspection import Inspection, Patience
 from sightline.server.limits import Limits
 from sightline.server.logs import log
 from sightline.server.metrics import ServiceMetrics
-from sightline.server.openapi import openapi_document
-from sightline.server.pages import Page
 from sightline.server.port import EnginePort, EngineStartError
 from sightline.server.protocol import Configure, Opened
-from sightline.server.routing import HTML, NO_BODY, Call, Reply, Route, RouteTable
-from sightline.server.schema import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest
+from sightline.server.routes import route_table
 from sightline.server.service import Service
 from sightline.server.supervisor import WORKER, Supervisor
 
@@ -103,28 +98,20 @@ class Server:
         self._service = Service(
             self._port, self._admission, config.limits, config.served_names, config.request_timeout, self._ledger
         )
+        patience = Patience(config.ready_seconds, config.probe_seconds)
+        inspection = Inspection(self._service, self._supervisor, self._metrics, patience)
+        ingress = Ingress(
+            route_table(self._service, inspection, needs_key=len(keys) > 0),
+            keys,
+            HostList(config.host, config.allowed_hosts),
+            config.limits,
+            self._admission,
+            self._metrics,
+            strict=config.strict,
+        )
         self._stopping = asyncio.Event()
         self._num_signals = 0
-        table = self._routes(needs_key=len(keys) > 0)
-        hosts = HostList(config.host, config.allowed_hosts)
-        ingress = Ingress(table, keys, hosts, config.limits, self._admission, self._metrics, strict=config.strict)
-        self._http = _QuietServer(
-            uvicorn.Config(
-                ingress,
-                loop="none",
-                http=BoundedProtocol,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=True,
-                proxy_headers=False,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=int(END_SECONDS),
-                backlog=2048,
-            )
-        )
+        self._http = _QuietServer(_http_config(ingress))
 
     async def run(self) -> None:
         """Serves until a signal ends it. Raises `ConfigError` where the server or its engine cannot start."""
@@ -175,57 +162,6 @@ class Server:
         log(logger, logging.INFO, "drained", {"left": self._admission.num_held})
         self._port.give_up("the server shut down before the request was finished")
 
-    def _routes(self, *, needs_key: bool) -> RouteTable:
-        patience = Patience(self._config.ready_seconds, self._config.probe_seconds)
-        inspection = Inspection(self._service, self._supervisor, self._metrics, patience)
-        refusals = (404, 429, 500, 503)
-        listed: list[Route[ChatRequest] | Route[CompletionRequest]] = [
-            Route(
-                "POST",
-                "/v1/chat/completions",
-                Access.KEY,
-                ChatCompleter(self._service).handle,
-                "Go on with a conversation",
-                ChatRequest,
-                ChatCompletion,
-                event=ChatChunk,
-                refusals=refusals,
-                tag="Generation",
-                example={"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64},
-                holds_room=True,
-            ),
-            Route(
-                "POST",
-                "/v1/completions",
-                Access.KEY,
-                TextCompleter(self._service).handle,
-                "Continue prompts",
-                CompletionRequest,
-                Completion,
-                event=Completion,
-                refusals=refusals,
-                tag="Generation",
-                example={"prompt": "The capital of France is", "max_tokens": 16},
-                holds_room=True,
-            ),
-        ]
-        described = [*listed, *inspection.routes()]
-        document = Reply(openapi_document(described, needs_key=needs_key))
-
-        async def openapi(call: Call[None]) -> Reply:
-            del call
-            return document
-
-        public = Access.PUBLIC
-        return RouteTable(
-            [
-                *described,
-                Route("GET", "/openapi.json", public, openapi, "This document", NO_BODY, None),
-                Route("GET", "/", public, Page("chat.html").show, "Chat", NO_BODY, None, HTML),
-                Route("GET", "/docs", public, Page("docs.html").show, "Documentation", NO_BODY, None, HTML),
-            ]
-        )
-
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """The first signal drains, the second ends at once."""
@@ -242,6 +178,22 @@ class Server:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _http_config(ingress: Ingress) -> uvicorn.Config:
+    return uvicorn.Config(
+        ingress,
+        loop="none",
+        http=BoundedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(END_SECONDS),
+    )
 
 
 class _QuietServer(uvicorn.Server):

@@ -93,12 +93,15 @@ class Supervisor:
     async def _run_once(self, path: Path) -> str:
         """One engine process to its end; why it ended."""
         self.num_starts += 1
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            str(path),
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                str(path),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return f"the engine process could not be started: {error}"
         self._process, self._is_connected = process, False
         log(logger, logging.INFO, "engine process started", {"engine_pid": process.pid, "start": self.num_starts})
         ended, said = asyncio.ensure_future(process.wait()), ""

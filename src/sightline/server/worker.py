@@ -28,6 +28,7 @@ from sightline.models.loading.default_model import default_model_path
 from sightline.server.logs import log_as_json
 from sightline.server.protocol import (
     LENGTH_BYTES,
+    MAX_REPORT_BYTES,
     Accepted,
     Cancel,
     Command,
@@ -38,6 +39,7 @@ from sightline.server.protocol import (
     Opened,
     Probe,
     Progress,
+    ProtocolError,
     Refused,
     Report,
     Stop,
@@ -61,12 +63,14 @@ class FrontEndGoneError(Exception):
 class Channel:
     """The engine process's end of the socket. A thread reads, so that commands come in while a step runs."""
 
-    def __init__(self, connection: socket.socket, when_gone: Callable[[], None]) -> None:
+    def __init__(
+        self, connection: socket.socket, when_gone: Callable[[], None], max_report_bytes: int = MAX_REPORT_BYTES
+    ) -> None:
         """`when_gone` is called, on the thread that reads, when the front end is gone."""
         self._connection = connection
         self._when_gone = when_gone
         self._commands: SimpleQueue[list[Command] | None] = SimpleQueue()
-        self._reports = report_codec()
+        self._reports = report_codec(max_report_bytes)
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
     def take(self, *, wait: bool) -> list[Command]:
@@ -82,8 +86,14 @@ class Channel:
             taken += commands
 
     def send(self, reports: Sequence[Report]) -> None:
+        """In one frame, or in several where they are too much for one."""
         try:
             self._connection.sendall(self._reports.encode(reports))
+        except ProtocolError:
+            if len(reports) == 1:
+                raise
+            self.send(reports[: len(reports) // 2])
+            self.send(reports[len(reports) // 2 :])
         except OSError as error:
             raise FrontEndGoneError from error
 

@@ -1,0 +1,141 @@
+"""Every way into the server, who may take it, and what goes in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from sightline.server.access import Access
+from sightline.server.chat import ChatCompleter
+from sightline.server.completion import TextCompleter
+from sightline.server.inspection import Inspection
+from sightline.server.openapi import openapi_document
+from sightline.server.pages import Page
+from sightline.server.routing import HTML, JSON, NO_BODY, PLAIN, Call, Reply, Route, RouteTable
+from sightline.server.schema import (
+    ChatChunk,
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    Detokenized,
+    DetokenizeRequest,
+    Model,
+    Models,
+    ServerInfo,
+    Status,
+    TokenizeRequest,
+    Tokens,
+    Version,
+)
+from sightline.server.service import Service
+
+Routes: TypeAlias = Iterable[Route[Any]]
+KEY, PUBLIC = Access.KEY, Access.PUBLIC
+
+
+def route_table(service: Service, inspection: Inspection, *, needs_key: bool) -> RouteTable:
+    """`needs_key` where the server has keys."""
+    described = [*_generation(service), *_model(inspection), *_server(inspection)]
+    return RouteTable([*described, *_pages(openapi_document(described, needs_key=needs_key))])
+
+
+def _generation(service: Service) -> Routes:
+    for path, handler, summary, body, answer, event, example in (
+        (
+            "/v1/chat/completions",
+            ChatCompleter(service).handle,
+            "Go on with a conversation",
+            ChatRequest,
+            ChatCompletion,
+            ChatChunk,
+            {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64},
+        ),
+        (
+            "/v1/completions",
+            TextCompleter(service).handle,
+            "Continue prompts",
+            CompletionRequest,
+            Completion,
+            Completion,
+            {"prompt": "The capital of France is", "max_tokens": 16},
+        ),
+    ):
+        yield Route[Any](
+            "POST",
+            path,
+            KEY,
+            handler,
+            summary,
+            body,
+            answer,
+            event=event,
+            refusals=(404, 429, 500, 503),
+            tag="Generation",
+            example=example,
+            holds_room=True,
+        )
+
+
+def _model(inspection: Inspection) -> Routes:
+    tag, loading = "Model", (503,)
+    yield Route(
+        "GET", "/v1/models", KEY, inspection.models, "The served models", NO_BODY, Models, JSON, None, loading, tag
+    )
+    yield Route(
+        "GET",
+        "/v1/models/{model}",
+        KEY,
+        inspection.model,
+        "One served model",
+        NO_BODY,
+        Model,
+        refusals=(404, 503),
+        tag=tag,
+    )
+    yield Route(
+        "POST",
+        "/tokenize",
+        KEY,
+        inspection.tokenize,
+        "A text or a conversation as tokens",
+        TokenizeRequest,
+        Tokens,
+        refusals=(404, 429, 503),
+        tag=tag,
+        example={"prompt": "Hello"},
+        holds_room=True,
+    )
+    yield Route(
+        "POST",
+        "/detokenize",
+        KEY,
+        inspection.detokenize,
+        "Tokens as text",
+        DetokenizeRequest,
+        Detokenized,
+        refusals=(404, 429, 503),
+        tag=tag,
+        example={"tokens": [1, 2, 3]},
+        holds_room=True,
+    )
+
+
+def _server(inspection: Inspection) -> Routes:
+    yield Route("GET", "/health", PUBLIC, inspection.health, "The front end is alive", NO_BODY, Status)
+    works = "The engine works: a forward pass went through lately"
+    yield Route("GET", "/ready", PUBLIC, inspection.ready, works, NO_BODY, Status, refusals=(503,))
+    yield Route("GET", "/metrics", KEY, inspection.metrics, "Prometheus metrics", NO_BODY, None, PLAIN)
+    yield Route("GET", "/version", PUBLIC, inspection.version, "The server's version", NO_BODY, Version)
+    what = "What runs, as resolved"
+    yield Route("GET", "/server_info", KEY, inspection.server_info, what, NO_BODY, ServerInfo, refusals=(503,))
+
+
+def _pages(document: bytes) -> Routes:
+    async def openapi(call: Call[None]) -> Reply:
+        del call
+        return Reply(document)
+
+    yield Route("GET", "/openapi.json", PUBLIC, openapi, "This document", NO_BODY, None)
+    yield Route("GET", "/", PUBLIC, Page("chat.html").show, "Chat", NO_BODY, None, HTML)
+    yield Route("GET", "/docs", PUBLIC, Page("docs.html").show, "Documentation", NO_BODY, None, HTML)
