@@ -109,8 +109,8 @@ def check_cost(*, prompts: int, n: int, tokens: int, logprobs: int, most: int) -
     cost = prompts * n * tokens * (1 + LOGPROB_COST * logprobs)
     if cost > most:
         raise invalid(
-            f"expected a request that costs at most {most:,}, got {cost:,}: {prompts} prompts × n {n} × {tokens:,} tokens"
-            f" × (1 + {LOGPROB_COST} × {logprobs} log probabilities); lower max_tokens, n or logprobs, or send fewer",
+            f"expected a request that costs at most {most:,}, got {cost:,}: {prompts} prompts × n {n} × {tokens:,}"
+            f" tokens × (1 + {LOGPROB_COST} × {logprobs} log probabilities); lower max_tokens, n or logprobs, or send fewer",
             code="cost_exceeded",
         )
 
