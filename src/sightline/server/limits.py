@@ -110,7 +110,7 @@ def check_cost(*, prompts: int, n: int, tokens: int, logprobs: int, most: int) -
     if cost > most:
         raise invalid(
             f"expected a request that costs at most {most:,}, got {cost:,}: {prompts} prompts × n {n} × {tokens:,}"
-            f" tokens × (1 + {LOGPROB_COST} × {logprobs} log probabilities); lower max_tokens, n or logprobs, or send fewer",
+            f" tokens × (1 + {LOGPROB_COST} × {logprobs} log probabilities); lower max_tokens, n or logprobs",
             code="cost_exceeded",
         )
 

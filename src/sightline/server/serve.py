@@ -100,8 +100,9 @@ class Server:
         )
         patience = Patience(config.ready_seconds, config.probe_seconds)
         inspection = Inspection(self._service, self._supervisor, self._metrics, patience)
+        self.table = route_table(self._service, inspection, needs_key=len(keys) > 0)
         ingress = Ingress(
-            route_table(self._service, inspection, needs_key=len(keys) > 0),
+            self.table,
             keys,
             HostList(config.host, config.allowed_hosts),
             config.limits,
