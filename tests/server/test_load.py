@@ -232,7 +232,7 @@ def drains_under_load(seed: int, environment: Mapping[str, str]) -> Counter[Outc
     with serving("--drain-timeout", "60", environment=environment) as server:
         model = served_model(server)
         results: list[LoadResult] = []
-        asks = random_asks(40, 16, 16, seed)
+        asks = random_asks(24, 16, 8, seed)
         arrivals = Arrivals(request_rate=20.0, seed=seed)
         running = Thread(target=lambda: results.append(load(server, asks, model=model, arrivals=arrivals)))
         running.start()
@@ -244,7 +244,7 @@ def drains_under_load(seed: int, environment: Mapping[str, str]) -> Counter[Outc
         assert {event["status"] for event in accepted} <= {200, 503}
         completed = [record for record in result.records if record.outcome is Outcome.COMPLETED]
         assert len(completed) == sum(event["status"] == 200 for event in accepted)
-        assert all(record.usage and record.usage.output_tokens == 16 for record in completed)
+        assert all(record.usage and record.usage.output_tokens == 8 for record in completed)
         assert all(
             record.outcome is Outcome.REFUSED or record.status is None or record in completed
             for record in result.records
@@ -253,7 +253,7 @@ def drains_under_load(seed: int, environment: Mapping[str, str]) -> Counter[Outc
 
 
 def test_no_accepted_request_is_lost_at_the_end() -> None:
-    assert drains_under_load(0, ONE_THREAD).total() == 40
+    assert drains_under_load(0, ONE_THREAD).total() == 24
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def _misfit(raw: object, said: str) -> ApiError:
     """What a field should be, where it is, and what came."""
     match = _PLACE.match(said)
     what, path = (match["what"], match["path"] or "") if match is not None else (said, "")
-    param = path.removeprefix(".") or None
+    param = path.removeprefix(".").removesuffix("[...]") or None
     where = "" if param is None else f"{param}: "
     got = "" if ", got " in what else _got(raw, path)
     return invalid(f"{where}{what[:1].lower()}{what[1:]}{got}", param)

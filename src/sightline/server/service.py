@@ -92,7 +92,8 @@ class Service:
         try:
             check_prompt(prompt, self.opened.vocab_size, self.opened.max_model_len)
         except RequestError as error:
-            raise invalid(str(error), param) from error
+            is_long = len(prompt) >= self.opened.max_model_len
+            raise invalid(str(error), param, "context_length_exceeded" if is_long else None) from error
 
     async def start(
         self, call: Call[Any], prompts: Sequence[Sequence[int]], params: SamplingParams, release: ExitStack
