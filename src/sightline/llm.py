@@ -8,18 +8,20 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sightline.core.config import EngineConfig
+from sightline.core.config import EngineConfig, Task
 from sightline.core.errors import ConfigError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
 from sightline.core.request import (
     CompletionOutput,
+    EmbeddingRequestOutput,
     FinishReason,
     RequestOutput,
     SamplingParams,
@@ -27,7 +29,9 @@ from sightline.core.request import (
     TextDelta,
     new_request_id,
 )
+from sightline.embedding import TextEmbedder, build_embedder
 from sightline.engine import Engine
+from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import build_runtime
@@ -67,16 +71,17 @@ class TemplateSettings(TypedDict, total=False):
 class EngineSettings(TypedDict, total=False):
     """The fields of `EngineConfig` that `LLM` takes by keyword."""
 
+    task: str
     device: str
     dtype: str
     quantization: str
     max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
     page_size: int
     cache_tokens: int | None
     memory_fraction: float
-    prefix_caching: bool
+    prefix_caching: bool | None
     max_queued_requests: int
     async_scheduling: bool
     attention_backend: str | None
@@ -90,13 +95,8 @@ class EngineSettings(TypedDict, total=False):
 
 def build_engine(config: EngineConfig) -> Engine:
     """Opens the model and builds an engine for it, with a progress bar on a terminal."""
-    ledger = Ledger(strict=config.strict)
-    checkpoint = open_checkpoint(default_model_path() if config.model is None else config.model, ledger)
-    with _progress_bar(enabled=True) as bar:
-        task = bar.add_task(f"Loading {checkpoint.location.name}", total=len(checkpoint.tensors))
-        runtime = build_runtime(
-            config, checkpoint, ledger, lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with _opened(config) as (checkpoint, ledger, on_progress):
+        runtime = build_runtime(config, checkpoint, ledger, on_progress)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
     if config.chat_template is not None and tokenizer is not None:
         tokenizer = tokenizer.with_template(read_template(Path(config.chat_template)))
@@ -105,8 +105,26 @@ def build_engine(config: EngineConfig) -> Engine:
     return Engine(runtime, tokenizer, checkpoint.generation, ledger)
 
 
+def open_embedder(config: EngineConfig) -> TextEmbedder:
+    """Opens the model and builds an embedder for it, with a progress bar on a terminal."""
+    if config.model is None:
+        raise ConfigError("expected a model to embed with, got none: the default model only generates; name one")
+    with _opened(config) as (checkpoint, ledger, on_progress):
+        return build_embedder(config, checkpoint, ledger, on_progress)
+
+
+@contextmanager
+def _opened(config: EngineConfig) -> Iterator[tuple[Checkpoint, Ledger, Callable[[int, int], None]]]:
+    """The model on disk, a ledger for it, and how its loading is shown."""
+    ledger = Ledger(strict=config.strict)
+    checkpoint = open_checkpoint(default_model_path() if config.model is None else config.model, ledger)
+    with _progress_bar(enabled=True) as bar:
+        task = bar.add_task(f"Loading {checkpoint.location.name}", total=len(checkpoint.tensors))
+        yield checkpoint, ledger, lambda done, total: bar.update(task, completed=done, total=total)
+
+
 class LLM:
-    """A model that answers. Not safe for use from several threads, except `cancel`."""
+    """A model that answers, or embeds. Not safe for use from several threads, except `cancel`."""
 
     def __init__(self, model: str | None = None, **settings: Unpack[EngineSettings]) -> None:
         """`model` is a folder, a .gguf file, a Hugging Face id, or None for the default model."""
@@ -114,7 +132,47 @@ class LLM:
         if unknown:
             known = ", ".join(sorted(EngineSettings.__annotations__))
             raise ConfigError(f"expected settings out of {known}, got {', '.join(sorted(unknown))}")
-        self.engine = build_engine(EngineConfig(model=model, **settings))
+        config = EngineConfig(model=model, **settings)
+        embeds = Task(config.task) is Task.EMBED
+        self._engine = None if embeds else build_engine(config)
+        self._embedder = open_embedder(config) if embeds else None
+
+    @property
+    def engine(self) -> Engine:
+        """What runs requests; an error where the model embeds."""
+        if self._engine is None:
+            raise ConfigError("expected a model that generates, got one with task embed; use embed")
+        return self._engine
+
+    @property
+    def embedder(self) -> TextEmbedder:
+        """What embeds texts; an error where the model generates."""
+        if self._embedder is None:
+            raise ConfigError('expected a model that embeds, got one that generates; use LLM(..., task="embed")')
+        return self._embedder
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each text, in order, in `.outputs.embedding`.
+
+        A text of more than `max_model_len` tokens is an error, or cut with `truncate`. `dimensions` keeps so many of
+        the first numbers, at length 1 again.
+        """
+        listed: Sequence[Prompt] = [texts] if isinstance(texts, (str, Mapping)) else texts
+        with _progress_bar(enabled=use_tqdm) as bar:
+            task = bar.add_task("Embedding", total=len(listed))
+            return self.embedder.embed(
+                [_text_or_tokens(each) for each in listed],
+                truncate=truncate,
+                dimensions=dimensions,
+                on_progress=lambda count: bar.advance(task, count),
+            )
 
     def generate(
         self,
@@ -188,7 +246,8 @@ class LLM:
 
     def close(self) -> None:
         """Ends everything; a closed LLM refuses work."""
-        self.engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -212,19 +271,8 @@ class LLM:
             return TextStream(self.engine, self.engine.submit(token_ids, params, text, terms))
 
     def _encode_prompt(self, prompt: object) -> tuple[str | None, Sequence[int]]:
-        match prompt:
-            case str(text):
-                return text, self.tokenizer.encode_prompt(text)
-            case {"prompt": str(text), **rest} if not rest:
-                return text, self.tokenizer.encode_prompt(text)
-            case {"prompt_token_ids": [*token_ids], **rest} if not rest:
-                return None, cast("list[int]", token_ids)
-            case _:
-                got = f"keys {', '.join(map(str, prompt))}" if isinstance(prompt, Mapping) else type(prompt).__name__
-                raise RequestError(
-                    "expected a prompt as text, {'prompt': text} or {'prompt_token_ids': [list of ids]}, "
-                    f"and nothing beside it, got {got}"
-                )
+        given = _text_or_tokens(prompt)
+        return (given, self.tokenizer.encode_prompt(given)) if isinstance(given, str) else (None, given)
 
     def _encode_chat(
         self, messages: Sequence[Message], **settings: Unpack[TemplateSettings]
@@ -314,6 +362,23 @@ class TextStream(Iterator[TextDelta]):
     def __del__(self) -> None:
         if not self._ended:
             self._engine.abandon(self.request_id)
+
+
+def _text_or_tokens(prompt: object) -> str | list[int]:
+    """What a prompt is, in whichever form it comes."""
+    match prompt:
+        case str(text):
+            return text
+        case {"prompt": str(text), **rest} if not rest:
+            return text
+        case {"prompt_token_ids": [*token_ids], **rest} if not rest:
+            return cast("list[int]", token_ids)
+        case _:
+            got = f"keys {', '.join(map(str, prompt))}" if isinstance(prompt, Mapping) else type(prompt).__name__
+            raise RequestError(
+                "expected a prompt as text, {'prompt': text} or {'prompt_token_ids': [list of ids]}, "
+                f"and nothing beside it, got {got}"
+            )
 
 
 def _terms(priority: int | Sequence[int], timeout: float | None, count: int) -> list[Terms]:

@@ -16,8 +16,8 @@ class PageAllocator:
     """Hands out pages 1 .. num_pages - 1; page 0 is the padding page and never leaves."""
 
     def __init__(self, num_pages: int) -> None:
-        if num_pages <= PADDING_PAGES:
-            raise ValueError(f"expected more than {PADDING_PAGES} pages, got {num_pages}")
+        if 0 < num_pages <= PADDING_PAGES:
+            raise ValueError(f"expected more than {PADDING_PAGES} pages, or none at all, got {num_pages}")
         self._num_pages = num_pages
         self._free = list(range(num_pages - 1, PADDING_PAGES - 1, -1))
         self._owners = [0] * num_pages
@@ -29,7 +29,7 @@ class PageAllocator:
     @property
     def num_usable(self) -> int:
         """Pages that can be owned at all."""
-        return self._num_pages - PADDING_PAGES
+        return max(0, self._num_pages - PADDING_PAGES)
 
     def owners(self, page: int) -> int:
         """The reference count of a page; 0 when it is free."""

@@ -11,6 +11,15 @@ from enum import Enum
 from sightline.core.errors import ConfigError
 
 
+class Task(Enum):
+    """What a model is for."""
+
+    GENERATE = "generate"
+    """It goes on with texts."""
+    EMBED = "embed"
+    """It tells what texts are about, as vectors."""
+
+
 class Quantization(Enum):
     """What becomes of weights that the file quantises."""
 
@@ -30,19 +39,24 @@ class EngineConfig:
     """The user's wishes. None means: let Sightline decide."""
 
     model: str | None = None
+    task: str = Task.GENERATE.value
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = Quantization.DEQUANTISE.value
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    """None: 64 that generate, or 1024 that are embedded."""
+    max_num_batched_tokens: int | None = None
+    """None: 512 where it generates, 4096 where it embeds."""
     page_size: int = 16
     cache_tokens: int | None = None
     """Tokens that the cache must hold in all; None sizes it from the memory that is there."""
     memory_fraction: float = 0.5
     """Share of the memory left after the weights that the cache may take."""
-    prefix_caching: bool = True
-    """Keep what is computed of prompts and answers, as long as there is room, for requests that begin alike."""
+    prefix_caching: bool | None = None
+    """Keep what is computed of prompts and answers, as long as there is room, for requests that begin alike.
+
+    None: where it generates."""
     max_queued_requests: int = 1024
     """Sequences that may wait; whoever comes when so many do is refused at once."""
     async_scheduling: bool = False
@@ -64,6 +78,9 @@ class EngineConfig:
             )
         if self.dtype not in ("auto", *DTYPE_NAMES):
             raise ConfigError(f"expected dtype auto, {', '.join(DTYPE_NAMES)}, got {self.dtype!r}")
+        tasks = [task.value for task in Task]
+        if self.task not in tasks:
+            raise ConfigError(f"expected task {' or '.join(tasks)}, got {self.task!r}")
         kinds = [kind.value for kind in Quantization]
         if self.quantization not in kinds:
             raise ConfigError(f"expected quantization {' or '.join(kinds)}, got {self.quantization!r}")

@@ -339,6 +339,28 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class EmbeddingOutput:
+    """A text as a vector."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """What became of a text that was to be embedded."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    """Of the text: those that an earlier one had left in the cache."""
+    num_truncated_tokens: int = 0
+    """That were left out of it, as asked."""
+    finished: bool = True
+
+
+@dataclass(frozen=True)
 class TextDelta:
     """What one continuation gained: whole characters, and the tokens that were chosen."""
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from sightline.core.config import DTYPE_NAMES, PADDING_PAGES, EngineConfig, Quantization
+from sightline.core.config import DTYPE_NAMES, PADDING_PAGES, EngineConfig, Quantization, Task
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+ROWS, EMBEDDING_ROWS = 64, 1024
+STEP_TOKENS, EMBEDDING_STEP_TOKENS = 512, 4096
 SCRATCH_SHARE = 8
 """Scratch memory may take one part in so many of what the weights leave; the cache is sized from the rest."""
 
@@ -31,6 +33,8 @@ class ModelFacts:
     """Of the weights that stay quantised."""
     cache_elements_per_token: int
     """Over all layers and pools."""
+    takes_texts_whole: bool = False
+    """Every token sees every other: a text cannot be computed in chunks, and nothing of it can be kept."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class ResolvedConfig:
     max_step_tokens: int
     page_size: int
     num_pages: int
-    """Pages of each pool, the padding page included."""
+    """Pages of each pool, the padding page included; 0 where nothing is ever cached."""
     scratch_bytes: int
     """Most that backends may lease."""
     prefix_caching: bool
@@ -60,7 +64,7 @@ class ResolvedConfig:
     @property
     def cache_tokens(self) -> int:
         """Tokens that sequences can hold in the cache at once."""
-        return (self.num_pages - PADDING_PAGES) * self.page_size
+        return max(0, self.num_pages - PADDING_PAGES) * self.page_size
 
 
 def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
@@ -73,35 +77,25 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
             f"got {asked_len}; lower it"
         )
     model_len = asked_len or facts.max_positions
-    max_rows = _resolve_rows(config, ledger)
+    sizes = _resolve_sizes(config, facts, model_len, ledger)
     left = available_bytes(device) - facts.weight_elements * dtype.itemsize - facts.quantised_bytes
     scratch_bytes = max(0, left) // SCRATCH_SHARE
-    useful = max_rows * -(-model_len // config.page_size)
-    num_pages = _resolve_pages(config, facts, dtype, left - scratch_bytes, useful)
-    capacity = num_pages * config.page_size
-    if capacity < model_len:
-        if asked_len is not None:
-            raise ConfigError(
-                f"expected a cache of at least max_model_len = {asked_len} tokens, got room for {capacity}; "
-                "lower max_model_len, or raise cache_tokens or memory_fraction"
-            )
-        ledger.record(
-            "max_model_len",
-            f"lowered from the model's {model_len} to {capacity}, what the cache holds",
-            "raise cache_tokens or memory_fraction, or ask for a smaller max_model_len",
-        )
-        model_len = capacity
+    num_pages = 0
+    if not sizes.is_transient:
+        useful = sizes.max_rows * -(-model_len // config.page_size)
+        num_pages = PADDING_PAGES + _resolve_pages(config, facts, dtype, left - scratch_bytes, useful)
+        model_len = _fitting_len(config, (num_pages - PADDING_PAGES) * config.page_size, model_len, ledger)
     return ResolvedConfig(
         device=device,
         dtype=dtype,
         quantization=Quantization(config.quantization),
         max_model_len=model_len,
-        max_rows=max_rows,
-        max_step_tokens=config.max_num_batched_tokens,
+        max_rows=sizes.max_rows,
+        max_step_tokens=sizes.max_step_tokens,
         page_size=config.page_size,
-        num_pages=num_pages + PADDING_PAGES,
+        num_pages=num_pages,
         scratch_bytes=scratch_bytes,
-        prefix_caching=config.prefix_caching,
+        prefix_caching=sizes.prefix_caching,
         max_queued=config.max_queued_requests,
         async_scheduling=config.async_scheduling,
         attention_backend=config.attention_backend,
@@ -111,15 +105,59 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     )
 
 
-def _resolve_rows(config: EngineConfig, ledger: Ledger) -> int:
-    max_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    if max_rows < config.max_num_seqs:
+@dataclass(frozen=True)
+class _Sizes:
+    """How large a step is, and whether anything of it is kept."""
+
+    max_rows: int
+    max_step_tokens: int
+    prefix_caching: bool
+    is_transient: bool
+
+
+def _resolve_sizes(config: EngineConfig, facts: ModelFacts, model_len: int, ledger: Ledger) -> _Sizes:
+    embeds = Task(config.task) is Task.EMBED
+    asked_tokens = config.max_num_batched_tokens
+    step_tokens = (EMBEDDING_STEP_TOKENS if embeds else STEP_TOKENS) if asked_tokens is None else asked_tokens
+    prefix_caching = not embeds if config.prefix_caching is None else config.prefix_caching
+    if facts.takes_texts_whole:
+        if prefix_caching:
+            raise ConfigError(
+                "expected no prefix caching of a model whose tokens all see each other, got it: leave it out"
+            )
+        if step_tokens < model_len and asked_tokens is not None:
+            raise ConfigError(
+                f"expected max_num_batched_tokens of at least {model_len}, a whole text, got {asked_tokens}; raise it, "
+                "or lower max_model_len"
+            )
+        step_tokens = max(step_tokens, model_len)
+    asked_rows = config.max_num_seqs
+    max_rows = min((EMBEDDING_ROWS if embeds else ROWS) if asked_rows is None else asked_rows, step_tokens)
+    if asked_rows is not None and max_rows < asked_rows:
         ledger.record(
             "max_num_seqs",
-            f"lowered from {config.max_num_seqs} to {max_rows}: each running sequence needs a token of every step",
+            f"lowered from {asked_rows} to {max_rows}: each running sequence needs a token of every step",
             "raise max_num_batched_tokens or lower max_num_seqs",
         )
-    return max_rows
+    is_transient = embeds and not prefix_caching and model_len <= step_tokens
+    return _Sizes(max_rows, step_tokens, prefix_caching, is_transient)
+
+
+def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Ledger) -> int:
+    """The longest sequence that the cache holds."""
+    if capacity >= model_len:
+        return model_len
+    if config.max_model_len is not None:
+        raise ConfigError(
+            f"expected a cache of at least max_model_len = {config.max_model_len} tokens, got room for {capacity}; "
+            "lower max_model_len, or raise cache_tokens or memory_fraction"
+        )
+    ledger.record(
+        "max_model_len",
+        f"lowered from the model's {model_len} to {capacity}, what the cache holds",
+        "raise cache_tokens or memory_fraction, or ask for a smaller max_model_len",
+    )
+    return capacity
 
 
 def _resolve_dtype(name: str, device: Device) -> torch.dtype:

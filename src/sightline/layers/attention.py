@@ -77,3 +77,42 @@ class SoftmaxAttention:
         rotary.rotate(buffers.turned, buffers.rotated)
         planned.attend(self.layer, SoftmaxInputs(*buffers.inputs, self.sinks), buffers.attended_heads)
         sink.take_product(self.output, buffers.attended)
+
+
+class PlainBuffers:
+    """From the projections to what attention gives, where nothing is rotated."""
+
+    def __init__(self, scratch: Scratch, num_heads: int, head_dim: int) -> None:
+        size = num_heads * head_dim
+        self.qkv = scratch.take("attention.qkv", 3 * size)
+        rows = scratch.take_rows("attention.rows", 3 * size)
+        self.is_row_major = self.qkv.is_contiguous()
+        self.rows = self.qkv if self.is_row_major else rows
+        heads = self.rows.view(scratch.num_tokens, 3 * num_heads, head_dim)
+        self.q, self.k, self.v = heads.chunk(3, dim=1)
+        self.attended = scratch.take_rows("attention.attended", size)
+        self.attended_heads = self.attended.view(scratch.num_tokens, num_heads, head_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class PlainAttention:
+    """One layer of a network that knows positions from its inputs: no rotation, as many key heads as query heads."""
+
+    layer: int
+    """In the model."""
+    spec: SoftmaxSpec
+    qkv: Projection
+    """Queries, keys and values side by side."""
+    output: Projection
+
+    def buffers(self, scratch: Scratch) -> PlainBuffers:
+        return scratch.of(PlainBuffers, self.spec.num_q_heads, self.spec.head_dim)
+
+    def __call__(self, x: Tensor, sink: Sink, planned: PlannedBatch, scratch: Scratch) -> None:
+        """From x [num_tokens, hidden]."""
+        buffers = self.buffers(scratch)
+        self.qkv(x, buffers.qkv)
+        if not buffers.is_row_major:
+            buffers.rows.copy_(buffers.qkv)
+        planned.attend(self.layer, SoftmaxInputs(buffers.q, buffers.k, buffers.v, None), buffers.attended_heads)
+        sink.take_product(self.output, buffers.attended)

@@ -1,9 +1,11 @@
-"""Gated feed-forward layers."""
+"""Feed-forward layers, gated and plain."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +17,23 @@ from sightline.layers.sink import Sink
 
 
 class Activation(Enum):
-    """The gate's non-linearity."""
+    """The non-linearity of a gate, or of a plain layer."""
 
     SILU = "silu"
+    GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    RELU = "relu"
 
-    def __call__(self, gate: Tensor) -> Tensor:
-        return F.silu(gate) if self is Activation.SILU else F.gelu(gate, approximate="tanh")
+    def __call__(self, x: Tensor) -> Tensor:
+        return _ACTIVATIONS[self](x)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.RELU: F.relu,
+}
 
 
 class MlpBuffers:
@@ -31,6 +43,31 @@ class MlpBuffers:
         self.gate_up = scratch.take("mlp.gate_up", 2 * intermediate)
         self.gate, self.up = self.gate_up.chunk(2, dim=-1)
         self.gated = scratch.take("mlp.gated", intermediate)
+
+
+class PlainMlpBuffers:
+    """Between the two products."""
+
+    def __init__(self, scratch: Scratch, intermediate: int) -> None:
+        self.inner = scratch.take("mlp.inner", intermediate)
+
+
+@dataclass(frozen=True, eq=False)
+class PlainMlp:
+    """down(act(up(x)))."""
+
+    up: Projection
+    down: Projection
+    activation: Activation
+
+    def buffers(self, scratch: Scratch) -> PlainMlpBuffers:
+        return scratch.of(PlainMlpBuffers, self.down.in_features)
+
+    def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
+        """From x [num_tokens, hidden]."""
+        buffers = self.buffers(scratch)
+        self.up(x, buffers.inner)
+        sink.take_product(self.down, self.activation(buffers.inner))
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+class LayerNorm:
+    """(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias over the last dimension, computed in fp32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, epsilon: float) -> None:
+        """Weight and bias [features] fp32."""
+        self.weight = weight
+        self.bias = bias
+        self.epsilon = epsilon
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Writes `out`, which may be x itself."""
+        out.copy_(F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.epsilon))
+
+
 class RmsNorm:
     """x / sqrt(mean(x²) + epsilon) * weight over the last dimension, computed in fp32."""
 

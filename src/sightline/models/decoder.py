@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec
+from sightline.core.batch import CAUSAL, RowMask
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.embedding import Embedding
 from sightline.layers.latent import LatentAttention
@@ -23,7 +24,7 @@ from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch, empty_rows
 from sightline.layers.sink import Added, Written
 from sightline.models.attention import AttentionDefinition
-from sightline.models.contract import Model, ModelDefinition
+from sightline.models.contract import EmbedderDefinition, Model, ModelDefinition
 from sightline.models.feed_forward import FeedForward
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
@@ -39,7 +40,7 @@ class LayerDefinition:
 
 
 @dataclass(frozen=True)
-class DecoderDefinition(ModelDefinition):
+class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     """A decoder, described."""
 
     num_tokens: int
@@ -73,15 +74,33 @@ class DecoderDefinition(ModelDefinition):
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         return tuple(layer.attention.spec for layer in self.layers)
 
+    @property
+    def state_size(self) -> int:
+        return self.hidden_size
+
+    @property
+    def mask(self) -> RowMask:
+        return CAUSAL
+
     def load(self, weights: WeightReader) -> Decoder:
         """Builds the network from tensors with Hugging Face names."""
         embedding, head = self._load_vocabulary(weights)
+        states = self._load_states(weights, embedding)
+        weights.finish(ignorable=("lm_head.weight",) if self.tied_embedding else ())
+        return Decoder(self, states, head)
+
+    def load_states(self, weights: WeightReader) -> DecoderStates:
+        """As `load`, without the output projection."""
+        states = self._load_states(weights, weights.embedding("model.embed_tokens", self.num_tokens, self.hidden_size))
+        weights.finish(ignorable=("lm_head.weight",))
+        return states
+
+    def _load_states(self, weights: WeightReader, embedding: Embedding) -> DecoderStates:
         layers = tuple(_load_layer(self, weights, index) for index in range(len(self.layers)))
         final_norm = self.norms.load(weights, "model.norm", self.hidden_size)
         self._leave_predictors(weights)
-        weights.finish(ignorable=("lm_head.weight",) if self.tied_embedding else ())
         rotaries = {spec: Rotary(spec, weights.device) for spec in {layer.rotary for layer in self.layers}}
-        return Decoder(self, embedding, layers, final_norm, head, rotaries)
+        return DecoderStates(self, embedding, layers, final_norm, rotaries)
 
     def _leave_predictors(self, weights: WeightReader) -> None:
         for index in range(len(self.layers), len(self.layers) + self.num_predictors):
@@ -141,14 +160,13 @@ def _add_normed(norm: RmsNorm | None, stream: StreamBuffers) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Decoder(Model):
-    """The network with its weights."""
+class DecoderStates(Model):
+    """The network up to what it knows of every token."""
 
     definition: DecoderDefinition
     embedding: Embedding
     layers: tuple[DecoderLayer, ...]
     final_norm: RmsNorm
-    head: Projection
     rotaries: dict[RotarySpec, Rotary]
 
     @property
@@ -162,6 +180,10 @@ class Decoder(Model):
             layer.mlp.buffers(scratch)
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
+        return self.wanted(planned, scratch).float()
+
+    def wanted(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
+        """States of the wanted tokens, [num_logits, hidden_size], in memory of their own."""
         batch, stream = planned.batch, self._stream(scratch)
         self.embedding(batch.tokens, stream.hidden)
         if self.definition.embedding_scale != 1.0:
@@ -169,13 +191,31 @@ class Decoder(Model):
         tables = {spec: rotary.table(batch.positions, stream.hidden.dtype) for spec, rotary in self.rotaries.items()}
         for layer in self.layers:
             layer(stream, planned, tables[layer.rotary], scratch)
-        return self._logits(stream.hidden.index_select(0, batch.logit_indices))
+        hidden = stream.hidden.index_select(0, batch.logit_indices)
+        self.final_norm(hidden, hidden)
+        return hidden
 
     def _stream(self, scratch: Scratch) -> StreamBuffers:
         return scratch.of(StreamBuffers, self.definition.hidden_size)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        self.final_norm(hidden, hidden)
+
+@dataclass(frozen=True, eq=False)
+class Decoder(Model):
+    """The network with its output projection."""
+
+    definition: DecoderDefinition
+    states: DecoderStates
+    head: Projection
+
+    @property
+    def turns(self) -> bool:
+        return self.states.turns
+
+    def reserve(self, scratch: Scratch) -> None:
+        self.states.reserve(scratch)
+
+    def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
+        hidden = self.states.wanted(planned, scratch)
         out = empty_rows(hidden.shape[0], self.head.out_features, hidden, turns=self.head.turns)
         self.head(hidden, out)
         logits = out.contiguous().float()

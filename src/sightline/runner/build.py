@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from sightline.attention.spec import LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.core.batch import MaskKind
 from sightline.core.config import EngineConfig, Quantization
 from sightline.core.device import detect_device, single_threaded
 from sightline.core.environment import proof_folder
@@ -29,9 +30,9 @@ from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
 from sightline.layers.scratch import Activations
-from sightline.models.contract import Model, ModelDefinition
+from sightline.models.contract import Definition, EmbedderDefinition, Model
 from sightline.models.loading.checkpoint import Checkpoint
-from sightline.models.registry import define_model
+from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader, choose_kept_product
 from sightline.runner.runner import Runner
 
@@ -41,7 +42,7 @@ class Runtime:
     """Everything that runs steps, built."""
 
     config: ResolvedConfig
-    definition: ModelDefinition
+    definition: Definition
     store: CacheStore
     workspace: Workspace
     bindings: tuple[GroupBinding, ...]
@@ -58,12 +59,44 @@ def build_runtime(
     on_progress: Callable[[int, int], None],
 ) -> Runtime:
     """Builds a runtime for a checkpoint. Whatever cannot work is refused before the weights are read."""
-    device = detect_device(config.device)
     definition = define_model(checkpoint.config, ledger)
-    groups = group_layers(definition.attention_specs())
-    resolved = resolve(
-        config, model_facts(Quantization(config.quantization), checkpoint, definition, groups), device, ledger
+    return _build(config, checkpoint, ledger, on_progress, definition, definition.load)
+
+
+def build_embedding_runtime(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    ledger: Ledger,
+    on_progress: Callable[[int, int], None],
+) -> tuple[Runtime, EmbedderDefinition]:
+    """As `build_runtime`, of the network up to the states of tokens."""
+    definition = define_embedder(checkpoint.config, ledger)
+    runtime = _build(
+        config,
+        checkpoint,
+        ledger,
+        on_progress,
+        definition,
+        definition.load_states,
+        takes_texts_whole=definition.mask.kind is MaskKind.FULL,
     )
+    return runtime, definition
+
+
+def _build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    ledger: Ledger,
+    on_progress: Callable[[int, int], None],
+    definition: Definition,
+    load: Callable[[WeightReader], Model],
+    *,
+    takes_texts_whole: bool = False,
+) -> Runtime:
+    device = detect_device(config.device)
+    groups = group_layers(definition.attention_specs())
+    facts = model_facts(Quantization(config.quantization), checkpoint, definition, groups)
+    resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
     selections = select_backends(resolved, groups, registry.installed())
     reader = WeightReader(
         checkpoint,
@@ -74,7 +107,7 @@ def build_runtime(
         keep_on=CpuFeatures.detect() if resolved.quantization is Quantization.KEEP else None,
     )
     with single_threaded():
-        model = definition.load(reader)
+        model = load(reader)
     return assemble_runtime(resolved, definition, model, groups, selections, make_store(resolved, groups))
 
 
@@ -112,7 +145,7 @@ def make_store(
 
 def assemble_runtime(
     config: ResolvedConfig,
-    definition: ModelDefinition,
+    definition: Definition,
     model: Model,
     groups: Sequence[LayerGroup],
     selections: Sequence[Selection],
@@ -151,7 +184,7 @@ def assemble_runtime(
 
 
 def model_facts(
-    quantization: Quantization, checkpoint: Checkpoint, definition: ModelDefinition, groups: Sequence[LayerGroup]
+    quantization: Quantization, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup]
 ) -> ModelFacts:
     """Read from the headers: no weight is loaded."""
     cpu = CpuFeatures.detect() if quantization is Quantization.KEEP else None

@@ -29,13 +29,18 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
         raise CheckpointError(f"expected UTF-8 text in {path}, got {error}. Get the file again.") from error
 
 
-def read_json_object(path: Path) -> dict[str, object]:
-    """The object at the top of a JSON file."""
+def read_json(path: Path) -> object:
+    """Whatever is at the top of a JSON file."""
     text = read_text(path)
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"expected valid JSON in {path}, got: {error}. Get the file again.") from error
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The object at the top of a JSON file."""
+    value = read_json(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"expected a JSON object in {path}, got {type(value).__name__}. Get the file again.")
     return value

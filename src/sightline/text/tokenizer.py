@@ -96,6 +96,11 @@ class Tokenizer:
         return self._prompt_tokens.eos_ids
 
     @property
+    def suffix(self) -> tuple[int, ...]:
+        """What the model wants after a raw prompt."""
+        return self._prompt_tokens.suffix
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Tokens that `decode` leaves out."""
         return self._special_ids

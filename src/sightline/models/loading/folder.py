@@ -30,6 +30,8 @@ INDEX_FILE = "model.safetensors.index.json"
 QUANTIZATION = "quantization_config"
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_PROJECTION = "lm_head.weight"
+COUNTING_BUFFER = "embeddings.position_ids"
+"""Older encoders store the numbers from 0 on, which are no weights."""
 
 
 class FolderCheckpoint(Checkpoint):
@@ -47,6 +49,7 @@ class FolderCheckpoint(Checkpoint):
         _check_index(folder, weight_map, files)
         self._owners = {name: file for file in files.values() for name in file.names}
         self._owners.update({name: files[file] for name, file in weight_map.items()})
+        self._owners = {name: file for name, file in self._owners.items() if not name.endswith(COUNTING_BUFFER)}
         if config.get("tie_word_embeddings") is True:
             self._drop_tied_projection(ledger)
         self._packed = _take_packed(packed_as, self._owners)

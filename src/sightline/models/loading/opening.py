@@ -13,6 +13,7 @@ from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.folder import FolderCheckpoint
 from sightline.models.loading.gguf_checkpoint import GgufCheckpoint
 from sightline.models.loading.hub import fetch, parse_reference
+from sightline.models.loading.prefixed import with_prefix
 
 
 def open_checkpoint(location: str | Path, ledger: Ledger) -> Checkpoint:
@@ -25,7 +26,7 @@ def open_checkpoint(location: str | Path, ledger: Ledger) -> Checkpoint:
     if reference is not None:
         path = fetch(reference)
     if path.is_dir():
-        return FolderCheckpoint(path, ledger)
+        return with_prefix(FolderCheckpoint(path, ledger))
     if path.is_file() and path.suffix.lower() == ".gguf":
         return GgufCheckpoint(path, ledger)
     found = "no such path" if not path.exists() else "a file of another kind" if path.is_file() else "no file"

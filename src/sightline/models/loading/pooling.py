@@ -1,0 +1,113 @@
+"""How an embedder's files say that the states of a text's tokens become one vector.
+
+Owns the reading of `modules.json`, `1_Pooling/config.json` and `sentence_bert_config.json`. Does not know networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.core.ledger import Ledger
+from sightline.text.json_file import read_json, read_json_object
+
+MODULES_FILE = "modules.json"
+LENGTH_FILE = "sentence_bert_config.json"
+
+
+class PoolingKind(Enum):
+    """Which states make a text's vector."""
+
+    MEAN = "mean"
+    CLS = "cls"
+    """The first token's."""
+    LAST = "lasttoken"
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """From states to a vector."""
+
+    kind: PoolingKind
+    normalise: bool
+    """To length 1."""
+    max_tokens: int | None = None
+    """Of a text, as the model was trained; None where the files do not say."""
+
+
+def read_pooling(location: Path, default: PoolingKind, ledger: Ledger) -> Pooling:
+    """What the files of a model's folder say; `default`, and a note in the ledger, where they say nothing."""
+    modules = location / MODULES_FILE
+    if not modules.is_file():
+        ledger.record(
+            "pooling",
+            f"{location.name} has no {MODULES_FILE} that says how tokens' states become a vector: {default.value}, "
+            "normalised, is used",
+            f"add {MODULES_FILE} and 1_Pooling/config.json, as the model's publisher has them",
+        )
+        return Pooling(default, normalise=True)
+    kind: PoolingKind | None = None
+    normalise = False
+    for name, folder in _modules(modules):
+        match name:
+            case "Transformer":
+                pass
+            case "Pooling":
+                kind = _kind(location / folder / "config.json")
+            case "Normalize":
+                normalise = True
+            case _:
+                raise UnsupportedModelError(
+                    f"{modules}: expected modules Transformer, Pooling and Normalize, got {name}: it changes the vector"
+                )
+    if kind is None:
+        raise UnsupportedModelError(f"{modules}: expected a module Pooling, got none")
+    return Pooling(kind, normalise, _max_tokens(location / LENGTH_FILE))
+
+
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """The last part of each module's type, and its folder, in order."""
+    listed = read_json(path)
+    if not isinstance(listed, list):
+        raise CheckpointError(f"{path}: expected a list of modules, got {type(listed).__name__}. Get the file again.")
+    modules = []
+    for module in listed:
+        match module:
+            case {"type": str(kind), "path": str(folder)} if ".." not in Path(folder).parts and not folder.startswith(
+                "/"
+            ):
+                modules.append((kind.rpartition(".")[2], folder))
+            case _:
+                raise CheckpointError(f"{path}: expected modules with a type and a path, got {str(module)[:80]}.")
+    return modules
+
+
+def _kind(path: Path) -> PoolingKind:
+    config = read_json_object(path)
+    asked = _asked(config)
+    known = {kind.value for kind in PoolingKind}
+    if len(asked) != 1 or not asked <= known:
+        raise UnsupportedModelError(
+            f"{path}: expected one pooling of {', '.join(sorted(known))}, got {', '.join(sorted(asked)) or 'none'}"
+        )
+    return PoolingKind(asked.pop())
+
+
+def _asked(config: Mapping[str, object]) -> set[str]:
+    """The poolings that are switched on, in the file's newer or older form."""
+    named = config.get("pooling_mode")
+    if isinstance(named, str):
+        return {named}
+    prefix = "pooling_mode_"
+    on = {name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True}
+    return {{"mean_tokens": "mean", "cls_token": "cls"}.get(name, name) for name in on}
+
+
+def _max_tokens(path: Path) -> int | None:
+    if not path.is_file():
+        return None
+    length = read_json_object(path).get("max_seq_length")
+    return length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None

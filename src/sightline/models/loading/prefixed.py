@@ -1,0 +1,42 @@
+"""Checkpoints of embedders that leave the decoder's prefix out of their tensors' names.
+
+A decoder that is saved without its output projection, as embedders are, has `layers.0…` where the whole model has
+`model.layers.0…`. Here both have the longer names.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+
+from sightline.kernels.block_weights import BlockWeights
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.text.tokenizer import Tokenizer
+
+PREFIX = "model."
+_TELLING = "embed_tokens.weight"
+"""A tensor that every decoder has."""
+
+
+class PrefixedCheckpoint(Checkpoint):
+    """Another checkpoint, with the prefix before every name."""
+
+    def __init__(self, bare: Checkpoint) -> None:
+        self._bare = bare
+        tensors = {PREFIX + name: info for name, info in bare.tensors.items()}
+        super().__init__(bare.location, bare.config, MappingProxyType(tensors), bare.generation)
+
+    def load_tokenizer(self) -> Tokenizer:
+        return self._bare.load_tokenizer()
+
+    def _read(self, name: str) -> torch.Tensor:
+        return self._bare.load(name.removeprefix(PREFIX))
+
+    def _read_blocks(self, name: str) -> BlockWeights:
+        return self._bare.load_blocks(name.removeprefix(PREFIX))
+
+
+def with_prefix(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint under the names of whole models."""
+    return PrefixedCheckpoint(checkpoint) if _TELLING in checkpoint.tensors else checkpoint
