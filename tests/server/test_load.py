@@ -26,7 +26,7 @@ from sightline.tools.serving_work import Arrivals, Ask, Sampling
 from support.serving import ONE_THREAD, ServedProcess, fake_serving, serving
 
 VOCAB_SIZE = 49_152
-ALL_THREADS = {"OMP_NUM_THREADS": str(os.cpu_count())}
+ALL_THREADS = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
 _OFFLINE = """
 import json, sys, time
 from sightline import LLM, SamplingParams
