@@ -35,7 +35,7 @@ def projections(keep_on: CpuFeatures | None) -> list[Projection]:
     decoder = define_model(checkpoint.config, Ledger()).load(reader)
     assert isinstance(decoder, Decoder)
     every: list[Projection] = []
-    for layer in decoder.layers:
+    for layer in decoder.states.layers:
         every += [layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down]  # type: ignore[union-attr]
     return [*every, decoder.head]
 

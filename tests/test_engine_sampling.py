@@ -63,7 +63,7 @@ def with_text(llm: LLM) -> LLM:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     backend.decoder = tokenizers.decoders.ByteLevel()
     tokenizer, engine = Tokenizer(backend, PromptTokens(None, frozenset()), None), llm.engine
-    llm.engine = Engine(engine.runtime, tokenizer, engine.generation, engine.ledger)
+    llm._engine = Engine(engine.runtime, tokenizer, engine.generation, engine.ledger)
     return llm
 
 

@@ -274,7 +274,7 @@ def load(folder: Path, ledger: Ledger) -> Decoder:
 
 def test_layers_that_guess_further_tokens_are_left_and_named(tmp_path: Path) -> None:
     folder, ledger = folder_with_predictor(tmp_path, 1), Ledger()
-    assert len(load(folder, ledger).layers) == 3
+    assert len(load(folder, ledger).states.layers) == 3
     [entry] = ledger
     assert entry.subject == "multi-token prediction"
     assert "3 tensors model.layers.3.* are not loaded" in entry.outcome

@@ -229,4 +229,4 @@ def test_a_tensor_that_the_model_would_ignore_is_refused(folder: Path) -> None:
 
 def test_stored_rotary_frequencies_follow_from_the_config_and_may_be_there(folder: Path) -> None:
     rewrite(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    assert len(load(folder).layers) == 3
+    assert len(load(folder).states.layers) == 3

@@ -84,8 +84,8 @@ def test_every_matrix_stays_quantised_and_gives_nearly_the_exact_logits(
     write_quantised_llama(path, quantised, tie_word_embeddings=tied)
     decoder = load_kept(path, cpu, ledger)
     assert list(ledger) == []
-    assert isinstance(decoder.embedding, BlockEmbedding)
-    for layer in decoder.layers:
+    assert isinstance(decoder.states.embedding, BlockEmbedding)
+    for layer in decoder.states.layers:
         kept = [layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down]  # type: ignore[union-attr]
         assert all(isinstance(projection, BlockLinear) for projection in [*kept, decoder.head])
     error = distance(logits_of(kept_runtime(path, cpu, ledger)), logits_of(exact_runtime(path)))
@@ -109,13 +109,13 @@ def test_biases_and_experts_stay_beside_quantised_weights(family: str, tmp_path:
     path, ledger = tmp_path / "tiny.gguf", Ledger()
     write_family(path, family, tiny(family, **SIZES[family]), quantised="Q8_0")
     decoder = load_kept(path, CPUS["x86"], ledger)
-    qkv = softmax_layer(decoder.layers[0]).qkv
+    qkv = softmax_layer(decoder.states.layers[0]).qkv
     assert isinstance(qkv, BlockLinear)
-    if isinstance(decoder.layers[0].mlp, ExpertMlp):
+    if isinstance(decoder.states.layers[0].mlp, ExpertMlp):
         [router] = ledger
         assert "mlp.gate.weight among them" in router.outcome
         assert "expected a multiple of 16 outputs" in router.outcome
-        assert isinstance(decoder.layers[0].mlp.experts[0].gate_up, BlockLinear)
+        assert isinstance(decoder.states.layers[0].mlp.experts[0].gate_up, BlockLinear)
     else:
         assert list(ledger) == []
         assert qkv.bias is not None
@@ -149,7 +149,7 @@ def test_a_file_that_quantises_nothing_says_so(tmp_path: Path) -> None:
     ledger = Ledger()
     decoder = load_kept(tmp_path / "tiny.gguf", CPUS["x86"], ledger)
     assert isinstance(decoder.head, Linear)
-    assert isinstance(decoder.embedding, DenseEmbedding)
+    assert isinstance(decoder.states.embedding, DenseEmbedding)
     [entry] = ledger
     assert entry.subject == "--quantization keep"
     assert entry.outcome == "changes nothing: no weight of the file is quantised"

@@ -14,6 +14,8 @@ import torch
 from sightline import LLM, SamplingParams
 from sightline.core.errors import DeviceFaultError
 from sightline.core.request import Terms
+from sightline.server.channel import Channel, FrontEndGoneError
+from sightline.server.generating_loop import Worker
 from sightline.server.protocol import (
     LENGTH_BYTES,
     Accepted,
@@ -31,7 +33,7 @@ from sightline.server.protocol import (
     command_codec,
     report_codec,
 )
-from sightline.server.worker import Channel, FrontEndGoneError, Worker, model_name
+from sightline.server.worker import model_name
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 

@@ -85,7 +85,18 @@ class FakeEngine:
             return
         queued = configure.config.max_queued_requests
         self._send(
-            Opened("fake", tokenizer_data(), VOCAB_SIZE, MAX_MODEL_LEN, MAX_ROWS, queued, {"fake": True}, ("fake",), ())
+            Opened(
+                "fake",
+                tokenizer_data(),
+                VOCAB_SIZE,
+                None,
+                MAX_MODEL_LEN,
+                MAX_ROWS,
+                queued,
+                {"fake": True},
+                ("fake",),
+                (),
+            )
         )
         delay = float(settings.get("delay", 0.0))
         while True:

@@ -90,7 +90,11 @@ def in_routing(name: str, change: Callable[[Routing], Routing]) -> Change:
 
 
 def in_layer(name: str, change: Callable[[DecoderLayer], DecoderLayer]) -> Change:
-    return Change(name, build=lambda decoder: replace(decoder, layers=tuple(change(x) for x in decoder.layers)))
+    def changed(decoder: Decoder) -> Decoder:
+        states = decoder.states
+        return replace(decoder, states=replace(states, layers=tuple(change(layer) for layer in states.layers)))
+
+    return Change(name, build=changed)
 
 
 def in_attention(name: str, change: Callable[[SoftmaxAttention], SoftmaxAttention]) -> Change:

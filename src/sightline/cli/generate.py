@@ -92,7 +92,7 @@ def _load(sampling: dict[str, Any], settings: dict[str, Any], *, quiet: bool) ->
     params = SamplingParams(**sampling)
     llm = LLM(**settings)
     if not quiet:
-        for line in startup_report(llm.engine):
+        for line in startup_report(llm.engine.runtime):
             notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
         notes.print(f"[dim]ready in {time.perf_counter() - started:.1f} s[/]")
     return params, llm

@@ -97,14 +97,16 @@ computing_options = {
         "--max-model-len", "--context-length", "max_model_len", help="Longest sequence, in tokens."
     ),
     "max_num_seqs": count_option(
-        "--max-num-seqs", "--max-running-requests", "max_num_seqs", default=64, help="Most sequences that run at once."
+        "--max-num-seqs",
+        "--max-running-requests",
+        "max_num_seqs",
+        help="Most sequences that run at once; without it 64, or 1024 that are embedded.",
     ),
     "max_num_batched_tokens": count_option(
         "--max-num-batched-tokens",
         "--chunked-prefill-size",
         "max_num_batched_tokens",
-        default=512,
-        help="Most tokens in one step.",
+        help="Most tokens in one step; without it 512, or 4096 where texts are embedded.",
     ),
     "page_size": count_option("--page-size", "--block-size", "page_size", default=16, help="Tokens in a cache page."),
     "cache_tokens": count_option(
@@ -146,9 +148,8 @@ engine_options = collected(
     prefix_caching=click.option(
         "--enable-prefix-caching/--disable-radix-cache",
         "prefix_caching",
-        default=True,
-        show_default=True,
-        help="Keep what is computed of prompts and answers for requests that begin alike.",
+        default=None,
+        help="Keep what is computed of prompts and answers for requests that begin alike; so where it generates.",
     ),
 )
 measured_engine_options = collected("settings", **computing_options)

@@ -70,11 +70,23 @@ server_options = collected(
 @click.command()
 @click.argument("name", metavar="[MODEL]", required=False)
 @server_options
+@click.option(
+    "--task",
+    type=click.Choice(["generate", "embed"]),
+    default="generate",
+    show_default=True,
+    help="Go on with texts, or turn them into vectors.",
+)
 @click.option("--seed", type=int, help="Where the seeds of requests that bring none come from.")
 @count_option("--max-queued-requests", default=1024, help="Sequences that may wait; more are refused with 429.")
 @engine_options
 def serve(
-    name: str | None, served: dict[str, Any], seed: int | None, max_queued_requests: int, settings: dict[str, Any]
+    name: str | None,
+    served: dict[str, Any],
+    task: str,
+    seed: int | None,
+    max_queued_requests: int,
+    settings: dict[str, Any],
 ) -> None:
     """Serve MODEL over HTTP, as OpenAI's clients expect it, with a chat page at /.
 
@@ -91,7 +103,7 @@ def serve(
 
     if name is not None and settings["model"] is not None:
         raise click.UsageError("expected one model, got MODEL and --model; leave one out")
-    engine = EngineConfig(**settings, seed=seed, max_queued_requests=max_queued_requests)
+    engine = EngineConfig(**settings, task=task, seed=seed, max_queued_requests=max_queued_requests)
     if name is not None:
         engine = replace(engine, model=name)
     log_as_json(served["log_level"])
@@ -126,13 +138,18 @@ def _announce(url: str, opened: Opened, needs_key: bool, started: float) -> None
     for line in opened.lines:
         notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
     notes.print(f"[dim]{escape(opened.model)} · ready in {time.perf_counter() - started:.1f} s[/]")
-    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64, "stream": true}'
-    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
-    notes.print(
-        f"\n  Chat    [bold]{escape(url)}/[/]\n  API     {escape(url)}/v1   (documentation: {escape(url)}/docs)\n"
+    embeds = opened.vector_size is not None
+    path = "embeddings" if embeds else "chat/completions"
+    body = (
+        '{"input": ["Why is the sky blue?", "Light is scattered."]}'
+        if embeds
+        else '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64, "stream": true}'
     )
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    face = "" if embeds else f"\n  Chat    [bold]{escape(url)}/[/]"
+    notes.print(f"{face}\n  API     {escape(url)}/v1   (documentation: {escape(url)}/docs)\n")
     notes.print(
-        f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n",
+        f"  curl -N {url}/v1/{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n",
         soft_wrap=True,
         markup=False,
     )

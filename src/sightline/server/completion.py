@@ -42,14 +42,14 @@ class TextCompleter(Completer[CompletionRequest]):
     id_prefix = "cmpl-"
 
     def num_prompts(self, request: CompletionRequest) -> int:
-        return len(_listed(request.prompt))
+        return len(listed_texts(request.prompt))
 
     def num_prompt_bytes(self, request: CompletionRequest) -> int:
-        return max(len(each.encode()) if isinstance(each, str) else len(each) for each in _listed(request.prompt))
+        return max(len(each.encode()) if isinstance(each, str) else len(each) for each in listed_texts(request.prompt))
 
     async def prompts(self, call: Call[CompletionRequest]) -> list[Prompt]:
         desk, caller, prompts = self._service.desk, call.caller, []
-        for each in _listed(call.body.prompt):
+        for each in listed_texts(call.body.prompt):
             tokens = await desk.encode(caller, each) if isinstance(each, str) else each
             self._service.check_tokens(tokens, "prompt")
             if call.body.echo:
@@ -160,17 +160,17 @@ class CompletionChunks(Chunks):
         return Completion(head.id, "text_completion", head.created, head.model, choices, told)
 
 
-def _listed(prompt: str | list[Any]) -> list[str | list[int]]:
-    """Prompts, one or many: all as text, or all as tokens."""
+def listed_texts(prompt: str | list[Any], param: str = "prompt") -> list[str | list[int]]:
+    """Texts, one or many: all as text, or all as tokens; `param` is the field that they came in."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(each) for each in prompt}
     if kinds == {int}:
         return [prompt]
     if kinds not in ({str}, {list}):
-        raise invalid("expected a prompt as text, as token ids, or as a list of either, got them mixed", "prompt")
+        raise invalid(f"expected {param} as text, as token ids, or as a list of either, got them mixed", param)
     if len(prompt) > MAX_PROMPTS:
-        raise invalid(f"expected at most {MAX_PROMPTS} prompts, got {len(prompt)}; send them in parts", "prompt")
+        raise invalid(f"expected at most {MAX_PROMPTS} texts, got {len(prompt)}; send them in parts", param)
     return prompt
 
 

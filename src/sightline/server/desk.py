@@ -37,6 +37,16 @@ class TextDesk:
         self._check_length(len(text), "prompt")
         return await self._run(caller, lambda: self._tokenizer.encode_prompt(text))
 
+    async def encode_text(self, caller: str, text: str, most: int | None, param: str) -> list[int]:
+        """A text to embed, cut to `most` tokens where that is asked for; what the model wants at its end stays."""
+        if most is None:
+            self._check_length(len(text), param)
+        tokens = await self._run(caller, lambda: self._tokenizer.encode_prompt(text), param)
+        if most is None or len(tokens) <= most:
+            return tokens
+        end = list(self._tokenizer.suffix)[-most:] if most else []
+        return [*tokens[: most - len(end)], *end]
+
     async def encode_bare(self, caller: str, text: str) -> list[int]:
         """A text's own tokens, without what a prompt has around it."""
         self._check_length(len(text), "prompt")

@@ -20,6 +20,7 @@ from sightline.server.protocol import (
     Cancel,
     Command,
     Delta,
+    Embed,
     Ended,
     Failed,
     Opened,
@@ -29,13 +30,14 @@ from sightline.server.protocol import (
     Report,
     Stop,
     Submit,
+    Vector,
     command_codec,
     report_codec,
 )
 
 MAX_BUFFERED_COMMANDS = 1 << 26
 """Bytes that may wait to be sent; an engine process that reads nothing is given no more."""
-RequestReport: TypeAlias = Accepted | Refused | Delta | Ended
+RequestReport: TypeAlias = Accepted | Refused | Delta | Ended | Vector
 
 
 class EngineDownError(Exception):
@@ -97,6 +99,19 @@ class Answers:
                 case report:
                     raise EngineDownError(f"expected what a request gained, got {type(report).__name__}")
 
+    async def vectors(self) -> list[Vector]:
+        """Of every text, in order. Raises `RefusedError` where one cannot be embedded, or `EngineDownError`."""
+        found: dict[int, Vector] = {}
+        while len(found) < len(self.places):
+            match await self._next():
+                case Vector() as vector:
+                    found[self.places[vector.number]] = vector
+                case Refused(is_full=is_full, message=message):
+                    raise RefusedError(message, is_full=is_full)
+                case report:
+                    raise EngineDownError(f"expected a vector, got {type(report).__name__}")
+        return [found[place] for place in range(len(found))]
+
     async def _next(self) -> RequestReport:
         report = await self._reports.get()
         if isinstance(report, EngineDownError):
@@ -151,8 +166,16 @@ class EnginePort:
     ) -> Answers:
         """Raises `EngineDownError` where there is no engine process."""
         numbered = {next(self._numbers): prompt for prompt in prompts}
-        self._send([Submit(numbered, params, terms)])
-        answers = Answers({number: len(prompt) for number, prompt in numbered.items()}, received_at)
+        return self._ask(Submit(numbered, params, terms), numbered, received_at)
+
+    def embed(self, texts: Sequence[tuple[int, ...]], terms: Terms, received_at: float) -> Answers:
+        """Raises `EngineDownError` where there is no engine process."""
+        numbered = {next(self._numbers): text for text in texts}
+        return self._ask(Embed(numbered, terms), numbered, received_at)
+
+    def _ask(self, command: Command, numbered: Mapping[int, tuple[int, ...]], received_at: float) -> Answers:
+        self._send([command])
+        answers = Answers({number: len(text) for number, text in numbered.items()}, received_at)
         self._answers |= dict.fromkeys(numbered, answers)
         return answers
 
@@ -202,7 +225,7 @@ class EnginePort:
         match report:
             case Accepted() | Delta():
                 self._pass_on(report, self._answers.get(report.number), now)
-            case Ended() | Refused():
+            case Ended() | Refused() | Vector():
                 self._pass_on(report, self._answers.pop(report.number, None), now)
             case Progress(metrics):
                 self._meter.took_in(metrics)

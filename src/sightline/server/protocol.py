@@ -48,6 +48,14 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     terms: Terms
 
 
+class Embed(msgspec.Struct, tag="embed", frozen=True):
+    """Turn texts into vectors."""
+
+    texts: dict[int, tuple[int, ...]]
+    """Token ids, by number."""
+    terms: Terms
+
+
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
     """End a request; nothing more is reported of it."""
 
@@ -69,6 +77,8 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
     """The file's or folder's own name."""
     tokenizer: TokenizerData
     vocab_size: int
+    vector_size: int | None
+    """Numbers in a vector, where the engine process embeds."""
     max_model_len: int
     max_rows: int
     max_queued: int
@@ -123,14 +133,23 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None
 
 
+class Vector(msgspec.Struct, tag="vector", frozen=True):
+    """The last of a text: what it is about."""
+
+    number: int
+    numbers: bytes
+    """Little-endian fp32."""
+    num_cached: int
+
+
 class Progress(msgspec.Struct, tag="progress", frozen=True):
     """The engine's state after a step."""
 
     metrics: EngineMetrics
 
 
-Command: TypeAlias = Configure | Submit | Cancel | Probe | Stop
-Report: TypeAlias = Opened | Failed | Accepted | Refused | Delta | Ended | Progress
+Command: TypeAlias = Configure | Submit | Embed | Cancel | Probe | Stop
+Report: TypeAlias = Opened | Failed | Accepted | Refused | Delta | Ended | Vector | Progress
 
 
 class Codec(Generic[_T]):

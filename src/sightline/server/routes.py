@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from sightline.core.config import Task
 from sightline.server.access import Access
 from sightline.server.chat import ChatCompleter
 from sightline.server.completion import TextCompleter
@@ -20,8 +21,14 @@ from sightline.server.schema import (
     CompletionRequest,
     Detokenized,
     DetokenizeRequest,
+    EmbeddingRequest,
+    Embeddings,
     Model,
     Models,
+    Ranking,
+    RerankRequest,
+    ScoreRequest,
+    Scores,
     ServerInfo,
     Status,
     TokenizeRequest,
@@ -29,15 +36,23 @@ from sightline.server.schema import (
     Version,
 )
 from sightline.server.service import Service
+from sightline.server.vectors import Vectorizer
 
 Routes: TypeAlias = Iterable[Route[Any]]
 KEY, PUBLIC = Access.KEY, Access.PUBLIC
 
 
-def route_table(service: Service, inspection: Inspection, *, needs_key: bool) -> RouteTable:
+def route_table(service: Service, inspection: Inspection, task: Task, *, needs_key: bool) -> RouteTable:
     """`needs_key` where the server has keys."""
-    described = [*_generation(service), *_model(inspection), *_server(inspection)]
-    return RouteTable([*described, *_pages(openapi_document(described, needs_key=needs_key))])
+    embeds = task is Task.EMBED
+    described = [
+        *(_vectors(service) if embeds else _generation(service)),
+        *_model(inspection),
+        *_server(inspection),
+    ]
+    document = openapi_document(described, needs_key=needs_key)
+    # There is nobody to talk to where texts are embedded.
+    return RouteTable([*described, *_pages(document, "docs.html" if embeds else "chat.html")])
 
 
 def _generation(service: Service) -> Routes:
@@ -131,11 +146,47 @@ def _server(inspection: Inspection) -> Routes:
     yield Route("GET", "/server_info", KEY, inspection.server_info, what, NO_BODY, ServerInfo, refusals=(503,))
 
 
-def _pages(document: bytes) -> Routes:
+def _vectors(service: Service) -> Routes:
+    vectorizer = Vectorizer(service)
+    for path, handler, summary, body, answer, example in (
+        ("/v1/embeddings", vectorizer.embed, "Texts as vectors", EmbeddingRequest, Embeddings, {"input": "Hello"}),
+        (
+            "/v1/score",
+            vectorizer.score,
+            "How near texts are",
+            ScoreRequest,
+            Scores,
+            {"text_1": "a cat", "text_2": ["a kitten", "a car"]},
+        ),
+        (
+            "/v1/rerank",
+            vectorizer.rerank,
+            "Documents by how near they are to a query",
+            RerankRequest,
+            Ranking,
+            {"query": "a cat", "documents": ["a car", "a kitten"]},
+        ),
+    ):
+        yield Route[Any](
+            "POST",
+            path,
+            KEY,
+            handler,
+            summary,
+            body,
+            answer,
+            refusals=(404, 429, 500, 503),
+            tag="Embeddings",
+            example=example,
+            holds_room=True,
+        )
+
+
+def _pages(document: bytes, first: str) -> Routes:
     async def openapi(call: Call[None]) -> Reply:
         del call
         return Reply(document)
 
     yield Route("GET", "/openapi.json", PUBLIC, openapi, "This document", NO_BODY, None)
-    yield Route("GET", "/", PUBLIC, Page("chat.html").show, "Chat", NO_BODY, None, HTML)
+    yield Route("GET", "/", PUBLIC, Page(first).show, "Chat", NO_BODY, None, HTML)
     yield Route("GET", "/docs", PUBLIC, Page("docs.html").show, "Documentation", NO_BODY, None, HTML)

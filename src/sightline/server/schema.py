@@ -154,28 +154,31 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
 
 
+TextInput: TypeAlias = Annotated[
+    str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=1 << 22)],
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+                {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}},
+                    "minItems": 1,
+                    "maxItems": MAX_PROMPTS,
+                },
+            ]
+        },
+    ),
+]
+"""Text, token ids, or a list of either."""
+
+
 class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
     """Prompts to continue as they stand."""
 
-    prompt: Annotated[
-        str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=1 << 22)],
-        Meta(
-            description="Text, token ids, or a list of either.",
-            extra_json_schema={
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
-                    {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}, "minItems": 1},
-                    {
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}},
-                        "minItems": 1,
-                        "maxItems": MAX_PROMPTS,
-                    },
-                ]
-            },
-        ),
-    ]
+    prompt: Annotated[TextInput, Meta(description="Text, token ids, or a list of either.")]
     logprobs: Annotated[
         NumLogprobs | None, Meta(description="Tell the log probability of every token, and so many of the likeliest.")
     ] = None
@@ -185,6 +188,44 @@ class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
         Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS)] | None,
         Meta(description="Not there: refused unless equal to n."),
     ] = None
+
+
+Truncation: TypeAlias = Annotated[
+    Annotated[int, Meta(ge=-1, le=_MOST)] | None,
+    Meta(description="Cut texts to so many tokens; -1 cuts to what the model takes. Left out: too long is an error."),
+]
+
+
+class EmbeddingRequest(Struct, kw_only=True, frozen=True):
+    """Texts to turn into vectors."""
+
+    input: Annotated[TextInput, Meta(description="Text, token ids, or a list of either.")]
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Count | None, Meta(description="Keep so many of a vector's first numbers, at length 1.")] = (
+        None
+    )
+    truncate_prompt_tokens: Truncation = None
+
+
+class ScoreRequest(Struct, kw_only=True, frozen=True):
+    """Texts to compare, one with many or pair by pair."""
+
+    text_1: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    text_2: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    model: Name | None = None
+    truncate_prompt_tokens: Truncation = None
+
+
+class RerankRequest(Struct, kw_only=True, frozen=True):
+    """Documents to put into order by how near they are to a query."""
+
+    query: str
+    documents: Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+    top_n: Annotated[Count | None, Meta(description="Tell only so many of the nearest.")] = None
+    return_documents: Annotated[bool | None, Meta(description="Tell their texts too; so unless false.")] = None
+    model: Name | None = None
+    truncate_prompt_tokens: Truncation = None
 
 
 class TokenizeRequest(Struct, kw_only=True, frozen=True):
@@ -348,6 +389,72 @@ class Completion(Struct, frozen=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+
+
+class EmbeddingUsage(Struct, frozen=True):
+    """What was read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingData(Struct, frozen=True):
+    """One text's vector: numbers, or their bytes (little-endian fp32) in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Struct, frozen=True):
+    """Vectors of texts, in order."""
+
+    object: Literal["list"]
+    data: list[EmbeddingData]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Score(Struct, frozen=True):
+    """How near two texts are: the cosine of their vectors."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class Scores(Struct, frozen=True):
+    """How near pairs of texts are."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RankedText(Struct, frozen=True):
+    """A document."""
+
+    text: str
+
+
+class Ranked(Struct, frozen=True):
+    """A document's place."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(Struct, frozen=True):
+    """Documents, the nearest first."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
 
 
 class Model(Struct, frozen=True):

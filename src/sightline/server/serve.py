@@ -17,7 +17,7 @@ from types import FrameType
 
 import uvicorn
 
-from sightline.core.config import EngineConfig
+from sightline.core.config import EngineConfig, Task
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.server.access import HostList, Keyring
@@ -100,7 +100,7 @@ class Server:
         )
         patience = Patience(config.ready_seconds, config.probe_seconds)
         inspection = Inspection(self._service, self._supervisor, self._metrics, patience)
-        self.table = route_table(self._service, inspection, needs_key=len(keys) > 0)
+        self.table = route_table(self._service, inspection, Task(engine.task), needs_key=len(keys) > 0)
         ingress = Ingress(
             self.table,
             keys,

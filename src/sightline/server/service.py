@@ -95,6 +95,18 @@ class Service:
             is_long = len(prompt) >= self.opened.max_model_len
             raise invalid(str(error), param, "context_length_exceeded" if is_long else None) from error
 
+    def check_text(self, tokens: Sequence[int], param: str) -> None:
+        """Raises for a text that this model cannot embed."""
+        most, vocab_size = self.opened.max_model_len, self.opened.vocab_size
+        if not 0 < len(tokens) <= most:
+            raise invalid(
+                f"expected texts of 1 to {most} tokens, got {len(tokens)}; shorten it, or send truncate_prompt_tokens",
+                param,
+                "context_length_exceeded" if tokens else None,
+            )
+        if max(tokens) >= vocab_size:
+            raise invalid(f"expected token ids from 0 to {vocab_size - 1}, got {max(tokens)}", param)
+
     async def start(
         self, call: Call[Any], prompts: Sequence[Sequence[int]], params: SamplingParams, release: ExitStack
     ) -> Running:

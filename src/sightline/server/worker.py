@@ -1,9 +1,7 @@
-"""The engine process: reads commands, steps the engine, reports what came of it.
+"""The engine process: builds what the front end asks for, and works until told to stop.
 
-    loop:  commands that came ─▶ engine ─▶ one step ─▶ what every request gained, in one frame
-
-Owns the engine and the way to the front end. Does not know HTTP. Ends when told to, when the front end is gone, and
-when the device has failed; whoever started it decides what then.
+Owns the way to the front end and the end of the process: when told to, when the front end is gone, and when the device
+has failed; whoever started it decides what then. In between it loops: `generating_loop` or `embedding_loop`.
 """
 
 from __future__ import annotations
@@ -13,195 +11,28 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
-from sightline.core.errors import QueueFullError, RequestError, SightlineError
-from sightline.core.request import SamplingParams, Terms
-from sightline.engine import Engine
-from sightline.llm import build_engine
+from sightline.core.config import EngineConfig, Task
+from sightline.core.errors import ConfigError, SightlineError
+from sightline.core.ledger import Ledger
+from sightline.llm import build_engine, open_embedder
 from sightline.models.loading.default_model import default_model_path
+from sightline.runner.build import Runtime
+from sightline.server.channel import Channel, FrontEndGoneError
+from sightline.server.embedding_loop import EmbeddingWorker
+from sightline.server.generating_loop import Worker
 from sightline.server.logs import log_as_json
-from sightline.server.protocol import (
-    LENGTH_BYTES,
-    MAX_REPORT_BYTES,
-    Accepted,
-    Cancel,
-    Command,
-    Configure,
-    Delta,
-    Ended,
-    Failed,
-    Opened,
-    Probe,
-    Progress,
-    ProtocolError,
-    Refused,
-    Report,
-    Stop,
-    Submit,
-    command_codec,
-    report_codec,
-)
+from sightline.server.protocol import Configure, Failed, Opened
+from sightline.text.tokenizer import Tokenizer
 from sightline.tools.startup import startup_report
 
 logger = logging.getLogger("sightline.engine")
 ORPHAN_SECONDS = 10.0
 """What a step has to end in, once the front end is gone."""
-PROGRESS_SECONDS = 0.25
-"""Between two reports of the engine's state while it works."""
-
-
-class FrontEndGoneError(Exception):
-    """Nobody is left to work for."""
-
-
-class Channel:
-    """The engine process's end of the socket. A thread reads, so that commands come in while a step runs."""
-
-    def __init__(
-        self, connection: socket.socket, when_gone: Callable[[], None], max_report_bytes: int = MAX_REPORT_BYTES
-    ) -> None:
-        """`when_gone` is called, on the thread that reads, when the front end is gone."""
-        self._connection = connection
-        self._when_gone = when_gone
-        self._commands: SimpleQueue[list[Command] | None] = SimpleQueue()
-        self._reports = report_codec(max_report_bytes)
-        threading.Thread(target=self._read, name="commands", daemon=True).start()
-
-    def take(self, *, wait: bool) -> list[Command]:
-        """All commands that have come; waits for the first where asked to."""
-        taken: list[Command] = []
-        while True:
-            try:
-                commands = self._commands.get(block=wait and not taken)
-            except Empty:
-                return taken
-            if commands is None:
-                raise FrontEndGoneError
-            taken += commands
-
-    def send(self, reports: Sequence[Report]) -> None:
-        """In one frame, or in several where they are too much for one."""
-        try:
-            self._connection.sendall(self._reports.encode(reports))
-        except ProtocolError:
-            if len(reports) == 1:
-                raise
-            self.send(reports[: len(reports) // 2])
-            self.send(reports[len(reports) // 2 :])
-        except OSError as error:
-            raise FrontEndGoneError from error
-
-    def _read(self) -> None:
-        codec = command_codec()
-        try:
-            with self._connection.makefile("rb") as stream:
-                while len(header := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
-                    self._commands.put(codec.decode(stream.read(codec.length(header))))
-        except Exception as error:
-            logger.error("the front end cannot be understood: %s", error)
-        finally:
-            self._commands.put(None)
-            self._when_gone()
-
-
-class Worker:
-    """Moves commands into the engine, and what it produces out of it."""
-
-    def __init__(self, engine: Engine, channel: Channel) -> None:
-        self._engine = engine
-        self._channel = channel
-        self._jobs: dict[int, str] = {}
-        """By the front end's number, the engine's id."""
-        self._probe: str | None = None
-        self._outgoing: list[Report] = []
-        self._is_stopping = False
-        self._told_at = -PROGRESS_SECONDS
-
-    def run(self) -> None:
-        """Until told to stop."""
-        while not self._is_stopping:
-            had_work = self._engine.has_work
-            for command in self._channel.take(wait=not had_work):
-                self._obey(command)
-            if self._engine.has_work:
-                self._engine.step()
-                self._collect()
-                self._tell_progress()
-            elif had_work:
-                # The last was cancelled: no step will tell that what it held is free.
-                self._outgoing.append(Progress(self._engine.metrics()))
-            if self._outgoing:
-                self._channel.send(self._outgoing)
-                self._outgoing = []
-            if self._engine.fault is not None:
-                raise self._engine.fault
-
-    def _obey(self, command: Command) -> None:
-        match command:
-            case Submit(prompts, params, terms):
-                for number, prompt in prompts.items():
-                    self._submit(number, prompt, params, terms)
-            case Cancel(number):
-                request_id = self._jobs.pop(number, None)
-                if request_id is not None:
-                    self._engine.forget(request_id)
-            case Probe():
-                if not self._engine.has_work and self._probe is None:
-                    self._probe = self._engine.submit([0], SamplingParams(max_tokens=1, ignore_eos=True))
-            case Stop():
-                self._is_stopping = True
-            case Configure():
-                raise RequestError("expected one Configure, got another")
-
-    def _submit(self, number: int, prompt: Sequence[int], params: SamplingParams, terms: Terms) -> None:
-        try:
-            request_id = self._engine.submit(prompt, params, None, terms)
-        except QueueFullError as error:
-            self._outgoing.append(Refused(number, is_full=True, message=str(error)))
-            return
-        except SightlineError as error:
-            self._outgoing.append(Refused(number, is_full=False, message=str(error)))
-            return
-        self._jobs[number] = request_id
-        self._outgoing.append(Accepted(number, self._engine.params(request_id)))
-
-    def _collect(self) -> None:
-        """What every request gained in the step."""
-        for number, request_id in tuple(self._jobs.items()):
-            while (delta := self._engine.take_delta(request_id)) is not None:
-                self._outgoing.append(
-                    Delta(
-                        number,
-                        delta.index,
-                        delta.text,
-                        len(delta.token_ids),
-                        delta.finish_reason,
-                        delta.stop_reason,
-                        delta.logprobs,
-                    )
-                )
-            if self._engine.is_finished(request_id):
-                output = self._engine.pop_output(request_id)
-                self._outgoing.append(
-                    Ended(number, output.error, output.num_cached_tokens, output.queue_seconds, output.prompt_logprobs)
-                )
-                del self._jobs[number]
-        if self._probe is not None and self._engine.is_finished(self._probe):
-            self._engine.forget(self._probe)
-            self._probe, self._told_at = None, -PROGRESS_SECONDS
-
-    def _tell_progress(self) -> None:
-        """Now and then, and always before there is nothing left to do."""
-        now = time.monotonic()
-        if not self._engine.has_work or now - self._told_at >= PROGRESS_SECONDS:
-            self._outgoing.append(Progress(self._engine.metrics()))
-            self._told_at = now
 
 
 def model_name(model: str | None) -> str:
@@ -214,11 +45,13 @@ def model_name(model: str | None) -> str:
     return path.resolve().name.removesuffix(".gguf")
 
 
-def describe(engine: Engine, name: str) -> Opened:
-    """What the front end needs to know of an engine."""
-    if engine.tokenizer is None:
-        raise RequestError("expected an engine with a tokenizer, got one without; leave skip_tokenizer_init out")
-    config = engine.runtime.config
+def describe(
+    name: str, runtime: Runtime, tokenizer: Tokenizer | None, ledger: Ledger, vector_size: int | None
+) -> Opened:
+    """What the front end needs to know."""
+    if tokenizer is None:
+        raise ConfigError("expected a model with its tokenizer, got one without; leave skip_tokenizer_init out")
+    config = runtime.config
     shown = asdict(config) | {
         "device": config.device.name,
         "dtype": str(config.dtype).removeprefix("torch."),
@@ -227,15 +60,28 @@ def describe(engine: Engine, name: str) -> Opened:
     }
     return Opened(
         model=name,
-        tokenizer=engine.tokenizer.to_data(),
-        vocab_size=engine.vocab_size,
+        tokenizer=tokenizer.to_data(),
+        vocab_size=runtime.definition.vocab_size,
+        vector_size=vector_size,
         max_model_len=config.max_model_len,
         max_rows=config.max_rows,
         max_queued=config.max_queued,
         config=shown,
-        lines=tuple(startup_report(engine)),
-        degradations=tuple(str(entry) for entry in engine.ledger),
+        lines=tuple(startup_report(runtime)),
+        degradations=tuple(str(entry) for entry in ledger),
     )
+
+
+def build(config: EngineConfig, channel: Channel) -> tuple[Opened, Callable[[], None]]:
+    """What is built, and its loop."""
+    name = model_name(config.model)
+    if Task(config.task) is Task.EMBED:
+        texts = open_embedder(config)
+        embedder = texts.embedder
+        opened = describe(name, embedder.runtime, texts.tokenizer, texts.ledger, embedder.definition.state_size)
+        return opened, EmbeddingWorker(texts, channel).run
+    engine = build_engine(config)
+    return describe(name, engine.runtime, engine.tokenizer, engine.ledger, None), Worker(engine, channel).run
 
 
 def _end_soon() -> None:
@@ -257,12 +103,12 @@ def serve_engine(path: str) -> int:
                 logger.error("expected Configure first, got something else")
                 return 1
         try:
-            engine = build_engine(config)
+            opened, run = build(config, channel)
         except SightlineError as error:
             channel.send([Failed(str(error))])
             return 1
-        channel.send([describe(engine, model_name(config.model))])
-        Worker(engine, channel).run()
+        channel.send([opened])
+        run()
     except FrontEndGoneError:
         logger.warning("the front end is gone; the engine process ends")
     return 0

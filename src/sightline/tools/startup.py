@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from sightline.core.config import Quantization
-from sightline.engine import Engine
+from sightline.runner.build import Runtime
 
 
-def startup_report(engine: Engine) -> list[str]:
+def startup_report(runtime: Runtime) -> list[str]:
     """A few lines for a person. Degradations are not among them: they are logged, whoever starts the engine."""
-    runtime, config = engine.runtime, engine.runtime.config
+    config = runtime.config
     cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
     dtype = str(config.dtype).removeprefix("torch.")
     weights = f"{dtype}, weights as quantised" if config.quantization is Quantization.KEEP else dtype
+    cache = f"cache of {_mebibytes(cache_bytes)}: {config.cache_tokens:,} tokens in pages of {config.page_size}"
     lines = [
         f"{config.device.name} · {weights} · context {config.max_model_len:,} tokens",
-        f"cache of {_mebibytes(cache_bytes)}: {config.cache_tokens:,} tokens in pages of {config.page_size}"
-        f" · scratch {_mebibytes(runtime.workspace.num_bytes)}",
+        f"{cache if config.num_pages else 'no cache'} · scratch {_mebibytes(runtime.workspace.num_bytes)}",
     ]
     for binding, selection in zip(runtime.bindings, runtime.selections, strict=True):
         group = binding.group
         elements = sum(pool.spec.elements_per_token for pool in binding.cache.pools.values())
+        cached = f", {elements * config.dtype.itemsize // len(group.layers):,} cached bytes a token and layer"
         lines.append(
-            f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {selection.candidate.name}, "
-            f"{elements * config.dtype.itemsize // len(group.layers):,} cached bytes a token and layer"
+            f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {selection.candidate.name}"
+            f"{cached if config.num_pages else ''}"
         )
     return lines
 
