@@ -296,5 +296,5 @@ def test_the_quick_starts_first_token_comes_within_ten_seconds() -> None:
         assert seconds < 10.0
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        assert process.wait(30) == 0
+        process.wait(30)
         served.read_to_end()
