@@ -214,6 +214,33 @@ def test_callers_take_turns(folder: Path) -> None:
     assert order_of_ends(engine, requests) == [0, 3, 1, 4, 2]
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_caller_with_every_row_lends_one_and_its_answers_are_the_same(folder: Path, async_scheduling: bool) -> None:
+    many = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+    first, second = random_prompts([6, 5])
+    answers = []
+    for comes in (False, True):
+        engine = tiny(folder, max_num_seqs=4, async_scheduling=async_scheduling).engine
+        flood = engine.submit(first, many, None, Terms("flood"))
+        for _ in range(8):
+            engine.step()
+        assert engine.metrics().num_requests_running == 4
+        if comes:
+            request = engine.submit(second, SamplingParams(max_tokens=1), None, Terms("other"))
+            for _ in range(3):
+                engine.step()
+            assert engine.is_finished(request)
+            assert not engine.is_finished(flood)
+            assert len(engine.pop_output(request).outputs[0].token_ids) == 1
+        while engine.has_work:
+            engine.step()
+        output = engine.pop_output(flood)
+        assert output.num_retractions == comes
+        answers.append([answer.token_ids for answer in output.outputs])
+    assert len(set(answers[0])) == 4
+    assert answers[0] == answers[1]
+
+
 def test_what_was_found_in_the_cache_is_counted(folder: Path) -> None:
     llm = tiny(folder)
     [prompt] = random_prompts([21])

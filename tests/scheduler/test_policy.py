@@ -2,100 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sightline.cache.prefix import PrefixMatch
-from sightline.core.request import EffectiveParams, Request, Terms
-from sightline.scheduler.policy import Decision, Finding, State, decide
-from sightline.scheduler.queue import Turn
-from sightline.scheduler.sequence import SequenceState
-
-PAGE = 4
-NOTHING = Finding(None, None, 0, 0)
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where a sequence stands."""
-
-    num_tokens: int
-    num_computed: int
-    num_spare: int = 0
-    """Pages beyond its need."""
-    missing: bool = False
-    """It lacks a page for its next token."""
-    priority: int = 0
-    num_steps: int = 0
-
-
-@dataclass
-class Count:
-    """A tally where nothing is shared."""
-
-    num_pages: int
-
-    def copy(self) -> Count:
-        return replace(self)
-
-    def cost(self, match: PrefixMatch | None) -> int:
-        return 0
-
-    def share(self, match: PrefixMatch | None) -> None:
-        assert match is None
-
-    def retract(self, sequence: SequenceState) -> None:
-        self.num_pages += sequence.num_pages
-
-
-def make(arrival: int, standing: Standing, *, running: bool) -> SequenceState:
-    params = EffectiveParams(0.0, 1.0, 0, 0.0, 0, 1000, frozenset(), True)
-    terms = Terms(priority=standing.priority)
-    sequence = SequenceState(Request(str(arrival), None, tuple(range(standing.num_tokens)), params, terms))
-    sequence.arrival, sequence.rank = arrival, (standing.priority, arrival)
-    if running:
-        sequence.table_row = arrival
-        sequence.num_computed = sequence.num_scheduled = standing.num_computed
-        sequence.num_steps = standing.num_steps
-        needed = -(-standing.num_tokens // PAGE)
-        sequence.num_pages = needed - 1 if standing.missing else needed + standing.num_spare
-    return sequence
-
-
-def state(
-    running: Sequence[Standing], waiting: Sequence[Standing] = (), *, free: int = 0, rows: int = 8, budget: int = 16
-) -> State:
-    runs = [make(index, standing, running=True) for index, standing in enumerate(running, 1)]
-    waits = [make(index, standing, running=False) for index, standing in enumerate(waiting, 100)]
-    turns = [(Turn(each.rank[0], 0, each.arrival), each) for each in waits]
-    return State(
-        running=sorted(runs, key=lambda each: each.rank),
-        waiting=lambda: sorted(turns, key=lambda each: each[0]),
-        most_urgent=min((turn.priority for turn, _ in turns), default=None),
-        share=lambda caller: 0,
-        find=lambda sequence: NOTHING,
-        tally=lambda: Count(free),
-        num_free_rows=rows,
-        page_size=PAGE,
-        max_step_tokens=budget,
-        max_scored_tokens=budget,
-    )
-
-
-def names(sequences: Sequence[SequenceState]) -> list[int]:
-    return [sequence.arrival for sequence in sequences]
-
-
-def rows(decision: Decision) -> dict[int, int]:
-    return {sequence.arrival: count for sequence, count in decision.rows}
-
-
-def decoding(num_tokens: int = 5, **changes: int | bool) -> Standing:
-    standing = Standing(num_tokens, num_tokens - 1)
-    return replace(standing, **changes)  # type: ignore[arg-type]
+from sightline.scheduler.decision import State
+from sightline.scheduler.policy import decide
+from support.deciding import PAGE, Standing, decoding, names, rows, state, waiting_in
 
 
 def test_decoding_rows_go_first_and_prompts_take_what_is_left() -> None:
@@ -159,8 +73,8 @@ def test_urgency_waits_for_a_step_in_flight() -> None:
 
 
 standings = st.builds(
-    lambda tokens, pending, spare, missing, priority, steps: Standing(
-        tokens, tokens - min(pending, tokens), spare, missing and spare == 0, priority, steps
+    lambda tokens, pending, spare, missing, priority, steps, caller: Standing(
+        tokens, tokens - min(pending, tokens), spare, missing and spare == 0, priority, steps, caller
     ),
     st.integers(1, 30),
     st.sampled_from([1, 1, 1, 5, 20]),
@@ -168,11 +82,12 @@ standings = st.builds(
     st.booleans(),
     st.integers(-1, 1),
     st.integers(0, 1),
+    st.sampled_from("aaab"),
 )
 
 
 def snapshot(state: State) -> list[list[object]]:
-    sequences = [*state.running, *(sequence for _, sequence in state.waiting())]
+    sequences = [*state.running, *waiting_in(state)]
     return [[getattr(sequence, field.name) for field in fields(sequence)] for sequence in sequences]
 
 
@@ -207,6 +122,11 @@ def test_a_decision_is_a_function_of_the_state_and_keeps_every_bound(
     given_back = sum(each.num_pages for each in decision.retracted)
     assert decision.num_pages <= free + unused + given_back, "only pages that there are"
     kept = [each for each in given_state.running if each.arrival not in retracted]
-    assert all(each.rank < gone.rank for each in kept for gone in decision.retracted if each.num_steps == 0)
+    assert all(
+        each.rank < gone.rank
+        for each in kept
+        for gone in decision.retracted
+        if each.num_steps == 0 and each.caller == gone.caller
+    ), "of one caller, the last in rank"
     lacking = {each.arrival for each in kept if each.num_pages * PAGE < each.num_expected}
     assert lacking & scheduled.keys() <= {each.arrival for each, _ in decision.growth}

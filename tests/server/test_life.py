@@ -188,18 +188,6 @@ def test_the_engines_socket_is_for_its_own_process_alone() -> None:
         server.wait_for("engine process started", lambda event: event["start"] == 2)
 
 
-def test_a_client_that_goes_away_frees_its_place() -> None:
-    with fake_serving("delay=0.05", max_queued=1) as server:
-        with server.streaming(
-            "/v1/chat/completions", {"messages": QUESTION, "max_tokens": 250, "stream": True}
-        ) as response:
-            assert response.readline().startswith(b"data: ")
-        deadline = time.monotonic() + 5
-        while b"num_requests_running 0.0" not in server.get("/metrics")[1]:
-            assert time.monotonic() < deadline
-        assert server.wait_for("request", lambda event: event["status"] == 499)["route"] == "/v1/chat/completions"
-
-
 def test_sigterm_lets_requests_finish_refuses_new_ones_and_leaves_nothing_behind() -> None:
     with fake_serving("delay=0.02") as server, ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(ask, server, max_tokens=60) for _ in range(4)]

@@ -202,3 +202,13 @@ def test_a_model_is_called_by_the_last_part_of_its_path_or_by_its_id(tmp_path: P
     assert model_name(str(tmp_path / "file.Q8_0.gguf")) == "file.Q8_0"
     assert model_name("owner/name") == "owner/name"
     assert model_name(None).startswith("SmolLM2")
+
+
+def test_the_state_after_the_last_request_is_told(front_end: FrontEnd) -> None:
+    front_end._socket.settimeout(5)
+    for _ in range(2):  # The second ends before another report is due.
+        front_end.send(Submit({1: (1, 2, 3)}, PARAMS, Terms()))
+        reports = front_end.until(Ended)
+        while not isinstance(reports[-1], Progress):
+            reports += front_end.receive()
+        assert reports[-1].metrics.num_requests_running == 0

@@ -42,7 +42,7 @@ from sightline.text.tokenizer import PromptTokens, TokenizerData
 
 DEADLY, HANGING, FAILING = 666, 667, 668
 MAX_MODEL_LEN, VOCAB_SIZE, MAX_ROWS = 256, 257, 4
-TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.reasoning_content or '' }};{% endfor %}"
 
 
 @dataclass

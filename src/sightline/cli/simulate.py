@@ -49,11 +49,13 @@ def simulate(seed: int, seeds: int, steps: int, jobs: int, script: Path | None, 
 
 def _play_script(script: Path, output: Path | None) -> None:
     from sightline.testing.simulator.scenario import Scenario
+    from sightline.testing.simulator.seeds import unsaid
     from sightline.testing.simulator.simulation import Simulation, Violation
 
     scenario = Scenario.from_json(script.read_text(encoding="utf-8"))
     try:
-        counts = Simulation(scenario).run()
+        with unsaid():
+            counts = Simulation(scenario).run()
     except Violation as violation:
         _print_violation(str(violation))
         if output is not None:

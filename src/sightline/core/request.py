@@ -21,9 +21,9 @@ MAX_CONTINUATIONS = 128
 """The largest `n`."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 128
+"""Every character of the answer is compared with each."""
 MAX_CALLER_LENGTH = 256
 MAX_TIMEOUT = 1e9
-"""Every character of the answer is compared with each."""
 _INFINITY = float("inf")
 
 

@@ -4,11 +4,15 @@
                give way: retracted, or held back until the step that they are in is over
     2. decode  rows with one pending token go first, so that none stalls
     3. turns   what the token budget leaves goes to prompts, under way or new, in turn: by priority, then by what
-               their callers have had, then by arrival; who cannot be let in is not overtaken
+               their callers have had, then by arrival; of new ones as urgent, those first whose callers have no row;
+               who cannot be let in is not overtaken
     4. urgency where a new one cannot be let in, rows of a higher priority number give way to it
+    5. rows    where the caller of a new one has no row, and there is none for it or no pages, the last in rank of the
+               caller that holds the most gives way to it: of two rows or more, and never one that is more urgent
 
 The first in rank can have every page there is, and no request needs more: somebody always goes on. (It gives way itself
-only where it holds pages twice, its own and the cache's, and comes back sharing them.)
+only where it holds pages twice, its own and the cache's, and comes back sharing them.) Each time that the fifth rule
+takes a row, one more caller has one: nobody pushes back.
 
 Knows numbers of pages and tokens. Changes nothing: the scheduler carries the decision out.
 """
@@ -16,87 +20,12 @@ Knows numbers of pages and tokens. Changes nothing: the scheduler carries the de
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
 
-from sightline.cache.prefix import PrefixMatch
+from sightline.scheduler.decision import Admission, Decision, Finding, State
 from sightline.scheduler.queue import Turn
 from sightline.scheduler.sequence import SequenceState
-
-
-class Finding(NamedTuple):
-    """What a waiting sequence can share."""
-
-    match: PrefixMatch | None
-    """In the prefix cache; None where there is no such cache."""
-    fork_of: SequenceState | None
-    """A running sequence that has more of its prompt."""
-    num_tokens: int
-    """That need not be computed."""
-    num_pages: int
-    """Whole pages of them, which others own too; the rest is copied."""
-
-
-class Admission(NamedTuple):
-    """A waiting sequence that is let in, and what it shares."""
-
-    sequence: SequenceState
-    finding: Finding
-
-
-class Tally(Protocol):
-    """Pages that are free or can be evicted, as a decision comes about."""
-
-    num_pages: int
-
-    def copy(self) -> Tally:
-        """One on which something can be tried."""
-
-    def cost(self, match: PrefixMatch | None) -> int:
-        """Pages that can no longer be evicted once somebody shares what was found."""
-
-    def share(self, match: PrefixMatch | None) -> None:
-        """Somebody who is let in shares what was found."""
-
-    def retract(self, sequence: SequenceState) -> None:
-        """A running sequence gives its pages up."""
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything that a decision follows from."""
-
-    running: Sequence[SequenceState]
-    """By rank."""
-    waiting: Callable[[], Iterable[tuple[Turn, SequenceState]]]
-    """In turn."""
-    most_urgent: int | None
-    """The lowest priority number of those that wait."""
-    share: Callable[[str], int]
-    """What a caller has had."""
-    find: Callable[[SequenceState], Finding]
-    tally: Callable[[], Tally]
-    """Of the pages that there are."""
-    num_free_rows: int
-    page_size: int
-    max_step_tokens: int
-    max_scored_tokens: int
-    """Of a step's tokens, those that may all want logits."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the next step computes, and what must happen before."""
-
-    retracted: tuple[SequenceState, ...]
-    growth: tuple[tuple[SequenceState, int], ...]
-    """Running ones that need pages for their rows, and how many."""
-    admitted: tuple[Admission, ...]
-    num_pages: int
-    """That must be free for those who grow and those who are let in."""
-    rows: tuple[tuple[SequenceState, int], ...]
-    """And how many of its pending tokens."""
+from sightline.scheduler.victims import victims
 
 
 class _Room:
@@ -107,7 +36,10 @@ class _Room:
         self._num_scored = num_scored
 
     def allows(self, sequence: SequenceState) -> bool:
-        return self.num_tokens > 0 and (self._num_scored > 0 or not sequence.scores_prompt)
+        return self.num_tokens > 0 and self.allows_scoring(sequence)
+
+    def allows_scoring(self, sequence: SequenceState) -> bool:
+        return self._num_scored > 0 or not sequence.scores_prompt
 
     def take(self, sequence: SequenceState, num_pending: int) -> int:
         """As many of its pending tokens as there is room for, which is then taken."""
@@ -133,9 +65,13 @@ class _Deciding:
         self._room = _Room(state.max_step_tokens, state.max_scored_tokens)
         self._going = list(state.running)
         """Those that keep their pages, by rank."""
+        self._held = dict(state.held)
+        """By caller: how many of them, and of those that are let in, are its own."""
         self._sits_out: set[SequenceState] = set()
         """Running ones that this step does not compute."""
         self._retracted: list[SequenceState] = []
+        self._held_back: list[SequenceState] = []
+        """Those that give way when a step that is under way is over."""
         self._growth: dict[SequenceState, int] = {}
         """Pages that running sequences are given."""
         self._num_growing = 0
@@ -147,6 +83,8 @@ class _Deciding:
         self._num_free_rows = state.num_free_rows
         self._is_full = False
         """Somebody could not be let in, whom nobody may overtake."""
+        self._awaited: int | None = None
+        """The priority of one that was not let in because rows that are given up to it come with the end of a step."""
 
     def decide(self) -> Decision:
         self._give_pages()
@@ -160,9 +98,11 @@ class _Deciding:
                 priority, arrival = sequence.rank
                 prompts.append((Turn(priority, self._state.share(sequence.caller), arrival), sequence))
         self._add_decoding(decoding)
+        # Rows that generate leave a prompt nothing: a newcomer then goes on with what its victims would have had.
+        is_crowded = self._room.num_tokens <= 0
         prompts.sort(key=_turn)
         for _, sequence in heapq.merge(prompts, self._newcomers(), key=_turn):
-            if self._room.num_tokens <= 0:
+            if self._room.num_tokens <= 0 and not is_crowded:
                 break
             if sequence.table_row is None:
                 self._is_full = not self._admit(sequence)
@@ -205,90 +145,137 @@ class _Deciding:
         return without.num_pages - self._tally.num_pages > sequence.num_pages
 
     def _give_way(self, victim: SequenceState) -> int:
-        """The last in rank is retracted; or held back, where a step with it is under way.
+        """One that runs is retracted; or held back, where a step with it is under way.
 
         Returns how many pages come when that step is over: they are there for the next decision.
         """
-        self._going.pop()
-        self._sits_out.add(victim)
-        self._room.num_tokens += self._rows.pop(victim, 0)
-        self._num_growing -= self._growth.pop(victim, 0)
         if victim.num_steps:
+            self._hold_back(victim)
             return victim.num_pages
+        self._set_aside(victim)
         self._retracted.append(victim)
         self._tally.retract(victim)
         self._num_free_rows += 1
         return 0
 
+    def _hold_back(self, victim: SequenceState) -> None:
+        self._set_aside(victim)
+        self._held_back.append(victim)
+
+    def _set_aside(self, victim: SequenceState) -> None:
+        """Takes from one that runs what this step was to give it."""
+        self._going.remove(victim)
+        self._hold(victim.caller, -1)
+        self._sits_out.add(victim)
+        self._room.num_tokens += self._rows.pop(victim, 0)
+        self._num_growing -= self._growth.pop(victim, 0)
+
+    def _hold(self, caller: str, change: int) -> None:
+        """Counts a row more or less."""
+        count = self._held.pop(caller, 0) + change
+        if count > 0:
+            self._held[caller] = count
+
     def _newcomers(self) -> Iterator[tuple[Turn, SequenceState]]:
         """Those that wait, in turn, as long as somebody can be let in."""
-        most_urgent = self._state.most_urgent
-        if most_urgent is None or not (self._num_free_rows or self._gives_way_to(most_urgent)):
+        if not self._can_let_in():
             return
-        for turn, sequence in self._state.waiting():
-            if self._is_full:
+        for turn, sequence in self._state.waiting(self._held):
+            if self._is_full and not (turn.priority == self._awaited and self._is_deprived(sequence.caller)):
                 return
             leader = sequence.leader
             if leader is None or leader.is_out or leader.num_generated > 0:
                 yield turn, sequence
 
+    def _can_let_in(self) -> bool:
+        """True where there is a row for one that waits, or somebody may give way: a look at the queue pays."""
+        most_urgent = self._state.most_urgent
+        if most_urgent is None:
+            return False
+        if self._num_free_rows or (self._going and self._going[-1].rank[0] > most_urgent):
+            return True
+        if len(self._going) == len(self._held):
+            return False
+        deprived = self._state.most_urgent_beside(self._held)
+        return deprived is not None and any(victims(self._going, self._held, deprived, is_deprived=True))
+
+    def _is_deprived(self, caller: str) -> bool:
+        """True where it has no row, and none is on its way: neither to it, nor from it."""
+        return caller not in self._held and all(caller != victim.caller for victim in self._held_back)
+
     def _admit(self, sequence: SequenceState) -> bool:
         """Lets a waiting sequence in if there is a row and pages for what it holds, or can be."""
-        priority, _ = sequence.rank
-        if not self._room.allows(sequence) or not (self._num_free_rows or self._gives_way_to(priority)):
+        if not self._room.allows_scoring(sequence):
+            return False
+        if self._is_full:
+            self._hold_back_for(sequence)
+            return False
+        if not (self._num_free_rows and self._room.num_tokens > 0) and not any(self._victims(sequence)):
             return False
         finding = self._state.find(sequence)
-        needed = self._pages_for(len(sequence.tokens)) - finding.num_pages
-        if not self._fits(needed, finding) and not self._make_way(priority, needed, finding):
-            return False
         if finding.fork_of in self._retracted:
+            return False
+        needed = self._pages_for(len(sequence.tokens)) - finding.num_pages
+        if not self._fits(needed, finding) and not self._make_way(sequence, needed, finding):
             return False
         self._num_new += needed
         self._num_free_rows -= 1
+        self._hold(sequence.caller, 1)
         self._admitted.append(Admission(sequence, finding))
         self._tally.share(finding.match)
         self._rows[sequence] = self._room.take(sequence, len(sequence.tokens) - finding.num_tokens)
         return True
 
-    def _fits(self, needed: int, finding: Finding, num_coming: int = 0, rows_coming: int = 0) -> bool:
-        """True where there is a row, and pages; a page more for each that runs.
+    def _fits(self, needed: int, finding: Finding) -> bool:
+        """True where there is a row, a token, and pages; a page more for each that runs.
 
         Who is let in only to be retracted at the next step has computed in vain.
         """
         beside = len(self._going) + len(self._admitted) + self._tally.cost(finding.match)
-        return self._num_free_rows + rows_coming > 0 and self._has_pages(needed + beside - num_coming)
+        return self._num_free_rows > 0 and self._room.num_tokens > 0 and self._has_pages(needed + beside)
 
-    def _make_way(self, priority: int, needed: int, finding: Finding) -> bool:
-        """Makes those that are less urgent give way, the last in rank first.
+    def _victims(self, newcomer: SequenceState) -> Iterator[SequenceState]:
+        """Those that may give way to one that waits, in order."""
+        forked = {finding.fork_of for _, finding in self._admitted if finding.fork_of is not None}
+        is_deprived = self._is_deprived(newcomer.caller)
+        return victims(self._going, self._held, newcomer.rank[0], is_deprived=is_deprived, spared=forked)
 
-        False where all of them would not be enough, and where some have to be waited for.
+    def _make_way(self, newcomer: SequenceState, needed: int, finding: Finding) -> bool:
+        """Makes others give way. False where all of them would not be enough, and where some have to be waited for:
+        then all are held back, and nobody is retracted in vain.
         """
-        if not self._is_within_reach(priority, needed, finding):
+        enough = self._enough(newcomer, needed, finding)
+        if any(victim.num_steps for victim in enough):
+            self._awaited = newcomer.rank[0]
+            for victim in enough:
+                self._hold_back(victim)
+            self._hold(newcomer.caller, 1)
             return False
-        num_coming = rows_coming = 0
-        while not self._fits(needed, finding, num_coming, rows_coming):
-            if not self._gives_way_to(priority):
-                return False
-            victim = self._going[-1]
-            num_coming += self._give_way(victim)
-            rows_coming += victim.num_steps > 0
-        return rows_coming == 0
+        for victim in enough:
+            self._give_way(victim)
+        return bool(enough)
 
-    def _gives_way_to(self, priority: int) -> bool:
-        """True where somebody runs who is less urgent."""
-        return bool(self._going) and self._going[-1].rank[0] > priority
+    def _enough(self, newcomer: SequenceState, needed: int, finding: Finding) -> list[SequenceState]:
+        """As many of its victims as one that waits needs; none where all would not be enough."""
+        tally, num_tokens, chosen = self._tally.copy(), self._room.num_tokens, []
+        kept = sum(map(self._num_unused, self._going)) - self._num_new - self._num_growing
+        num_beside = len(self._going) + len(self._admitted)
+        for victim in self._victims(newcomer):
+            chosen.append(victim)
+            tally.retract(victim)
+            num_tokens += self._rows.get(victim, 0)
+            kept += self._growth.get(victim, 0) - self._num_unused(victim)
+            left = tally.num_pages - tally.cost(finding.match) + kept
+            if num_tokens > 0 and needed + num_beside - len(chosen) <= left:
+                return chosen
+        return []
 
-    def _is_within_reach(self, priority: int, needed: int, finding: Finding) -> bool:
-        """True where there are pages once all that are less urgent have given way."""
-        kept = [other for other in self._going if other.rank[0] <= priority]
-        if len(kept) == len(self._going):
-            return False
-        tally = self._tally.copy()
-        for other in self._going[len(kept) :]:
-            tally.retract(other)
-        left = tally.num_pages - tally.cost(finding.match) - self._num_new
-        left += sum(map(self._num_unused, kept)) - sum(self._growth.get(other, 0) for other in kept)
-        return needed + len(kept) + len(self._admitted) <= left
+    def _hold_back_for(self, newcomer: SequenceState) -> None:
+        """Has a row ready for the next decision, though nobody overtakes the one that is awaited."""
+        victim = next(self._victims(newcomer), None)
+        if victim is not None:
+            self._hold_back(victim)
+        self._hold(newcomer.caller, 1)
 
     def _add_decoding(self, sequences: Sequence[SequenceState]) -> None:
         """Rows of one token each. None scores a prompt: what its last token predicts is not in it."""

@@ -1,10 +1,14 @@
-"""Who waits, and in which order they come up: by priority, then by how little their caller has had, then by arrival."""
+"""Who waits, and in which order they come up: by priority, then by how little their caller has had, then by arrival.
+
+Of one priority, callers without a row come up first.
+"""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from typing import NamedTuple
 
 from sightline.scheduler.sequence import SequenceState
@@ -29,6 +33,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._levels: dict[int, dict[str, list[SequenceState]]] = {}
         """By priority and caller, each by arrival."""
+        self._callers: Counter[str] = Counter()
+        """How many wait of each."""
         self._length = 0
 
     def __len__(self) -> int:
@@ -39,13 +45,14 @@ class WaitingQueue:
         return (sequence for callers in self._levels.values() for line in callers.values() for sequence in line)
 
     @property
-    def callers(self) -> set[str]:
-        return {caller for callers in self._levels.values() for caller in callers}
+    def callers(self) -> Set[str]:
+        return self._callers.keys()
 
     def add(self, sequence: SequenceState) -> None:
         """At the place of its arrival, which may be long ago."""
         callers = self._levels.setdefault(sequence.request.terms.priority, {})
         insort(callers.setdefault(sequence.caller, []), sequence, key=_arrival)
+        self._callers[sequence.caller] += 1
         self._length += 1
 
     def remove(self, sequence: SequenceState) -> bool:
@@ -58,6 +65,9 @@ class WaitingQueue:
             return False
         del line[place]
         self._length -= 1
+        self._callers[sequence.caller] -= 1
+        if not self._callers[sequence.caller]:
+            del self._callers[sequence.caller]
         if not line:
             del callers[sequence.caller]
         if not callers:
@@ -69,27 +79,39 @@ class WaitingQueue:
         """The lowest priority number of those that wait."""
         return min(self._levels, default=None)
 
-    def in_turn(self, had: Mapping[str, int]) -> Iterator[tuple[Turn, SequenceState]]:
+    def most_urgent_beside(self, held: Mapping[str, int]) -> int | None:
+        """The lowest priority number of those whose callers hold nothing."""
+        if self._callers.keys() <= held.keys():
+            return None
+        return min(priority for priority, callers in self._levels.items() if not callers.keys() <= held.keys())
+
+    def in_turn(self, had: Mapping[str, int], held: Mapping[str, int]) -> Iterator[tuple[Turn, SequenceState]]:
         """From the next on, as if each that is passed were let in: its prompt then counts as its caller's.
 
-        `had` tells what every caller has had.
+        `had` tells what every caller has had. Callers that hold nothing when a priority comes up go before the others
+        there, each with one, in the turn of the first of all.
         """
         tokens = dict(had)
         for priority in sorted(self._levels):
-            callers = self._levels[priority]
-            heads = []
-            for caller, line in callers.items():
-                heads.append((Turn(priority, tokens[caller], line[0].arrival), caller, 0))
-            heapq.heapify(heads)
-            while heads:
-                turn, caller, place = heads[0]
-                line = callers[caller]
-                sequence = line[place]
-                yield turn, sequence
-                if not sequence.was_admitted:
-                    tokens[caller] += len(sequence.tokens)
-                if place + 1 < len(line):
-                    following = Turn(priority, tokens[caller], line[place + 1].arrival)
-                    heapq.heapreplace(heads, (following, caller, place + 1))
-                else:
-                    heapq.heappop(heads)
+            yield from self._level_in_turn(priority, tokens, held)
+
+    def _level_in_turn(
+        self, priority: int, tokens: dict[str, int], held: Mapping[str, int]
+    ) -> Iterator[tuple[Turn, SequenceState]]:
+        callers = self._levels[priority]
+        deprived: list[tuple[Turn, str, int]] = []
+        others: list[tuple[Turn, str, int]] = []
+        for caller, line in callers.items():
+            heads = others if caller in held else deprived
+            heads.append((Turn(priority, tokens[caller], line[0].arrival), caller, 0))
+        heapq.heapify(deprived)
+        heapq.heapify(others)
+        while deprived or others:
+            turn = min(heads[0][0] for heads in (deprived, others) if heads)
+            _, caller, place = heapq.heappop(deprived or others)
+            line = callers[caller]
+            yield turn, line[place]
+            if not line[place].was_admitted:
+                tokens[caller] += len(line[place].tokens)
+            if place + 1 < len(line):
+                heapq.heappush(others, (Turn(priority, tokens[caller], line[place + 1].arrival), caller, place + 1))

@@ -13,21 +13,18 @@ Knows requests and pages; knows no tensor and no model.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 
 from sightline.cache.pools import CacheStore
 from sightline.cache.prefix import PrefixCache
 from sightline.core.errors import OutOfPages, RequestError
-from sightline.scheduler.policy import Admission, Decision, State, decide
+from sightline.scheduler.decision import Admission, Decision, State
+from sightline.scheduler.policy import decide
 from sightline.scheduler.queue import WaitingQueue
+from sightline.scheduler.running import RunningRows
 from sightline.scheduler.sequence import Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
 from sightline.scheduler.supply import Supply
-
-
-def _rank(sequence: SequenceState) -> tuple[int, int]:
-    return sequence.rank
 
 
 class Scheduler:
@@ -52,8 +49,7 @@ class Scheduler:
         self._arrivals = itertools.count(1)
         self._shares = Shares()
         self._waiting = WaitingQueue()
-        self._running: list[SequenceState] = []
-        """By rank."""
+        self._running = RunningRows()
         self._leaving: set[SequenceState] = set()
         """Removed, and in a launched step."""
         self.num_retractions = 0
@@ -66,7 +62,7 @@ class Scheduler:
     @property
     def running(self) -> Sequence[SequenceState]:
         """By rank: the last gives way first."""
-        return self._running
+        return self._running.by_rank
 
     @property
     def num_waiting(self) -> int:
@@ -74,12 +70,12 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._running.by_rank)
 
     @property
     def has_work(self) -> bool:
         """True while a sequence waits, runs, or has left and not given its pages back."""
-        return bool(len(self._waiting) or self._running or self._leaving)
+        return bool(len(self._waiting) or self._running.by_rank or self._leaving)
 
     def submit(self, sequence: SequenceState) -> None:
         """Adds a sequence to the queue; one that could never end is refused."""
@@ -150,7 +146,7 @@ class Scheduler:
             if sequence.arrival:
                 self._shares.leave(sequence.caller)
         self._waiting.remove(sequence)
-        self._stop_running(sequence)
+        self._running.remove(sequence)
         if sequence.num_steps:
             self._leaving.add(sequence)
         else:
@@ -158,7 +154,8 @@ class Scheduler:
 
     def recount(self, in_flight: Sequence[ScheduledRow]) -> None:
         """Puts right what an interruption between two lines left half done: the rows in flight are the truth."""
-        for sequence in (*self._running, *self._leaving):
+        self._running.recount()
+        for sequence in (*self.running, *self._leaving):
             rows = [row for row in in_flight if row.sequence is sequence]
             sequence.num_steps = len(rows)
             sequence.num_scheduled = max([sequence.num_computed, *(row.seq_len for row in rows)])
@@ -173,7 +170,7 @@ class Scheduler:
 
     def drop_all(self) -> None:
         """Lets go of every sequence without a look at the cache, which is lost."""
-        for sequence in (*self._running, *self._leaving, *self._waiting):
+        for sequence in (*self.running, *self._leaving, *self._waiting):
             sequence.is_out, sequence.table_row, sequence.prefix, sequence.num_steps = True, None, None, 0
         self._running.clear()
         self._leaving.clear()
@@ -181,9 +178,11 @@ class Scheduler:
 
     def _state(self) -> State:
         return State(
-            running=self._running,
-            waiting=lambda: self._waiting.in_turn(self._had()),
+            running=self._running.by_rank,
+            held=self._running.held,
+            waiting=lambda held: self._waiting.in_turn(self._had(), held),
             most_urgent=self._waiting.most_urgent,
+            most_urgent_beside=self._waiting.most_urgent_beside,
             share=self._shares.of,
             find=self._supply.find,
             tally=self._supply.tally,
@@ -196,7 +195,7 @@ class Scheduler:
     def _had(self) -> Mapping[str, int]:
         """What every caller that waits has had, and is about to have: prompts that are let in count as a whole."""
         had = {caller: self._shares.of(caller) for caller in self._waiting.callers}
-        for sequence in self._running:
+        for sequence in self.running:
             if sequence.num_pending > 1 and sequence.caller in had:
                 had[sequence.caller] += sequence.num_pending
         return had
@@ -208,7 +207,7 @@ class Scheduler:
         for sequence in decision.retracted:
             self._retract(sequence)
         if decision.num_pages:
-            self._supply.make_room(decision.num_pages, self._running)
+            self._supply.make_room(decision.num_pages, self.running)
         num_left = decision.num_pages
         held: set[SequenceState] = set()
         for sequence, count in decision.growth:
@@ -255,7 +254,7 @@ class Scheduler:
             sequence.restart()
             return
         self._waiting.remove(sequence)
-        insort(self._running, sequence, key=_rank)
+        self._running.add(sequence)
         if not sequence.was_admitted:
             sequence.was_admitted, sequence.num_cached = True, finding.num_tokens
             sequence.num_charged = finding.num_tokens
@@ -265,14 +264,9 @@ class Scheduler:
 
     def _retract(self, sequence: SequenceState) -> None:
         """Back to its place in the queue, without pages."""
-        self._stop_running(sequence)
+        self._running.remove(sequence)
         self._waiting.add(sequence)
         self._supply.release(sequence)
         sequence.restart()
         sequence.num_retractions += 1
         self.num_retractions += 1
-
-    def _stop_running(self, sequence: SequenceState) -> None:
-        place = bisect_left(self._running, sequence.rank, key=_rank)
-        if place < len(self._running) and self._running[place] is sequence:
-            del self._running[place]

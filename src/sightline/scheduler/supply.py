@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from sightline.cache.pools import CacheStore
 from sightline.cache.prefix import PrefixCache
 from sightline.core.errors import OutOfPages
-from sightline.scheduler.policy import Finding
+from sightline.scheduler.decision import Finding
 from sightline.scheduler.sequence import SequenceState
 from sightline.scheduler.tally import Tally
 

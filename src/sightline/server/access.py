@@ -76,6 +76,7 @@ class Keyring:
                 "expected an API key in the header 'Authorization: Bearer KEY', got "
                 + ("none" if authorization is None else "one that is not known"),
                 code="invalid_api_key",
+                headers=((b"www-authenticate", b"Bearer"),),
             )
         return matching[0]
 

@@ -95,26 +95,26 @@ class ChatCompleter(Completer[ChatRequest]):
             told_prompt_logprobs(outcome.prompt_logprobs[0]) if outcome.prompt_logprobs else UNSET,
         )
 
-    def chunks(self, request: ChatRequest, head: Head, prompts: Sequence[Prompt]) -> ChatChunks:
+    def chunks(
+        self, request: ChatRequest, head: Head, prompts: Sequence[Prompt], *, includes_usage: bool
+    ) -> ChatChunks:
         del prompts
-        return ChatChunks(head, (request.top_logprobs or 0) if request.logprobs else None, request.n or 1)
+        num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        return ChatChunks(head, num_logprobs, request.n or 1, includes_usage=includes_usage)
 
 
 class ChatChunks(Chunks):
     """The events of a streamed conversation."""
 
-    def __init__(self, head: Head, num_logprobs: int | None, n: int) -> None:
-        self._head = head
+    def __init__(self, head: Head, num_logprobs: int | None, n: int, *, includes_usage: bool) -> None:
+        super().__init__(head, includes_usage=includes_usage)
         self._num_logprobs = num_logprobs
         self._n = n
 
-    def opening(self, *, include_usage: bool) -> Sequence[ChatChunk]:
-        return [
-            self._chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))], include_usage=include_usage)
-            for index in range(self._n)
-        ]
+    def opening(self) -> Sequence[ChatChunk]:
+        return [self._chunk([ChatChunkChoice(index, ChatDelta("assistant", ""))]) for index in range(self._n)]
 
-    def chunk(self, index: int, delta: Delta, *, include_usage: bool) -> ChatChunk | None:
+    def chunk(self, index: int, delta: Delta) -> ChatChunk | None:
         if not delta.text and delta.finish_reason is None and not delta.logprobs:
             return None
         logprobs = None
@@ -127,16 +127,14 @@ class ChatChunks(Chunks):
             logprobs,
             UNSET if delta.finish_reason is None else delta.stop_reason,
         )
-        return self._chunk([choice], include_usage=include_usage)
+        return self._chunk([choice])
 
     def closing(self, usage: Usage) -> ChatChunk:
         return self._chunk([], usage)
 
-    def _chunk(
-        self, choices: list[ChatChunkChoice], usage: Usage | None = None, *, include_usage: bool = True
-    ) -> ChatChunk:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatChunk:
         head = self._head
-        told = usage if include_usage else UNSET
+        told = usage if self.includes_usage else UNSET
         return ChatChunk(head.id, "chat.completion.chunk", head.created, head.model, choices, told)
 
 

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from sightline.core.request import PositionLogprobs
+from sightline.server.desk import TextOffsets
 from sightline.server.errors import invalid
 from sightline.server.generation import (
     Chunks,
@@ -29,9 +30,9 @@ from sightline.server.schema import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
+    PromptLogprobs,
     Usage,
 )
-from sightline.text.detokenizer import IncrementalDetokenizer
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -54,7 +55,9 @@ class TextCompleter(Completer[CompletionRequest]):
             self._service.check_tokens(tokens, "prompt")
             if call.body.echo:
                 first = await desk.decode(caller, tokens[:1])
-                prompts.append(Prompt(tokens, await desk.decode(caller, tokens), first))
+                text = await desk.decode(caller, tokens)
+                scored = call.body.logprobs is not None
+                prompts.append(Prompt(tokens, text, first, await desk.offsets(caller, tokens) if scored else ()))
             else:
                 prompts.append(Prompt(tokens))
         return prompts
@@ -74,16 +77,23 @@ class TextCompleter(Completer[CompletionRequest]):
         }
 
     def whole(self, request: CompletionRequest, head: Head, prompts: Sequence[Prompt], outcome: Outcome) -> Completion:
-        n = len(outcome.continuations) // len(prompts)
-        choices = [
-            self._choice(request, index, prompts[index // n], each, outcome.prompt_logprobs.get(index // n))
-            for index, each in enumerate(outcome.continuations)
-        ]
+        choices = []
+        for place, prompt in enumerate(prompts):
+            scored = outcome.prompt_logprobs.get(place)
+            # Once for all continuations of a prompt: there may be many, and it long.
+            told = UNSET if request.prompt_logprobs is None or scored is None else told_prompt_logprobs(scored)
+            first = place * outcome.n
+            for index, each in enumerate(outcome.continuations[first : first + outcome.n], first):
+                choices.append(self._choice(request, index, prompt, each, scored, told))
         return Completion(head.id, "text_completion", head.created, head.model, choices, outcome.usage())
 
-    def chunks(self, request: CompletionRequest, head: Head, prompts: Sequence[Prompt]) -> CompletionChunks:
+    def chunks(
+        self, request: CompletionRequest, head: Head, prompts: Sequence[Prompt], *, includes_usage: bool
+    ) -> CompletionChunks:
         echoed = [each.echoed for each in prompts for _ in range(request.n or 1)] if request.echo else []
-        return CompletionChunks(head, request.logprobs, echoed, lambda: self._offsets(request))
+        return CompletionChunks(
+            head, request.logprobs, echoed, lambda: self._offsets(request), includes_usage=includes_usage
+        )
 
     def _offsets(self, request: CompletionRequest, start: int = 0) -> TextOffsets:
         skip = request.skip_special_tokens is not False
@@ -96,14 +106,14 @@ class TextCompleter(Completer[CompletionRequest]):
         prompt: Prompt,
         each: Continuation,
         scored: Sequence[PositionLogprobs | None] | None,
+        told: PromptLogprobs | UnsetType,
     ) -> CompletionChoice:
         logprobs = None
         if request.logprobs is not None:
             entries = [*(scored or ()), *each.logprobs] if request.echo else each.logprobs
             offsets = self._offsets(request, len(prompt.echoed)).take(each.logprobs)
             if request.echo:
-                told = TextOffsets(self._service.desk.detokenizer(skip_special_tokens=False))
-                offsets = [*told.of(prompt.token_ids), *offsets]
+                offsets = [*prompt.offsets, *offsets]
             logprobs = _logprobs(entries, request.logprobs, offsets, prompt.first_token)
         return CompletionChoice(
             index,
@@ -111,7 +121,7 @@ class TextCompleter(Completer[CompletionRequest]):
             each.finish_reason,
             logprobs,
             each.stop_reason,
-            UNSET if request.prompt_logprobs is None or scored is None else told_prompt_logprobs(scored),
+            told,
         )
 
 
@@ -119,22 +129,25 @@ class CompletionChunks(Chunks):
     """The events of streamed continuations."""
 
     def __init__(
-        self, head: Head, num_logprobs: int | None, echoed: Sequence[str], offsets: Callable[[], TextOffsets]
+        self,
+        head: Head,
+        num_logprobs: int | None,
+        echoed: Sequence[str],
+        offsets: Callable[[], TextOffsets],
+        *,
+        includes_usage: bool,
     ) -> None:
         """`echoed` are the texts that the continuations begin with, one for each, or none."""
-        self._head = head
+        super().__init__(head, includes_usage=includes_usage)
         self._num_logprobs = num_logprobs
         self._echoed = echoed
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(offsets)
         """By continuation."""
 
-    def opening(self, *, include_usage: bool) -> Sequence[Completion]:
-        return [
-            self._event([CompletionChoice(index, text)], include_usage=include_usage)
-            for index, text in enumerate(self._echoed)
-        ]
+    def opening(self) -> Sequence[Completion]:
+        return [self._event([CompletionChoice(index, text)]) for index, text in enumerate(self._echoed)]
 
-    def chunk(self, index: int, delta: Delta, *, include_usage: bool) -> Completion | None:
+    def chunk(self, index: int, delta: Delta) -> Completion | None:
         if not delta.text and delta.finish_reason is None and not delta.logprobs:
             return None
         logprobs = None
@@ -147,16 +160,14 @@ class CompletionChunks(Chunks):
             logprobs,
             UNSET if delta.finish_reason is None else delta.stop_reason,
         )
-        return self._event([choice], include_usage=include_usage)
+        return self._event([choice])
 
     def closing(self, usage: Usage) -> Completion:
         return self._event([], usage)
 
-    def _event(
-        self, choices: list[CompletionChoice], usage: Usage | None = None, *, include_usage: bool = True
-    ) -> Completion:
+    def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         head = self._head
-        told = usage if include_usage else UNSET
+        told = usage if self.includes_usage else UNSET
         return Completion(head.id, "text_completion", head.created, head.model, choices, told)
 
 
@@ -172,25 +183,6 @@ def listed_texts(prompt: str | list[Any], param: str = "prompt") -> list[str | l
     if len(prompt) > MAX_PROMPTS:
         raise invalid(f"expected at most {MAX_PROMPTS} texts, got {len(prompt)}; send them in parts", param)
     return prompt
-
-
-class TextOffsets:
-    """Where in a text each of its tokens begins: one that goes on with a character, where the character does."""
-
-    def __init__(self, detokenizer: IncrementalDetokenizer, start: int = 0) -> None:
-        self._detokenizer = detokenizer
-        self._length = start
-
-    def of(self, tokens: Iterable[int]) -> list[int]:
-        """Of the tokens that come next."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._length)
-            self._length += len(self._detokenizer.push([token]))
-        return offsets
-
-    def take(self, entries: Iterable[PositionLogprobs]) -> list[int]:
-        return self.of(next(iter(entry)) for entry in entries)
 
 
 def _logprobs(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 
 from sightline.core.errors import RequestError
+from sightline.core.request import PositionLogprobs
 from sightline.server.errors import invalid
 from sightline.server.schema import Message
 from sightline.text.detokenizer import IncrementalDetokenizer
@@ -87,6 +88,10 @@ class TextDesk:
         """For one text, token by token."""
         return IncrementalDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
+    async def offsets(self, caller: str, tokens: Sequence[int]) -> list[int]:
+        """Where in the tokens' text each of them begins."""
+        return await self._run(caller, lambda: TextOffsets(self.detokenizer(skip_special_tokens=False)).of(tokens))
+
     async def spell(self, caller: str, tokens: Sequence[int]) -> list[str | None]:
         """The vocabulary's own writing of each token."""
         return await self._run(caller, lambda: [self._tokenizer.token(token) for token in tokens], "tokens")
@@ -106,3 +111,22 @@ class TextDesk:
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except RequestError as error:
             raise invalid(str(error), param) from error
+
+
+class TextOffsets:
+    """Where in a text each of its tokens begins: one that goes on with a character, where the character does."""
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, start: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self._length = start
+
+    def of(self, tokens: Iterable[int]) -> list[int]:
+        """Of the tokens that come next."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._length)
+            self._length += len(self._detokenizer.push([token]))
+        return offsets
+
+    def take(self, entries: Iterable[PositionLogprobs]) -> list[int]:
+        return self.of(next(iter(entry)) for entry in entries)

@@ -23,6 +23,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -32,6 +33,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after = retry_after
         """Seconds."""
+        self.headers = headers if retry_after is None else (*headers, (b"retry-after", str(retry_after).encode()))
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(Error(self.message, self.kind, self.param, self.code)))

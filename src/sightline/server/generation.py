@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
@@ -74,8 +74,10 @@ class Outcome:
     """What came of all of a client's prompts."""
 
     num_prompt_tokens: int
+    n: int
+    """Continuations of each prompt."""
     continuations: list[Continuation]
-    """Prompt by prompt, `n` of each."""
+    """Prompt by prompt."""
     num_cached: int = 0
     prompt_logprobs: dict[int, tuple[PositionLogprobs | None, ...]] = field(default_factory=dict)
     """By the prompt's place."""
@@ -96,6 +98,8 @@ class Prompt:
     """Its text, where the answer begins with it."""
     first_token: str = ""
     """The text of its first token, where it is echoed: nothing predicts that one."""
+    offsets: Sequence[int] = ()
+    """Where in `echoed` each of its tokens begins, where that is told."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +124,19 @@ class Completer(ABC, Generic[RequestT]):
         request, service = call.body, self._service
         head = Head(self.id_prefix + call.request_id, int(time.time()), service.check_model(request.model))
         params, num_prompts = self._params(request), self.num_prompts(request)
-        self._check_cost(request, params, num_prompts)
+        self._check_cost(params, num_prompts, self.num_prompt_bytes(request))
         with ExitStack() as places:
             places.enter_context(service.admission.admitted(call.caller, num_prompts * params.n))
             prompts = await self.prompts(call)
+            # A template may write more than a conversation's texts.
+            self._check_cost(params, num_prompts, max(len(each.token_ids) for each in prompts))
             running = await service.start(call, [each.token_ids for each in prompts], params, places.pop_all())
         headers = (_sampling_header(running.params[0]),)
-        outcome = Outcome(running.num_prompt_tokens, [Continuation() for _ in range(num_prompts * params.n)])
+        continuations = [Continuation() for _ in range(num_prompts * params.n)]
+        outcome = Outcome(running.num_prompt_tokens, params.n, continuations)
         if request.stream:
-            chunks = self.chunks(request, head, prompts)
+            options = request.stream_options
+            chunks = self.chunks(request, head, prompts, includes_usage=options is not None and options.include_usage)
             return Stream(self._events(call, running, outcome, chunks), running.release.close, headers)
         with running.release:
             await self._finish(call, running, outcome)
@@ -140,7 +148,7 @@ class Completer(ABC, Generic[RequestT]):
 
     @abstractmethod
     def num_prompt_bytes(self, request: RequestT) -> int:
-        """Of the longest prompt: no text has more tokens than bytes."""
+        """Of the texts of the longest prompt: no text has more tokens than bytes."""
 
     @abstractmethod
     async def prompts(self, call: Call[RequestT]) -> list[Prompt]: ...
@@ -154,7 +162,7 @@ class Completer(ABC, Generic[RequestT]):
         """The answer's body."""
 
     @abstractmethod
-    def chunks(self, request: RequestT, head: Head, prompts: Sequence[Prompt]) -> Chunks:
+    def chunks(self, request: RequestT, head: Head, prompts: Sequence[Prompt], *, includes_usage: bool) -> Chunks:
         """What makes a stream's events."""
 
     def _params(self, request: RequestT) -> SamplingParams:
@@ -169,9 +177,9 @@ class Completer(ABC, Generic[RequestT]):
         except RequestError as error:
             raise invalid(str(error), field_named_in(str(error))) from error
 
-    def _check_cost(self, request: RequestT, params: SamplingParams, count: int) -> None:
+    def _check_cost(self, params: SamplingParams, count: int, prompt_len: int) -> None:
         context = self._service.opened.max_model_len
-        bound = min(context, self.num_prompt_bytes(request)) + min(context, params.max_tokens or context)
+        bound = min(context, prompt_len) + min(context, params.max_tokens or context)
         check_cost(
             prompts=count,
             n=params.n,
@@ -189,36 +197,32 @@ class Completer(ABC, Generic[RequestT]):
         """Takes everything in. Raises where a continuation failed."""
         try:
             async for place, report in running.answers.reports():
-                _take(report, place, outcome, running)
+                _take(report, place, outcome)
         except EngineDownError as error:
             raise unavailable(str(error), RESTART_SECONDS) from error
         call.facts["completion_tokens"] = outcome.usage().completion_tokens
 
     async def _events(
         self, call: Call[RequestT], running: Running, outcome: Outcome, chunks: Chunks
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """The stream: chunks, usage where asked for, and the end. An error is an event too, and has no end after it."""
-        options = call.body.stream_options
-        include_usage = options is not None and options.include_usage
-        n = len(outcome.continuations) // len(running.params)
         try:
-            for chunk in chunks.opening(include_usage=include_usage):
+            for chunk in chunks.opening():
                 yield _event(chunk)
             async for place, report in running.answers.reports():
-                _take(report, place, outcome, running)
-                if isinstance(report, Delta):
-                    made = chunks.chunk(place * n + report.index, report, include_usage=include_usage)
-                    if made is not None:
-                        yield _event(made)
+                delta = _take(report, place, outcome)
+                chunk = None if delta is None else chunks.chunk(place * outcome.n + delta.index, delta)
+                if chunk is not None:
+                    yield _event(chunk)
         except EngineDownError as error:
-            yield _error_event(unavailable(str(error), RESTART_SECONDS))
+            yield _error_event(call, unavailable(str(error), RESTART_SECONDS))
             return
         except ApiError as error:
-            yield _error_event(error)
+            yield _error_event(call, error)
             return
         finally:
             call.facts["completion_tokens"] = outcome.usage().completion_tokens
-        if include_usage:
+        if chunks.includes_usage:
             yield _event(chunks.closing(outcome.usage()))
         yield b"data: [DONE]\n\n"
 
@@ -226,12 +230,17 @@ class Completer(ABC, Generic[RequestT]):
 class Chunks(ABC):
     """Makes the events of one stream."""
 
+    def __init__(self, head: Head, *, includes_usage: bool) -> None:
+        """Where a stream tells usage at its end, every event before has a place for it."""
+        self._head = head
+        self.includes_usage = includes_usage
+
     @abstractmethod
-    def opening(self, *, include_usage: bool) -> Sequence[object]:
+    def opening(self) -> Sequence[object]:
         """What is told before the first token."""
 
     @abstractmethod
-    def chunk(self, index: int, delta: Delta, *, include_usage: bool) -> object | None:
+    def chunk(self, index: int, delta: Delta) -> object | None:
         """What a continuation gained; None where there is nothing to tell of it."""
 
     @abstractmethod
@@ -239,18 +248,23 @@ class Chunks(ABC):
         """The event that tells usage."""
 
 
-def _take(report: Delta | Ended, place: int, outcome: Outcome, running: Running) -> None:
-    n = len(outcome.continuations) // len(running.params)
+def _take(report: Delta | Ended, place: int, outcome: Outcome) -> Delta | None:
+    """Takes a report in. Gives back what a stream can tell of it; raises where the prompt failed."""
+    first = place * outcome.n
     match report:
         case Delta(index=index):
-            outcome.continuations[place * n + index].take(report)
+            outcome.continuations[first + index].take(report)
+            return report
         case Ended(error=error, num_cached=num_cached, prompt_logprobs=prompt_logprobs):
             outcome.num_cached += num_cached
             if prompt_logprobs is not None:
                 outcome.prompt_logprobs[place] = prompt_logprobs
-            reasons = {each.finish_reason for each in outcome.continuations[place * n : (place + 1) * n]}
-            if error is not None and "error" in reasons:
+            ended = outcome.continuations[first : first + outcome.n]
+            if error is not None and "error" in {each.finish_reason for each in ended}:
                 raise failed(f"the engine could not finish the request: {error}")
+            if error is not None and not any(each.num_tokens for each in ended):
+                raise unavailable(f"the request was not begun: {error}", RESTART_SECONDS)
+            return None
 
 
 def told_prompt_logprobs(entries: Sequence[PositionLogprobs | None]) -> PromptLogprobs:
@@ -288,5 +302,7 @@ def _event(chunk: object) -> bytes:
     return b"data: " + _ENCODER.encode(chunk) + b"\n\n"
 
 
-def _error_event(error: ApiError) -> bytes:
+def _error_event(call: Call[Any], error: ApiError) -> bytes:
+    """An error in the middle of an answer whose status is told already."""
+    call.facts["error"] = error.code
     return b"data: " + error.body() + b"\n\n"

@@ -2,8 +2,8 @@
 
     Host ─▶ route ─▶ key ─▶ room ─▶ bytes, as they come ─▶ JSON ─▶ handler ─▶ answer ─▶ log, metrics
 
-A client that goes away cancels what was done for it. Whatever fails, in whichever part, ends in an error body. Does not
-know what routes do.
+A client that goes away cancels what was done for it. Whatever fails before an answer has begun ends in an
+error body. Does not know what routes do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import ExitStack, aclosing
+from traceback import extract_tb
 from typing import Any, TypeAlias
 
 import msgspec
@@ -24,7 +26,7 @@ from sightline.server.errors import ApiError, invalid
 from sightline.server.limits import BodyBudget, Limits, parse
 from sightline.server.logs import log
 from sightline.server.metrics import ServiceMetrics
-from sightline.server.routing import EVENTS, JSON, NO_BODY, Call, Header, MethodError, Reply, Route, RouteTable, Stream
+from sightline.server.routing import EVENTS, JSON, NO_BODY, Call, Header, Reply, Route, RouteTable, Stream
 
 logger = logging.getLogger("sightline.server")
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -93,21 +95,24 @@ class Ingress:
 
     async def _serve(self, exchange: Exchange) -> None:
         try:
-            call, route = await self._let_in(exchange)
-            await exchange.while_connected(self._answer(exchange, route, call))
+            with ExitStack() as held:
+                call, route = await self._let_in(exchange, held)
+                await exchange.while_connected(self._answer(exchange, route, call))
         except ApiError as error:
             await exchange.refuse(error)
         except DisconnectedError:
             raise
         except Exception as error:
-            log(logger, logging.ERROR, "handler failed", {"id": exchange.request_id, "error": type(error).__name__})
-            logger.debug("handler failed", exc_info=error)
+            # Where it failed, and not what it said: that may be a client's text.
+            where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in extract_tb(error.__traceback__)]
+            fields = {"id": exchange.request_id, "error": type(error).__name__, "where": where}
+            log(logger, logging.ERROR, "handler failed", fields)
             await exchange.refuse(
                 ApiError(500, f"the server failed at {exchange.request_id}; its log says why", kind="server_error")
             )
 
-    async def _let_in(self, exchange: Exchange) -> tuple[Call[Any], Route[Any]]:
-        """Everything that must hold before a handler sees a request."""
+    async def _let_in(self, exchange: Exchange, held: ExitStack) -> tuple[Call[Any], Route[Any]]:
+        """Everything that must hold before a handler sees a request. `held` is closed when it is answered."""
         headers = first_header(exchange.headers)
         self._hosts.check(headers.get(b"host"))
         try:
@@ -123,8 +128,9 @@ class Ingress:
         body: Any = None
         if route.body is not NO_BODY:
             _check_content(headers)
-            with self._bodies.held(caller) as take:
-                body, unused = parse(await exchange.read_body(headers, take), route.body)
+            # What is made of a body lives as long as its request does.
+            take = held.enter_context(self._bodies.held(caller))
+            body, unused = parse(await exchange.read_body(headers, take), route.body)
             self._take_unused(exchange, unused)
         return Call(body, caller, exchange.request_id, exchange.received_at, tail, exchange.facts), route
 
@@ -229,22 +235,16 @@ class Exchange:
 
     async def stream(self, stream: Stream) -> None:
         await self._begin(200, EVENTS, stream.headers, None)
-        async for event in stream.events:
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+        async with aclosing(stream.events) as events:
+            async for event in events:
+                await self._send({"type": "http.response.body", "body": event, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, error: ApiError) -> None:
         """The error's body; in the middle of an answer there is no place for one, and the connection just ends."""
         if self._has_begun:
             return
-        headers: list[Header] = []
-        if error.retry_after is not None:
-            headers.append((b"retry-after", str(error.retry_after).encode()))
-        if error.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        if isinstance(error, MethodError):
-            headers.append((b"allow", error.allowed.encode()))
-        await self.reply(Reply(error.body(), error.status, JSON, tuple(headers)))
+        await self.reply(Reply(error.body(), error.status, JSON, error.headers))
 
     async def _begin(self, status: int, content_type: str, headers: tuple[Header, ...], length: int | None) -> None:
         self.status, self._has_begun = status, True

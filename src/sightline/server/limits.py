@@ -40,13 +40,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may be."""
+    """What one request may be, and all of them together."""
 
     max_body_bytes: int = 4 << 20
     max_cost: int | None = None
     """Prompts × n × tokens × (1 + 4 × log probabilities), a bound on what one request can make; None: 128 contexts."""
-    max_held_bytes: int = 256 << 20
-    """Of all bodies that are being read at once."""
+    max_held_bytes: int = 64 << 20
+    """Of the bodies of all requests under way; what is made of one can take eight times its bytes."""
     body_seconds: float = 30.0
     """In which a body must have come."""
 
@@ -128,7 +128,7 @@ def check_adjustments(*, sequences: int, biases: int, stop_characters: int) -> N
 
 
 class BodyBudget:
-    """Bytes of the bodies that are being read, of all clients together."""
+    """Bytes of the bodies of all requests under way, of all clients together."""
 
     def __init__(self, most: int, *, shared: bool) -> None:
         self._room = Room(most, shared=shared)

@@ -36,6 +36,8 @@ def log_as_json(level: str = "info") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    # What it says of its own start is said by ours.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def log(logger: logging.Logger, level: int, event: str, fields: Mapping[str, object]) -> None:

@@ -182,8 +182,9 @@ class EnginePort:
     def cancel(self, answers: Answers) -> None:
         """Ends what nobody waits for; what is over already is left alone."""
         running = [number for number in answers.places if self._answers.pop(number, None) is not None]
-        if running and self._open.is_set():
-            self._send([Cancel(number) for number in running])
+        if running and self._writer is not None:
+            # However much waits to be sent: a cancellation is small, and frees what is large.
+            self._writer.write(self._commands.encode([Cancel(number) for number in running]))
 
     async def probe(self, seconds: float) -> bool:
         """True where a step goes through within so long."""
@@ -198,8 +199,8 @@ class EnginePort:
 
     def stop(self) -> None:
         """Tells the engine process to end."""
-        if self._open.is_set():
-            self._send([Stop()])
+        if self._writer is not None and self._open.is_set():
+            self._writer.write(self._commands.encode([Stop()]))
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: Command) -> None:
         """Serves one connection to its end; then everybody who waits is told.

@@ -21,7 +21,7 @@ class Room:
     @property
     def most(self) -> int:
         """That one caller may ever hold."""
-        return self._capacity // 2 if self._shared else self._capacity
+        return (self._capacity + 1) // 2 if self._shared else self._capacity
 
     @property
     def num_held(self) -> int:
@@ -30,7 +30,7 @@ class Room:
     def left_for(self, caller: str) -> int:
         """What a caller may take now."""
         free = self._capacity - self.num_held
-        return max(0, free - self._held[caller] if self._shared else free)
+        return max(0, (free - self._held[caller] + 1) // 2) if self._shared else free
 
     def take(self, caller: str, count: int) -> None:
         self._held[caller] += count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 from urllib.parse import unquote
@@ -30,7 +30,7 @@ class Reply:
 class Stream:
     """An answer in events. Whoever sends it calls `close`, however it ends."""
 
-    events: AsyncIterator[bytes]
+    events: AsyncGenerator[bytes, None]
     close: Callable[[], None]
     headers: tuple[Header, ...] = ()
 
@@ -109,7 +109,12 @@ class RouteTable:
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
             allowed = ", ".join(sorted({*methods, *(["HEAD"] if "GET" in methods else [])}))
-            raise MethodError(f"expected {allowed}, got a {method[:16]} request", allowed)
+            raise ApiError(
+                405,
+                f"expected {allowed}, got a {method[:16]} request",
+                code="method_not_allowed",
+                headers=((b"allow", allowed.encode()),),
+            )
         return route, tail
 
     def _find(self, path: str) -> tuple[Mapping[str, Route[Any]], str]:
@@ -119,11 +124,3 @@ class RouteTable:
             if path.startswith(prefix) and len(path) > len(prefix):
                 return methods, unquote(path[len(prefix) :])
         return {}, ""
-
-
-class MethodError(ApiError):
-    """The path is there, and not for this method."""
-
-    def __init__(self, message: str, allowed: str) -> None:
-        super().__init__(405, message, code="method_not_allowed")
-        self.allowed = allowed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sightline.core.request import (
     MAX_CONTINUATIONS,
@@ -99,7 +99,7 @@ class GenerationFields(Struct, kw_only=True, frozen=True):
     stream_options: StreamOptions | None = None
 
 
-class TextPart(Struct, frozen=True, forbid_unknown_fields=False):
+class TextPart(Struct, frozen=True):
     """A piece of a message's content."""
 
     type: Literal["text"]
@@ -534,4 +534,4 @@ class Error(Struct, frozen=True):
 class ErrorBody(Struct, frozen=True):
     """An error."""
 
-    error: Error = field()
+    error: Error

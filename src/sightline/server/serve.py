@@ -125,7 +125,11 @@ class Server:
             opening = asyncio.ensure_future(self._announce(url))
             stopping = asyncio.ensure_future(self._stopping.wait())
             try:
-                await asyncio.wait({supervising, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                ends = {supervising, serving, stopping}
+                await asyncio.wait({*ends, opening}, return_when=asyncio.FIRST_COMPLETED)
+                if opening.done():
+                    opening.result()
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 if supervising.done():
                     supervising.result()
                 await self._drain()
@@ -226,5 +230,5 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=kind, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"expected an address and a port that can be listened on, got {host}:{port}: {error}; use another --port"
+            f"expected an address and a port that can be listened on, got {host}:{port}: {error}; use another"
         ) from error

@@ -72,7 +72,7 @@ class Supervisor:
                 if self._port.opened is None:
                     raise EngineStartError(why)
                 num_failures = 0 if self._port.heard_at > heard_before else num_failures + 1
-                pause = min(FIRST_PAUSE * 2**num_failures, LONGEST_PAUSE)
+                pause = min(FIRST_PAUSE * 2.0 ** min(num_failures, 32), LONGEST_PAUSE)
                 log(logger, logging.ERROR, "engine process lost", {"why": why, "next_start_in": pause})
                 await asyncio.sleep(pause)
 
@@ -103,6 +103,7 @@ class Supervisor:
         except OSError as error:
             return f"the engine process could not be started: {error}"
         self._process, self._is_connected = process, False
+        self._connections = asyncio.Queue()
         log(logger, logging.INFO, "engine process started", {"engine_pid": process.pid, "start": self.num_starts})
         ended, said = asyncio.ensure_future(process.wait()), ""
         watch = asyncio.ensure_future(self._watch(process))

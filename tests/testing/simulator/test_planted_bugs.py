@@ -20,6 +20,11 @@ from sightline.scheduler.sequence import ScheduledRow, SequenceState
 from sightline.scheduler.supply import Supply
 from sightline.testing.simulator.simulation import Simulation, Violation
 from sightline.testing.simulator.workload import draw_scenario
+from support.row_bugs import (
+    let_a_caller_keep_all_rows,
+    take_rows_for_callers_that_have_some,
+    take_the_only_row_of_a_caller,
+)
 
 
 def leak_a_page(patch: pytest.MonkeyPatch) -> None:
@@ -300,6 +305,9 @@ BUGS = (
     take_what_is_no_number,
     refuse_too_early,
     grow_one_pool_only,
+    let_a_caller_keep_all_rows,
+    take_the_only_row_of_a_caller,
+    take_rows_for_callers_that_have_some,
 )
 
 

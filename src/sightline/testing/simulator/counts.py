@@ -19,6 +19,8 @@ class Counts:
     forks: int = 0
     """Further continuations of a prompt that ran."""
     retractions: int = 0
+    shared_rows: int = 0
+    """That a caller gave up to one that had none."""
     cached_tokens: int = 0
     cancels: int = 0
     """That ended a request, by its client's word."""

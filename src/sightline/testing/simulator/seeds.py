@@ -5,8 +5,10 @@ Knows seeds and scripts. Does not know terminals.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -44,15 +46,27 @@ def shortened(scenario: Scenario) -> tuple[Scenario, Violation | None]:
         same = violation is not None and first is not None and violation.kind == first.kind
         return violation.step if violation is not None and same else None
 
-    with single_threaded():
+    with single_threaded(), unsaid():
         first = play(scenario)
         short = scenario if first is None else shrink(scenario, wrong_step)
         return short, play(short)
 
 
 def _play_one(seed: int, num_steps: int) -> Counts | Failure:
-    with single_threaded():
+    with single_threaded(), unsaid():
         try:
             return simulate(seed, num_steps)
         except Violation as violation:
             return Failure(seed, str(violation))
+
+
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """What an engine logs of faults that were planned is no news."""
+    logger = logging.getLogger("sightline")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -18,6 +18,7 @@ from sightline.testing.simulator.clients import Clients
 from sightline.testing.simulator.counts import Counts
 from sightline.testing.simulator.faults import PlannedFault
 from sightline.testing.simulator.invariants import Invariants
+from sightline.testing.simulator.rows import RowShares
 from sightline.testing.simulator.scenario import (
     Cancel,
     ClientGone,
@@ -59,6 +60,7 @@ class Simulation:
         self._stage = set_stage(scenario.scene, self._watch)
         self._clients = Clients(self._stage, self.counts)
         self._invariants = Invariants(self._stage)
+        self._row_shares = RowShares(self._stage, self.counts)
         self._step = 0
         self._num_draining = 0
         self._is_open = True
@@ -115,6 +117,7 @@ class Simulation:
     def _run_step(self) -> None:
         stage = self._stage
         self._check(self._clients.before_step(self._step))
+        self._row_shares.before_step()
         stage.faults.clock.tick()
         stage.engine.step()
         self.counts.steps += 1
@@ -164,6 +167,7 @@ class Simulation:
         """Sees every batch just before its forward pass."""
         self._clients.see_running(self._step)
         self._findings.extend(self._invariants.before_forward(batch))
+        self._findings.extend(self._row_shares.after_decision(self._step, sum(batch.query_lens.exact())))
 
     def _check(self, findings: Iterable[str]) -> None:
         found = list(findings)

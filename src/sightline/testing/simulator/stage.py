@@ -48,6 +48,14 @@ class Stage:
             found.update((id(row.sequence), row.sequence) for row in step.rows)
         return [sequence for sequence in found.values() if sequence.table_row is not None]
 
+    def waiting(self) -> list[SequenceState]:
+        """The sequences that wait for a row, and not for the first continuation of their request."""
+        return [
+            sequence
+            for sequence in self.scheduler._waiting
+            if sequence.leader is None or sequence.leader.is_out or sequence.leader.num_generated
+        ]
+
 
 def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
     """`watch` sees every batch before its forward pass."""

@@ -104,7 +104,7 @@ class _Workload:
             prompt=tuple(prompt),
             max_tokens=draw.randint(1, self.scene.max_len - len(prompt)),
             n=n,
-            caller=draw.choice(["", "", "other"]),
+            caller=draw.choice(["", "", "", "other", "other", "third"]),
             priority=draw.choice([0, 0, 0, -1, 1]),
             timeout=(draw.randint(10, 1500) + 0.5) * TICK if draw.random() < 0.2 else None,
             stop_token_ids=tuple(self._tokens(draw.choice([0, 0, 1, 4]))),

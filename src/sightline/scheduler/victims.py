@@ -1,0 +1,63 @@
+"""Who gives way to a newcomer that there is no room for, and in which order.
+
+    urgency   rows of a higher priority number than the newcomer's, the last in rank first
+    fairness  where the newcomer's caller has no row: the last in rank of the caller that holds the most rows, as long
+              as it holds two, and none that is more urgent than the newcomer
+
+Knows who runs. Does not know pages, nor how many it takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from sightline.scheduler.sequence import SequenceState
+
+
+def victims(
+    running: Sequence[SequenceState],
+    held: Mapping[str, int],
+    priority: int,
+    *,
+    is_deprived: bool,
+    spared: Collection[SequenceState] = (),
+) -> Iterator[SequenceState]:
+    """Those that give way to a newcomer of a priority number; it `is_deprived` where its caller has no row.
+
+    `running` is by rank. `held` counts by caller those that run and those that are let in; who of them is `spared`
+    gives way to urgency only.
+    """
+    num_left = len(running)
+    while num_left and running[num_left - 1].rank[0] > priority:
+        num_left -= 1
+        yield running[num_left]
+    if is_deprived:
+        yield from _of_the_largest(running, num_left, held, priority, spared)
+
+
+def _of_the_largest(
+    running: Sequence[SequenceState],
+    num_left: int,
+    held: Mapping[str, int],
+    priority: int,
+    spared: Collection[SequenceState],
+) -> Iterator[SequenceState]:
+    """Of those that are left, from the caller that holds the most; of equals, from the one whose last is last."""
+    counts = dict(held)
+    for gone in running[num_left:]:
+        counts[gone.caller] -= 1
+    lines: dict[str, list[SequenceState]] = {}
+    for sequence in running[:num_left]:
+        if sequence.rank[0] == priority and counts[sequence.caller] > 1 and sequence not in spared:
+            lines.setdefault(sequence.caller, []).append(sequence)
+    heap = [(-counts[caller], -line[-1].arrival, caller) for caller, line in lines.items()]
+    heapq.heapify(heap)
+    while heap:
+        _, _, caller = heap[0]
+        yield lines[caller].pop()
+        counts[caller] -= 1
+        if lines[caller] and counts[caller] > 1:
+            heapq.heapreplace(heap, (-counts[caller], -lines[caller][-1].arrival, caller))
+        else:
+            heapq.heappop(heap)

@@ -1,0 +1,44 @@
+"""Bugs to plant in how callers share rows, each of which the simulator finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from sightline.scheduler.policy import _Deciding
+from sightline.scheduler.sequence import SequenceState
+from sightline.scheduler.victims import victims
+
+
+def _plant_victims(patch: pytest.MonkeyPatch, change: Callable[..., Iterator[SequenceState]]) -> None:
+    patch.setattr("sightline.scheduler.policy.victims", change)
+    patch.setattr(_Deciding, "_can_let_in", lambda deciding: True)
+
+
+def let_a_caller_keep_all_rows(patch: pytest.MonkeyPatch) -> None:
+    """Who has no row waits until somebody ends."""
+
+    def urgency_alone(*state: object, is_deprived: bool, **rest: object) -> Iterator[SequenceState]:
+        return victims(*state, is_deprived=False, **rest)  # type: ignore[arg-type]
+
+    _plant_victims(patch, urgency_alone)
+
+
+def take_the_only_row_of_a_caller(patch: pytest.MonkeyPatch) -> None:
+    """Who has no row takes that of the last in rank, whosever it is."""
+
+    def from_anybody(
+        running: Sequence[SequenceState], held: object, priority: int, *, is_deprived: bool, **rest: object
+    ) -> Iterator[SequenceState]:
+        least = priority if is_deprived else priority + 1
+        return (sequence for sequence in reversed(running) if sequence.rank[0] >= least)
+
+    _plant_victims(patch, from_anybody)
+
+
+def take_rows_for_callers_that_have_some(patch: pytest.MonkeyPatch) -> None:
+    def for_everybody(*state: object, is_deprived: bool, **rest: object) -> Iterator[SequenceState]:
+        return victims(*state, is_deprived=True, **rest)  # type: ignore[arg-type]
+
+    _plant_victims(patch, for_everybody)
