@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -91,9 +92,8 @@ class Embedder:
         by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
         paged = [index for index in by_length if self._needs_pages(texts[index])]
         with torch.inference_mode():
-            for found in (
-                *self._embed_paged(paged, texts, terms),
-                *self._embed_whole(by_length[len(paged) :], texts),
+            for found in chain(
+                self._embed_paged(paged, texts, terms), self._embed_whole(by_length[len(paged) :], texts)
             ):
                 done |= found
                 on_progress(len(found))

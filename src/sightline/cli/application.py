@@ -9,6 +9,7 @@ import click
 from sightline.cli.bench import bench
 from sightline.cli.conformance import conformance
 from sightline.cli.console import print_error
+from sightline.cli.embed import embed
 from sightline.cli.generate import chat, generate
 from sightline.cli.inspection import capabilities, collect_env, version
 from sightline.cli.serve import serve
@@ -21,7 +22,7 @@ def app() -> None:
     """An LLM inference engine in which attention cannot be silently wrong."""
 
 
-for command in (bench, capabilities, chat, collect_env, conformance, generate, serve, simulate, version):
+for command in (bench, capabilities, chat, collect_env, conformance, embed, generate, serve, simulate, version):
     app.add_command(command)
 
 

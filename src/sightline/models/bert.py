@@ -19,7 +19,11 @@ _ACTIVATIONS = {
 def bert(config: ConfigReader) -> EncoderDefinition:
     """What a BERT config describes."""
     config.informational(
-        "attention_probs_dropout_prob", "classifier_dropout", "gradient_checkpointing", "hidden_dropout_prob"
+        "attention_probs_dropout_prob",
+        "classifier_dropout",
+        "gradient_checkpointing",
+        "hidden_dropout_prob",
+        "tie_word_embeddings",
     )
     config.require("position_embedding_type", None, "absolute")
     config.require("is_decoder", None, False)

@@ -1,0 +1,268 @@
+"""`embed`: texts in, vectors out. Files are read and written by `sightline.tools.embedding_files`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress
+
+from sightline.cli.console import notes
+from sightline.cli.options import (
+    collected,
+    computing_options,
+    count_option,
+    parse_positive_count,
+    parse_target,
+    quiet_option,
+)
+from sightline.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sightline.embedding import TextEmbedder
+    from sightline.tools.embedding_files import OutputFormat, TextSource, VectorWriter
+    from sightline.tools.embedding_run import Embedding, Totals
+
+reading_options = collected(
+    "reading",
+    input_path=click.option(
+        "--input",
+        "-i",
+        "input_path",
+        type=click.Path(exists=True, dir_okay=False, allow_dash=True),
+        metavar="FILE",
+        help="Texts, one a line; standard input without it, or with -.",
+    ),
+    input_format=click.option(
+        "--input-format",
+        type=click.Choice(["text", "jsonl"]),
+        help="What a line is: a text, or JSON. By the suffix .jsonl without it.",
+    ),
+    named_field=click.option(
+        "--field",
+        "named_field",
+        metavar="NAME",
+        help='Where the text is in objects of JSONL: "text" without it. Other fields go into JSONL results.',
+    ),
+)
+writing_options = collected(
+    "writing",
+    output=click.option(
+        "--output",
+        "-o",
+        type=lambda text: None if text == "-" else parse_target(text),
+        metavar="FILE",
+        help="Where vectors go, whole or not at all; standard output without it.",
+    ),
+    output_format=click.option(
+        "--format",
+        "output_format",
+        type=click.Choice(["jsonl", "npy", "safetensors"]),
+        help="By the suffix of --output without it, and jsonl without either.",
+    ),
+)
+_SHARED = ("device", "dtype", "quantization", "max_model_len", "attention_backend", "require_proof", "strict")
+_CACHE_FLAGS = {"page_size": "--page-size", "cache_tokens": "--cache-tokens", "memory_fraction": "--memory-fraction"}
+embedding_options = collected(
+    "settings",
+    model=click.option("--model", "-m", required=True, help="A folder, a .gguf file or a Hugging Face id."),
+    **{name: computing_options[name] for name in (*_SHARED, "paranoid")},
+    max_num_seqs=count_option(
+        "--max-num-seqs", "--max-running-requests", "max_num_seqs", help="Most texts in one step; 1024 without it."
+    ),
+    max_num_batched_tokens=count_option(
+        "--max-num-batched-tokens",
+        "--chunked-prefill-size",
+        "max_num_batched_tokens",
+        help="Most tokens in one step; 4096, or the longest text, without it.",
+    ),
+    page_size=count_option("--page-size", "--block-size", "page_size", help="Tokens in a cache page; 16 without it."),
+    cache_tokens=computing_options["cache_tokens"],
+    memory_fraction=click.option(
+        "--memory-fraction",
+        "--gpu-memory-utilization",
+        "--mem-fraction-static",
+        "memory_fraction",
+        type=float,
+        help="The cache's share of free memory; 0.5 without it.",
+    ),
+    prefix_caching=click.option(
+        "--enable-prefix-caching",
+        "prefix_caching",
+        is_flag=True,
+        help="Keep what is computed of texts for those that begin alike, where tokens see only earlier ones.",
+    ),
+)
+"""What an embedder computes, and with what. Those of a cache are refused where the model embeds without one."""
+
+
+@click.command()
+@click.argument("texts", nargs=-1, metavar="[TEXT]...")
+@reading_options
+@writing_options
+@click.option("--truncate", is_flag=True, help="Cut texts that are too long, rather than refuse them.")
+@count_option(
+    "--dimensions", parse=parse_positive_count, help="Keep so many of a vector's first numbers, at length 1 again."
+)
+@quiet_option
+@embedding_options
+def embed(
+    texts: tuple[str, ...],
+    reading: dict[str, Any],
+    writing: dict[str, Any],
+    truncate: bool,
+    dimensions: int | None,
+    quiet: bool,
+    settings: dict[str, Any],
+) -> None:
+    """Turn each TEXT, or each line of a file or of standard input, into a vector, in order.
+
+    A line of JSONL is an object with the text in a field, a string, or a list of token ids. All lines are checked
+    before the first is embedded. Vectors go out as JSONL, NumPy (.npy) or safetensors.
+    """
+    from sightline.tools.embedding_files import WRITERS
+
+    with ExitStack() as stack:
+        form = _output_format(**writing)
+        source = stack.enter_context(_opened(texts, form, quiet=quiet, **reading))
+        num_texts = source.count()
+        stack.enter_context(_ended_by_sigterm())
+        file = stack.enter_context(_target(writing["output"]))
+        asked = _load(settings, truncate, dimensions, quiet=quiet)
+        totals = _run(asked, source, WRITERS[form](file, num_texts, asked.dimension), quiet=quiet)
+    if not quiet:
+        for line in totals.lines(asked.embedder.max_tokens):
+            notes.print(f"[dim]{line}[/]", soft_wrap=True)
+
+
+def _output_format(output: Path | None, output_format: str | None) -> OutputFormat:
+    from sightline.tools.embedding_files import OutputFormat, output_format_of
+
+    if output is None and output_format not in (None, OutputFormat.JSONL.value):
+        raise click.UsageError(f"expected --output with --format {output_format}, got none; only jsonl can be printed")
+    if output_format is not None:
+        return OutputFormat(output_format)
+    return OutputFormat.JSONL if output is None else output_format_of(output)
+
+
+@contextmanager
+def _opened(
+    texts: tuple[str, ...],
+    form: OutputFormat,
+    *,
+    quiet: bool,
+    input_path: str | None,
+    input_format: str | None,
+    named_field: str | None,
+) -> Iterator[TextSource]:
+    """Where the texts come from."""
+    from sightline.tools.embedding_files import (
+        OUTPUT_FIELDS,
+        GivenTexts,
+        InputFormat,
+        JsonReader,
+        OutputFormat,
+        TextLines,
+        input_format_of,
+        read_plain,
+        rereadable,
+    )
+
+    if texts:
+        if (input_path, input_format, named_field) != (None, None, None):
+            raise click.UsageError("expected TEXT or --input, --input-format and --field, got both; leave one out")
+        yield GivenTexts(texts)
+        return
+    name = "standard input" if input_path in (None, "-") else str(input_path)
+    kind = InputFormat(input_format) if input_format is not None else input_format_of(name)
+    if named_field is not None and kind is InputFormat.TEXT:
+        raise click.UsageError("expected JSONL with --field, got plain text; add --input-format jsonl")
+    reserved = OUTPUT_FIELDS if form is OutputFormat.JSONL else ()
+    with _stream(input_path, quiet=quiet) as stream, rereadable(stream) as lines:
+        yield TextLines(lines, name, read_plain if kind is InputFormat.TEXT else JsonReader(named_field, reserved))
+
+
+@contextmanager
+def _stream(input_path: str | None, *, quiet: bool) -> Iterator[BinaryIO]:
+    if input_path not in (None, "-"):
+        with Path(str(input_path)).open("rb") as file:
+            yield file
+        return
+    if sys.stdin.isatty() and not quiet:
+        notes.print("[dim]texts, one a line; Ctrl-D ends them[/]")
+    yield sys.stdin.buffer
+
+
+@contextmanager
+def _target(output: Path | None) -> Iterator[BinaryIO]:
+    from sightline.tools.embedding_files import whole_file
+
+    if output is None:
+        yield sys.stdout.buffer
+        return
+    with whole_file(output) as file:
+        yield file
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """A request to end is obeyed as Ctrl-C is: with nothing left behind."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _load(settings: dict[str, Any], truncate: bool, dimensions: int | None, *, quiet: bool) -> Embedding:
+    """Builds the embedder, and says what was decided. Degradations are logged by whoever finds them."""
+    from sightline.llm import LLM
+    from sightline.tools.embedding_run import Embedding
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    embedder = LLM(task="embed", **given).embedder
+    unused = [flag for name, flag in _CACHE_FLAGS.items() if name in given]
+    if unused and embedder.embedder.is_transient:
+        raise ConfigError(
+            f"expected no {', '.join(unused)}, got it: {settings['model']} embeds without a cache; leave it out"
+        )
+    if not quiet:
+        _describe(str(settings["model"]), embedder)
+    return Embedding(embedder, truncate, dimensions)
+
+
+def _describe(model: str, embedder: TextEmbedder) -> None:
+    inner, config = embedder.embedder, embedder.embedder.runtime.config
+    pooling = f"{inner.pooling.kind.value} pooling" + (", normalised" if inner.pooling.normalise else "")
+    backends = ", ".join(selection.candidate.name for selection in inner.runtime.selections)
+    cache = "no cache" if inner.is_transient else f"cache of {config.cache_tokens:,} tokens"
+    for line in (
+        f"{model} · {config.device.name} · {str(config.dtype).removeprefix('torch.')} · attention on {backends}",
+        f"{inner.definition.state_size:,} dimensions · {pooling} · texts of up to {embedder.max_tokens:,} tokens"
+        f" · {cache}",
+    ):
+        notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
+
+
+def _run(asked: Embedding, source: TextSource, writer: VectorWriter, *, quiet: bool) -> Totals:
+    """Checks every text, then embeds them, with a bar on a terminal."""
+    from sightline.tools.embedding_run import check_texts, embed_texts
+
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=notes, disable=quiet or not notes.is_terminal, transient=True) as bar:
+        checking = bar.add_task("Checking", total=writer.num_texts)
+        check_texts(asked, source, lambda count: bar.advance(checking, count))
+        bar.remove_task(checking)
+        embedding = bar.add_task("Embedding", total=writer.num_texts)
+        return embed_texts(asked, source, writer, lambda count: bar.advance(embedding, count))
