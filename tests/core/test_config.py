@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sightline.core import config as config_module
+from sightline.core import resolution as resolution_module
 from sightline.core.config import PADDING_PAGES, EngineConfig, Quantization
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
@@ -30,14 +30,14 @@ def resolved(config: EngineConfig, facts: ModelFacts = FACTS, device: Device = C
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Plenty of memory, whatever the machine and the device, until a test says how much there is."""
-    monkeypatch.setattr(config_module, "available_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(resolution_module, "available_bytes", lambda device: 1 << 40)
     return monkeypatch
 
 
 def give(memory: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Memory of `num_bytes` for fp32 weights and cache, with the share for scratch memory on top."""
     scratch = max(0, num_bytes - WEIGHT_BYTES - 1) // (SCRATCH_SHARE - 1)
-    memory.setattr(config_module, "available_bytes", lambda device: num_bytes + scratch)
+    memory.setattr(resolution_module, "available_bytes", lambda device: num_bytes + scratch)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
