@@ -45,7 +45,18 @@ def test_version() -> None:
 
 def test_help_names_every_command() -> None:
     text = sightline("--help").stdout
-    for command in ("bench", "capabilities", "chat", "collect-env", "conformance", "generate", "version"):
+    for command in [
+        "bench",
+        "capabilities",
+        "chat",
+        "collect-env",
+        "conformance",
+        "embed",
+        "generate",
+        "serve",
+        "simulate",
+        "version",
+    ]:
         assert f"  {command} " in text
 
 

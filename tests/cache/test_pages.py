@@ -86,10 +86,17 @@ TestPagesAgainstModel = PagesAgainstModel.TestCase
 TestPagesAgainstModel.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 
 
-@pytest.mark.parametrize("num_pages", [-1, 0, 1])
+@pytest.mark.parametrize("num_pages", [-1, 1])
 def test_a_pool_without_a_usable_page_is_refused(num_pages: int) -> None:
-    with pytest.raises(ValueError, match=f"expected more than 1 pages, got {num_pages}"):
+    with pytest.raises(ValueError, match=f"expected more than 1 pages, or none at all, got {num_pages}"):
         PageAllocator(num_pages)
+
+
+def test_a_pool_may_have_no_page_at_all_and_then_gives_none() -> None:
+    allocator = PageAllocator(0)
+    assert allocator.num_usable == allocator.num_free == 0
+    with pytest.raises(OutOfPages):
+        allocator.allocate(1)
 
 
 def test_a_negative_count_is_refused() -> None:

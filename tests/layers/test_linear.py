@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sightline.kernels.block_product import Int4PackProduct
 from sightline.kernels.block_weights import BlockWeights, CodeBits
@@ -34,6 +37,14 @@ def test_any_number_of_rows_gives_the_same_product(rows: int, bias: bool) -> Non
     torch.testing.assert_close(row_major, expected, atol=1e-4, rtol=1e-5)
 
 
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU: F.gelu,
+    Activation.GELU_TANH: lambda value: F.gelu(value, approximate="tanh"),
+    Activation.RELU: F.relu,
+}
+
+
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("activation", Activation)
 def test_any_number_of_rows_goes_through_the_same_feed_forward(rows: int, activation: Activation) -> None:
@@ -41,8 +52,9 @@ def test_any_number_of_rows_goes_through_the_same_feed_forward(rows: int, activa
     assert gate.bias is not None
     assert up.bias is not None
     x = torch.randn(rows, 20)
-    activate = F.silu if activation is Activation.SILU else lambda value: F.gelu(value, approximate="tanh")
-    expected = project(down, activate(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias))
+    expected = project(
+        down, ACTIVATIONS[activation](F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
+    )
     fused = Linear(torch.cat((gate.weight, up.weight)), torch.cat((gate.bias, up.bias)))
     torch.testing.assert_close(feed(GatedMlp(fused, down, activation), x), expected, atol=1e-3, rtol=1e-4)
 

@@ -16,7 +16,7 @@ class PageAllocator:
     """Hands out pages 1 .. num_pages - 1; page 0 is the padding page and never leaves."""
 
     def __init__(self, num_pages: int) -> None:
-        if 0 < num_pages <= PADDING_PAGES:
+        if num_pages != 0 and num_pages <= PADDING_PAGES:
             raise ValueError(f"expected more than {PADDING_PAGES} pages, or none at all, got {num_pages}")
         self._num_pages = num_pages
         self._free = list(range(num_pages - 1, PADDING_PAGES - 1, -1))

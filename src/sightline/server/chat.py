@@ -8,6 +8,18 @@ from typing import Any
 from msgspec import UNSET
 
 from sightline.core.request import PositionLogprobs
+from sightline.server.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    TopLogprob,
+    Usage,
+)
 from sightline.server.errors import invalid
 from sightline.server.generation import (
     Chunks,
@@ -21,19 +33,7 @@ from sightline.server.generation import (
 )
 from sightline.server.protocol import Delta
 from sightline.server.routing import Call
-from sightline.server.schema import (
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprob,
-    ChatLogprobs,
-    ChatRequest,
-    TopLogprob,
-    Usage,
-)
+from sightline.server.schema import ChatRequest
 
 MAX_CHARACTER_BYTES = 4
 

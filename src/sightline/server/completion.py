@@ -9,6 +9,7 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from sightline.core.request import PositionLogprobs
+from sightline.server.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 from sightline.server.desk import TextOffsets
 from sightline.server.errors import invalid
 from sightline.server.generation import (
@@ -24,15 +25,7 @@ from sightline.server.generation import (
 )
 from sightline.server.protocol import Delta
 from sightline.server.routing import Call
-from sightline.server.schema import (
-    MAX_PROMPTS,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    PromptLogprobs,
-    Usage,
-)
+from sightline.server.schema import MAX_PROMPTS, CompletionRequest
 
 DEFAULT_MAX_TOKENS = 16
 

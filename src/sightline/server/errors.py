@@ -8,7 +8,7 @@ from dataclasses import fields
 import msgspec
 
 from sightline.core.request import SamplingParams
-from sightline.server.schema import Error, ErrorBody
+from sightline.server.answers import Error, ErrorBody
 
 
 class ApiError(Exception):

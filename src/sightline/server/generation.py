@@ -16,12 +16,13 @@ import msgspec
 
 from sightline.core.errors import RequestError
 from sightline.core.request import EffectiveParams, Logprob, PositionLogprobs, SamplingParams
+from sightline.server.answers import PromptDetails, PromptLogprob, PromptLogprobs, Usage
 from sightline.server.errors import ApiError, failed, field_named_in, invalid, unavailable
 from sightline.server.limits import check_adjustments, check_cost
 from sightline.server.port import EngineDownError
 from sightline.server.protocol import Delta, Ended
 from sightline.server.routing import Call, Header, Reply, Stream
-from sightline.server.schema import GenerationFields, PromptDetails, PromptLogprob, PromptLogprobs, Usage
+from sightline.server.schema import GenerationFields
 from sightline.server.service import RESTART_SECONDS, Running, Service
 
 RequestT = TypeVar("RequestT", bound=GenerationFields)

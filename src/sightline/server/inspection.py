@@ -5,22 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 
+from sightline.server.answers import Detokenized, EngineState, Model, Models, ServerInfo, Status, Tokens, Version
 from sightline.server.errors import invalid, unavailable
 from sightline.server.ingress import json_reply
 from sightline.server.metrics import ServiceMetrics
 from sightline.server.routing import Call, Reply
-from sightline.server.schema import (
-    Detokenized,
-    DetokenizeRequest,
-    EngineState,
-    Model,
-    Models,
-    ServerInfo,
-    Status,
-    TokenizeRequest,
-    Tokens,
-    Version,
-)
+from sightline.server.schema import DetokenizeRequest, TokenizeRequest
 from sightline.server.service import RESTART_SECONDS, Service
 from sightline.server.supervisor import Supervisor
 from sightline.version import __version__

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from sightline.server.access import Access
+from sightline.server.answers import ErrorBody
 from sightline.server.routing import EVENTS, JSON, NO_BODY, Route
-from sightline.server.schema import ErrorBody
 from sightline.version import __version__
 
 _REFUSALS = {

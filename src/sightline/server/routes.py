@@ -7,6 +7,21 @@ from typing import Any, TypeAlias
 
 from sightline.core.config import Task
 from sightline.server.access import Access
+from sightline.server.answers import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Embeddings,
+    Model,
+    Models,
+    Ranking,
+    Scores,
+    ServerInfo,
+    Status,
+    Tokens,
+    Version,
+)
 from sightline.server.chat import ChatCompleter
 from sightline.server.completion import TextCompleter
 from sightline.server.inspection import Inspection
@@ -14,26 +29,13 @@ from sightline.server.openapi import openapi_document
 from sightline.server.pages import Page
 from sightline.server.routing import HTML, JSON, NO_BODY, PLAIN, Call, Reply, Route, RouteTable
 from sightline.server.schema import (
-    ChatChunk,
-    ChatCompletion,
     ChatRequest,
-    Completion,
     CompletionRequest,
-    Detokenized,
     DetokenizeRequest,
     EmbeddingRequest,
-    Embeddings,
-    Model,
-    Models,
-    Ranking,
     RerankRequest,
     ScoreRequest,
-    Scores,
-    ServerInfo,
-    Status,
     TokenizeRequest,
-    Tokens,
-    Version,
 )
 from sightline.server.service import Service
 from sightline.server.vectors import Vectorizer

@@ -16,25 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from sightline.core.request import Terms
+from sightline.server.answers import (
+    EmbeddingData,
+    Embeddings,
+    EmbeddingUsage,
+    Ranked,
+    RankedText,
+    Ranking,
+    Score,
+    Scores,
+)
 from sightline.server.completion import listed_texts
 from sightline.server.errors import invalid, unavailable
 from sightline.server.ingress import json_reply
 from sightline.server.limits import check_cost
 from sightline.server.port import EngineDownError, RefusedError
 from sightline.server.routing import Call, Reply
-from sightline.server.schema import (
-    EmbeddingData,
-    EmbeddingRequest,
-    Embeddings,
-    EmbeddingUsage,
-    Ranked,
-    RankedText,
-    Ranking,
-    RerankRequest,
-    Score,
-    ScoreRequest,
-    Scores,
-)
+from sightline.server.schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from sightline.server.service import RESTART_SECONDS, Service
 
 Vectors = npt.NDArray[np.float32]

@@ -1,0 +1,294 @@
+"""What clients get: OpenAI's shapes, from which the served OpenAPI document is made. Does not know what is asked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+
+class PromptDetails(Struct, frozen=True):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+    """Those that were in the cache already."""
+
+
+class Usage(Struct, frozen=True):
+    """What was read and written."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class TopLogprob(Struct, frozen=True):
+    """A token and how likely the model held it to be."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(Struct, frozen=True):
+    """A token of the answer, and its likeliest rivals."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    """Log probabilities of an answer's tokens."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct, frozen=True):
+    """Log probabilities of a continuation's tokens, in the older shape."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class PromptLogprob(Struct, frozen=True):
+    """Of a prompt's token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+FinishReason: TypeAlias = Annotated[str, Meta(extra_json_schema={"enum": ["stop", "length", "abort", "error"]})]
+
+
+class ChatAnswer(Struct, frozen=True):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct, frozen=True):
+    """One answer."""
+
+    index: int
+    message: ChatAnswer
+    finish_reason: FinishReason | None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletion(Struct, frozen=True):
+    """The answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatDelta(Struct, frozen=True, omit_defaults=True):
+    """What an answer gained."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct, frozen=True):
+    """What one answer gained."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: FinishReason | None = None
+    logprobs: ChatLogprobs | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatChunk(Struct, frozen=True):
+    """An event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionChoice(Struct, frozen=True):
+    """One continuation, or what it gained."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+    logprobs: CompletionLogprobs | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Struct, frozen=True):
+    """Continuations of prompts, or an event of their stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class EmbeddingUsage(Struct, frozen=True):
+    """What was read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingData(Struct, frozen=True):
+    """One text's vector: numbers, or their bytes (little-endian fp32) in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(Struct, frozen=True):
+    """Vectors of texts, in order."""
+
+    object: Literal["list"]
+    data: list[EmbeddingData]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Score(Struct, frozen=True):
+    """How near two texts are: the cosine of their vectors."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class Scores(Struct, frozen=True):
+    """How near pairs of texts are."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RankedText(Struct, frozen=True):
+    """A document."""
+
+    text: str
+
+
+class Ranked(Struct, frozen=True):
+    """A document's place."""
+
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(Struct, frozen=True):
+    """Documents, the nearest first."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: EmbeddingUsage
+
+
+class Model(Struct, frozen=True):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(Struct, frozen=True):
+    """The served models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(Struct, frozen=True):
+    """What a text is in tokens."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str | None] | None = None
+
+
+class Detokenized(Struct, frozen=True):
+    """What tokens are as text."""
+
+    prompt: str
+
+
+class Status(Struct, frozen=True):
+    """How the server is."""
+
+    status: str
+
+
+class Version(Struct, frozen=True):
+    """The server's version."""
+
+    version: str
+
+
+class EngineState(Struct, frozen=True):
+    """The engine process."""
+
+    is_open: bool
+    starts: int
+    """Times that it was started."""
+
+
+class ServerInfo(Struct, frozen=True):
+    """What runs, as it was resolved."""
+
+    version: str
+    models: list[str]
+    vocab_size: int
+    engine: EngineState
+    config: dict[str, str | int | float | bool | None]
+    limits: dict[str, str | int | float | bool | None]
+    layers: list[str]
+    degradations: list[str]
+
+
+class Error(Struct, frozen=True):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(Struct, frozen=True):
+    """An error."""
+
+    error: Error
