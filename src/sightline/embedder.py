@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sightline.cache.prefix import PrefixCache
 from sightline.core.batch import MaskKind
+from sightline.core.device import DeviceKind
 from sightline.core.errors import RequestError, UnsupportedModelError
 from sightline.core.request import EffectiveParams, Request, Terms, new_request_id
 from sightline.models.contract import EmbedderDefinition
@@ -29,6 +30,10 @@ from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
 
 NO_TERMS = Terms()
+CPU_PACK_TOKENS = 1024
+"""Tokens from which on a CPU gains nothing by more texts in a step: what lies between products then leaves its caches.
+
+A longer text is a step of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +58,8 @@ class Embedder:
         self.definition = definition
         self.pooling = pooling
         config = runtime.config
+        on_cpu = config.device.kind is DeviceKind.CPU
+        self._pack_tokens = min(config.max_step_tokens, CPU_PACK_TOKENS) if on_cpu else config.max_step_tokens
         self._prefixes = PrefixCache(runtime.store) if config.prefix_caching else None
         self._scheduler = Scheduler(
             runtime.store,
@@ -74,10 +81,11 @@ class Embedder:
                 f"expected a text of 1 to {most} tokens, got {len(token_ids)}; shorten it, ask for it to be truncated, "
                 "or raise max_model_len"
             )
-        if not all(0 <= token < vocab_size for token in token_ids):
-            raise RequestError(
-                f"expected token ids from 0 to {vocab_size - 1}, got {min(token_ids)} to {max(token_ids)}"
-            )
+        for position, token in enumerate(token_ids):
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"expected token ids from 0 to {vocab_size - 1}, got {token!r} at position {position}"
+                )
 
     def embed(
         self,
@@ -120,7 +128,7 @@ class Embedder:
         packed: list[int] = []
         num_tokens = 0
         for index in indices:
-            if packed and (num_tokens + len(texts[index]) > config.max_step_tokens or len(packed) == config.max_rows):
+            if packed and (num_tokens + len(texts[index]) > self._pack_tokens or len(packed) == config.max_rows):
                 yield packed
                 packed, num_tokens = [], 0
             packed.append(index)
@@ -141,12 +149,13 @@ class Embedder:
                 found: dict[int, Embedded] = {}
                 for row, state in self._step():
                     sequence = row.sequence
-                    sums[sequence] = sums[sequence] + state if sequence in sums else state
+                    sums[sequence] = sums[sequence] + state if row.context_len and sequence in sums else state
                     if row.completes:
-                        self._scheduler.commit(row, 0)
-                        self._scheduler.remove(sequence)
                         total = sums.pop(sequence) / self._num_wanted(row.seq_len)
                         [vector] = self._vectors(total[None])
+                        # Only what gave numbers is kept for others.
+                        self._scheduler.commit(row, 0)
+                        self._scheduler.remove(sequence)
                         found[sequences[sequence]] = Embedded(vector, sequence.num_cached)
                     else:
                         self._scheduler.commit(row, None)
@@ -155,6 +164,8 @@ class Embedder:
         finally:
             for sequence in sequences:
                 self._scheduler.remove(sequence)
+            # Nothing is in flight here, though a step that failed was launched.
+            self._scheduler.recount(())
 
     def _step(self) -> list[tuple[ScheduledRow, Tensor]]:
         """One step: of every row, the sum of the states that are wanted."""
@@ -184,6 +195,11 @@ class Embedder:
         return 1 if self.pooling.kind is PoolingKind.LAST else length
 
     def _vectors(self, pooled: Tensor) -> Sequence[Tensor]:
+        if not bool(pooled.isfinite().all()):
+            raise RequestError(
+                f"expected states that are numbers, got others: {self.runtime.config.dtype} may be too narrow for this "
+                "model; use dtype float32"
+            )
         vectors = F.normalize(pooled, dim=-1) if self.pooling.normalise else pooled
         return vectors.cpu().unbind(0)
 

@@ -41,18 +41,26 @@ class TextEmbedder:
         """Of one text."""
         return self.embedder.runtime.config.max_model_len
 
-    def tokens(self, text: str | Sequence[int], *, truncate: bool) -> tuple[list[int], int]:
-        """A text's tokens, and how many were left out of its end."""
-        if not isinstance(text, str):
-            found, end = list(text), list[int]()
-        elif self.tokenizer is not None:
-            found, end = self.tokenizer.encode_prompt(text), list(self.tokenizer.suffix)
-        else:
+    def tokens(self, texts: Sequence[str | Sequence[int]], *, truncate: bool) -> list[tuple[list[int], int]]:
+        """Each text's tokens, and how many were left out of its end."""
+        as_text = [text for text in texts if isinstance(text, str)]
+        if as_text and self.tokenizer is None:
             raise RequestError("expected token ids, got text: the tokenizer was not loaded (skip_tokenizer_init)")
-        excess = len(found) - self.max_tokens
+        encoded = iter(self.tokenizer.encode_prompts(as_text) if self.tokenizer is not None else ())
+        end = () if self.tokenizer is None else self.tokenizer.suffix
+        return [
+            self._cut(next(encoded), end, truncate=truncate)
+            if isinstance(text, str)
+            else self._cut(list(text), (), truncate=truncate)
+            for text in texts
+        ]
+
+    def _cut(self, tokens: list[int], end: Sequence[int], *, truncate: bool) -> tuple[list[int], int]:
+        """To the most that a text may have, where that is asked for; its `end` stays."""
+        excess = len(tokens) - self.max_tokens
         if excess <= 0 or not truncate:
-            return found, 0
-        return [*found[: self.max_tokens - len(end)], *end], excess
+            return tokens, 0
+        return [*tokens[: self.max_tokens - len(end)], *end], excess
 
     def embed(
         self,
@@ -68,7 +76,7 @@ class TextEmbedder:
         `truncate` cuts what is too long; `dimensions` keeps so many of a vector's first numbers.
         """
         self.check_dimensions(dimensions)
-        cut = [self.tokens(text, truncate=truncate) for text in texts]
+        cut = self.tokens(texts, truncate=truncate)
         embedded = self.embedder.embed([tokens for tokens, _ in cut], terms, on_progress)
         return [
             EmbeddingRequestOutput(

@@ -45,8 +45,13 @@ def define_model(config: Mapping[str, object], ledger: Ledger) -> ModelDefinitio
 
 def define_embedder(config: Mapping[str, object], ledger: Ledger) -> EmbedderDefinition:
     """As `define_model`, of a model of which only the states are wanted: a decoder will do, with or without a head."""
-    bare = {name.replace("ForCausalLM", "Model"): family for name, family in FAMILIES.items()}
+    bare = {_bare(name): family for name, family in FAMILIES.items()}
     return _define(config, ledger, {**bare, **FAMILIES, **EMBEDDERS})
+
+
+def _bare(architecture: str) -> str:
+    """What a family is called without its head. Gemma 3 with the plain name sees pictures."""
+    return architecture.replace("ForCausalLM", "TextModel" if architecture.startswith("Gemma3") else "Model")
 
 
 def _define(

@@ -82,7 +82,11 @@ class EmbeddingWorker:
         for caller, number, text in self._taken():
             by_caller.setdefault(caller, []).append((number, text))
         for caller, texts in by_caller.items():
-            vectors = self._embedder.embed([text for _, text in texts], Terms(caller=caller))
+            try:
+                vectors = self._embedder.embed([text for _, text in texts], Terms(caller=caller))
+            except RequestError as error:
+                self._outgoing += [Refused(number, is_full=False, message=str(error)) for number, _ in texts]
+                continue
             self._num_steps += 1
             self._num_tokens += sum(len(text) for _, text in texts)
             self._outgoing += [

@@ -117,9 +117,20 @@ class Tokenizer:
         """
         return self.encode_rendered(text) + list(self._prompt_tokens.suffix)
 
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_prompt`, of many at once: on all cores, and without where in the text a token stands."""
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError):
+            # One by one, to say what is wrong.
+            return [self.encode_prompt(text) for text in texts]
+        return [self._after_prefix(each.ids) + list(self._prompt_tokens.suffix) for each in found]
+
     def encode_rendered(self, text: str) -> list[int]:
         """The output of a chat template: as a raw prompt, but nothing is added at the end."""
-        ids = self.encode_text(text)
+        return self._after_prefix(self.encode_text(text))
+
+    def _after_prefix(self, ids: list[int]) -> list[int]:
         prefix = list(self._prompt_tokens.prefix)
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 

@@ -1,6 +1,7 @@
 """How an embedder's files say that the states of a text's tokens become one vector.
 
-Owns the reading of `modules.json`, `1_Pooling/config.json` and `sentence_bert_config.json`. Does not know networks.
+Owns the reading of `modules.json`, `1_Pooling/config.json`, `sentence_bert_config.json` and
+`config_sentence_transformers.json`. Does not know networks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sightline.text.json_file import read_json, read_json_object
 
 MODULES_FILE = "modules.json"
 LENGTH_FILE = "sentence_bert_config.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
 
 
 class PoolingKind(Enum):
@@ -65,6 +67,7 @@ def read_pooling(location: Path, default: PoolingKind, ledger: Ledger) -> Poolin
                 )
     if kind is None:
         raise UnsupportedModelError(f"{modules}: expected a module Pooling, got none")
+    _note_changes_of_text(location, ledger)
     return Pooling(kind, normalise, _max_tokens(location / LENGTH_FILE))
 
 
@@ -99,15 +102,31 @@ def _kind(path: Path) -> PoolingKind:
 def _asked(config: Mapping[str, object]) -> set[str]:
     """The poolings that are switched on, in the file's newer or older form."""
     named = config.get("pooling_mode")
-    if isinstance(named, str):
-        return {named}
+    if named is not None:
+        return {str(name) for name in named} if isinstance(named, list) else {str(named)}
     prefix = "pooling_mode_"
     on = {name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True}
     return {{"mean_tokens": "mean", "cls_token": "cls"}.get(name, name) for name in on}
 
 
+def _note_changes_of_text(location: Path, ledger: Ledger) -> None:
+    """What the files would have done to a text before its tokens are made, which is left to the caller."""
+    prompts = _read_optional(location / PROMPTS_FILE)
+    default, texts = prompts.get("default_prompt_name"), prompts.get("prompts")
+    if isinstance(default, str) and isinstance(texts, dict) and texts.get(default):
+        ledger.record(
+            "default prompt",
+            f"{default!r} of {PROMPTS_FILE} is not put before texts: {str(texts[default])[:80]!r}",
+            "put it there, where the text is of that kind",
+        )
+    if _read_optional(location / LENGTH_FILE).get("do_lower_case") is True:
+        ledger.record("do_lower_case", f"of {LENGTH_FILE} is not done", "give texts in lower case")
+
+
+def _read_optional(path: Path) -> dict[str, object]:
+    return read_json_object(path) if path.is_file() else {}
+
+
 def _max_tokens(path: Path) -> int | None:
-    if not path.is_file():
-        return None
-    length = read_json_object(path).get("max_seq_length")
+    length = _read_optional(path).get("max_seq_length")
     return length if isinstance(length, int) and not isinstance(length, bool) and length > 0 else None
