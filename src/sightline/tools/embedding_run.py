@@ -72,7 +72,7 @@ def check_texts(asked: Embedding, source: TextSource, on_progress: Callable[[int
     asked.embedder.check_dimensions(asked.dimensions)
     for item in source:
         try:
-            tokens, _ = asked.embedder.tokens(item.text, truncate=asked.truncate)
+            [(tokens, _)] = asked.embedder.tokens([item.text], truncate=asked.truncate)
             asked.embedder.embedder.check(tokens)
         except RequestError as error:
             raise RequestError(f"{source.place(item.number)}: {error}") from error
