@@ -13,7 +13,9 @@ import openai
 import pytest
 
 from sightline import LLM
+from sightline.core.config import Task
 from sightline.llm import TokensPrompt
+from support import attacks
 from support.serving import ServedProcess, serving
 
 TEXTS = ["a cat", "", "The quick brown fox jumps over the lazy dog.", "ünïcödé 🦜", "word " * 100]
@@ -155,6 +157,26 @@ def test_an_embedding_server_is_ready_counts_tokens_and_has_nobody_to_talk_to(
     paths = json.loads(embedding_server.get("/openapi.json")[1])["paths"]
     assert {"/v1/embeddings", "/v1/score", "/v1/rerank"} <= set(paths)
     assert "/v1/completions" not in paths
+
+
+def test_the_corpus_of_attacks_is_refused_on_every_route_that_embeds(
+    embedding_server: ServedProcess, client: openai.OpenAI
+) -> None:
+    before = client.embeddings.create(model="minilm", input=TEXTS[2], encoding_format="float").data[0].embedding
+    faults = []
+    for route in attacks.routes(Task.EMBED):
+        for name, body, headers, statuses in attacks.corpus(route) if route.tag == "Embeddings" else ():
+            try:
+                status, answer, _ = embedding_server.send("POST", route.path, body, headers, seconds=20.0)
+            except OSError:
+                # What is too large is answered before it is read, and then the connection ends.
+                status, answer = 413, b""
+            if status not in statuses or not (status in (200, 413) or attacks.is_error_body(answer)):
+                faults.append((route.path, name, status))
+    assert faults == []
+    after = client.embeddings.create(model="minilm", input=TEXTS[2], encoding_format="float").data[0].embedding
+    assert after == before
+    assert embedding_server.num_engine_starts == 1
 
 
 def prompt_tokens(server: ServedProcess) -> float:

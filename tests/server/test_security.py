@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from sightline.server.access import Access
-from sightline.server.routing import NO_BODY, Route
+from sightline.server.routing import NO_BODY
 from support import attacks
 from support.attacks import ALPHA, BETA, bearer, is_error_body, metrics, until_idle
 from support.serving import ServedProcess, serving
@@ -81,26 +81,12 @@ class Bystander:
                 self.told.append(repr(error))
 
 
-def corpus(route: Route[Any]) -> Iterator[tuple[str, bytes, dict[str, str], frozenset[int]]]:
-    """Everything that is sent to a route that reads a body: what, body, headers, and what may come back."""
-    for name, each in attacks.BODY_ATTACKS.items():
-        yield name, each.body, dict(each.headers), each.statuses
-    for name, body in attacks.field_attacks(route):
-        yield name, body, attacks.JSON_HEADER, attacks.REFUSED
-    known = {*attacks.fields_of(route), "unused"}
-    for name, values in attacks.COSTLY_FIELDS.items():
-        for value in values if name in known else ():
-            sample = attacks.sample_for(route, name)
-            body = json.dumps({**sample, name: value}, ensure_ascii=False).encode()
-            yield f"costly {name}={str(value)[:40]}", body, attacks.JSON_HEADER, attacks.REFUSED | {200}
-
-
 def test_the_whole_corpus_is_refused_in_time_and_harms_nobody(guarded: ServedProcess) -> None:
     """Statuses, error bodies, times; a bystander's greedy streams; engine starts; sequences and pages afterwards."""
     faults, num_sent = [], 0
     with Bystander(guarded) as bystander:
         for route in ROUTES:
-            for name, body, headers, statuses in corpus(route) if route.body is not NO_BODY else ():
+            for name, body, headers, statuses in attacks.corpus(route) if route.body is not NO_BODY else ():
                 num_sent += 1
                 status, answer, _, seconds = attack(
                     guarded, route.method, attacks.path_of(route), body, {**headers, **bearer(ALPHA)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from sightline.core.config import EngineConfig
+from sightline.core.config import EngineConfig, Task
 from sightline.server.routing import NO_BODY, Route
 from sightline.server.serve import Server, ServerConfig
 from support.serving import ServedProcess
@@ -31,9 +31,9 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def routes() -> tuple[Route[Any], ...]:
+def routes(task: Task = Task.GENERATE) -> tuple[Route[Any], ...]:
     """Every way in, as the server builds it."""
-    return Server(ServerConfig(), EngineConfig(), lambda url, opened: None).table.routes
+    return Server(ServerConfig(), EngineConfig(task=task.value), lambda url, opened: None).table.routes
 
 
 def path_of(route: Route[Any]) -> str:
@@ -51,6 +51,10 @@ def fields_of(route: Route[Any]) -> frozenset[str]:
 _SAMPLES: Mapping[str, object] = {
     "prompt": "One, two,",
     "input": "One, two,",
+    "text_1": "One, two,",
+    "text_2": ["three"],
+    "query": "One, two,",
+    "documents": ["three", "four"],
     "tokens": [1, 2, 3],
     "messages": [{"role": "user", "content": "One, two,"}],
     "max_tokens": 1,
@@ -238,6 +242,20 @@ def field_attacks(route: Route[Any]) -> Iterator[tuple[str, bytes]]:
         if known >= set(together) and ("logprobs" not in together or takes_flag):
             told = ", ".join(f"{name}={json.dumps(value)[:20]}" for name, value in together.items())
             yield told, json.dumps({**sample_body(route), **together}).encode()
+
+
+def corpus(route: Route[Any]) -> Iterator[tuple[str, bytes, dict[str, str], frozenset[int]]]:
+    """Everything that is sent to a route that reads a body: what, body, headers, and what may come back."""
+    for name, each in BODY_ATTACKS.items():
+        yield name, each.body, dict(each.headers), each.statuses
+    for name, body in field_attacks(route):
+        yield name, body, JSON_HEADER, REFUSED
+    known = {*fields_of(route), "unused"}
+    for name, values in COSTLY_FIELDS.items():
+        for value in values if name in known else ():
+            sample = sample_for(route, name)
+            body = json.dumps({**sample, name: value}, ensure_ascii=False).encode()
+            yield f"costly {name}={str(value)[:40]}", body, JSON_HEADER, REFUSED | {200}
 
 
 def path_tricks(path: str) -> list[str]:
