@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -22,7 +23,15 @@ from support.gguf_files import tiny_llama, write_llama
 from support.hub_server import COMMIT, GATED, HubServer, serving
 
 FOLDER, ONE_GGUF, GGUFS, PICKLED = "owner/folder", "owner/one-gguf", "owner/ggufs", "owner/pickled"
-EXTRAS = ("pytorch_model.bin", "modeling_tiny.py", "training_args.pt", "original/model.safetensors", "README.md")
+POOLING = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
+EXTRAS = (
+    "pytorch_model.bin",
+    "modeling_tiny.py",
+    "training_args.pt",
+    "original/model.safetensors",
+    "onnx/config.json",
+    "README.md",
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +43,9 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for extra in (*EXTRAS, "consolidated.safetensors"):
         (folders[FOLDER] / extra).parent.mkdir(exist_ok=True)
         (folders[FOLDER] / extra).write_bytes(b"not to be fetched")
+    for pooled in POOLING:
+        (folders[FOLDER] / pooled).parent.mkdir(exist_ok=True)
+        (folders[FOLDER] / pooled).write_text(json.dumps({"file": pooled}))
     for name in (ONE_GGUF, GGUFS, PICKLED):
         folders[name].mkdir(parents=True)
         (folders[name] / "config.json").write_text("{}")
@@ -128,6 +140,7 @@ def test_a_folder_is_fetched_once_and_without_pickles_or_code(hub: HubServer) ->
     assert "model.safetensors.index.json" in hub.fetched
     assert sum(name.endswith(".safetensors") for name in hub.fetched) > 1
     assert not set(hub.fetched) & {*EXTRAS, "consolidated.safetensors"}
+    assert set(POOLING) <= set(hub.fetched)
     hub.fetched.clear()
     opened(f"{FOLDER}@main")
     opened(f"{FOLDER}@{COMMIT}")

@@ -33,10 +33,14 @@ FETCHED = (
     "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "*_Pooling/config.json",
     "*.safetensors",
     "*.safetensors.index.json",
 )
-LEFT_OUT = ("*/*", "consolidated*.safetensors")
+LEFT_OUT = ("*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.safetensors")
 """Folders hold other formats of the same weights, and so do Mistral's consolidated files."""
 GGUF_SUFFIX = ".gguf"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")
