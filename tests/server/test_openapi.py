@@ -187,7 +187,7 @@ def test_no_body_of_very_many_breaks_what_the_document_says(
 def test_bodies_that_can_run_are_answered_as_documented(schema: BaseSchema, label: str, stream: bool) -> None:
     statuses: Counter[int] = Counter()
 
-    @settings(**bounded(max_examples=12, derandomize=True))
+    @settings(**bounded(max_examples=6, derandomize=True))
     @given(operation_of(schema, label).as_strategy())
     def hold(case: AnyCase) -> None:
         case.body = runnable(case.body) | {"stream": stream}

@@ -299,6 +299,7 @@ def test_frames_that_nobody_may_send_are_refused() -> None:
         command_codec().length(struct.pack(">I", protocol.MAX_COMMAND_BYTES + 1))
 
 
+@pytest.mark.slow
 def test_an_engine_that_stands_still_is_not_ready_and_is_alive_again_when_it_goes_on() -> None:
     with serving(environment={"OMP_NUM_THREADS": "1"}) as running:
         assert running.url
