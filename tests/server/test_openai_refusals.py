@@ -237,6 +237,7 @@ def test_a_full_queue_says_when_to_come_again_and_empties(guarded: ServedProcess
     assert chat(trusted, "Hi", max_tokens=1).choices
 
 
+@pytest.mark.slow
 def test_a_client_that_tries_again_gets_through_once_there_is_room(trusted: OpenAI) -> None:
     streams = [
         trusted.completions.create(model=MODEL, prompt="Hi", max_tokens=8, stream=True, extra_body={"ignore_eos": True})
