@@ -266,3 +266,12 @@ def test_no_memory_for_a_page_is_refused(memory: pytest.MonkeyPatch, spare: int)
 def test_memory_for_one_page_beside_the_padding_page_is_enough(memory: pytest.MonkeyPatch) -> None:
     give(memory, WEIGHT_BYTES + 4 * PAGE_BYTES)
     assert resolve(EngineConfig(), FACTS, CPU, Ledger()).cache_tokens == 16
+
+
+def test_cache_tokens_that_are_not_set_aside_are_told() -> None:
+    ledger = Ledger()
+    found = resolve(EngineConfig(task="embed", max_model_len=64, cache_tokens=512), FACTS, CPU, ledger)
+    assert found.num_pages == 0
+    assert [entry.subject for entry in ledger] == ["cache_tokens"]
+    with pytest.raises(ConfigError, match="cache_tokens"):
+        resolved(EngineConfig(task="embed", max_model_len=64, cache_tokens=512))

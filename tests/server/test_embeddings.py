@@ -194,3 +194,19 @@ def test_an_encoder_is_not_served_for_generation() -> None:
         assert running.process.wait(60) == 1
         running.read_to_end()
         assert any("task embed" in line for line in running.lines)
+
+
+def test_a_request_that_takes_too_long_is_told() -> None:
+    with serving(str(weights()), "--task", "embed", "--request-timeout", "0.001") as running:
+        status, answer, headers = running.post("/v1/embeddings", {"input": ["word " * 200] * 64})
+        assert status == 503
+        assert "within 0.001 s" in json.loads(answer)["error"]["message"]
+        assert int(headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize("flags", [("--seed", "1"), ("--async-scheduling",), ("--chat-template", "x.jinja")])
+def test_a_flag_that_embedding_has_no_use_for_is_refused(flags: tuple[str, ...]) -> None:
+    with serving("anything", "--task", "embed", *flags) as running:
+        assert running.process.wait(60) == 1
+        running.read_to_end()
+        assert any("with task embed" in line for line in running.lines)

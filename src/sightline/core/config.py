@@ -81,6 +81,13 @@ class EngineConfig:
         tasks = [task.value for task in Task]
         if self.task not in tasks:
             raise ConfigError(f"expected task {' or '.join(tasks)}, got {self.task!r}")
+        for name, is_set in (
+            ("seed", self.seed is not None),
+            ("chat_template", self.chat_template is not None),
+            ("async_scheduling", self.async_scheduling),
+        ):
+            if is_set and self.task == Task.EMBED.value:
+                raise ConfigError(f"expected no {name} with task embed, which has no use for it, got one; leave it out")
         kinds = [kind.value for kind in Quantization]
         if self.quantization not in kinds:
             raise ConfigError(f"expected quantization {' or '.join(kinds)}, got {self.quantization!r}")

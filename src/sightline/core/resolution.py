@@ -81,6 +81,12 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     left = available_bytes(device) - facts.weight_elements * dtype.itemsize - facts.quantised_bytes
     scratch_bytes = max(0, left) // SCRATCH_SHARE
     num_pages = 0
+    if sizes.is_transient and config.cache_tokens is not None:
+        ledger.record(
+            "cache_tokens",
+            f"{config.cache_tokens} are not set aside: texts are embedded without a cache",
+            "leave it out, or ask for prefix_caching",
+        )
     if not sizes.is_transient:
         useful = sizes.max_rows * -(-model_len // config.page_size)
         num_pages = PADDING_PAGES + _resolve_pages(config, facts, dtype, left - scratch_bytes, useful)

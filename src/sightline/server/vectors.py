@@ -5,6 +5,7 @@ Owns the shapes. A vector comes from the engine process as bytes; cosines are co
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import secrets
 import time
@@ -105,7 +106,13 @@ class Vectorizer:
                 terms = Terms(caller=call.caller)
                 answers = service.port.embed([tuple(each) for each in found], terms, call.received_at)
                 held.callback(service.port.cancel, answers)
-                vectors = await answers.vectors()
+                async with asyncio.timeout(service.request_timeout):
+                    vectors = await answers.vectors()
+            except TimeoutError as error:
+                raise unavailable(
+                    f"expected vectors within {service.request_timeout:g} s, got none; send fewer texts",
+                    RESTART_SECONDS,
+                ) from error
             except EngineDownError as error:
                 raise unavailable(str(error), RESTART_SECONDS) from error
             except RefusedError as error:
