@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Thread
 
@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from sightline import LLM
+from sightline.core.errors import RequestError
 from sightline.core.request import Terms
+from sightline.embedder import Embedded
 from sightline.llm import TokensPrompt
 from sightline.server.channel import Channel
 from sightline.server.embedding_loop import EmbeddingWorker
@@ -45,7 +47,7 @@ class FrontEnd:
 
     def start(self, *commands: Command) -> None:
         self._socket.sendall(command_codec().encode(commands))
-        if not self._thread.is_alive():
+        if self._thread.ident is None:
             self._thread.start()
 
     def receive(self) -> list[Report]:
@@ -101,6 +103,22 @@ def test_a_caller_with_one_text_does_not_wait_for_one_with_many(front_end: Front
 def test_a_cancelled_text_is_not_embedded(front_end: FrontEnd) -> None:
     front_end.start(Embed(texts(3, 8, 1), Terms()), Cancel(2))
     assert numbers(front_end.receive()) == [1, 3]
+
+
+def test_a_text_whose_states_are_no_numbers_fails_alone(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedder, spoilt = front_end.llm.embedder.embedder, texts(5, 8, 1)
+    embed = embedder.embed
+
+    def failing(asked: Sequence[Sequence[int]], terms: Terms) -> list[Embedded]:
+        if spoilt[4] in asked:
+            raise RequestError("expected states that are numbers, got others")
+        return embed(asked, terms)
+
+    monkeypatch.setattr(embedder, "embed", failing)
+    front_end.start(Embed(spoilt, Terms()))
+    reports = front_end.receive()
+    assert numbers(reports) == [1, 2, 3, 5]
+    assert [report.number for report in reports if isinstance(report, Refused)] == [4]
 
 
 def test_a_probe_makes_a_step(front_end: FrontEnd) -> None:

@@ -6,6 +6,7 @@ loop:  commands that came ─▶ as many texts as a step holds, callers in turn 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from sightline.core.errors import RequestError
 from sightline.core.metrics import EngineMetrics
@@ -82,17 +83,23 @@ class EmbeddingWorker:
         for caller, number, text in self._taken():
             by_caller.setdefault(caller, []).append((number, text))
         for caller, texts in by_caller.items():
-            try:
-                vectors = self._embedder.embed([text for _, text in texts], Terms(caller=caller))
-            except RequestError as error:
-                self._outgoing += [Refused(number, is_full=False, message=str(error)) for number, _ in texts]
-                continue
+            self._outgoing += self._embedded(texts, Terms(caller=caller))
             self._num_steps += 1
             self._num_tokens += sum(len(text) for _, text in texts)
-            self._outgoing += [
-                Vector(number, each.vector.numpy().astype("<f4").tobytes(), each.num_cached)
-                for (number, _), each in zip(texts, vectors, strict=True)
-            ]
+
+    def _embedded(self, texts: Sequence[tuple[int, tuple[int, ...]]], terms: Terms) -> list[Report]:
+        """Their vectors. Where one gives none, the texts are parted until it stands alone."""
+        try:
+            vectors = self._embedder.embed([text for _, text in texts], terms)
+        except RequestError as error:
+            if len(texts) == 1:
+                return [Refused(texts[0][0], is_full=False, message=str(error))]
+            half = len(texts) // 2
+            return [*self._embedded(texts[:half], terms), *self._embedded(texts[half:], terms)]
+        return [
+            Vector(number, each.vector.numpy().astype("<f4").tobytes(), each.num_cached)
+            for (number, _), each in zip(texts, vectors, strict=True)
+        ]
 
     def _taken(self) -> list[tuple[str, int, tuple[int, ...]]]:
         """The next step's texts, whoever asked for them."""
