@@ -21,30 +21,43 @@ _BY_ROW = tl.constexpr(3)
 
 
 @triton.jit
-def _block_slots(
+def _load_pages(
     pages: tl.tensor,
-    first_key: tl.tensor,
     start: tl.tensor,
-    is_seen: tl.tensor,
+    stop: tl.tensor,
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     IS_PAGED: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+) -> tl.tensor:
+    """The page of a block's keys where one page holds them all, else that of each; nothing is read from `stop` on."""
+    if not IS_PAGED:
+        page = start
+    elif PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(pages + start // PAGE_SIZE, mask=start < stop, other=0)
+    else:
+        key = start + tl.arange(0, BLOCK_N)
+        page = tl.load(pages + key // PAGE_SIZE, mask=key < stop, other=0)
+    return page
+
+
+@triton.jit
+def _block_slots(
+    page: tl.tensor,
+    first_key: tl.tensor,
+    start: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_PAGED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Where a block's entries lie: one int64 slot, and each entry's distance from it."""
     distance = tl.arange(0, BLOCK_N)
     if not IS_PAGED:
         slot = (first_key + start).to(tl.int64)
     elif PAGE_SIZE % BLOCK_N == 0:
-        slot = tl.load(pages + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE
+        slot = page * PAGE_SIZE + start % PAGE_SIZE
     else:
-        key = start + distance
-        if IS_MASKED:
-            page = tl.load(pages + key // PAGE_SIZE, mask=is_seen, other=0)
-        else:
-            page = tl.load(pages + key // PAGE_SIZE)
         slot = tl.zeros([], tl.int64)
-        distance = page * PAGE_SIZE + key % PAGE_SIZE
+        distance = page * PAGE_SIZE + (start + distance) % PAGE_SIZE
     return slot, distance
 
 
@@ -84,29 +97,23 @@ def _product(a: tl.tensor, b: tl.tensor, added: tl.tensor, IS_INTERPRETED: tl.co
 @triton.jit
 def _visible(
     key: tl.tensor,
+    last_seen: tl.tensor,
     position: tl.tensor,
     tree: tl.tensor,
     new_positions: tl.tensor,
-    kind: tl.tensor,
-    context_len: tl.tensor,
+    tree_start: tl.tensor,
     num_keys: tl.tensor,
     window: tl.tensor,
-    MASK_KIND: tl.constexpr,
     HAS_TREES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ) -> tl.tensor:
     """[BLOCK_M, BLOCK_N]: which keys each query sees. `tree` points to each query's line of its row's tree."""
-    visible = (key < num_keys)[None, :]
+    visible = key[None, :] <= last_seen[:, None]
     key_position = key
-    if MASK_KIND == _CAUSAL:
-        visible = visible & (key[None, :] <= position[:, None])
-    elif MASK_KIND == _BY_ROW:
-        visible = visible & ((key[None, :] <= position[:, None]) | (kind != _CAUSAL))
     if HAS_TREES:
-        in_tree = (key >= context_len) & (key < num_keys) & (kind == _TREE)
-        new = key - context_len
-        at = tree[:, None] + new[None, :]
-        seen = tl.load(at, mask=in_tree[None, :] & (position >= 0)[:, None], other=0)
+        in_tree = (key >= tree_start) & (key < num_keys)
+        new = key - tree_start
+        seen = tl.load(tree[:, None] + new[None, :], mask=in_tree[None, :] & (position >= 0)[:, None], other=0)
         visible = visible & (~in_tree[None, :] | (seen != 0))
         key_position = tl.where(in_tree, tl.load(new_positions + new, mask=in_tree, other=0).to(tl.int32), key)
     if HAS_WINDOW:
@@ -129,11 +136,11 @@ def _attend_blocks(
     stop_block: tl.tensor,
     first_seen: tl.tensor,
     stop_seen: tl.tensor,
+    last_seen: tl.tensor,
     position: tl.tensor,
     tree: tl.tensor,
     new_positions: tl.tensor,
-    kind: tl.tensor,
-    context_len: tl.tensor,
+    tree_start: tl.tensor,
     num_keys: tl.tensor,
     window: tl.tensor,
     softcap_scale: tl.tensor,
@@ -143,7 +150,6 @@ def _attend_blocks(
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    MASK_KIND: tl.constexpr,
     HAS_TREES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -157,10 +163,13 @@ def _attend_blocks(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Goes through blocks of keys: what was found of the values [BLOCK_M, BLOCK_V], the weights' total, the largest
     score in powers of two [BLOCK_M], each with these blocks taken in."""
+    # A block's pages are read a block ahead, so that the loads of its entries wait for no other.
+    page = _load_pages(pages, start_block, stop_seen, BLOCK_N, PAGE_SIZE, IS_PAGED)
     for start in range(start_block, stop_block, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         is_seen = (key >= first_seen) & (key < stop_seen)
-        slot, distance = _block_slots(pages, first_key, start, is_seen, BLOCK_N, PAGE_SIZE, IS_PAGED, IS_MASKED)
+        slot, distance = _block_slots(page, first_key, start, BLOCK_N, PAGE_SIZE, IS_PAGED)
+        page = _load_pages(pages, start + BLOCK_N, stop_seen, BLOCK_N, PAGE_SIZE, IS_PAGED)
         k = _load_block(keys, slot, distance, keys_slot_stride, is_seen, 0, QK_DIM, BLOCK_QK, IS_MASKED)
         score = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
         score = _product(q, tl.trans(k.to(q.dtype)), score, IS_INTERPRETED)
@@ -173,17 +182,7 @@ def _attend_blocks(
             score = 1.0 - 2.0 / (tl.exp2(score * softcap_scale) + 1.0)  # tanh
         if IS_MASKED:
             visible = _visible(
-                key,
-                position,
-                tree,
-                new_positions,
-                kind,
-                context_len,
-                num_keys,
-                window,
-                MASK_KIND,
-                HAS_TREES,
-                HAS_WINDOW,
+                key, last_seen, position, tree, new_positions, tree_start, num_keys, window, HAS_TREES, HAS_WINDOW
             )
             score = tl.where(visible, score, float("-inf"))
         higher = tl.maximum(largest, tl.max(score, 1) * factor)
@@ -287,18 +286,20 @@ def extend_kernel(
     if MASK_KIND == _BY_ROW:
         kind = tl.load(row_kinds + row).to(tl.int32)
     position = context_len + query
+    last_seen = tl.where(kind == _CAUSAL, position, num_keys - 1)
     first_position = context_len + first_query
     last_position = tl.minimum(first_position + TILE_TOKENS, num_keys) - 1
     tree = trees
     new_positions = positions
+    tree_start = num_keys
     if HAS_TREES:
+        tree = trees + tl.load(tree_offsets + row) + query * query_len
         new_positions = positions + first_token
         if kind == _TREE:
+            tree_start = context_len
             position = tl.load(positions + token, mask=is_query, other=-1).to(tl.int32)
             first_position = tl.min(tl.where(is_query, position, 2147483647), 0)
             last_position = tl.max(position, 0)
-        position = tl.where(is_query, position, -1)
-        tree = trees + tl.load(tree_offsets + row) + query * query_len
 
     # Keys from `first_seen` to `stop_seen` are seen by some query, those from `first_shared` to `stop_shared` by all.
     first_seen = 0
@@ -341,23 +342,23 @@ def extend_kernel(
         window_stop = tl.maximum(window_stop, first_block)
         found, total, largest = _attend_blocks(
             found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, window_stop,
-            first_seen, stop_seen, position, tree, new_positions, kind, context_len, num_keys, window, softcap_scale,
-            factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, MASK_KIND, HAS_TREES, HAS_WINDOW,
-            HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
+            first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window, softcap_scale,
+            factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW, HAS_SOFTCAP,
+            IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
         )  # fmt: skip
         first_block = window_stop
     shared_stop = tl.maximum(stop_shared // BLOCK_N * BLOCK_N, first_block)
     found, total, largest = _attend_blocks(
         found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, shared_stop,
-        first_seen, stop_seen, position, tree, new_positions, kind, context_len, num_keys, window, softcap_scale,
-        factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, MASK_KIND, HAS_TREES, HAS_WINDOW,
-        HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=False,
+        first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window, softcap_scale,
+        factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW, HAS_SOFTCAP,
+        IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=False,
     )  # fmt: skip
     found, total, largest = _attend_blocks(
         found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, shared_stop, stop_seen,
-        first_seen, stop_seen, position, tree, new_positions, kind, context_len, num_keys, window, softcap_scale,
-        factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, MASK_KIND, HAS_TREES, HAS_WINDOW,
-        HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
+        first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window, softcap_scale,
+        factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW, HAS_SOFTCAP,
+        IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
     )  # fmt: skip
 
     if HAS_SINKS:
@@ -367,7 +368,9 @@ def extend_kernel(
         total = total * fade + tl.exp2(sink - higher)
         found = found * fade[:, None]
         largest = higher
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)
+    # A total of 0: the query saw nothing, and `largest` is -inf.
+    total = tl.where(total == 0.0, 1.0, total)
+    share = 1.0 / total
     if IS_FP8:
         share = share * tl.load(v_scale)
     found = found * share[:, None]

@@ -69,13 +69,13 @@ def _merge_states(
     weight_a = tl.exp(seen_a - base)
     weight_b = tl.exp(seen_b - base)
     total = weight_a + weight_b
-    safe_total = tl.where(total == 0.0, 1.0, total)
-    share_a = (weight_a / safe_total)[:, None]
-    share_b = (weight_b / safe_total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)
+    share_a = (weight_a / total)[:, None]
+    share_b = (weight_b / total)[:, None]
     at_a = out_a + token * out_a_token_stride + head[:, None] * out_a_head_stride + dim
     at_b = out_b + token * out_b_token_stride + head[:, None] * out_b_head_stride + dim
     # Not read where it counts for nothing: 0 times what lies there could be NaN.
     part_a = tl.load(at_a, mask=inside & (share_a > 0.0), other=0.0).to(tl.float32)
     part_b = tl.load(at_b, mask=inside & (share_b > 0.0), other=0.0).to(tl.float32)
     tl.store(at_a, (part_a * share_a + part_b * share_b).to(out_a.dtype.element_ty), mask=inside)
-    tl.store(at_lse_a, base + tl.log(total), mask=is_head)
+    tl.store(at_lse_a, largest + tl.log(total), mask=is_head)
