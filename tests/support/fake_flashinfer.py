@@ -97,6 +97,7 @@ class _Wrapper:
         self._use_cuda_graph = use_cuda_graph
         self._backend = backend
         self._max_total_num_rows: int | None = None
+        self._fixed_rows = 0
         self._qo_indptr_last = -1
         self._mask: _Mask | None = None
         self._dtypes: tuple[torch.dtype, torch.dtype] | None = None
@@ -110,6 +111,7 @@ class _Wrapper:
         self._qo_indptr_last = total = int(qo_indptr[-1])
         if not self._use_cuda_graph:
             return
+        self._fixed_rows = fixed_batch_size
         if self._max_total_num_rows is None:
             self._max_total_num_rows = total
         _require(total <= self._max_total_num_rows, f"expected at most {self._max_total_num_rows} tokens, got {total}")
@@ -133,7 +135,8 @@ class _Wrapper:
         self, causal: bool, window_left: int, softcap: float | None, scale: float | None, q_dtype: Any, kv_dtype: Any
     ) -> None:
         _require(scale is not None, "expected a scale")
-        _require(causal or window_left < 0, "expected no window without a causal mask: it would reach to the left alone")
+        single = self._use_cuda_graph and self._max_total_num_rows == self._fixed_rows
+        _require(causal or window_left < 0 or single, "a window would reach to the left alone")
         self._mask = _Mask(causal, window_left, softcap or 0.0, float(scale or 0.0))
         self._dtypes = (q_dtype, q_dtype if kv_dtype is None else kv_dtype)
         narrow = self._dtypes[1] == torch.float8_e4m3fn
@@ -258,11 +261,12 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         uses_spcompress: bool | None = None,
     ) -> None:
         _require_unused(more=args or None, q_scale=q_scale, v_scale=v_scale, sinks=sinks, factors=kv_cache_sf)
-        _require(lse_base == "log2" and lse_layout == "NH", "in a graph no more than the step's rows would be converted")
+        _require(lse_base == "log2" and lse_layout == "NH", "a graph would convert the first plan's rows")
         keys, values = paged_kv_cache
         _require(keys.stride() == values.stride(), "expected keys and values that lie alike: others are compiled anew")
         mask, indices = self._begin_run(q, keys, out, lse, return_lse), self._buffers[2]
-        assert indices is not None and out is not None, "planned before"
+        assert indices is not None, "planned before"
+        assert out is not None, "checked before"
         starts, firsts, seq_lens = self._kept(3)
         for row, seq_len in enumerate(seq_lens):
             tokens = slice(starts[row], starts[row + 1])
@@ -402,6 +406,7 @@ class BatchMLAPagedAttentionWrapper:
         self._use_cuda_graph = use_cuda_graph
         self._reserved = (qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         self._plan: tuple[Tensor, Tensor, Tensor] | None = None
+        self._indices = torch.empty(0, dtype=torch.int32)
         self._mask: _Mask | None = None
         self._arguments: dict[str, Any] = {}
         self._cluster: int | None = None
@@ -479,7 +484,9 @@ class BatchMLAPagedAttentionWrapper:
         _require((ckv_scale is not None) == (kpe_scale is not None) == narrow, "expected scales exactly for fp8")
         _require(out is not None and out.shape == (*query.shape[:2], 512), "expected memory for the output")
         self._float.fill_(255)
-        assert self._plan is not None and self._mask is not None and out is not None, "planned before"
+        assert self._plan is not None, "planned before"
+        assert self._mask is not None, "planned before"
+        assert out is not None, "checked before"
         starts, firsts, lens = (each.tolist() for each in self._plan)
         for row, seq_len in enumerate(lens):
             tokens = slice(starts[row], starts[row + 1])

@@ -4,8 +4,8 @@
     all rows without a context        ragged, over the step's own keys and values
     others                            paged, Hopper's kernel, or Ampere's where the spec or the cache wants it
 
-Keys and values are written first, by a kernel of ours, and read from the pool. What a captured step launches is fixed by
-its size: a wrapper for each of a few numbers of rows, whose rows beyond the step's are empty.
+Keys and values are written first, by a kernel of ours. What a captured step launches is fixed by its size: there is a
+wrapper for each of a few numbers of rows, whose rows beyond the step's are empty.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ class _Call(NamedTuple):
             scale = None if planes.scales[0] is None else planes.k_scale
             self.wrapper.run(q, planes.paged, k_scale=scale, **wanted)
         else:
-            k, v = (
-                each[:count] if tokens is None else each.index_select(0, tokens) for each in (inputs.k, inputs.v)
-            )
+            k, v = (each[:count] if tokens is None else each.index_select(0, tokens) for each in (inputs.k, inputs.v))
             self.wrapper.run(q, k, v, **wanted)
         if tokens is not None:
             out.index_copy_(0, tokens, found)
@@ -234,7 +232,10 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             wrapper.reset_workspace_buffer(partial, plans[causal])
             return wrapper
 
-        paged, ragged = (flashinfer.BatchPrefillWithPagedKVCacheWrapper, flashinfer.BatchPrefillWithRaggedKVCacheWrapper)
+        paged, ragged = (
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+            flashinfer.BatchPrefillWithRaggedKVCacheWrapper,
+        )
         return _Lane(
             decode=tuple(decode(num_rows) for num_rows in row_sizes(limits.max_rows)),
             pages=pages,
@@ -269,7 +270,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         """Planned even where no row has a token: a captured step may be replayed on it."""
         decode = next(each for each in lane.decode if each.num_rows >= step.batch.num_rows)
         if not decode.is_opened:
-            self._plan_paged(decode.wrapper, _full_rows(decode.num_rows), lane.pages, decode.num_rows, causal=True)
+            self._plan_paged(decode.wrapper, _full_rows(decode.num_rows), lane.pages, decode.num_rows, causal=False)
             # Its numbers leave the same pinned memory as those of the plan that follows.
             lane.copies.mark()
             lane.copies.wait()
@@ -278,7 +279,8 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         pages = padded(rows.pages(self._pool.page_size), num_rows, 0)
         table_rows = padded(rows.table_rows, num_rows, PADDING_ROW)
         listed = fill_pages("decode", self._pool.table, table_rows, pages, buffers, lane.pages)
-        self._plan_paged(decode.wrapper, rows, listed, decode.num_rows, causal=True)
+        # One query sees all of its row, or of its window.
+        self._plan_paged(decode.wrapper, rows, listed, decode.num_rows, causal=False)
         return _Call(decode.wrapper, rows.num_tokens, None, paged=True)
 
     def _plan_rows(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> tuple[_Call, ...]:
@@ -366,7 +368,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 def _full_rows(num_rows: int) -> RowLists:
     """One token and one entry each, in the padding page."""
     ones = np.ones(num_rows, dtype=np.int32)
-    return RowLists(tuple(range(num_rows)), ones, ones, ones)
+    return RowLists(np.arange(num_rows, dtype=np.int32), ones, ones, ones)
 
 
 def _window_left(spec: SoftmaxSpec) -> int:

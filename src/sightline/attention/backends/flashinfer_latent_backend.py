@@ -245,13 +245,17 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         dims = (spec.nope_dim + spec.rope_dim, spec.value_dim)
         if dims != RAGGED_DIMS:
             raise ConfigError(
-                f"expected heads of {RAGGED_DIMS} for keys and values, got {dims}, which FlashInfer's ragged kernel does "
-                "not have; choose another attention backend"
+                f"expected heads of {RAGGED_DIMS} for keys and values, got {dims}, which FlashInfer's ragged kernel "
+                "does not have; choose another attention backend"
             )
         self._pool = pool = context.cache.pools["latent"]
         self._dtype = context.dtype
         self._entries = pool.plane("entry").unbind(0)
         self._is_scaled = pool.plane("entry").dtype == torch.float8_e4m3fn
+        scales = pool.scales_device("entry")
+        self._device_scales = tuple(
+            scales[layer : layer + 1] if self._is_scaled else None for layer in range(len(self._entries))
+        )
         self._absorbed_tokens = max(context.limits.max_rows, ABSORBED_TOKENS)
         self._lanes = {lane: self._lane(context, lane) for lane in context.limits.lanes}
         multiprocessors = streaming_multiprocessors(context.device)
@@ -313,12 +317,11 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             others = [phase for phase in phases if phase.kind is not PhaseKind.ABSORBED]
             expanded = self._varlen.plan(others, step, buffers)
         lane.copies.mark()
-        scales = self._pool.scales_device("entry")
         return _FlashInferLatentPlan(
             entries=self._entries,
             page_size=self._pool.page_size,
             scales=self._pool.scales("entry") if self._is_scaled else (None,) * num_layers,
-            device_scales=scales.split(1) if self._is_scaled else (None,) * num_layers,
+            device_scales=self._device_scales,
             write_slots=None if transient else batch.pools[self._pool.key].write_slots,
             scratch=lane.scratch,
             absorbed=absorbed,
@@ -327,13 +330,16 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         )
 
     def _plan_decode(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Absorbed:
-        """Every row has one query, those beyond the step's an entry of the padding page: the average decides launches."""
+        """Every row has one query, and those beyond the step's an entry of the padding page.
+
+        The library launches one of two shapes, by the average number of queries: it must not depend on padding.
+        """
         batch = step.batch
         decode = next(each for each in lane.decode if each.num_rows >= batch.num_rows)
         rows = RowLists.of(batch)
         ones = np.ones(decode.num_rows, dtype=np.int32)
         whole = RowLists(
-            rows=tuple(range(decode.num_rows)),
+            rows=np.arange(decode.num_rows, dtype=np.int32),
             query_lens=ones,
             seq_lens=padded(rows.seq_lens, decode.num_rows, 1),
             table_rows=padded(rows.table_rows, decode.num_rows, PADDING_ROW),

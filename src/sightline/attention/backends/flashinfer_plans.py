@@ -28,7 +28,7 @@ STREAMING_MULTIPROCESSORS_WITHOUT_A_DEVICE = 4
 class RowLists:
     """Rows of a step that have new tokens, in order."""
 
-    rows: tuple[int, ...]
+    rows: HostInts
     """[n]: their places in the step."""
     query_lens: HostInts
     """[n], above 0."""
@@ -40,12 +40,13 @@ class RowLists:
     @staticmethod
     def of(batch: Batch, rows: Sequence[int] | None = None) -> RowLists:
         """All rows of the batch that have new tokens, or those of `rows` that have."""
-        query_lens, context_lens = batch.query_lens.exact(), batch.context_lens.exact()
-        chosen = tuple([row for row in (range(batch.num_rows) if rows is None else rows) if query_lens[row]])
-        queries = np.array([query_lens[row] for row in chosen], dtype=np.int32)
-        contexts = np.array([context_lens[row] for row in chosen], dtype=np.int32)
-        table_rows = np.array([batch.rows[row] for row in chosen], dtype=np.int32)
-        return RowLists(chosen, queries, contexts + queries, table_rows)
+        queries, contexts, table_rows = (
+            np.fromiter(values, np.int32, batch.num_rows)
+            for values in (batch.query_lens.exact(), batch.context_lens.exact(), batch.rows)
+        )
+        chosen = np.arange(batch.num_rows, dtype=np.int32) if rows is None else np.array(rows, dtype=np.int32)
+        chosen = chosen[queries[chosen] > 0]
+        return RowLists(chosen, queries[chosen], (contexts + queries)[chosen], table_rows[chosen])
 
     @property
     def num_rows(self) -> int:
@@ -114,7 +115,9 @@ class CopiesInFlight:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._done = torch.cuda.Event() if device.type == "cuda" else None
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Until what was marked has been copied: long ago, as a rule."""
