@@ -69,7 +69,7 @@ def narrowed(row: Capability) -> Capability:
     return replace(row, head_dims=frozenset({128}), group_sizes=frozenset({1, 4}))
 
 
-@pytest.mark.parametrize("index", [0, 2], ids=("plain", "window and softcap"))
+@pytest.mark.parametrize("index", [0, 2, 3], ids=("plain", "window", "softcap"))
 def test_softmax_rows_conform(modules: dict[str, ModuleType], index: int) -> None:
     report = try_row(softmax_subject(modules, narrowed(ROWS[index])), Effort.QUICK)
     assert {result.check: f"{result.detail} {result.case}" for result in report.failed} == {}
