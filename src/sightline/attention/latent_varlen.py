@@ -23,9 +23,10 @@ from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import BackendContext, CachePolicy, LatentInputs, StepView
-from sightline.attention.latent_phases import Phase, PhaseKind, RowPart, Way
+from sightline.attention.latent_phases import Phase, RowPart, Way
 from sightline.attention.merge import merge_states
 from sightline.attention.spec import LatentSpec
+from sightline.attention.step_tokens import StepTokens, joined_runs, spread_runs
 from sightline.attention.tiles import RowSpan
 from sightline.attention.workspace import Lane
 from sightline.core.batch import MaskKind
@@ -103,34 +104,10 @@ class _Run(NamedTuple):
     merge: MergeStates
 
 
-@dataclass(frozen=True, eq=False)
-class _Tokens:
-    """Tokens of the step."""
-
-    count: int
-    side_by_side: slice | None
-    indices: Tensor | None
-    """[count] int64, where they do not lie side by side."""
-
-    def of(self, values: Tensor, scratch: Tensor) -> Tensor:
-        """[count, ...]: a view, or a copy in `scratch`."""
-        if self.side_by_side is not None:
-            return values[self.side_by_side]
-        assert self.indices is not None, "tokens that lie apart have indices"
-        return torch.index_select(values, 0, self.indices, out=scratch[: self.count])
-
-    def put(self, target: Tensor, values: Tensor) -> None:
-        if self.side_by_side is not None:
-            target[self.side_by_side] = values
-        else:
-            assert self.indices is not None, "tokens that lie apart have indices"
-            target.index_copy_(0, self.indices, values.to(target.dtype))
-
-
 class _Call(NamedTuple):
     """The queries of a phase that see its keys through one mask."""
 
-    tokens: _Tokens
+    tokens: StepTokens
     keys: slice
     """Of the phase's."""
     attend: VarlenCall
@@ -153,23 +130,18 @@ class _Call(NamedTuple):
 
     def _merge(self, run: _Run, found: Tensor, lse: Tensor) -> None:
         merged, merged_lse = run.scratch.merged, run.scratch.merged_lse
-        side_by_side = self.tokens.side_by_side
-        if side_by_side is not None:
-            run.merge(merged[side_by_side], merged_lse[side_by_side], found, lse)
-            return
-        indices = self.tokens.indices
-        assert indices is not None, "tokens that lie apart have indices"
-        before, before_lse = merged.index_select(0, indices), merged_lse.index_select(0, indices)
+        before, before_lse = self.tokens.of(merged), self.tokens.of(merged_lse)
         run.merge(before, before_lse, found, lse)
-        merged.index_copy_(0, indices, before)
-        merged_lse.index_copy_(0, indices, before_lse)
+        if self.tokens.side_by_side is None:
+            self.tokens.put(merged, before)
+            self.tokens.put(merged_lse, before_lse)
 
 
 class _PhaseRun(NamedTuple):
     """A phase, decided."""
 
     num_keys: int
-    from_step: _Tokens | None
+    from_step: StepTokens | None
     """The step's tokens whose entries are the phase's; None where they are in the pool."""
     slots: Tensor | None
     """[num_keys] int64, where they are in the pool."""
@@ -186,21 +158,16 @@ class _PhaseRun(NamedTuple):
         """[num_keys, latent] and [num_keys, rope]."""
         inputs, latent_dim = run.inputs, run.inputs.latent.shape[1]
         gathered = run.scratch.gathered[: self.num_keys]
-        if self.from_step is not None and self.from_step.side_by_side is not None:
-            return inputs.latent[self.from_step.side_by_side], inputs.k_rope[self.from_step.side_by_side]
         if self.from_step is not None:
-            assert self.from_step.indices is not None, "tokens that lie apart have indices"
-            gathered[:, :latent_dim] = inputs.latent.index_select(0, self.from_step.indices)
-            gathered[:, latent_dim:] = inputs.k_rope.index_select(0, self.from_step.indices)
-        else:
-            assert self.slots is not None, "entries of the pool have slots"
-            stored = run.scratch.stored[: self.num_keys]
-            # A cache's numbers may be of a kind that is only ever copied.
-            torch.index_select(_as_integers(run.entries), 0, self.slots, out=_as_integers(stored))
-            if stored.dtype != gathered.dtype:
-                gathered.copy_(stored)
-            if run.entry_scale != 1.0:
-                gathered.mul_(run.entry_scale)
+            return self.from_step.of(inputs.latent), self.from_step.of(inputs.k_rope)
+        assert self.slots is not None, "entries of the pool have slots"
+        stored = run.scratch.stored[: self.num_keys]
+        # A cache's numbers may be of a kind that is only ever copied.
+        torch.index_select(_as_integers(run.entries), 0, self.slots, out=_as_integers(stored))
+        if stored.dtype != gathered.dtype:
+            gathered.copy_(stored)
+        if run.entry_scale != 1.0:
+            gathered.mul_(run.entry_scale)
         return gathered[:, :latent_dim], gathered[:, latent_dim:]
 
 
@@ -319,7 +286,7 @@ class LatentVarlen:
             phases=tuple(
                 self._plan_phase(f"varlen{index}", phase, merged, step, buffers) for index, phase in enumerate(phases)
             ),
-            merged=_joined([_tokens(span) for span in spans if span in merged]),
+            merged=joined_runs([_tokens(span) for span in spans if span in merged]),
             merge=self._merge,
         )
 
@@ -355,23 +322,27 @@ class LatentVarlen:
         query_lens = [piece.stop_query - piece.first_query for piece in pieces]
         key_lens = [piece.part.num_keys for piece in pieces]
         attend = self._kernels[step.lane].plan(name, query_lens, key_lens, causal=causal, buffers=buffers)
-        tokens = _plan_tokens(name, [piece.tokens for piece in pieces], buffers)
+        tokens = StepTokens.planned(name, [piece.tokens for piece in pieces], buffers)
         merges = any(piece.part.span in merged for piece in pieces)
         return _Call(tokens, slice(first_key, first_key + sum(key_lens)), attend, merges)
 
     def _plan_entries(
         self, name: str, parts: Sequence[RowPart], phase: Phase, step: StepView, buffers: PlanBuffers
-    ) -> tuple[_Tokens | None, Tensor | None]:
-        """The step's own where all of them are, else slots of the pool."""
+    ) -> tuple[StepTokens | None, Tensor | None]:
+        """The step's own where all of them are, else slots of the pool.
+
+        What a pool keeps in fewer bits is always read from there: a prompt gives the same however it is cut.
+        """
         new = all(part.first_key >= part.span.context_len for part in parts)
-        if step.policy is CachePolicy.TRANSIENT or phase.kind is PhaseKind.RAGGED or new:
+        scratch = self._scratch[step.lane]
+        if step.policy is CachePolicy.TRANSIENT or (new and scratch.stored.dtype == scratch.gathered.dtype):
             starts = [part.span.first_token - part.span.context_len + part.first_key for part in parts]
             runs = [slice(start, start + part.num_keys) for start, part in zip(starts, parts, strict=True)]
-            return _plan_tokens(f"{name}.entries", runs, buffers), None
+            return StepTokens.planned(f"{name}.entries", runs, buffers), None
         slots = buffers.take(f"{name}.slots", (phase.num_keys,), torch.int64)
         runs = [slice(part.first_key, part.stop_key) for part in parts]
         rows = [step.batch.rows[part.span.row] for part in parts]
-        table_rows, entries = _spread(runs, rows, slots.device)
+        table_rows, entries = spread_runs(runs, rows, slots.device)
         slots.copy_(self._pool.table.slots(table_rows, entries, self._pool.page_size))
         return None, slots
 
@@ -416,34 +387,3 @@ def _merged_rows(calls: Sequence[Sequence[_Piece]]) -> set[RowSpan]:
 
 def _tokens(span: RowSpan) -> slice:
     return slice(span.first_token, span.first_token + span.query_len)
-
-
-def _joined(runs: Sequence[slice]) -> tuple[slice, ...]:
-    """Runs in order, those that touch as one."""
-    joined: list[slice] = []
-    for run in runs:
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = slice(joined[-1].start, run.stop)
-        else:
-            joined.append(run)
-    return tuple(joined)
-
-
-def _plan_tokens(name: str, runs: Sequence[slice], buffers: PlanBuffers) -> _Tokens:
-    count = sum(run.stop - run.start for run in runs)
-    joined = _joined(runs)
-    if len(joined) == 1:
-        return _Tokens(count, joined[0], None)
-    indices = buffers.take(f"{name}.tokens", (count,), torch.int64)
-    indices.copy_(_spread(runs, [0] * len(runs), indices.device)[1])
-    return _Tokens(count, None, indices)
-
-
-def _spread(runs: Sequence[slice], labels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The label of each number of the runs, and the numbers, run after run: [total] int64 each."""
-    lens = [run.stop - run.start for run in runs]
-    total = sum(lens)
-    firsts = [run.start - sum(lens[:index]) for index, run in enumerate(runs)]
-    packed = torch.tensor([lens, list(labels), firsts], dtype=torch.int64).to(device)
-    chosen = torch.repeat_interleave(packed[0], output_size=total)
-    return packed[1][chosen], packed[2][chosen] + torch.arange(total, device=device)
