@@ -187,7 +187,8 @@ def attend_tile(
 ) -> tuple[Tensor, Tensor]:
     """Of one row: q [num_queries, heads, d], k [loaded, kv_heads, d], v [loaded, kv_heads, value_dim].
 
-    `window` is how many keys to the left and to the right are seen beside the query's own. Returns out [num_queries, heads, value_dim] and the LSE [heads, num_queries].
+    `window` is how many keys to the left and to the right are seen beside the query's own.
+    Returns out [num_queries, heads, value_dim] and the LSE [heads, num_queries].
     """
     group = q.shape[1] // k.shape[1]
     keys, values = (each.float().repeat_interleave(group, dim=1) for each in (k, v))
