@@ -145,6 +145,7 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
     assert config == ResolvedConfig(
         device=CPU,
         dtype=torch.float32,
+        cache_dtype=torch.float32,
         quantization=Quantization.KEEP,
         max_model_len=77,
         max_rows=5,

@@ -56,10 +56,22 @@ class Pool:
             plane.name: torch.empty(spec.num_layers, num_slots, *plane.shape, dtype=plane.dtype, device=device)
             for plane in spec.planes
         }
+        self._scales = {plane.name: plane.scales or (1.0,) * spec.num_layers for plane in spec.planes}
+        self._scales_device = {
+            name: torch.tensor(scales, dtype=torch.float32, device=device) for name, scales in self._scales.items()
+        }
 
     def plane(self, name: str) -> Tensor:
         """[num_layers, num_slots, ...]: one tensor of the entries."""
         return self._planes[name]
+
+    def scales(self, name: str) -> tuple[float, ...]:
+        """By layer: what stands in the plane, times this, is the entry. 1 for every dtype that needs none."""
+        return self._scales[name]
+
+    def scales_device(self, name: str) -> Tensor:
+        """[num_layers] float32: `scales` where kernels can read them."""
+        return self._scales_device[name]
 
     @property
     def num_bytes(self) -> int:

@@ -21,6 +21,7 @@ from sightline.attention.spec import LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.spec import ScalesByPlane
 from sightline.core.batch import MaskKind
 from sightline.core.config import EngineConfig, Quantization
 from sightline.core.device import detect_device, single_threaded
@@ -30,6 +31,7 @@ from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
 from sightline.layers.scratch import Activations
+from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import Definition, EmbedderDefinition, Model
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
@@ -106,9 +108,11 @@ def _build(
         on_progress,
         keep_on=CpuFeatures.detect() if resolved.quantization is Quantization.KEEP else None,
     )
+    scales = load_cache_scales(reader, groups, resolved.cache_dtype)
     with single_threaded():
         model = load(reader)
-    return assemble_runtime(resolved, definition, model, groups, selections, make_store(resolved, groups))
+    store = make_store(resolved, groups, scales=scales)
+    return assemble_runtime(resolved, definition, model, groups, selections, store)
 
 
 def select_backends(
@@ -120,7 +124,7 @@ def select_backends(
     return tuple(
         select_backend(
             offer,
-            Requirement(group.spec, config.device, config.dtype, config.dtype, config.page_size),
+            Requirement(group.spec, config.device, config.dtype, config.cache_dtype, config.page_size),
             group.name,
             doubt,
         )
@@ -132,10 +136,11 @@ def make_store(
     config: ResolvedConfig,
     groups: Sequence[LayerGroup],
     make_allocator: Callable[[int], PageAllocator] = PageAllocator,
+    scales: ScalesByPlane | None = None,
 ) -> CacheStore:
-    """The pools of every group."""
+    """The pools of every group; `scales` are those of all layers, where the cache's dtype has any."""
     return CacheStore(
-        [group.cache_spec(config.dtype) for group in groups],
+        [group.cache_spec(config.cache_dtype, scales) for group in groups],
         CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
         config.device.torch_device,
         poison=config.paranoid,
