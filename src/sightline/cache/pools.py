@@ -126,8 +126,10 @@ class Pool:
         if not self._poison or not pages:
             return
         for plane in self._planes.values():
-            paged = plane.view(plane.shape[0], -1, self.page_size, *plane.shape[2:])
-            paged[:, list(pages)] = torch.nan
+            nan = torch.full((1,), torch.nan, dtype=plane.dtype, device=plane.device)
+            # As bytes: not every device puts 8-bit floats where a list of pages says.
+            paged = plane.view(plane.shape[0], -1, self.page_size, *plane.shape[2:]).view(torch.uint8)
+            paged[:, list(pages)] = nan.expand(plane.shape[-1]).contiguous().view(torch.uint8)
 
 
 @dataclass(frozen=True)
