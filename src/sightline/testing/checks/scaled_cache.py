@@ -89,6 +89,7 @@ CHECKS = (
             "page-order",
             "split-merge",
             "long-beside-short",
+            "accumulation",
             "next-batch",
             "prefix-tail",
             "read-back",
