@@ -27,7 +27,7 @@ def narrow() -> LLM:
 def test_the_cache_takes_a_quarter_and_every_group_is_served_by_torch(wide: LLM, narrow: LLM) -> None:
     bytes_of = [sum(pool.num_bytes for pool in llm.engine.runtime.store.pools) for llm in (wide, narrow)]
     assert bytes_of[0] == 4 * bytes_of[1]
-    assert [selection.candidate.name for selection in narrow.engine.runtime.selections] == ["torch"]
+    assert [selection[Work.PREFILL].candidate.name for selection in narrow.engine.runtime.selections] == ["torch"]
     assert "in float8_e4m3fn" in startup_report(narrow.engine.runtime)[1]
     [line] = [str(entry) for entry in narrow.engine.ledger if entry.subject == "cache scales"]
     assert "60 of 60 are taken as 1" in line

@@ -194,4 +194,3 @@ def _decode_kernel(
             token = tl.load(row_tokens + row)
             context = tl.load(context_lens + row).to(tl.int32)
             table_row = tl.load(table_rows + row).to(tl.int32)
-

@@ -48,9 +48,7 @@ class ExtendConfig:
         return self.block_m // self.tile_heads(group_size)
 
 
-def choose_config(
-    dtype: torch.dtype, qk_dim: int, v_dim: int, group_size: int, longest_query: int
-) -> ExtendConfig:
+def choose_config(dtype: torch.dtype, qk_dim: int, v_dim: int, group_size: int, longest_query: int) -> ExtendConfig:
     """A good cut for rows of up to `longest_query` new tokens, of queries in `dtype`.
 
     Few queries get small tiles. A tile of 64 rows of the product is the least that SM90's warp groups work on.
