@@ -169,7 +169,8 @@ def _samples(shape: Shape, store: CacheStore, batch: Batch, inputs: AttentionInp
     [pool] = store.pools
     offsets = batch.query_offsets_host()
     for row in _spread(shape.num_rows):
-        context = torch.tensor(walk_slots(pool, batch.rows[row], shape.context_len), device=batch.tokens.device)
+        slots = walk_slots(pool, batch.rows[row], shape.context_len)
+        context = torch.tensor(slots, dtype=torch.int64, device=batch.tokens.device)
         for place in _spread(shape.query_len):
             token = offsets[row] + place
             yield Sample(token, _answer(shape, pool, context, inputs, slice(offsets[row], token + 1)))

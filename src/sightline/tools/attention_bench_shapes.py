@@ -160,6 +160,10 @@ SWEPT_ROWS = (1, 2, 4, 8, 16, 64, 256)
 SWEPT_LENGTHS = (512, 2048, 8192, 32768)
 
 
+def _listed(work: Work, sizes: Sequence[tuple[str, int, int]]) -> tuple[Shape, ...]:
+    return tuple(Shape(family, work, _SPECS[family], rows, length) for family, rows, length in sizes)
+
+
 def _tiny() -> Iterator[Shape]:
     for family, spec in _TINY.items():
         yield Shape(family, Work.DECODE, spec, 3, 21, torch.float32, 4)
