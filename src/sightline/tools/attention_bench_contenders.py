@@ -11,14 +11,15 @@ from enum import Enum
 
 from torch import Tensor
 
-from sightline.attention.capability import Capability, GraphLevel, Requirement, refusals
+from sightline.attention.capability import FEW_ROWS, Capability, GraphLevel, Requirement, Work, refusals
 from sightline.attention.contract import BackendContext, Limits
 from sightline.attention.planner import GroupBinding, Planner
-from sightline.attention.selection import Candidate
+from sightline.attention.selection import Candidate, Offer, select_backend
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.core.device import Device
+from sightline.core.errors import NoBackendError
 from sightline.tools.attention_bench_data import ShapeData
-from sightline.tools.attention_bench_shapes import Shape
+from sightline.tools.attention_bench_shapes import RowKind, Shape
 
 _SCRATCH_BYTES = 1 << 36
 
@@ -54,23 +55,33 @@ def requirement(shape: Shape, device: Device) -> Requirement:
 
 
 def fitting_row(candidate: Candidate, shape: Shape, device: Device) -> tuple[Capability | None, tuple[str, ...]]:
-    """The first capability row that serves the shape, or the reasons of the row that comes nearest."""
-    need = requirement(shape, device)
-    refused = []
-    for capability in candidate.load().capabilities:
+    """The capability row that would serve the shape, or the reasons of the row that comes nearest."""
+    need, fitting, refused = requirement(shape, device), [], []
+    for capability in candidate.rows():
         reasons = refusals(capability, need)
-        if not reasons:
-            return capability, ()
-        refused.append(reasons)
+        if reasons:
+            refused.append(reasons)
+        else:
+            fitting.append(capability)
+    if fitting:
+        return max(fitting, key=lambda capability: capability.ranks.of(work_of(shape))), ()
     return None, min(refused, key=len, default=("declares no capability",))
 
 
+def work_of(shape: Shape) -> Work:
+    """What selection takes the shape's rows for."""
+    if shape.row_kind is RowKind.PREFILL:
+        return Work.PREFILL
+    return Work.FEW if shape.num_rows <= FEW_ROWS else Work.DECODE
+
+
 def selected(candidates: Sequence[Candidate], shape: Shape, device: Device) -> str | None:
-    """The backend that an engine would use for such rows."""
-    for candidate in candidates:
-        if candidate.by_default and fitting_row(candidate, shape, device)[0] is not None:
-            return candidate.name
-    return None
+    """The backend that an engine would use for such rows; None where it has none."""
+    offered = Offer(tuple(candidate for candidate in candidates if candidate.by_default), ())
+    try:
+        return select_backend(offered, requirement(shape, device), shape.name, work=work_of(shape)).candidate.name
+    except NoBackendError:
+        return None
 
 
 def build_ours(candidate: Candidate, capability: Capability, data: ShapeData) -> Contender:
@@ -83,10 +94,24 @@ def build_ours(candidate: Candidate, capability: Capability, data: ShapeData) ->
         return out
 
     planned.prepare()
-    no_graph = None if capability.graph is GraphLevel.FULL else f"declares graph level {capability.graph.value}"
     return Contender(
-        candidate.name, Origin.OURS, layer, None, lambda: planner.plan(data.batch), planned.prepare, no_graph
+        name=candidate.name,
+        origin=Origin.OURS,
+        layer=layer,
+        kernel=None,
+        plan=lambda: planner.plan(data.batch),
+        prepare=planned.prepare,
+        no_graph=_no_graph(capability, data.shape),
     )
+
+
+def _no_graph(capability: Capability, shape: Shape) -> str | None:
+    is_served = {
+        GraphLevel.NONE: False,
+        GraphLevel.DECODE: shape.row_kind is RowKind.DECODE,
+        GraphLevel.FULL: True,
+    }[capability.graph]
+    return None if is_served else f"declares graph level {capability.graph.value}"
 
 
 def _planner(candidate: Candidate, capability: Capability, data: ShapeData) -> Planner:
@@ -97,4 +122,4 @@ def _planner(candidate: Candidate, capability: Capability, data: ShapeData) -> P
     context = BackendContext(data.group.name, shape.spec, cache, workspace, limits, shape.dtype, target)
     backend = candidate.load()(context)
     workspace.seal()
-    return Planner([GroupBinding(data.group, cache, backend, capability)], limits, target)
+    return Planner([GroupBinding.alone(data.group, cache, backend, capability)], limits, target)

@@ -20,7 +20,7 @@ from sightline.core.batch import Batch
 from sightline.core.device import Device, DeviceKind
 from sightline.runner.batching import RowWork, assemble
 from sightline.testing.bench import Layout, arrange_free_pages, walk_slots
-from sightline.tools.attention_bench_shapes import Shape, Work
+from sightline.tools.attention_bench_shapes import RowKind, Shape
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Of an output vector: the length of its error over its own length. A page read wrong is ten times as much."""
@@ -140,7 +140,7 @@ def _inputs(shape: Shape, num_layers: int, generator: torch.Generator) -> tuple[
 
 
 def _softmax_inputs(shape: Shape, spec: SoftmaxSpec, normal: _Normal) -> SoftmaxInputs:
-    factor = _NEW_VALUE_FACTOR if shape.work is Work.DECODE else 1.0
+    factor = _NEW_VALUE_FACTOR if shape.row_kind is RowKind.DECODE else 1.0
     entry = (shape.num_tokens, spec.num_kv_heads, spec.head_dim)
     q = normal(shape.num_tokens, spec.num_q_heads, spec.head_dim)
     return SoftmaxInputs(q, normal(*entry), normal(*entry) * factor, None)
@@ -148,7 +148,7 @@ def _softmax_inputs(shape: Shape, spec: SoftmaxSpec, normal: _Normal) -> Softmax
 
 def _latent_inputs(shape: Shape, spec: LatentSpec, num_layers: int, normal: _Normal) -> tuple[LatentInputs, ...]:
     """A head's query is one run of numbers, as its projection gives it."""
-    factor = _NEW_LATENT_FACTOR if shape.work is Work.DECODE else 1.0
+    factor = _NEW_LATENT_FACTOR if shape.row_kind is RowKind.DECODE else 1.0
     q = normal(shape.num_tokens, spec.num_q_heads, spec.nope_dim + spec.rope_dim)
     latent, k_rope = normal(shape.num_tokens, spec.latent_dim) * factor, normal(shape.num_tokens, spec.rope_dim)
     return tuple(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sightline.tools.attention_bench_results import AttentionReport, Part, ShapeResult
-from sightline.tools.attention_bench_shapes import Shape, Work
+from sightline.tools.attention_bench_shapes import RowKind, Shape
 from sightline.tools.plot import Panel, Series, draw
 
 
@@ -19,7 +19,7 @@ def plot_report(report: AttentionReport) -> str:
 def _listed_panels(report: AttentionReport) -> list[Panel]:
     grouped: dict[str, list[ShapeResult]] = {}
     for result in report.shapes:
-        grouped.setdefault(f"{result.shape.family}, {result.shape.work.value}", []).append(result)
+        grouped.setdefault(f"{result.shape.family}, {result.shape.row_kind.value}", []).append(result)
     return [
         _panel(title, "tokens of all rows", results, lambda shape: shape.num_rows * shape.length)
         for title, results in grouped.items()
@@ -30,7 +30,7 @@ def _swept_panels(report: AttentionReport) -> list[Panel]:
     grouped: dict[str, list[ShapeResult]] = {}
     for result in report.shapes:
         shape = result.shape
-        if shape.work is Work.DECODE:
+        if shape.row_kind is RowKind.DECODE:
             grouped.setdefault(f"{shape.family}, {shape.num_rows} rows", []).append(result)
     return [
         _panel(title, "tokens of a row", results, lambda shape: shape.length)

@@ -77,7 +77,7 @@ def _shape_table(result: ShapeResult) -> Table:
     bound = "bytes" if result.is_bound_by_bytes else "operations"
     floors = ", ".join(f"{part.value} {result.floor(part) * 1e6:.1f}" for part in (Part.KERNEL, Part.LAYER))
     table = Table(
-        title=f"{shape.name} ({shape.work.value}): floor, µs: {floors} ({bound}); {result.num_layers} layers",
+        title=f"{shape.name} ({shape.row_kind.value}): floor, µs: {floors} ({bound}); {result.num_layers} layers",
         title_justify="left",
     )
     for column in _COLUMNS:

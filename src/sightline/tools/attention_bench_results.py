@@ -129,7 +129,7 @@ class ShapeResult:
         return {
             "shape": shape.name,
             "family": shape.family,
-            "work": shape.work.value,
+            "kind": shape.row_kind.value,
             "num_rows": shape.num_rows,
             "length": shape.length,
             "dtype": str(shape.dtype).removeprefix("torch."),

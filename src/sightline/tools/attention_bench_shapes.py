@@ -16,7 +16,7 @@ from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.core.errors import ConfigError
 
 
-class Work(Enum):
+class RowKind(Enum):
     """What the rows of a shape do."""
 
     DECODE = "decode"
@@ -43,7 +43,7 @@ class Shape:
 
     family: str
     """Shapes of one family differ in rows and lengths only."""
-    work: Work
+    row_kind: RowKind
     spec: AttentionSpec
     num_rows: int
     length: int
@@ -56,13 +56,13 @@ class Shape:
     @property
     def name(self) -> str:
         """What it is asked for by."""
-        prefix = "" if self.work is Work.DECODE else f"{self.work.value}-"
+        prefix = "" if self.row_kind is RowKind.DECODE else f"{self.row_kind.value}-"
         return f"{prefix}{self.family}-{self.num_rows}x{self.length}"
 
     @property
     def query_len(self) -> int:
         """Of each row."""
-        return 1 if self.work is Work.DECODE else self.length
+        return 1 if self.row_kind is RowKind.DECODE else self.length
 
     @property
     def context_len(self) -> int:
@@ -87,14 +87,14 @@ class Shape:
     @property
     def num_pairs(self) -> int:
         """Queries times the keys that each sees, in one head."""
-        if self.work is Work.DECODE:
+        if self.row_kind is RowKind.DECODE:
             return self.num_rows * self.length
         return self.num_rows * self.length * (self.length + 1) // 2
 
     @property
     def attention(self) -> Cost:
         """Of attention alone: decode reads the cache once; prefill moves queries, keys, values and outputs once."""
-        if self.work is Work.DECODE:
+        if self.row_kind is RowKind.DECODE:
             return Cost(self.num_rows * self.length * self.entry_bytes, self._operations)
         return Cost(self.num_tokens * self._token_elements * self.dtype.itemsize, self._operations)
 
@@ -115,7 +115,7 @@ class Shape:
         match self.spec:
             case SoftmaxSpec(num_q_heads=heads, head_dim=head_dim):
                 return 4 * self.num_pairs * heads * head_dim
-            case LatentSpec() as spec if self.work is Work.DECODE:
+            case LatentSpec() as spec if self.row_kind is RowKind.DECODE:
                 return 2 * self.num_pairs * spec.num_q_heads * (spec.head_dim + spec.latent_dim)
             case LatentSpec() as spec:
                 return 2 * self.num_pairs * spec.num_q_heads * (spec.nope_dim + spec.rope_dim + spec.value_dim)
@@ -160,19 +160,19 @@ SWEPT_ROWS = (1, 2, 4, 8, 16, 64, 256)
 SWEPT_LENGTHS = (512, 2048, 8192, 32768)
 
 
-def _listed(work: Work, sizes: Sequence[tuple[str, int, int]]) -> tuple[Shape, ...]:
-    return tuple(Shape(family, work, _SPECS[family], rows, length) for family, rows, length in sizes)
+def _listed(row_kind: RowKind, sizes: Sequence[tuple[str, int, int]]) -> tuple[Shape, ...]:
+    return tuple(Shape(family, row_kind, _SPECS[family], rows, length) for family, rows, length in sizes)
 
 
 def _tiny() -> Iterator[Shape]:
     for family, spec in _TINY.items():
-        yield Shape(family, Work.DECODE, spec, 3, 21, torch.float32, 4)
-        yield Shape(family, Work.PREFILL, spec, 2, 10, torch.float32, 4)
+        yield Shape(family, RowKind.DECODE, spec, 3, 21, torch.float32, 4)
+        yield Shape(family, RowKind.PREFILL, spec, 2, 10, torch.float32, 4)
 
 
 def _swept(family: str) -> tuple[Shape, ...]:
     return tuple(
-        Shape(family, Work.DECODE, _SPECS[family], rows, length, is_swept=True)
+        Shape(family, RowKind.DECODE, _SPECS[family], rows, length, is_swept=True)
         for rows in SWEPT_ROWS
         for length in SWEPT_LENGTHS
     )
@@ -180,9 +180,11 @@ def _swept(family: str) -> tuple[Shape, ...]:
 
 SHAPE_SETS: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
     {
-        "decode": tuple(Shape(family, Work.DECODE, _SPECS[family], rows, length) for family, rows, length in _DECODE),
+        "decode": tuple(
+            Shape(family, RowKind.DECODE, _SPECS[family], rows, length) for family, rows, length in _DECODE
+        ),
         "prefill": tuple(
-            Shape(family, Work.PREFILL, _SPECS[family], rows, length) for family, rows, length in _PREFILL
+            Shape(family, RowKind.PREFILL, _SPECS[family], rows, length) for family, rows, length in _PREFILL
         ),
         "tiny": tuple(_tiny()),
         **{f"sweep-{family}": _swept(family) for family in _SPECS},

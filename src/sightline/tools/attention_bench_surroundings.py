@@ -23,7 +23,7 @@ from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.core.device import Device, DeviceKind
 from sightline.kernels.paging import write_entries
 from sightline.tools.attention_bench_data import ShapeData
-from sightline.tools.attention_bench_shapes import Work
+from sightline.tools.attention_bench_shapes import RowKind
 
 _FUSED_WRITES = "sightline.kernels.triton.write"
 
@@ -171,6 +171,6 @@ def surround(data: ShapeData) -> Surroundings:
             return SoftmaxSurroundings(data, inputs)
         case LatentSpec() as spec:
             by_layer = tuple(each for each in data.inputs if isinstance(each, LatentInputs))
-            if data.shape.work is Work.DECODE:
+            if data.shape.row_kind is RowKind.DECODE:
                 return AbsorbedSurroundings(data, by_layer, spec)
             return ExpandedSurroundings(data, by_layer, spec)

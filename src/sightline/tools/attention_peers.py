@@ -28,7 +28,7 @@ from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import SightlineError
 from sightline.tools.attention_bench_contenders import Contender, Origin
 from sightline.tools.attention_bench_data import ShapeData
-from sightline.tools.attention_bench_shapes import Shape, Work
+from sightline.tools.attention_bench_shapes import RowKind, Shape
 from sightline.tools.attention_bench_surroundings import (
     AbsorbedSurroundings,
     ExpandedSurroundings,
@@ -37,9 +37,9 @@ from sightline.tools.attention_bench_surroundings import (
     surround,
 )
 
-Form: TypeAlias = tuple[SpecKind, Work]
-SOFTMAX_DECODE, SOFTMAX_PREFILL = (SpecKind.SOFTMAX, Work.DECODE), (SpecKind.SOFTMAX, Work.PREFILL)
-LATENT_DECODE, LATENT_PREFILL = (SpecKind.LATENT, Work.DECODE), (SpecKind.LATENT, Work.PREFILL)
+Form: TypeAlias = tuple[SpecKind, RowKind]
+SOFTMAX_DECODE, SOFTMAX_PREFILL = (SpecKind.SOFTMAX, RowKind.DECODE), (SpecKind.SOFTMAX, RowKind.PREFILL)
+LATENT_DECODE, LATENT_PREFILL = (SpecKind.LATENT, RowKind.DECODE), (SpecKind.LATENT, RowKind.PREFILL)
 _CUDA = frozenset({DeviceKind.CUDA})
 
 
@@ -72,8 +72,8 @@ class AttentionPeer(ABC):
         """Why it does not serve the shape there."""
         if device.kind not in self.devices:
             return f"does not run on {device.kind.value}"
-        if (shape.spec.kind, shape.work) not in self.forms:
-            return f"does not serve {shape.spec.kind.value} {shape.work.value}"
+        if (shape.spec.kind, shape.row_kind) not in self.forms:
+            return f"does not serve {shape.spec.kind.value} {shape.row_kind.value}"
         if device.kind is DeviceKind.CUDA and shape.dtype not in (torch.bfloat16, torch.float16):
             return f"does not compute in {shape.dtype}"
         return None
@@ -215,7 +215,7 @@ class FlashAttention3Peer(AttentionPeer):
     def kernel(self, data: ShapeData, surroundings: Surroundings) -> PeerKernel:
         _load_library(self._file)
         operations = torch.ops._vllm_fa3_C
-        if data.shape.work is Work.DECODE:
+        if data.shape.row_kind is RowKind.DECODE:
             return self._decode(operations, data, surroundings)
         return self._prefill(operations, data, surroundings)
 
