@@ -62,6 +62,7 @@ def _parts(report: AttentionReport) -> Iterator[RenderableType]:
         yield ""
         yield _shape_table(result)
         yield from _remarks(result)
+    yield from _summary(report)
     yield ""
     for name, reason in report.skipped_shapes.items():
         yield f"[yellow]{name} was not measured[/]: {escape(reason)}"
@@ -70,6 +71,21 @@ def _parts(report: AttentionReport) -> Iterator[RenderableType]:
     yield "µs, ± the furthest sample; * is what an engine would select; plan is host time, a step's."
     for line in LEGEND:
         yield f"[dim]{line}[/]"
+
+
+def _summary(report: AttentionReport) -> Iterator[RenderableType]:
+    """What an engine would select, beside the fastest peer of each shape."""
+    table = Table(title="selected, × the fastest peer", title_justify="left")
+    for column in ("shape", "selected", *(f"{part.value} {mode.value}" for part in Part for mode in Mode)):
+        table.add_column(column, justify="left" if column in ("shape", "selected") else "right")
+    for result in report.shapes:
+        for contender in result.contenders:
+            if contender.is_selected:
+                ratios = (_factor(result.ratio(contender, part, mode)) for part in Part for mode in Mode)
+                table.add_row(result.shape.name, escape(contender.name), *ratios)
+    if any(contender.origin is Origin.PEER for result in report.shapes for contender in result.contenders):
+        yield ""
+        yield table
 
 
 def _shape_table(result: ShapeResult) -> Table:

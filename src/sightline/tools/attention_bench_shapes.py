@@ -180,12 +180,8 @@ def _swept(family: str) -> tuple[Shape, ...]:
 
 SHAPE_SETS: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
     {
-        "decode": tuple(
-            Shape(family, RowKind.DECODE, _SPECS[family], rows, length) for family, rows, length in _DECODE
-        ),
-        "prefill": tuple(
-            Shape(family, RowKind.PREFILL, _SPECS[family], rows, length) for family, rows, length in _PREFILL
-        ),
+        "decode": _listed(RowKind.DECODE, _DECODE),
+        "prefill": _listed(RowKind.PREFILL, _PREFILL),
         "tiny": tuple(_tiny()),
         **{f"sweep-{family}": _swept(family) for family in _SPECS},
     }
