@@ -28,13 +28,14 @@ from sightline.attention.spec import SoftmaxSpec
 from sightline.cli import app
 from sightline.core.device import detect_device
 from sightline.core.errors import ConfigError, SightlineError
+from sightline.tools import attention_bench
 from sightline.tools import attention_bench_surroundings as surroundings_module
-from sightline.tools.attention_bench import Field, measure_attention
+from sightline.tools.attention_bench import Field, measure_attention, measure_shape
 from sightline.tools.attention_bench_contenders import Origin, selected, work_of
 from sightline.tools.attention_bench_data import ShapeData, build_data
 from sightline.tools.attention_bench_plot import plot_report
 from sightline.tools.attention_bench_report import render
-from sightline.tools.attention_bench_results import AttentionReport, Mode, Part, State
+from sightline.tools.attention_bench_results import AttentionReport, Mode, Part, ShapeResult, State
 from sightline.tools.attention_bench_shapes import SHAPE_SETS, SWEEP_SETS, Shape, find_shapes
 from sightline.tools.attention_bench_surroundings import surround
 from sightline.tools.attention_bench_timing import Effort, HostClock, Rates, Task, time_in_turns
@@ -211,7 +212,9 @@ def test_a_backend_that_raises_is_red_and_a_peer_that_raises_is_not() -> None:
     assert "broken failed: ImportError: libcuda.so.1" in text_of(report)
     report = measured("tiny-gqa-3x21", planted("stumbles", stumble))
     assert report.is_red
-    assert report.shapes[0].contenders[0].detail == "RuntimeError: no such kernel"
+    [stumbled] = report.shapes[0].contenders
+    assert stumbled.detail.startswith("RuntimeError: no such kernel (in stumble, test_attention_bench.py:")
+    assert "Traceback" in stumbled.trace
 
 
 def test_a_peer_with_a_wrong_answer_is_red() -> None:
@@ -237,6 +240,23 @@ def test_a_shape_over_the_memory_bound_is_skipped_and_told() -> None:
     assert {result.shape.name for result in report.shapes} < {shape.name for shape in SHAPE_SETS["tiny"]}
     assert all("GiB" in reason for reason in report.skipped_shapes.values())
     assert len(report.shapes) + len(report.skipped_shapes) == len(SHAPE_SETS["tiny"])
+
+
+def test_a_device_that_fails_loses_nothing_that_was_measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def failing(*arguments: Any) -> ShapeResult:
+        tried.append(arguments[0].name)
+        if len(tried) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return measure_shape(*arguments)
+
+    monkeypatch.setattr(attention_bench, "measure_shape", failing)
+    report = measured("tiny", TORCH, TORCH_LATENT)
+    assert report.is_red
+    assert len(report.shapes) == 3
+    assert list(report.broken_shapes) == [tried[1]]
+    assert "could not be measured: RuntimeError: CUDA error: an illegal memory access" in text_of(report)
 
 
 def test_a_kernel_of_ours_is_the_layer_less_what_surrounds_it() -> None:
@@ -385,6 +405,7 @@ def test_the_command_prints_a_table_and_writes_its_files(tmp_path: Path) -> None
     result = run("--shapes", "tiny-gqa-3x21", "--peers", "--json", str(saved), "--plot", str(drawn))
     assert result.exit_code == 0, result.output
     assert "* torch" in result.stdout
+    assert "tiny-gqa-3x21: torch " in result.stderr
     assert "\x1b[" not in result.stdout
     assert json.loads(saved.read_text())["shapes"][0]["shape"] == "tiny-gqa-3x21"
     assert ElementTree.parse(drawn).getroot().tag.endswith("svg")

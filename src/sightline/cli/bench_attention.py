@@ -101,8 +101,9 @@ def _backends(names: list[str] | None) -> tuple[Candidate, ...]:
 
 
 def _say_shape(result: ShapeResult, seconds: float) -> None:
-    states = ", ".join(f"{each.name} {each.state.value}" for each in result.contenders if each.state.value != "skipped")
-    notes.print(f"[dim]{result.shape.name}: {escape(states)} ({seconds:.1f} s)[/]", soft_wrap=True)
+    from sightline.tools.attention_bench_report import one_line
+
+    notes.print(f"[dim]{escape(one_line(result))} ({seconds:.1f} s)[/]", soft_wrap=True)
 
 
 def _tell(report: AttentionReport, *, in_place: bool, target: Path | None, plot: Path | None) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -87,15 +89,21 @@ def measure_attention(
     missing = {peer.name: reason for peer in entrants.peers if (reason := peer.missing()) is not None}
     present = replace(entrants, peers=tuple(peer for peer in entrants.peers if peer.name not in missing))
     limit = entrants.max_pool_bytes or available_bytes(entrants.device) // 2
-    results, skipped = [], {}
+    results: list[ShapeResult] = []
+    skipped: dict[str, str] = {}
+    broken: dict[str, str] = {}
     for shape in shapes:
         num_bytes = pool_bytes(shape, count_layers(shape, entrants.device))
         if num_bytes > limit:
             skipped[shape.name] = f"its cache takes {num_bytes / 2**30:.1f} GiB of the {limit / 2**30:.1f} allowed"
             continue
         began = time.perf_counter()
-        results.append(measure_shape(shape, present, rates))
-        _release(entrants.device)
+        try:
+            results.append(measure_shape(shape, present, rates))
+            _release(entrants.device)
+        except RuntimeError as error:  # a device that failed, or is full: what was measured before it is still told
+            broken[shape.name] = _told(error)
+            continue
         on_shape(results[-1], time.perf_counter() - began)
     return AttentionReport(
         environment=collect_environment(),
@@ -103,6 +111,7 @@ def measure_attention(
         rates=rates,
         shapes=tuple(results),
         skipped_shapes=skipped,
+        broken_shapes=broken,
         missing_peers=missing,
         seconds=time.perf_counter() - started,
     )
@@ -144,7 +153,8 @@ def _try(blank: ContenderResult, build: Callable[[], Contender], data: ShapeData
     except _WrongAnswer as wrong:
         return _Entry(replace(blank, state=State.WRONG, detail=str(wrong)))
     except Exception as raised:  # the border to other people's code: whatever it raises is its result
-        return _Entry(replace(blank, state=State.FAILED, detail=_told(raised)))
+        trace = "".join(traceback.format_exception(raised))
+        return _Entry(replace(blank, state=State.FAILED, detail=_told(raised), trace=trace))
     return _Entry(replace(blank, error=error, no_graph=no_graph), contender, tasks)
 
 
@@ -243,7 +253,9 @@ def _differences(
 
 
 def _told(raised: Exception) -> str:
-    return f"{type(raised).__name__}: {raised}"
+    """With the line that it came from."""
+    place = traceback.extract_tb(raised.__traceback__)[-1]
+    return f"{type(raised).__name__}: {raised} (in {place.name}, {Path(place.filename).name}:{place.lineno})"
 
 
 def _release(device: Device) -> None:

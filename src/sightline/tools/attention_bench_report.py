@@ -39,6 +39,20 @@ _COLUMNS = (
 )
 
 
+def one_line(result: ShapeResult) -> str:
+    """A shape in short: who is right, and the layer's µs, launched and in a graph."""
+    told = []
+    for contender in result.contenders:
+        if contender.state is State.RIGHT:
+            taken = [contender.time(Part.LAYER, mode) for mode in Mode]
+            told.append(
+                f"{contender.name} {' / '.join('–' if each is None else f'{each * 1e6:.1f}' for each in taken)}"
+            )
+        elif contender.state is not State.SKIPPED:
+            told.append(f"{contender.name} {contender.state.value}: {contender.detail}")
+    return f"{result.shape.name}: {'; '.join(told)}"
+
+
 def print_table(report: AttentionReport) -> None:
     """On standard output, in colour where that is a terminal."""
     console = Console(highlight=False)
@@ -64,6 +78,8 @@ def _parts(report: AttentionReport) -> Iterator[RenderableType]:
         yield from _remarks(result)
     yield from _summary(report)
     yield ""
+    for name, reason in report.broken_shapes.items():
+        yield f"[bold red]{name} could not be measured[/]: {escape(reason)}"
     for name, reason in report.skipped_shapes.items():
         yield f"[yellow]{name} was not measured[/]: {escape(reason)}"
     for name, reason in report.missing_peers.items():

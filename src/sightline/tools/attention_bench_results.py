@@ -59,6 +59,8 @@ class ContenderResult:
     state: State
     detail: str = ""
     """Why it is not right."""
+    trace: str = ""
+    """Of what it raised."""
     error: float | None = None
     """Of its worst output vector, relative."""
     is_selected: bool = False
@@ -154,6 +156,7 @@ class ShapeResult:
             "origin": contender.origin.value,
             "state": contender.state.value,
             "detail": contender.detail,
+            "trace": contender.trace,
             "error": contender.error,
             "selected": contender.is_selected,
             "no_graph": contender.no_graph,
@@ -180,13 +183,16 @@ class AttentionReport:
     shapes: tuple[ShapeResult, ...]
     skipped_shapes: Mapping[str, str]
     """By name: why it was not measured."""
+    broken_shapes: Mapping[str, str]
+    """By name: what the device raised."""
     missing_peers: Mapping[str, str]
     """By name: what is not installed."""
     seconds: float
 
     @property
     def is_red(self) -> bool:
-        return any(contender.is_red for result in self.shapes for contender in result.contenders)
+        wrong = any(contender.is_red for result in self.shapes for contender in result.contenders)
+        return wrong or bool(self.broken_shapes)
 
     def to_data(self) -> dict[str, Any]:
         return {
@@ -201,6 +207,7 @@ class AttentionReport:
             "is_red": self.is_red,
             "seconds": self.seconds,
             "skipped_shapes": dict(self.skipped_shapes),
+            "broken_shapes": dict(self.broken_shapes),
             "missing_peers": dict(self.missing_peers),
             "shapes": [result.to_data() for result in self.shapes],
         }
