@@ -1,0 +1,151 @@
+"""Attention of rows of any number of new tokens: over pages, over a step's own keys, or over keys side by side.
+
+Owns the launch of the kernel in `extend_kernel`. Does not know batches or plans; `extend_tiles` says which program
+computes what, `extend_rules` what a query sees.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from sightline.kernels.triton.extend_kernel import extend_kernel
+from sightline.kernels.triton.extend_rules import ExtendMasks, ScoreRule
+from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles
+
+
+def extend_paged(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    page_size: int,
+    tiles: Tiles,
+    out: Tensor,
+    *,
+    rule: ScoreRule,
+    masks: ExtendMasks,
+    config: ExtendConfig,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Attends to entries in pages, the new tokens' included: they were written before.
+
+    q [num_tokens, q_heads, qk_dim], keys [num_slots, kv_heads, qk_dim], values [num_slots, kv_heads, v_dim], pages
+    [num_table_rows, max_pages] int64, out [num_tokens, q_heads, v_dim]: the last dimension of each contiguous. sinks
+    [q_heads]. lse [num_tokens, q_heads] fp32 where it is wanted. Entries in float8_e4m3fn have one fp32 scale on the
+    device each for keys and values. `tiles` come from `prepare_tiles` with page-table rows. What belongs to padding
+    tokens is left as it is.
+    """
+    is_fp8 = keys.dtype is torch.float8_e4m3fn
+    if (k_scale is not None) != is_fp8 or (v_scale is not None) != is_fp8:
+        raise ValueError(f"expected scales exactly for float8_e4m3fn entries, got {keys.dtype}; give both or neither")
+    _launch(q, keys, values, pages, page_size, tiles, out, rule, masks, config, sinks, lse, k_scale, v_scale)
+
+
+def extend_contiguous(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiles: Tiles,
+    out: Tensor,
+    *,
+    rule: ScoreRule,
+    masks: ExtendMasks,
+    config: ExtendConfig,
+    sinks: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> None:
+    """Attends to keys k [num_keys, kv_heads, qk_dim] and values v [num_keys, kv_heads, v_dim] that lie side by side.
+
+    `tiles` come from `prepare_tiles` without page-table rows, where the keys are the step's own, or from
+    `prepare_ragged_tiles`. The rest as in `extend_paged`.
+    """
+    _launch(q, k, v, None, 1, tiles, out, rule, masks, config, sinks, lse, None, None)
+
+
+def _launch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor | None,
+    page_size: int,
+    tiles: Tiles,
+    out: Tensor,
+    rule: ScoreRule,
+    masks: ExtendMasks,
+    config: ExtendConfig,
+    sinks: Tensor | None,
+    lse: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    num_q_heads, qk_dim = q.shape[1:]
+    num_kv_heads, v_dim = values.shape[1:]
+    group_size = num_q_heads // num_kv_heads
+    tile_heads, tile_tokens = config.tile_heads(group_size), config.tile_tokens(group_size)
+    if tile_tokens != tiles.tile_tokens:
+        raise ValueError(f"expected tiles of {tile_tokens} tokens for {config}, got {tiles.tile_tokens}; prepare them so")
+    head_blocks = triton.cdiv(group_size, tile_heads)
+    grid = (tiles.records.shape[0] * num_kv_heads * head_blocks,)
+    if grid[0] == 0:
+        return
+    block_qk, block_rest = _split_dim(qk_dim)
+    lse_strides = (0, 0) if lse is None else lse.stride()
+    extend_kernel[grid](
+        q,
+        keys,
+        values,
+        pages,
+        tiles.records,
+        out,
+        lse,
+        sinks,
+        k_scale,
+        v_scale,
+        masks.row_kinds,
+        masks.trees,
+        masks.tree_offsets,
+        masks.positions,
+        rule.scale,
+        0.0 if rule.softcap is None else rule.softcap,
+        0 if rule.window is None else rule.window,
+        0 if pages is None else pages.stride(0),
+        *(stride for each in (q, keys, values, out) for stride in each.stride()[:2]),
+        *lse_strides,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP_SIZE=group_size,
+        TILE_HEADS=tile_heads,
+        HEAD_BLOCKS=head_blocks,
+        QK_DIM=qk_dim,
+        V_DIM=v_dim,
+        PAGE_SIZE=page_size,
+        FIELDS=FIELDS,
+        MASK_KIND=int(masks.kind),
+        HAS_TREES=masks.trees is not None,
+        HAS_WINDOW=rule.window is not None,
+        HAS_SOFTCAP=rule.softcap is not None,
+        HAS_SINKS=sinks is not None,
+        HAS_LSE=lse is not None,
+        IS_PAGED=pages is not None,
+        IS_FP8=k_scale is not None,
+        IS_INTERPRETED=q.device.type == "cpu",
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_QK=block_qk,
+        BLOCK_REST=block_rest,
+        BLOCK_V=max(16, triton.next_power_of_2(v_dim)),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _split_dim(dim: int) -> tuple[int, int]:
+    """Two powers of two, the second perhaps 0, that hold `dim` with less padding than one would."""
+    whole = max(16, triton.next_power_of_2(dim))
+    half = whole // 2
+    if half < 16 or dim == whole:
+        return whole, 0
+    rest = max(16, triton.next_power_of_2(dim - half))
+    return (whole, 0) if half + rest >= whole else (half, rest)

@@ -1,0 +1,382 @@
+"""The extend kernel: a tile of a row's queries goes through the row's keys in blocks.
+
+    |------ context ------|-- new --|   a row's keys
+                          |---------|   its queries, in tiles of some consecutive ones times the heads of a key head
+
+Blocks that all queries of a tile see whole need no mask; those at the window's edge come before them, those at the
+diagonal and at the row's end after them.
+
+Owns the device's work. Does not know who launches it; `extend_tiles` made its records.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_CAUSAL = tl.constexpr(0)
+_FULL = tl.constexpr(1)
+_TREE = tl.constexpr(2)
+_BY_ROW = tl.constexpr(3)
+
+
+@triton.jit
+def _load_pages(
+    pages: tl.tensor,
+    start: tl.tensor,
+    stop: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+) -> tl.tensor:
+    """The page of a block's keys where one page holds them all, else that of each; nothing is read from `stop` on."""
+    if not IS_PAGED:
+        page = start
+    elif PAGE_SIZE % BLOCK_N == 0:
+        page = tl.load(pages + start // PAGE_SIZE, mask=start < stop, other=0)
+    else:
+        key = start + tl.arange(0, BLOCK_N)
+        page = tl.load(pages + key // PAGE_SIZE, mask=key < stop, other=0)
+    return page
+
+
+@triton.jit
+def _block_slots(
+    page: tl.tensor,
+    first_key: tl.tensor,
+    start: tl.tensor,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where a block's entries lie: one int64 slot, and each entry's distance from it."""
+    distance = tl.arange(0, BLOCK_N)
+    if not IS_PAGED:
+        slot = (first_key + start).to(tl.int64)
+    elif PAGE_SIZE % BLOCK_N == 0:
+        slot = page * PAGE_SIZE + start % PAGE_SIZE
+    else:
+        slot = tl.zeros([], tl.int64)
+        distance = page * PAGE_SIZE + (start + distance) % PAGE_SIZE
+    return slot, distance
+
+
+@triton.jit
+def _load_block(
+    plane: tl.tensor,
+    slot: tl.tensor,
+    distance: tl.tensor,
+    slot_stride: tl.tensor,
+    is_seen: tl.tensor,
+    FIRST_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_N, BLOCK_DIM]: zeros where a slot is not seen, whatever lies there, and beyond the dimension."""
+    dim = FIRST_DIM + tl.arange(0, BLOCK_DIM)
+    at = plane + slot * slot_stride + (distance[:, None] * slot_stride + dim[None, :])
+    if IS_MASKED:
+        block = tl.load(at, mask=is_seen[:, None] & (dim < DIM)[None, :], other=0.0)
+    elif FIRST_DIM + BLOCK_DIM > DIM:
+        block = tl.load(at, mask=(dim < DIM)[None, :], other=0.0)
+    else:
+        block = tl.load(at)
+    return block
+
+
+@triton.jit
+def _product(a: tl.tensor, b: tl.tensor, added: tl.tensor, IS_INTERPRETED: tl.constexpr) -> tl.tensor:
+    """a @ b + added. The interpreter takes the bits of bf16 for integers, so that it gets what they stand for."""
+    if IS_INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, added, input_precision="ieee")
+
+
+@triton.jit
+def _visible(
+    key: tl.tensor,
+    last_seen: tl.tensor,
+    position: tl.tensor,
+    tree: tl.tensor,
+    new_positions: tl.tensor,
+    tree_start: tl.tensor,
+    num_keys: tl.tensor,
+    window: tl.tensor,
+    HAS_TREES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_M, BLOCK_N]: which keys each query sees. `tree` points to each query's line of its row's tree."""
+    visible = key[None, :] <= last_seen[:, None]
+    key_position = key
+    if HAS_TREES:
+        in_tree = (key >= tree_start) & (key < num_keys)
+        new = key - tree_start
+        seen = tl.load(tree[:, None] + new[None, :], mask=in_tree[None, :] & (position >= 0)[:, None], other=0)
+        visible = visible & (~in_tree[None, :] | (seen != 0))
+        key_position = tl.where(in_tree, tl.load(new_positions + new, mask=in_tree, other=0).to(tl.int32), key)
+    if HAS_WINDOW:
+        visible = visible & (tl.abs(position[:, None] - key_position[None, :]) < window)
+    return visible
+
+
+@triton.jit
+def _attend_blocks(
+    found: tl.tensor,
+    total: tl.tensor,
+    largest: tl.tensor,
+    q: tl.tensor,
+    q_rest: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    pages: tl.tensor,
+    first_key: tl.tensor,
+    start_block: tl.tensor,
+    stop_block: tl.tensor,
+    first_seen: tl.tensor,
+    stop_seen: tl.tensor,
+    last_seen: tl.tensor,
+    position: tl.tensor,
+    tree: tl.tensor,
+    new_positions: tl.tensor,
+    tree_start: tl.tensor,
+    num_keys: tl.tensor,
+    window: tl.tensor,
+    softcap_scale: tl.tensor,
+    factor: tl.tensor,
+    keys_slot_stride: tl.tensor,
+    values_slot_stride: tl.tensor,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_TREES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Goes through blocks of keys: what was found of the values [BLOCK_M, BLOCK_V], the weights' total, the largest
+    score in powers of two [BLOCK_M], each with these blocks taken in."""
+    # A block's pages are read a block ahead, so that the loads of its entries wait for no other.
+    page = _load_pages(pages, start_block, stop_seen, BLOCK_N, PAGE_SIZE, IS_PAGED)
+    for start in range(start_block, stop_block, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        is_seen = (key >= first_seen) & (key < stop_seen)
+        slot, distance = _block_slots(page, first_key, start, BLOCK_N, PAGE_SIZE, IS_PAGED)
+        page = _load_pages(pages, start + BLOCK_N, stop_seen, BLOCK_N, PAGE_SIZE, IS_PAGED)
+        k = _load_block(keys, slot, distance, keys_slot_stride, is_seen, 0, QK_DIM, BLOCK_QK, IS_MASKED)
+        score = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+        score = _product(q, tl.trans(k.to(q.dtype)), score, IS_INTERPRETED)
+        if BLOCK_REST > 0:
+            k_rest = _load_block(
+                keys, slot, distance, keys_slot_stride, is_seen, BLOCK_QK, QK_DIM, BLOCK_REST, IS_MASKED
+            )
+            score = _product(q_rest, tl.trans(k_rest.to(q.dtype)), score, IS_INTERPRETED)
+        if HAS_SOFTCAP:
+            score = 1.0 - 2.0 / (tl.exp2(score * softcap_scale) + 1.0)  # tanh
+        if IS_MASKED:
+            visible = _visible(
+                key, last_seen, position, tree, new_positions, tree_start, num_keys, window, HAS_TREES, HAS_WINDOW
+            )
+            score = tl.where(visible, score, float("-inf"))
+        higher = tl.maximum(largest, tl.max(score, 1) * factor)
+        base = higher
+        if IS_MASKED:
+            # A query that has seen nothing yet: -inf minus itself would be NaN.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score * factor - base[:, None])
+        fade = tl.exp2(largest - base)
+        v = _load_block(values, slot, distance, values_slot_stride, is_seen, 0, V_DIM, BLOCK_V, IS_MASKED)
+        total = total * fade + tl.sum(weight, 1)
+        found = _product(weight.to(q.dtype), v.to(q.dtype), found * fade[:, None], IS_INTERPRETED)
+        largest = higher
+    return found, total, largest
+
+
+@triton.jit
+def extend_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    pages: tl.tensor,
+    records: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    sinks: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    row_kinds: tl.tensor,
+    trees: tl.tensor,
+    tree_offsets: tl.tensor,
+    positions: tl.tensor,
+    scale: tl.tensor,
+    softcap: tl.tensor,
+    window: tl.tensor,
+    pages_row_stride: tl.tensor,
+    q_token_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    keys_slot_stride: tl.tensor,
+    keys_head_stride: tl.tensor,
+    values_slot_stride: tl.tensor,
+    values_head_stride: tl.tensor,
+    out_token_stride: tl.tensor,
+    out_head_stride: tl.tensor,
+    lse_token_stride: tl.tensor,
+    lse_head_stride: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    HEAD_BLOCKS: tl.constexpr,
+    QK_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    MASK_KIND: tl.constexpr,
+    HAS_TREES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_QK: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """A program computes a tile of one key head. Heads are the inner index: the longest tiles of all start first."""
+    program = tl.program_id(0)
+    record = records + (program // (NUM_KV_HEADS * HEAD_BLOCKS)) * FIELDS
+    row = tl.load(record)
+    if row < 0:
+        return
+    first_query = tl.load(record + 1)
+    first_token = tl.load(record + 2)
+    query_len = tl.load(record + 3)
+    num_keys = tl.load(record + 4)
+    first_key = tl.load(record + 5)
+    context_len = num_keys - query_len
+    kv_head = program % (NUM_KV_HEADS * HEAD_BLOCKS) // HEAD_BLOCKS
+
+    # The product's rows: a query's heads side by side, query after query.
+    lane = tl.arange(0, BLOCK_M)
+    query = first_query + lane // TILE_HEADS
+    group_head = program % HEAD_BLOCKS * TILE_HEADS + lane % TILE_HEADS
+    TILE_TOKENS: tl.constexpr = BLOCK_M // TILE_HEADS
+    is_query = (lane < TILE_TOKENS * TILE_HEADS) & (query < query_len) & (group_head < GROUP_SIZE)
+    q_head = kv_head * GROUP_SIZE + group_head
+    token = (first_token + query).to(tl.int64)
+    q_at = q + (token * q_token_stride + q_head * q_head_stride)[:, None]
+    dim = tl.arange(0, BLOCK_QK)[None, :]
+    tile_q = tl.load(q_at + dim, mask=is_query[:, None] & (dim < QK_DIM), other=0.0)
+    tile_q_rest = tile_q
+    if BLOCK_REST > 0:
+        rest = BLOCK_QK + tl.arange(0, BLOCK_REST)[None, :]
+        tile_q_rest = tl.load(q_at + rest, mask=is_query[:, None] & (rest < QK_DIM), other=0.0)
+
+    kind = MASK_KIND
+    if MASK_KIND == _BY_ROW:
+        kind = tl.load(row_kinds + row).to(tl.int32)
+    position = context_len + query
+    last_seen = tl.where(kind == _CAUSAL, position, num_keys - 1)
+    first_position = context_len + first_query
+    last_position = tl.minimum(first_position + TILE_TOKENS, num_keys) - 1
+    tree = trees
+    new_positions = positions
+    tree_start = num_keys
+    if HAS_TREES:
+        tree = trees + tl.load(tree_offsets + row) + query * query_len
+        new_positions = positions + first_token
+        if kind == _TREE:
+            tree_start = context_len
+            position = tl.load(positions + token, mask=is_query, other=-1).to(tl.int32)
+            first_position = tl.min(tl.where(is_query, position, 2147483647), 0)
+            last_position = tl.max(position, 0)
+
+    # Keys from `first_seen` to `stop_seen` are seen by some query, those from `first_shared` to `stop_shared` by all.
+    first_seen = 0
+    first_shared = 0
+    stop_seen = num_keys
+    stop_shared = num_keys
+    if HAS_WINDOW:
+        first_seen = tl.maximum(first_position - window + 1, 0)
+        first_shared = tl.maximum(last_position - window + 1, 0)
+        if kind == _TREE:
+            first_seen = tl.minimum(first_seen, context_len)
+        else:
+            stop_seen = tl.minimum(num_keys, last_position + window)
+            stop_shared = tl.minimum(num_keys, first_position + window)
+    if kind == _CAUSAL:
+        stop_seen = tl.minimum(stop_seen, last_position + 1)
+        stop_shared = tl.minimum(stop_shared, first_position + 1)
+    elif kind == _TREE:
+        stop_shared = context_len
+    stop_shared = tl.maximum(stop_shared, 0)
+
+    factor = scale * _LOG2_E
+    softcap_scale = 0.0
+    if IS_FP8:
+        factor = factor * tl.load(k_scale)
+    if HAS_SOFTCAP:
+        softcap_scale = 2.0 * factor / softcap
+        factor = softcap * _LOG2_E
+    if IS_PAGED:
+        pages += first_key.to(tl.int64) * pages_row_stride
+    keys += kv_head * keys_head_stride
+    values += kv_head * values_head_stride
+
+    found = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    first_block = first_seen // BLOCK_N * BLOCK_N
+    if HAS_WINDOW:
+        window_stop = tl.minimum(first_shared + BLOCK_N - 1, stop_seen + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+        window_stop = tl.maximum(window_stop, first_block)
+        found, total, largest = _attend_blocks(
+            found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, window_stop,
+            first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window, softcap_scale,
+            factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW, HAS_SOFTCAP,
+            IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
+        )  # fmt: skip
+        first_block = window_stop
+    shared_stop = tl.maximum(stop_shared // BLOCK_N * BLOCK_N, first_block)
+    found, total, largest = _attend_blocks(
+        found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, shared_stop,
+        first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window, softcap_scale,
+        factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW, HAS_SOFTCAP,
+        IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=False,
+    )  # fmt: skip
+    found, total, largest = _attend_blocks(
+        found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, shared_stop, stop_seen,
+        first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window, softcap_scale,
+        factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW, HAS_SOFTCAP,
+        IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
+    )  # fmt: skip
+
+    if HAS_SINKS:
+        sink = tl.load(sinks + q_head, mask=is_query, other=0.0).to(tl.float32) * _LOG2_E
+        higher = tl.maximum(largest, sink)
+        fade = tl.exp2(largest - higher)
+        total = total * fade + tl.exp2(sink - higher)
+        found = found * fade[:, None]
+        largest = higher
+    # A total of 0: the query saw nothing, and `largest` is -inf.
+    total = tl.where(total == 0.0, 1.0, total)
+    share = 1.0 / total
+    if IS_FP8:
+        share = share * tl.load(v_scale)
+    found = found * share[:, None]
+    v_dim = tl.arange(0, BLOCK_V)[None, :]
+    out_at = out + (token * out_token_stride + q_head * out_head_stride)[:, None] + v_dim
+    tl.store(out_at, found.to(out.dtype.element_ty), mask=is_query[:, None] & (v_dim < V_DIM))
+    if HAS_LSE:
+        seen_lse = (largest + tl.log2(total)) * _LN_2
+        tl.store(lse + token * lse_token_stride + q_head * lse_head_stride, seen_lse, mask=is_query)

@@ -1,0 +1,63 @@
+"""What a query of an extend launch sees, and how a score is made. Plain values: knows no kernel."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+
+class MaskKind(IntEnum):
+    """What the queries of a launch may see of their rows' keys; the first three are also a row's own kind."""
+
+    CAUSAL = 0
+    """Query i of n sees the keys up to number num_keys - n + i."""
+    FULL = 1
+    """Every query sees every key."""
+    TREE = 2
+    """The context, and of the new tokens what the row's tree says. Not for a whole launch."""
+    BY_ROW = 3
+    """Each row has its own. Not a row's."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExtendMasks:
+    """The masks of a launch."""
+
+    kind: MaskKind
+    row_kinds: Tensor | None = None
+    """[num_rows] int8, for `BY_ROW`: a `MaskKind` each."""
+    trees: Tensor | None = None
+    """[any] uint8, where a row may be a `TREE`: masks [query_len, query_len], 1 where query i sees new token j."""
+    tree_offsets: Tensor | None = None
+    """[num_rows] int64, with `trees`: where each tree row's mask begins."""
+    positions: Tensor | None = None
+    """[num_tokens] int64, with `trees`: a tree's new tokens are so far from each other, as a window counts it."""
+
+    def __post_init__(self) -> None:
+        if self.kind is MaskKind.TREE:
+            raise ValueError("expected CAUSAL, FULL or BY_ROW for a launch, got TREE; give row_kinds and trees")
+        if (self.kind is MaskKind.BY_ROW) != (self.row_kinds is not None):
+            raise ValueError(f"expected row_kinds exactly for BY_ROW, got {self.kind.name}")
+        with_trees = {each is not None for each in (self.trees, self.tree_offsets, self.positions)}
+        if len(with_trees) != 1 or (self.trees is not None and self.row_kinds is None):
+            raise ValueError("expected trees, tree_offsets and positions together, with row_kinds, or none of them")
+
+
+CAUSAL_ROWS = ExtendMasks(MaskKind.CAUSAL)
+FULL_ROWS = ExtendMasks(MaskKind.FULL)
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How a query and a key make a score."""
+
+    scale: float
+    """More than 0."""
+    softcap: float | None = None
+    """Scores become cap * tanh(score / cap)."""
+    window: int | None = None
+    """A query sees keys less than `window` positions away."""
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0.0:
+            raise ValueError(f"expected a scale above 0, got {self.scale}")

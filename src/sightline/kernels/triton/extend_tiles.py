@@ -1,0 +1,236 @@
+"""Which program of the extend kernel computes which queries: a table that the device makes from its own lengths.
+
+A tile is some consecutive queries of one row, with all query heads that share a key head. How many tiles a launch has
+depends on the numbers of rows and tokens only: a row ends in at most one tile that is not full.
+
+Owns the table and the sizes of tiles. Does not know scores, masks or caches.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FIELDS = 6
+"""Of a tile's record, int32 each:
+
+row                 -1: the tile is not used
+first query         of the tile, counted from the row's first new token
+first token         of the row, in the step
+query length        of the row
+number of keys      of the row, new tokens included
+first key           the page-table row, or where keys lie side by side, the first one's place
+"""
+
+_BLOCK_TILES = 64
+_BLOCK_ROWS = 256
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """How the extend kernel is cut and compiled."""
+
+    block_m: int
+    """Queries times heads of a tile: a power of two, 16 at least."""
+    block_n: int
+    """Keys of a block: a power of two, 16 at least."""
+    num_warps: int
+    num_stages: int
+
+    def tile_heads(self, group_size: int) -> int:
+        """Query heads of a tile: those of a key head, or as many as fit."""
+        return min(group_size, self.block_m)
+
+    def tile_tokens(self, group_size: int) -> int:
+        """Queries of a tile."""
+        return self.block_m // self.tile_heads(group_size)
+
+
+def choose_config(
+    dtype: torch.dtype, qk_dim: int, v_dim: int, group_size: int, longest_query: int
+) -> ExtendConfig:
+    """A good cut for rows of up to `longest_query` new tokens, of queries in `dtype`.
+
+    Few queries get small tiles. A tile of 64 rows of the product is the least that SM90's warp groups work on.
+    """
+    wanted = triton.next_power_of_2(max(1, group_size * longest_query))
+    widest = max(qk_dim, v_dim)
+    if dtype is torch.float32:
+        # No tensor cores: the product's operands live in registers, and a small tile is as fast as a large one.
+        return ExtendConfig(min(max(wanted, 16), 32), 32 if widest <= 128 else 16, num_warps=4, num_stages=1)
+    if wanted <= 32:
+        return ExtendConfig(max(wanted, 16), 64 if widest <= 256 else 32, num_warps=4, num_stages=3)
+    if wanted == 64:
+        return ExtendConfig(64, 64 if widest <= 256 else 32, num_warps=4, num_stages=3 if widest <= 128 else 2)
+    if widest <= 64:
+        return ExtendConfig(128, 128, num_warps=8, num_stages=3)
+    if widest <= 128:
+        return ExtendConfig(128, 64, num_warps=8, num_stages=3)
+    return ExtendConfig(128, 64 if widest <= 256 else 32, num_warps=8, num_stages=2)
+
+
+def num_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
+    """Tiles that suffice for any lengths of so many rows and tokens."""
+    return num_tokens // tile_tokens + num_rows
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A table of tiles, and what it was made for."""
+
+    records: Tensor
+    """[num_tiles, FIELDS] int32, contiguous."""
+    tile_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.records.dtype is not torch.int32 or self.records.ndim != 2 or self.records.shape[1] != FIELDS:
+            raise ValueError(
+                f"expected records [num_tiles, {FIELDS}] int32, got {list(self.records.shape)} {self.records.dtype}"
+            )
+
+    def require(self, num_rows: int, num_tokens: int) -> None:
+        """Raises where lengths of so many rows and tokens may need more tiles."""
+        expected = num_tiles(num_rows, num_tokens, self.tile_tokens)
+        if self.records.shape[0] < expected:
+            raise ValueError(
+                f"expected at least {expected} tiles for {num_rows} rows and {num_tokens} tokens, "
+                f"got {self.records.shape[0]}"
+            )
+
+
+def prepare_tiles(
+    query_lens: Tensor,
+    context_lens: Tensor | None,
+    table_rows: Tensor | None,
+    num_tokens: int,
+    query_offsets: Tensor,
+    tiles: Tiles,
+) -> None:
+    """Fills the tiles of a step, and `query_offsets` [num_rows + 1] int64, where each row's tokens begin.
+
+    query_lens, context_lens, table_rows [num_rows] int64. Without contexts and page-table rows the step is transient:
+    a row's keys are its own new tokens, at their places in the step.
+    """
+    if (context_lens is None) != (table_rows is None):
+        raise ValueError("expected contexts and page-table rows together, or neither, got one of them")
+    num_rows = query_lens.shape[0]
+    tiles.require(num_rows, num_tokens)
+    _launch(query_lens, context_lens, table_rows, query_offsets, tiles, num_rows, is_ragged=False)
+
+
+def prepare_ragged_tiles(query_offsets: Tensor, key_offsets: Tensor, num_tokens: int, tiles: Tiles) -> None:
+    """Fills the tiles of queries and keys that lie side by side, row after row.
+
+    query_offsets, key_offsets [num_rows + 1], of one integer dtype: where each row's queries and keys begin, and where
+    the last ends.
+    """
+    num_rows = query_offsets.shape[0] - 1
+    tiles.require(num_rows, num_tokens)
+    _launch(query_offsets, key_offsets, None, None, tiles, num_rows, is_ragged=True)
+
+
+def _launch(
+    queries: Tensor,
+    keys: Tensor | None,
+    table_rows: Tensor | None,
+    query_offsets: Tensor | None,
+    tiles: Tiles,
+    num_rows: int,
+    *,
+    is_ragged: bool,
+) -> None:
+    count = tiles.records.shape[0]
+    if count == 0:
+        return
+    _prepare_tiles[(triton.cdiv(count, _BLOCK_TILES),)](
+        queries,
+        keys,
+        table_rows,
+        query_offsets,
+        tiles.records,
+        num_rows,
+        count,
+        TILE_TOKENS=tiles.tile_tokens,
+        FIELDS=FIELDS,
+        IS_RAGGED=is_ragged,
+        IS_PAGED=table_rows is not None,
+        BLOCK_ROWS=min(_BLOCK_ROWS, max(16, triton.next_power_of_2(num_rows))),
+        BLOCK_TILES=_BLOCK_TILES,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _length(lengths: tl.tensor, row: tl.tensor, is_row: tl.tensor, IS_RAGGED: tl.constexpr) -> tl.tensor:
+    """Of rows: as it is given, or the distance of two offsets."""
+    length = tl.load(lengths + row, mask=is_row, other=0)
+    if IS_RAGGED:
+        length = tl.load(lengths + row + 1, mask=is_row, other=0) - length
+    return length.to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+def _prepare_tiles(
+    queries: tl.tensor,
+    keys: tl.tensor,
+    table_rows: tl.tensor,
+    query_offsets: tl.tensor,
+    records: tl.tensor,
+    num_rows: tl.tensor,
+    num_tiles: tl.tensor,
+    TILE_TOKENS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    IS_PAGED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+) -> None:
+    """A program makes some tiles' records; each goes through all rows, and the first writes the offsets."""
+    tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
+    row = tl.zeros([BLOCK_TILES], tl.int32)
+    first_tile = tl.zeros([BLOCK_TILES], tl.int32)
+    first_token = tl.zeros([BLOCK_TILES], tl.int32)
+    num_tokens_before = 0
+    num_tiles_before = 0
+    for start in range(0, num_rows, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        is_row = rows < num_rows
+        lens = _length(queries, rows, is_row, IS_RAGGED)
+        counts = (lens + TILE_TOKENS - 1) // TILE_TOKENS
+        token_stops = num_tokens_before + tl.cumsum(lens, 0)
+        tile_stops = num_tiles_before + tl.cumsum(counts, 0)
+        if not IS_RAGGED and tl.program_id(0) == 0:
+            tl.store(query_offsets + 1 + rows, token_stops.to(tl.int64), mask=is_row)
+        is_before = (tile_stops[None, :] <= tile[:, None]) & is_row[None, :]
+        row += tl.sum(is_before.to(tl.int32), 1)
+        first_tile += tl.sum(tl.where(is_before, counts[None, :], 0), 1)
+        first_token += tl.sum(tl.where(is_before, lens[None, :], 0), 1)
+        num_tokens_before += tl.sum(lens, 0)
+        num_tiles_before += tl.sum(counts, 0)
+    if not IS_RAGGED and tl.program_id(0) == 0:
+        tl.store(query_offsets, tl.zeros([], tl.int64))
+    is_used = row < num_rows
+    query_len = _length(queries, row, is_used, IS_RAGGED)
+    # A row's last queries see the most keys under a causal mask: they come first, so that no long tile starts last.
+    last = (query_len + TILE_TOKENS - 1) // TILE_TOKENS - 1
+    first_query = (last - (tile - first_tile)) * TILE_TOKENS
+    if IS_RAGGED:
+        num_keys = _length(keys, row, is_used, IS_RAGGED)
+        first_key = tl.load(keys + row, mask=is_used, other=0).to(tl.int32)
+        first_token = tl.load(queries + row, mask=is_used, other=0).to(tl.int32)
+    elif IS_PAGED:
+        num_keys = query_len + _length(keys, row, is_used, IS_RAGGED)
+        first_key = tl.load(table_rows + row, mask=is_used, other=0).to(tl.int32)
+    else:
+        num_keys = query_len
+        first_key = first_token
+    record = records + tile * FIELDS
+    exists = tile < num_tiles
+    tl.store(record, tl.where(is_used, row, -1), mask=exists)
+    tl.store(record + 1, first_query, mask=exists)
+    tl.store(record + 2, first_token, mask=exists)
+    tl.store(record + 3, query_len, mask=exists)
+    tl.store(record + 4, num_keys, mask=exists)
+    tl.store(record + 5, first_key, mask=exists)

@@ -1,0 +1,81 @@
+"""Merging what two sets of keys gave the same queries.
+
+Owns the arithmetic of log-sum-exps. Does not know where the parts come from.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+    """Merges part b into part a, in place: out_a, out_b [num_tokens, heads, dim], lse_a, lse_b [num_tokens, heads] fp32.
+
+    LSEs are natural logarithms, -inf where a part saw nothing: its out then counts for nothing, whatever it holds, and
+    where neither saw anything, out is 0 and the LSE -inf. The last dimension of the outs is contiguous; their dtypes may
+    differ.
+    """
+    num_tokens, num_heads, dim = out_a.shape
+    if num_tokens == 0:
+        return
+    block_dim = triton.next_power_of_2(dim)
+    block_heads = min(triton.next_power_of_2(num_heads), max(1, 2048 // block_dim))
+    _merge_states[(num_tokens, triton.cdiv(num_heads, block_heads))](
+        out_a,
+        lse_a,
+        out_b,
+        lse_b,
+        *(stride for out, lse in ((out_a, lse_a), (out_b, lse_b)) for stride in (*out.stride()[:2], *lse.stride())),
+        NUM_HEADS=num_heads,
+        DIM=dim,
+        BLOCK_HEADS=block_heads,
+        BLOCK_DIM=block_dim,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _merge_states(
+    out_a: tl.tensor,
+    lse_a: tl.tensor,
+    out_b: tl.tensor,
+    lse_b: tl.tensor,
+    out_a_token_stride: tl.tensor,
+    out_a_head_stride: tl.tensor,
+    lse_a_token_stride: tl.tensor,
+    lse_a_head_stride: tl.tensor,
+    out_b_token_stride: tl.tensor,
+    out_b_head_stride: tl.tensor,
+    lse_b_token_stride: tl.tensor,
+    lse_b_head_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    """A program merges some heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    is_head = head < NUM_HEADS
+    inside = is_head[:, None] & (dim < DIM)
+    at_lse_a = lse_a + token * lse_a_token_stride + head * lse_a_head_stride
+    at_lse_b = lse_b + token * lse_b_token_stride + head * lse_b_head_stride
+    seen_a = tl.load(at_lse_a, mask=is_head, other=0.0)
+    seen_b = tl.load(at_lse_b, mask=is_head, other=0.0)
+    largest = tl.maximum(seen_a, seen_b)
+    # Where neither saw anything both weights are exp(-inf), 0; -inf minus itself would be NaN.
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    weight_a = tl.exp(seen_a - base)
+    weight_b = tl.exp(seen_b - base)
+    total = weight_a + weight_b
+    total = tl.where(total == 0.0, 1.0, total)
+    share_a = (weight_a / total)[:, None]
+    share_b = (weight_b / total)[:, None]
+    at_a = out_a + token * out_a_token_stride + head[:, None] * out_a_head_stride + dim
+    at_b = out_b + token * out_b_token_stride + head[:, None] * out_b_head_stride + dim
+    # Not read where it counts for nothing: 0 times what lies there could be NaN.
+    part_a = tl.load(at_a, mask=inside & (share_a > 0.0), other=0.0).to(tl.float32)
+    part_b = tl.load(at_b, mask=inside & (share_b > 0.0), other=0.0).to(tl.float32)
+    tl.store(at_a, (part_a * share_a + part_b * share_b).to(out_a.dtype.element_ty), mask=inside)
+    tl.store(at_lse_a, largest + tl.log(total), mask=is_head)

@@ -1,0 +1,187 @@
+"""Writing a step's new entries into a pool's planes, one launch for all of a layer's.
+
+Owns how a value becomes a cache entry: copied, or divided by a scale and rounded to e4m3. Does not know pages: the
+caller says which slot each token goes to.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS_PER_PROGRAM = 2048
+"""Of one plane, at most, where one head is not more than that."""
+
+
+def write_keys_values(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Writes k, v [n, kv_heads, head_dim] into `keys`, `values` [num_slots, kv_heads, head_dim] at `slots` [n] int64.
+
+    The last dimension of each is contiguous. Planes of float8_e4m3fn get `saturate(value / scale)`, rounded to the
+    nearest, ties to even; `k_scale` and `v_scale` are one fp32 number on the device each, given exactly for those.
+    Several tokens may go to the same slot, the padding slot: any one of them stays there.
+    """
+    num_tokens, num_heads, head_dim = k.shape
+    if num_tokens == 0:
+        return
+    is_fp8 = _require_scales(keys, k_scale, v_scale)
+    block_dim = triton.next_power_of_2(head_dim)
+    block_heads = min(triton.next_power_of_2(num_heads), max(1, _ELEMENTS_PER_PROGRAM // block_dim))
+    _write_keys_values[(num_tokens, triton.cdiv(num_heads, block_heads))](
+        k,
+        v,
+        _stored(keys),
+        _stored(values),
+        slots,
+        k_scale,
+        v_scale,
+        *(stride for each in (k, v, keys, values) for stride in each.stride()[:2]),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=block_heads,
+        BLOCK_DIM=block_dim,
+        IS_FP8=is_fp8,
+        num_warps=4,
+    )
+
+
+def write_latents(latent: Tensor, k_rope: Tensor, entries: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
+    """Writes rows [latent | rope] into `entries` [num_slots, latent_dim + rope_dim] at `slots` [n] int64.
+
+    latent [n, latent_dim] and k_rope [n, rope_dim], the last dimension of each contiguous; `scale` as in
+    `write_keys_values`, one for the whole row.
+    """
+    num_tokens, latent_dim = latent.shape
+    if num_tokens == 0:
+        return
+    _write_latents[(num_tokens,)](
+        latent,
+        k_rope,
+        _stored(entries),
+        slots,
+        scale,
+        latent.stride(0),
+        k_rope.stride(0),
+        entries.stride(0),
+        LATENT_DIM=latent_dim,
+        ROPE_DIM=k_rope.shape[1],
+        BLOCK_LATENT=triton.next_power_of_2(latent_dim),
+        BLOCK_ROPE=triton.next_power_of_2(k_rope.shape[1]),
+        IS_FP8=_require_scales(entries, scale),
+        num_warps=4,
+    )
+
+
+def _require_scales(plane: Tensor, *scales: Tensor | None) -> bool:
+    """True for a plane of e4m3, which needs every scale; others must have none."""
+    is_fp8 = plane.dtype is torch.float8_e4m3fn
+    if any((scale is not None) != is_fp8 for scale in scales):
+        given = [None if scale is None else tuple(scale.shape) for scale in scales]
+        raise ValueError(f"expected scales exactly for a float8_e4m3fn plane, got {plane.dtype} with scales {given}")
+    return is_fp8
+
+
+def _stored(plane: Tensor) -> Tensor:
+    """What kernels write: e4m3 as bytes, which `_e4m3_bits` makes, since the interpreter rounds floats otherwise."""
+    return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
+
+
+@triton.jit
+def _e4m3_bits(value: tl.tensor) -> tl.tensor:
+    """The byte of float8_e4m3fn nearest to an fp32 value, ties to even, saturated at ±448; NaN stays NaN.
+
+    Integer arithmetic, so that the interpreter and every device give torch's bits.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    magnitude = tl.minimum(magnitude, 0x43E00000)  # 448.0
+    # Normal from 2^-6 on: 20 of 23 mantissa bits go, half an ulp is added so that ties come out even, and the exponent's
+    # bias changes from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Subnormal: 2^14 has an ulp of 2^-9, which is the step there, so that the addition itself rounds.
+    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
+    return (tl.where(is_nan, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _to_stored(value: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, IS_FP8: tl.constexpr) -> tl.tensor:
+    # div_rn: the plain quotient is an approximation on a device, and would round to other bytes than torch's.
+    return _e4m3_bits(tl.div_rn(value.to(tl.float32), scale)) if IS_FP8 else value.to(dtype)
+
+
+@triton.jit
+def _write_keys_values(
+    k: tl.tensor,
+    v: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    slots: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    k_token_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    v_head_stride: tl.tensor,
+    keys_slot_stride: tl.tensor,
+    keys_head_stride: tl.tensor,
+    values_slot_stride: tl.tensor,
+    values_head_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    IS_FP8: tl.constexpr,
+) -> None:
+    """A program writes some heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    dim = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = (head < NUM_HEADS) & (dim < HEAD_DIM)
+    slot = tl.load(slots + token)
+    new_k = tl.load(k + token * k_token_stride + head * k_head_stride + dim, mask=inside)
+    new_v = tl.load(v + token * v_token_stride + head * v_head_stride + dim, mask=inside)
+    by_k = tl.load(k_scale) if IS_FP8 else 1.0
+    by_v = tl.load(v_scale) if IS_FP8 else 1.0
+    stored_k = _to_stored(new_k, by_k, keys.dtype.element_ty, IS_FP8)
+    stored_v = _to_stored(new_v, by_v, values.dtype.element_ty, IS_FP8)
+    tl.store(keys + slot * keys_slot_stride + head * keys_head_stride + dim, stored_k, mask=inside)
+    tl.store(values + slot * values_slot_stride + head * values_head_stride + dim, stored_v, mask=inside)
+
+
+@triton.jit
+def _write_latents(
+    latent: tl.tensor,
+    k_rope: tl.tensor,
+    entries: tl.tensor,
+    slots: tl.tensor,
+    scale: tl.tensor,
+    latent_stride: tl.tensor,
+    rope_stride: tl.tensor,
+    entry_stride: tl.tensor,
+    LATENT_DIM: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+) -> None:
+    """A program writes one token's row."""
+    token = tl.program_id(0).to(tl.int64)
+    entry = entries + tl.load(slots + token) * entry_stride
+    by = tl.load(scale) if IS_FP8 else 1.0
+    dim = tl.arange(0, BLOCK_LATENT)
+    new = tl.load(latent + token * latent_stride + dim, mask=dim < LATENT_DIM)
+    tl.store(entry + dim, _to_stored(new, by, entries.dtype.element_ty, IS_FP8), mask=dim < LATENT_DIM)
+    dim = tl.arange(0, BLOCK_ROPE)
+    new = tl.load(k_rope + token * rope_stride + dim, mask=dim < ROPE_DIM)
+    tl.store(entry + LATENT_DIM + dim, _to_stored(new, by, entries.dtype.element_ty, IS_FP8), mask=dim < ROPE_DIM)
