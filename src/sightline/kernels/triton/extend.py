@@ -86,7 +86,9 @@ def _launch(
     group_size = num_q_heads // num_kv_heads
     tile_heads, tile_tokens = config.tile_heads(group_size), config.tile_tokens(group_size)
     if tile_tokens != tiles.tile_tokens:
-        raise ValueError(f"expected tiles of {tile_tokens} tokens for {config}, got {tiles.tile_tokens}; prepare them so")
+        raise ValueError(
+            f"expected tiles of {tile_tokens} tokens for {config}, got {tiles.tile_tokens}; prepare them so"
+        )
     head_blocks = triton.cdiv(group_size, tile_heads)
     grid = (tiles.records.shape[0] * num_kv_heads * head_blocks,)
     if grid[0] == 0:
