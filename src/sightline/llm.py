@@ -85,6 +85,8 @@ class EngineSettings(TypedDict, total=False):
     max_queued_requests: int
     async_scheduling: bool
     attention_backend: str | None
+    prefill_attention_backend: str | None
+    decode_attention_backend: str | None
     require_proof: bool
     seed: int | None
     chat_template: str | None

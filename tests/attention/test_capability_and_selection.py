@@ -50,7 +50,7 @@ def candidate(name: str, *rows: Capability, by_default: bool = True) -> Candidat
     class Stub(ReferenceBackend):
         capabilities: ClassVar[tuple[Capability, ...]] = rows
 
-    return Candidate(name, by_default, "a test", lambda: Stub)
+    return Candidate.of(name, Stub, "a test", by_default=by_default)
 
 
 def select(candidates: Sequence[Candidate], need: Requirement, requested: str | None = None) -> Selection:
@@ -260,7 +260,7 @@ def test_a_row_that_does_not_depend_on_its_neighbours_is_promised_by_the_oracle_
     text = refusal_text(BUILT_IN, need)
     assert "  torch: lacks batch-invariant\n" in text
     assert "  reference: serves only when asked for by name\n" in text
-    assert select(BUILT_IN, need, "reference").backend is ReferenceBackend
+    assert select(BUILT_IN, need, "reference").candidate.load() is ReferenceBackend
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
@@ -299,14 +299,13 @@ def test_a_backend_that_nobody_asks_for_is_never_loaded() -> None:
             loaded.append(name)
             return candidate(name, ROW).load()
 
-        return Candidate(name, by_default, "a test", load)
+        return Candidate(name, by_default, "a test", load, lambda: (ROW,))
 
     candidates = [watched("first", by_default=True), watched("second", by_default=True)]
     candidates.append(watched("third", by_default=False))
     select(candidates, NEED)
-    assert loaded == ["first"], "what comes after the first that serves is not loaded either"
     select(candidates, NEED, "third")
-    assert loaded == ["first", "third"]
+    assert loaded == [], "selection reads rows; only what is chosen is loaded, and not by it"
 
 
 @dataclass(frozen=True)
@@ -345,7 +344,7 @@ def test_an_installed_packages_backend_is_found_and_serves_when_it_is_asked_for(
     assert candidates[-1].distribution == "fast-attention"
     assert "fast" not in [each.name for each in registry.offer(candidates, None).candidates]
     chosen = select(candidates, NEED, "fast")
-    assert (chosen.candidate.name, chosen.backend) == ("fast", backend)
+    assert (chosen.candidate.name, chosen.candidate.load()) == ("fast", backend)
 
 
 def test_an_installed_packages_backend_is_imported_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ class Bench:
         limits = Limits(8, MAX_TOKENS, max_len, (MAIN_LANE,))
         made = backend(BackendContext("group0", SPEC, self.store.groups[0], workspace, limits, torch.float32, CPU))
         workspace.seal()
-        binding = GroupBinding(self.groups[0], self.store.groups[0], made, backend.capabilities[0])
+        binding = GroupBinding.alone(self.groups[0], self.store.groups[0], made, backend.capabilities[0])
         self.planner = Planner([binding], limits, CPU, paranoid=True)
 
     def run(

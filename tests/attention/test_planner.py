@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sightline.attention.planner import GroupBinding
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.batch import MaskKind, RowMask
@@ -87,7 +88,7 @@ def test_paranoid_finds_a_page_table_changed_behind_its_version() -> None:
 def test_paranoid_fills_plan_buffers_again_that_were_changed_in_place() -> None:
     step = Step(cases.bench(HYBRID, paranoid=True), ROWS)
     planned = step.bench.planner.plan(step.batch)
-    plan_buffers = step.bench.planner._buffers[MAIN_LANE][0]
+    [plan_buffers] = step.bench.planner._buffers[MAIN_LANE][0]
     plan_buffers.contents(["tile0.slots"])[0].fill_(0)
     check_forward(step, planned)
     assert step.bench.planner.num_rebuilt == 1
@@ -116,8 +117,14 @@ def test_a_need_that_the_backend_lacks_is_refused_at_planning() -> None:
     step = Step(cases.bench(HYBRID), ROWS)
     planner = step.bench.planner
     planner._bindings = tuple(
-        replace(binding, capability=replace(binding.capability, features=frozenset({Feature.WINDOW})))
+        GroupBinding.alone(
+            binding.group,
+            binding.cache,
+            part.backend,
+            replace(part.capability, features=frozenset({Feature.WINDOW})),
+        )
         for binding in planner._bindings
+        for part in binding.parts
     )
     with pytest.raises(PlanError, match="lacks lse"):
         planner.plan(step.batch, needs=frozenset({Feature.LSE}))

@@ -46,7 +46,7 @@ class Mine(ReferenceBackend):
     capabilities: ClassVar[tuple[Capability, ...]] = (ROW,)
 
 
-MINE = Candidate("mine", False, "a-package", lambda: Mine)
+MINE = Candidate.of("mine", Mine, "a-package", by_default=False)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_an_edit_of_the_backends_own_package_voids_its_proof(
         (package / name).write_text("# as it was\n")
     moved = type("Moved", (Mine,), {"__module__": module})
     monkeypatch.setattr(inspect, "getfile", lambda backend: str(package / home))
-    candidate = Candidate("mine", False, "a-package", lambda: moved)
+    candidate = Candidate.of("mine", moved, "a-package", by_default=False)
     book.record(Proof(book.identify(candidate, ROW, CPU), COVERAGE, ("causal",), utc_now()))
     assert book.find(candidate, ROW, CPU) is not None
     (package / edited).write_text("# and as it is\n")

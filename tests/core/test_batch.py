@@ -55,6 +55,7 @@ def make_batch(rows: Sequence[RowCase]) -> Batch:
         context_lens=Lengths.known([row.context_len for row in rows], CPU),
         masks=tuple(row.mask for row in rows),
         rows=tuple(range(11, 11 + len(rows))),
+        table_rows=torch.arange(11, 11 + len(rows)),
         pools={
             key: PoolRows(
                 table_id=50 + place,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import BertModel
 
+from sightline.attention.capability import Work
 from sightline.attention.spec import group_layers
 from sightline.core.batch import CAUSAL, RowMask
 from sightline.core.errors import UnsupportedModelError
@@ -174,7 +175,9 @@ def changed_vectors(folder: Path, change: Change) -> torch.Tensor:
     reader = WeightReader(checkpoint, torch.float32, CPU, ledger, lambda done, total: None)
     encoder = change.build(definition.load_states(reader))
     groups = group_layers(definition.attention_specs())
-    selections = select_backends(base.config, groups, [selection.candidate for selection in base.selections])
+    selections = select_backends(
+        base.config, groups, [selection[Work.PREFILL].candidate for selection in base.selections]
+    )
     runtime = assemble_runtime(base.config, definition, encoder, groups, selections, make_store(base.config, groups))
     found = Embedder(runtime, definition, Pooling(PoolingKind.MEAN, normalise=False)).embed(TEXTS)
     return torch.stack([each.vector for each in found])

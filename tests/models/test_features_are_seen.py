@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sightline.attention.capability import Work
 from sightline.attention.spec import LatentSpec, group_layers
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
@@ -184,7 +185,7 @@ def changed_runtime(folder: Path, change: Change) -> Runtime:
         definition.load(WeightReader(checkpoint, torch.float32, CPU, ledger, lambda done, total: None))
     )
     groups = group_layers(definition.attention_specs())
-    selections = select_backends(base.config, groups, [selection.candidate for selection in base.selections[:1]])
+    selections = select_backends(base.config, groups, [base.selections[0][Work.PREFILL].candidate])
     return assemble_runtime(base.config, definition, decoder, groups, selections, make_store(base.config, groups))
 
 

@@ -94,7 +94,7 @@ def test_a_backend_has_the_same_attributes_in_every_configuration_and_serves_eac
     attributes = set()
     for spec in SPECS:
         bench = cases.bench([spec], backend, lanes=lanes, max_seq_len=64, max_rows=16, page_size=4)
-        attributes.add(frozenset(vars(bench.planner._bindings[0].backend)))
+        attributes.add(frozenset(vars(bench.planner._bindings[0].parts[0].backend)))
         fresh = [replace(row, context_len=0, positions=None if row.mask is not TREE else (0, 1, 1)) for row in ROWS]
         for lane, needs in itertools.product(lanes, [frozenset[Feature](), frozenset({Feature.LSE})]):
             for step in (Step(bench, ROWS), Step(bench, fresh, transient=True)):
@@ -231,9 +231,9 @@ def test_a_backend_that_leases_during_a_step_is_stopped() -> None:
 def test_a_built_runtime_has_one_sealed_arena_with_every_lease_in_it(gemma: Path) -> None:
     runtime = load_runtime(gemma, EngineConfig(cache_tokens=256, max_num_batched_tokens=64))
     entries = runtime.workspace.ledger()
-    assert {entry.owner for entry in entries} == {"group0", "group1", "activations"}
+    assert {entry.owner for entry in entries} == {"group0.torch", "group1.torch", "activations"}
     assert len({(entry.owner, entry.name, entry.lane) for entry in entries}) == len(entries)
     assert runtime.workspace.num_bytes == sum(entry.num_bytes for entry in entries)
-    assert LeaseEntry("group0", "k", MAIN_LANE, entries[0].num_bytes) == entries[0]
+    assert LeaseEntry("group0.torch", "k", MAIN_LANE, entries[0].num_bytes) == entries[0]
     with pytest.raises(PlanError, match="before the first step"):
         runtime.workspace.lease("group2", "more", MAIN_LANE, (1,), torch.float32)

@@ -183,7 +183,7 @@ def test_a_card_that_is_newer_than_the_listed_ones_is_refused_by_name() -> None:
             replace(row, compute_capabilities=frozenset({(10, 0)})) for row in ReferenceBackend.capabilities
         )
 
-    offer = registry.offer([Candidate("blackwell", True, "a test", lambda: Blackwell)], None)
+    offer = registry.offer([Candidate.of("blackwell", Blackwell, "a test", by_default=True)], None)
     card = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (10, 0))
     need = Requirement(PLAIN, card, torch.float32, torch.float32, page_size=16)
     assert select_backend(offer, need, "group0").candidate.name == "blackwell"
@@ -196,8 +196,10 @@ def test_a_card_that_is_newer_than_the_listed_ones_is_refused_by_name() -> None:
 def test_the_backend_that_was_asked_for_serves_every_group(gemma: Path, name: str) -> None:
     runtime = engine_for(gemma, attention_backend=name).engine.runtime
     assert len(runtime.bindings) == 2
-    assert {selection.candidate.name for selection in runtime.selections} == {name}
-    assert {type(binding.backend) for binding in runtime.bindings} == {registry.find(name, BUILT_IN).load()}
+    assert {each.candidate.name for selection in runtime.selections for each in selection.values()} == {name}
+    assert {type(part.backend) for binding in runtime.bindings for part in binding.parts} == {
+        registry.find(name, BUILT_IN).load()
+    }
 
 
 # 13: a NaN fails its own request, loudly.

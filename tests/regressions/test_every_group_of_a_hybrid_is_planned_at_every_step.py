@@ -38,7 +38,7 @@ def recording_bench(**setting: Any) -> Bench:
 
 def records(bench: Bench) -> list[list[Record]]:
     """By group."""
-    backends = [binding.backend for binding in bench.planner._bindings]
+    backends = [part.backend for binding in bench.planner._bindings for part in binding.parts]
     return [backend.records for backend in backends if isinstance(backend, RecordingBackend)]
 
 
@@ -113,7 +113,7 @@ def test_every_step_of_an_engine_plans_each_group_once_and_runs_each_layer_on_it
         strict=True,
     )
     runtime = llm.engine.runtime
-    backends = [binding.backend for binding in runtime.bindings]
+    backends = [part.backend for binding in runtime.bindings for part in binding.parts]
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     for prompt in random_prompts([100, 3, 20]):
         llm.engine.submit(prompt, params)

@@ -182,8 +182,8 @@ def parts(llm: LLM) -> Iterator[object]:
     runtime = llm.engine.runtime
     yield from (llm.engine, runtime, runtime.runner, runtime.planner, runtime.workspace, runtime.store)
     yield from (runtime.runner._model, *runtime.runner._activations.values())
-    yield from (binding.backend for binding in runtime.bindings)
-    yield from (buffers for lane in runtime.planner._buffers.values() for buffers in lane)
+    yield from (part.backend for binding in runtime.bindings for part in binding.parts)
+    yield from (buffers for lane in runtime.planner._buffers.values() for group in lane for buffers in group)
     for pool in runtime.store.pools:
         yield from (pool, pool.allocator, pool.table)
 
@@ -214,7 +214,7 @@ def test_no_attribute_is_created_or_replaced_once_the_engine_is_built(gemma: Pat
 def test_an_attribute_that_is_bound_late_would_be_noticed(gemma: Path) -> None:
     llm = LLM(str(gemma), skip_tokenizer_init=True, cache_tokens=512)
     before = attributes(llm)
-    backend = llm.engine.runtime.bindings[0].backend
+    backend = llm.engine.runtime.bindings[0].parts[0].backend
     backend.coordinator = object()  # type: ignore[attr-defined]
     llm.engine.runtime.planner._places = ()
     assert changed(before, attributes(llm)) == {("TorchBackend", "coordinator"), ("Planner", "_places")}

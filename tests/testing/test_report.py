@@ -54,7 +54,7 @@ def candidate(name: str, *rows: Capability) -> Candidate:
     class Stub(ReferenceBackend):
         capabilities: ClassVar[tuple[Capability, ...]] = rows
 
-    return Candidate(name, False, "a-package", lambda: Stub)
+    return Candidate.of(name, Stub, "a-package", by_default=False)
 
 
 def passes(trial: Trial) -> None:
@@ -229,7 +229,7 @@ def test_a_backend_that_cannot_be_imported_fails_alone(book: ProofBook) -> None:
     def load() -> type[ReferenceBackend]:
         raise ConfigError("no kernel")
 
-    report = run(book, Candidate("broken", False, "a-package", load), MINE)
+    report = run(book, Candidate("broken", False, "a-package", load, lambda: load().capabilities), MINE)
     broken, tried = report.outcomes
     assert broken == Unloadable("broken", "no kernel")
     assert isinstance(tried, TriedRow)

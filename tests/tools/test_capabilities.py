@@ -42,7 +42,7 @@ class Mine(ReferenceBackend):
     capabilities: ClassVar[tuple[Capability, ...]] = (ROW,)
 
 
-MINE = Candidate("mine", False, "a-package", lambda: Mine)
+MINE = Candidate.of("mine", Mine, "a-package", by_default=False)
 
 
 def matrix_row(folder: Path, device: Device, *, proven: bool) -> MatrixRow:
@@ -119,7 +119,9 @@ def test_lines_tell_why_a_row_is_of_no_use_here_and_which_backend_is_broken(tmp_
         raise ConfigError("no kernel")
 
     other = replace(CARD, compute_capability=(10, 0))
-    matrix = capability_matrix([MINE, Candidate("broken", False, "x", load)], other, ProofBook(tmp_path))
+    matrix = capability_matrix(
+        [MINE, Candidate("broken", False, "x", load, lambda: load().capabilities)], other, ProofBook(tmp_path)
+    )
     lines = matrix.lines()
     assert lines[0] == "mine · float32 (a-package)"
     assert lines[1] == "  not on this device: does not list compute capability (10, 0)"

@@ -6,7 +6,7 @@ Selection, error text and documents read these rows; nothing probes a backend.
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from importlib.util import find_spec
 
@@ -33,12 +33,44 @@ class HostLengths(Enum):
 
 
 class GraphLevel(Enum):
-    """What a captured CUDA graph may hold of a plan."""
+    """Of which steps a captured CUDA graph may hold `prepare` and `run`.
+
+    Replayed after another plan of as many rows and tokens and the same `query_lens.bound`, they serve that plan's
+    lengths: a graph's bucket fixes those three, and nothing that is launched may depend on anything else.
+    """
 
     NONE = "none"
-    """Nothing: what is launched depends on the lengths."""
+    """Of none: what is launched depends on the lengths."""
+    DECODE = "decode"
+    """Of steps in which no row has more than one new token."""
     FULL = "full"
-    """`prepare` and `run`: replayed after another plan of as many rows and tokens, they serve that plan's lengths."""
+    """Of any."""
+
+
+class Work(Enum):
+    """Kinds of rows, by what makes a backend fast for them."""
+
+    PREFILL = "prefill"
+    """Rows of many new tokens, and whatever stands among them."""
+    DECODE = "decode"
+    """Rows of one new token under a causal mask."""
+    FEW = "decode of few rows"
+    """As `DECODE`, at most `FEW_ROWS` of them: a context must be cut up to keep a device busy."""
+
+
+FEW_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How fast a row is where it fits: of several that fit, the highest serves. Measured, not promised."""
+
+    prefill: int = 0
+    decode: int = 0
+    few: int = 0
+
+    def of(self, work: Work) -> int:
+        return {Work.PREFILL: self.prefill, Work.DECODE: self.decode, Work.FEW: self.few}[work]
 
 
 @dataclass(frozen=True)
@@ -60,6 +92,8 @@ class Capability:
     graph: GraphLevel = GraphLevel.NONE
     package: str | None = None
     """What must be installed for this row, beyond Sightline's own dependencies."""
+    ranks: Ranks = field(default=Ranks(), metadata={"proven": False})
+    """Of no matter to what is computed, so of none to a proof."""
 
     def __post_init__(self) -> None:
         for name in ("spec_kinds", "devices", "dtypes", "features"):

@@ -10,7 +10,7 @@ cache write as well as the read, under one `CachePolicy`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
@@ -65,7 +65,7 @@ class BackendContext(Generic[SpecT]):
 
 @dataclass(frozen=True)
 class StepView:
-    """What a backend sees of a step."""
+    """What a backend sees of a step, or of the part of a step that it serves."""
 
     batch: Batch
     policy: CachePolicy
@@ -90,6 +90,10 @@ class SoftmaxInputs:
     sinks: Tensor | None
     """[num_q_heads] exactly where the spec has sinks."""
 
+    def part(self, tokens: slice) -> SoftmaxInputs:
+        """Those of some tokens, in the same memory."""
+        return SoftmaxInputs(self.q[tokens], self.k[tokens], self.v[tokens], self.sinks)
+
 
 @dataclass(frozen=True, eq=False)
 class LatentInputs:
@@ -111,6 +115,16 @@ class LatentInputs:
     """[num_q_heads, nope_dim, latent_dim]: a head's key is key_up @ latent."""
     value_up: Tensor
     """[num_q_heads, value_dim, latent_dim]: a head's value is value_up @ latent."""
+
+    def part(self, tokens: slice) -> LatentInputs:
+        """Those of some tokens, in the same memory."""
+        return replace(
+            self,
+            q_nope=self.q_nope[tokens],
+            q_rope=self.q_rope[tokens],
+            latent=self.latent[tokens],
+            k_rope=self.k_rope[tokens],
+        )
 
 
 AttentionInputs: TypeAlias = SoftmaxInputs | LatentInputs

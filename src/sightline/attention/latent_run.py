@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sightline.attention.contract import LatentInputs
 from sightline.attention.key_sources import TileTokens
-from sightline.attention.merge import merge_parts
+from sightline.attention.merge import merge_states
 from sightline.attention.spec import LatentSpec
 from sightline.kernels.latent_attention import (
     absorb_queries,
@@ -154,9 +154,7 @@ class QueryBlock:
         )
         if self.merges:
             merged, merged_lse = run.scratch.merged[self.tokens], run.scratch.merged_lse[self.tokens]
-            both = merge_parts(torch.stack((merged, found.float())), torch.stack((merged_lse, lse)))
-            merged.copy_(both[0])
-            merged_lse.copy_(both[1])
+            merge_states(merged, merged_lse, found, lse)
             return
         run.out[self.tokens] = found
         if run.lse is not None:

@@ -20,3 +20,13 @@ def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     # A weight of 0 would not silence a NaN.
     seen = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0.0)
     return (seen * weights.unsqueeze(-1)).sum(0), lse
+
+
+def merge_states(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Merges another part into `out` [..., head_dim] and `lse` [...], both fp32 and changed in place.
+
+    The other's output may be in any dtype and either LSE in any memory order.
+    """
+    merged = merge_parts(torch.stack((out, other_out.float())), torch.stack((lse, other_lse)))
+    out.copy_(merged[0])
+    lse.copy_(merged[1])

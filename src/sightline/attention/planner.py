@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.capability import Capability, HostLengths
+from sightline.attention.capability import FEW_ROWS, Capability, HostLengths, Work
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionInputs,
@@ -42,14 +42,51 @@ _MASK_FEATURES = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE
 
 
 @dataclass(frozen=True)
+class PartBackend:
+    """A backend that serves some kind of rows of a group."""
+
+    backend: AttentionBackend[Any, Any]
+    capability: Capability
+    """The row by which it was chosen."""
+
+
+@dataclass(frozen=True)
 class GroupBinding:
-    """A layer group with the cache and the backend that serve it."""
+    """A layer group with the cache and the backends that serve it."""
 
     group: LayerGroup
     cache: GroupCache
+    serving: Mapping[Work, PartBackend]
+    """By kind of rows. Where all are the same backend, a step is never taken apart."""
+
+    @staticmethod
+    def alone(
+        group: LayerGroup, cache: GroupCache, backend: AttentionBackend[Any, Any], capability: Capability
+    ) -> GroupBinding:
+        """One backend for everything."""
+        return GroupBinding(group, cache, dict.fromkeys(Work, PartBackend(backend, capability)))
+
+    @property
+    def parts(self) -> tuple[PartBackend, ...]:
+        """Every backend, once."""
+        return tuple({id(part.backend): part for part in self.serving.values()}.values())
+
+    def place(self, backend: AttentionBackend[Any, Any]) -> int:
+        """Of a backend among `parts`."""
+        return next(place for place, part in enumerate(self.parts) if part.backend is backend)
+
+
+@dataclass(frozen=True, eq=False)
+class PartRecord:
+    """What one part of one group was planned with."""
+
+    group: int
+    place: int
+    """Among the group's backends."""
     backend: AttentionBackend[Any, Any]
-    capability: Capability
-    """The row by which the backend was chosen."""
+    """The instance that planned."""
+    epochs: Mapping[str, int]
+    """Of each plan buffer that it filled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +99,8 @@ class Certificate:
     lane: Lane
     page_versions: Mapping[str, tuple[int, ...]]
     """By pool key: the version of each page-table row that the plan reads."""
-    buffer_epochs: tuple[Mapping[str, int], ...]
-    """By group: the epoch of each plan buffer that the plan filled."""
-    backends: tuple[AttentionBackend[Any, Any], ...]
-    """By group: the instances that planned."""
+    parts: tuple[PartRecord, ...]
+    """Of every group, in order."""
     fingerprint: Fingerprint | None
     """Of the contents, under `--paranoid`."""
 
@@ -79,14 +114,23 @@ class LayerPlace(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class PartPlan:
+    """The rows of a group's plan that one backend serves."""
+
+    plan: AttentionPlan[Any]
+    tokens: slice
+    """Theirs, side by side."""
+
+
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """One step of every group, decided, with the certificate of what it was made from."""
 
     certificate: Certificate
     policy: CachePolicy
     needs: frozenset[Feature]
-    groups: tuple[AttentionPlan[Any], ...]
-    """Every group is planned, always."""
+    groups: tuple[tuple[PartPlan, ...], ...]
+    """Every group is planned, always, in one part or two: rows that decode, and the others."""
     places: tuple[LayerPlace, ...]
     """By model layer."""
 
@@ -101,12 +145,17 @@ class PlannedBatch:
     def prepare(self) -> None:
         """Device work that all layers share; once a step."""
         for group in self.plan.groups:
-            group.prepare()
+            for part in group:
+                part.plan.prepare()
 
     def attend(self, layer: int, inputs: AttentionInputs, out: Tensor) -> Lse | None:
         """Runs one model layer's attention, cache write included."""
         place = self.plan.places[layer]
-        return self.plan.groups[place.group].run(place.layer, inputs, out)
+        parts = self.plan.groups[place.group]
+        if len(parts) == 1:
+            return parts[0].plan.run(place.layer, inputs, out)
+        found = [part.plan.run(place.layer, inputs.part(part.tokens), out[part.tokens]) for part in parts]
+        return torch.cat([lse for lse in found if lse is not None]) if Feature.LSE in self.plan.needs else None
 
 
 class Staleness(NamedTuple):
@@ -134,7 +183,11 @@ class Planner:
         self._limits = limits
         self._paranoid = paranoid
         self._pools: dict[str, Pool] = {pool.key: pool for binding in bindings for pool in binding.cache.pools.values()}
-        self._buffers = {lane: tuple(PlanBuffers(device, poison=paranoid) for _ in bindings) for lane in limits.lanes}
+        self._buffers = {
+            lane: tuple(tuple(PlanBuffers(device, poison=paranoid) for _ in binding.parts) for binding in bindings)
+            for lane in limits.lanes
+        }
+        """By lane, group and backend of it: two parts of a step fill memory of their own."""
         places = {
             layer: LayerPlace(group, index)
             for group, binding in enumerate(bindings)
@@ -158,32 +211,42 @@ class Planner:
         self._check_step(batch, needs, lane)
         policy = CachePolicy.PAGED if batch.pools else CachePolicy.TRANSIENT
         step = StepView(batch, policy, lane, needs)
-        plans, epochs = [], []
-        for binding, buffers in zip(self._bindings, self._buffers[lane], strict=True):
-            buffers.begin()
-            plans.append(binding.backend.plan(step, buffers))
-            epochs.append(buffers.stamp())
+        records: list[PartRecord] = []
+        plans = tuple(self._plan_group(group, step, records) for group in range(len(self._bindings)))
         certificate = Certificate(
             batch_id=batch.batch_id,
             num_rows=batch.num_rows,
             num_tokens=batch.num_tokens,
             lane=lane,
             page_versions=versions,
-            buffer_epochs=tuple(epochs),
-            backends=tuple(binding.backend for binding in self._bindings),
-            fingerprint=self._fingerprint(batch, lane, epochs) if self._paranoid else None,
+            parts=tuple(records),
+            fingerprint=self._fingerprint(batch, lane, records) if self._paranoid else None,
         )
-        plan = StepPlan(certificate, policy, needs, tuple(plans), self._places)
+        plan = StepPlan(certificate, policy, needs, plans, self._places)
         self._issued.add(plan)
         self.num_plans += 1
         self.plan_seconds += time.perf_counter() - started
         return PlannedBatch(batch, plan)
 
+    def _plan_group(self, group: int, step: StepView, records: list[PartRecord]) -> tuple[PartPlan, ...]:
+        """The group's parts; what each was planned with is added to `records`."""
+        binding, plans = self._bindings[group], []
+        for backend, rows, tokens in divide(step.batch, binding.serving):
+            place = binding.place(backend)
+            buffers = self._buffers[step.lane][group][place]
+            whole = rows == slice(0, step.batch.num_rows)
+            part = step if whole else replace(step, batch=step.batch.part(rows, tokens))
+            buffers.begin()
+            plans.append(PartPlan(backend.plan(part, buffers), tokens))
+            records.append(PartRecord(group, place, backend, buffers.stamp()))
+        return tuple(plans)
+
     def buffer_addresses(self, lane: Lane) -> Mapping[str, int]:
         """Where the plan buffers of every group lie in a lane."""
         return {
             f"{binding.group.name}.{name}": address
-            for binding, buffers in zip(self._bindings, self._buffers[lane], strict=True)
+            for binding, by_backend in zip(self._bindings, self._buffers[lane], strict=True)
+            for buffers in by_backend
             for name, address in buffers.addresses().items()
         }
 
@@ -209,17 +272,18 @@ class Planner:
         """A step that a backend cannot serve is refused here, before any of it runs."""
         if lane not in self._buffers:
             raise PlanError(f"expected a lane out of {sorted(self._buffers)}, got {lane}")
+        exact = batch.query_lens.host is not None and batch.context_lens.host is not None
         for binding in self._bindings:
-            missing = needs - binding.capability.features
-            if missing:
-                names = ", ".join(sorted(feature.value for feature in missing))
-                raise PlanError(f"{type(binding.backend).__name__} serves {binding.group.name} and lacks {names}")
-            exact = batch.query_lens.host is not None and batch.context_lens.host is not None
-            if binding.capability.host_lengths is HostLengths.EXACT and not exact:
-                raise PlanError(
-                    f"{type(binding.backend).__name__} serves {binding.group.name} and needs exact host lengths, "
-                    "got a batch whose lengths only the device knows"
-                )
+            for part in binding.parts:
+                missing = needs - part.capability.features
+                if missing:
+                    names = ", ".join(sorted(feature.value for feature in missing))
+                    raise PlanError(f"{type(part.backend).__name__} serves {binding.group.name} and lacks {names}")
+                if part.capability.host_lengths is HostLengths.EXACT and not exact:
+                    raise PlanError(
+                        f"{type(part.backend).__name__} serves {binding.group.name} and needs exact host lengths, "
+                        "got a batch whose lengths only the device knows"
+                    )
         if batch.num_rows > self._limits.max_rows or batch.num_tokens > self._limits.max_step_tokens:
             raise PlanError(
                 f"expected at most {self._limits.max_rows} rows and {self._limits.max_step_tokens} tokens in a "
@@ -255,28 +319,25 @@ class Planner:
         if not same_batch:
             return Staleness((), (f"the plan is batch {certificate.batch_id}'s, the batch is {batch.batch_id}",))
         changes = []
-        for binding, backend, buffers, epochs in zip(
-            self._bindings,
-            certificate.backends,
-            self._buffers[certificate.lane],
-            certificate.buffer_epochs,
-            strict=True,
-        ):
-            if binding.backend is not backend:
+        for record in certificate.parts:
+            binding = self._bindings[record.group]
+            if binding.parts[record.place].backend is not record.backend:
                 changes.append(f"the backend of {binding.group.name} was replaced")
-            refilled = buffers.changed_since(epochs)
+            buffers = self._buffers[certificate.lane][record.group][record.place]
+            refilled = buffers.changed_since(record.epochs)
             if refilled:
                 changes.append(f"plan buffers of {binding.group.name} were filled again: {', '.join(refilled)}")
         if changes or certificate.fingerprint is None:
             return Staleness((), tuple(changes))
         return self._content_changes(batch, certificate, certificate.fingerprint)
 
-    def _fingerprint(self, batch: Batch, lane: Lane, epochs: Sequence[Mapping[str, int]]) -> Fingerprint:
+    def _fingerprint(self, batch: Batch, lane: Lane, parts: Sequence[PartRecord]) -> Fingerprint:
         """Contents that must not move between planning and running, by name."""
         tensors = {
             "batch query_lens": batch.query_lens.device,
             "batch context_lens": batch.context_lens.device,
             "batch positions": batch.positions,
+            "batch table rows": batch.table_rows,
         }
         for row, mask in enumerate(batch.masks):
             if mask.tree is not None:
@@ -284,19 +345,50 @@ class Planner:
         for key, rows in batch.pools.items():
             tensors[f"batch write_slots of {key}"] = rows.write_slots
             tensors[f"batch page-table rows of {key}"] = self._pools[key].table.pages[list(batch.rows)]
-        for binding, buffers, stamp in zip(self._bindings, self._buffers[lane], epochs, strict=True):
-            names = tuple(stamp)
-            for name, tensor in zip(names, buffers.contents(names), strict=True):
-                tensors[f"plan buffer {binding.group.name}.{name}"] = tensor
+        for part in parts:
+            group, names = self._bindings[part.group].group.name, tuple(part.epochs)
+            contents = self._buffers[lane][part.group][part.place].contents(names)
+            for name, tensor in zip(names, contents, strict=True):
+                tensors[f"plan buffer {group}.{name}"] = tensor
         return fingerprint_tensors(tensors)
 
     def _content_changes(self, batch: Batch, certificate: Certificate, before: Fingerprint) -> Staleness:
-        after = self._fingerprint(batch, certificate.lane, certificate.buffer_epochs)
+        after = self._fingerprint(batch, certificate.lane, certificate.parts)
         changed = changed_parts(before, after)
         return Staleness(
             tuple(f"contents of {name} changed in place" for name in changed if name.startswith("batch ")),
             tuple(f"contents of {name} changed in place" for name in changed if name.startswith("plan ")),
         )
+
+
+def divide(
+    batch: Batch, serving: Mapping[Work, PartBackend]
+) -> tuple[tuple[AttentionBackend[Any, Any], slice, slice], ...]:
+    """Which backend serves which rows and tokens of a step: rows that decode where they stand first, then the others.
+
+    A step whose rows stand otherwise, whose lengths only the device knows, or without a cache is served whole.
+    """
+    prefill = serving[Work.PREFILL].backend
+    rows, tokens = slice(0, batch.num_rows), slice(0, batch.num_tokens)
+    decoding = _num_decoding(batch) if batch.pools else 0
+    decode = serving[Work.FEW if decoding <= FEW_ROWS else Work.DECODE].backend
+    if decoding == batch.num_rows > 0:
+        return ((decode, rows, tokens),)
+    if not decoding or decode is prefill or batch.query_lens.host is None:
+        return ((prefill, rows, tokens),)
+    border = sum(batch.query_lens.host[:decoding])
+    return (
+        (decode, slice(0, decoding), slice(0, border)),
+        (prefill, slice(decoding, batch.num_rows), slice(border, batch.num_tokens)),
+    )
+
+
+def _num_decoding(batch: Batch) -> int:
+    """Leading rows of at most one new token under a causal mask."""
+    for row, (bound, mask) in enumerate(zip(batch.query_lens.bound, batch.masks, strict=True)):
+        if bound > 1 or mask.kind is not MaskKind.CAUSAL:
+            return row
+    return batch.num_rows
 
 
 def _describe_rows(key: str, rows: Sequence[int], expected: Sequence[int], current: Sequence[int]) -> str:

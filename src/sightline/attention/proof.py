@@ -95,7 +95,11 @@ def utc_now() -> str:
 
 def declared(capability: Capability) -> dict[str, Any]:
     """Everything that a row declares, by column, in terms of JSON and in one order."""
-    return {field.name: _plain(getattr(capability, field.name)) for field in fields(capability)}
+    return {
+        field.name: _plain(getattr(capability, field.name))
+        for field in fields(capability)
+        if field.metadata.get("proven", True)
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

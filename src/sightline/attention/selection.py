@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sightline.attention.capability import Capability, Requirement, refusals
+from sightline.attention.capability import Capability, Requirement, Work, refusals
 from sightline.attention.contract import AttentionBackend
 from sightline.core.errors import NoBackendError
 
@@ -25,7 +25,16 @@ class Candidate:
     distribution: str
     """The package that ships it."""
     load: Callable[[], type[AttentionBackend[Any, Any]]]
-    """Imports it. A backend that nobody asks for is not imported."""
+    """Imports it, and the library that it computes with. A backend that is not chosen is not imported."""
+    rows: Callable[[], tuple[Capability, ...]]
+    """What it can do. Of Sightline's own these are read without the library; of others they are the class's."""
+    brings: str = ""
+    """What a machine would gain by the package that the rows need, and how to get it."""
+
+    @staticmethod
+    def of(name: str, backend: type[AttentionBackend[Any, Any]], distribution: str, *, by_default: bool) -> Candidate:
+        """One whose class is there already."""
+        return Candidate(name, by_default, distribution, lambda: backend, lambda: backend.capabilities)
 
 
 Refused = tuple[str, tuple[str, ...]]
@@ -44,10 +53,9 @@ class Offer:
 
 @dataclass(frozen=True)
 class Selection:
-    """The choice for one group."""
+    """The choice for one kind of rows of one group."""
 
     candidate: Candidate
-    backend: type[AttentionBackend[Any, Any]]
     capability: Capability
     refused: tuple[Refused, ...]
     """Every backend that was not chosen."""
@@ -63,36 +71,42 @@ def no_doubt(candidate: Candidate, capability: Capability, need: Requirement) ->
     return ()
 
 
-def select_backend(offer: Offer, need: Requirement, group: str, doubt: Doubt = no_doubt) -> Selection:
-    """The first backend that serves the need; else an error with every reason."""
-    chosen: tuple[Candidate, type[AttentionBackend[Any, Any]], Capability] | None = None
+def select_backend(
+    offer: Offer, need: Requirement, group: str, doubt: Doubt = no_doubt, work: Work = Work.PREFILL
+) -> Selection:
+    """The highest in rank of those that serve the need, the first of equals; else an error with every reason."""
+    fitting: list[tuple[Candidate, Capability]] = []
     refused: list[Refused] = []
     for candidate in offer.candidates:
-        if chosen is not None:
-            refused.append((candidate.name, (f"{chosen[0].name} comes first",)))
-            continue
-        backend = candidate.load()
-        fitting, reasons = _match(candidate, backend.capabilities, need, doubt)
-        if fitting is None:
+        capability, reasons = _match(candidate, need, doubt, work)
+        if capability is None:
             refused.append((candidate.name, reasons))
         else:
-            chosen = (candidate, backend, fitting)
-    if chosen is None:
+            fitting.append((candidate, capability))
+    if not fitting:
         raise NoBackendError(_no_backend_text(need, group, refused, offer.passed_over))
-    return Selection(*chosen, (*refused, *offer.passed_over))
+    chosen, row = max(fitting, key=lambda each: each[1].ranks.of(work))
+    for candidate, capability in fitting:
+        if candidate is not chosen:
+            behind = "comes first" if capability.ranks.of(work) == row.ranks.of(work) else f"is faster at {work.value}"
+            refused.append((candidate.name, (f"{chosen.name} {behind}",)))
+    return Selection(chosen, row, (*refused, *offer.passed_over))
 
 
 def _match(
-    candidate: Candidate, rows: Sequence[Capability], need: Requirement, doubt: Doubt
+    candidate: Candidate, need: Requirement, doubt: Doubt, work: Work
 ) -> tuple[Capability | None, tuple[str, ...]]:
-    """The first row that fits, or the reasons of the row that comes nearest."""
+    """The row that fits and is highest in rank, or the reasons of the row that comes nearest."""
+    fitting: list[Capability] = []
     nearest: tuple[str, ...] | None = None
-    for capability in rows:
+    for capability in candidate.rows():
         reasons = refusals(capability, need) or doubt(candidate, capability, need)
         if not reasons:
-            return capability, ()
-        if nearest is None or len(reasons) < len(nearest):
+            fitting.append(capability)
+        elif nearest is None or len(reasons) < len(nearest):
             nearest = reasons
+    if fitting:
+        return max(fitting, key=lambda capability: capability.ranks.of(work)), ()
     return None, nearest or ("declares no capability",)
 
 

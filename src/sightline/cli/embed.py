@@ -68,7 +68,16 @@ writing_options = collected(
         help="By the suffix of --output without it, and jsonl without either.",
     ),
 )
-_SHARED = ("device", "dtype", "quantization", "max_model_len", "attention_backend", "require_proof", "strict")
+_SHARED = (
+    "device",
+    "dtype",
+    "quantization",
+    "max_model_len",
+    "attention_backend",
+    "prefill_attention_backend",
+    "require_proof",
+    "strict",
+)
 _CACHE_FLAGS = {"page_size": "--page-size", "cache_tokens": "--cache-tokens", "memory_fraction": "--memory-fraction"}
 embedding_options = collected(
     "settings",
@@ -243,9 +252,11 @@ def _load(settings: dict[str, Any], truncate: bool, dimensions: int | None, *, q
 
 
 def _describe(model: str, embedder: TextEmbedder) -> None:
+    from sightline.attention.capability import Work
+
     inner, config = embedder.embedder, embedder.embedder.runtime.config
     pooling = f"{inner.pooling.kind.value} pooling" + (", normalised" if inner.pooling.normalise else "")
-    backends = ", ".join(selection.candidate.name for selection in inner.runtime.selections)
+    backends = ", ".join(selection[Work.PREFILL].candidate.name for selection in inner.runtime.selections)
     cache = "no cache" if inner.is_transient else f"cache of {config.cache_tokens:,} tokens"
     for line in (
         f"{model} · {config.device.name} · {str(config.dtype).removeprefix('torch.')} · attention on {backends}",

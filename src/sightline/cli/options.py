@@ -132,6 +132,12 @@ computing_options = {
     "attention_backend": click.option(
         "--attention-backend", help="Force a backend, or one for each kind of layer: torch,torch-latent."
     ),
+    "prefill_attention_backend": click.option(
+        "--prefill-attention-backend", help="Force a backend for rows of many new tokens."
+    ),
+    "decode_attention_backend": click.option(
+        "--decode-attention-backend", help="Force a backend for rows of one new token."
+    ),
     "require_proof": click.option(
         "--require-proof", is_flag=True, help="Refuse backends that `sightline conformance` has not proven here."
     ),

@@ -119,6 +119,8 @@ class Batch:
     """[num_rows]."""
     rows: tuple[int, ...]
     """[num_rows]: page-table row of each row."""
+    table_rows: Tensor
+    """[num_rows] int64: the same on the device."""
     pools: Mapping[str, PoolRows]
     """By pool key. Empty: the step neither reads nor writes any cache."""
     logit_indices: Tensor
@@ -134,6 +136,7 @@ class Batch:
             "query_lens": (self.query_lens.num_rows, num_rows),
             "context_lens": (self.context_lens.num_rows, num_rows),
             "masks": (len(self.masks), num_rows),
+            "table_rows": (self.table_rows.shape[0], num_rows),
             "positions": (self.positions.shape[0], num_tokens),
             "logit_rows": (len(self.logit_rows), self.logit_indices.shape[0]),
         }
@@ -197,6 +200,7 @@ class Batch:
             context_lens=_pad_lengths(self.context_lens, extra_rows),
             masks=self.masks + (CAUSAL,) * extra_rows,
             rows=self.rows + (PADDING_ROW,) * extra_rows,
+            table_rows=_extend(self.table_rows, extra_rows, PADDING_ROW),
             pools=pools,
             logit_indices=self.logit_indices,
             logit_rows=self.logit_rows,
@@ -224,6 +228,7 @@ class Batch:
             context_lens=_take_lengths(self.context_lens, rows),
             masks=tuple(self.masks[row] for row in rows),
             rows=tuple(self.rows[row] for row in rows),
+            table_rows=self.table_rows[torch.tensor(list(rows), dtype=torch.int64, device=device)],
             pools={
                 key: PoolRows(pool.table_id, tuple(pool.versions[row] for row in rows), pool.write_slots[index])
                 for key, pool in self.pools.items()
@@ -238,6 +243,27 @@ class Batch:
             raise ValueError(f"expected a split between 0 and {self.num_rows} rows, got {first_rows}")
         return self.take(range(first_rows)), self.take(range(first_rows, self.num_rows))
 
+    def part(self, rows: slice, tokens: slice) -> Batch:
+        """A new batch of rows that stand side by side, over this one's memory; `tokens` are theirs.
+
+        Logits are no matter of a part: they are the whole step's.
+        """
+        return Batch(
+            tokens=self.tokens[tokens],
+            positions=self.positions[tokens],
+            query_lens=_slice_lengths(self.query_lens, rows),
+            context_lens=_slice_lengths(self.context_lens, rows),
+            masks=self.masks[rows],
+            rows=self.rows[rows],
+            table_rows=self.table_rows[rows],
+            pools={
+                key: PoolRows(pool.table_id, pool.versions[rows], pool.write_slots[tokens])
+                for key, pool in self.pools.items()
+            },
+            logit_indices=self.logit_indices[:0],
+            logit_rows=(),
+        )
+
     def idle(self) -> Batch:
         """A new batch of no rows over the same pools: what a rank with nothing to do runs."""
         return self.take(())
@@ -250,6 +276,11 @@ def _extend(values: Tensor, count: int, fill: int) -> Tensor:
 def _pad_lengths(lengths: Lengths, count: int) -> Lengths:
     host = None if lengths.host is None else lengths.host + (0,) * count
     return Lengths(_extend(lengths.device, count, 0), lengths.bound + (0,) * count, host)
+
+
+def _slice_lengths(lengths: Lengths, rows: slice) -> Lengths:
+    host = None if lengths.host is None else lengths.host[rows]
+    return Lengths(lengths.device[rows], lengths.bound[rows], host)
 
 
 def _take_lengths(lengths: Lengths, rows: Sequence[int]) -> Lengths:

@@ -62,6 +62,10 @@ class EngineConfig:
     async_scheduling: bool = False
     """Schedule and launch a step before the one before it is read: gains where the device works on its own."""
     attention_backend: str | None = None
+    prefill_attention_backend: str | None = None
+    """Instead of it, for rows of many new tokens."""
+    decode_attention_backend: str | None = None
+    """Instead of it, for rows of one new token."""
     require_proof: bool = False
     """Refuse an attention backend that the conformance kit has not proven on this machine."""
     seed: int | None = None

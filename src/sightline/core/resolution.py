@@ -57,6 +57,8 @@ class ResolvedConfig:
     """Sequences that may wait."""
     async_scheduling: bool
     attention_backend: str | None
+    prefill_attention_backend: str | None
+    decode_attention_backend: str | None
     seed: int | None
     paranoid: bool
     require_proof: bool
@@ -105,6 +107,8 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         max_queued=config.max_queued_requests,
         async_scheduling=config.async_scheduling,
         attention_backend=config.attention_backend,
+        prefill_attention_backend=config.prefill_attention_backend,
+        decode_attention_backend=config.decode_attention_backend,
         seed=config.seed,
         paranoid=config.paranoid,
         require_proof=config.require_proof,

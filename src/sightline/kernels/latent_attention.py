@@ -66,8 +66,16 @@ def _found(weights: Tensor, q: Tensor, entries: Tensor, latent_dim: int) -> Tens
 
 def expand_entries(entries: Tensor, key_up: Tensor, value_up: Tensor, keys: Tensor, values: Tensor) -> None:
     """Writes every head's keys [num_keys, heads, nope + rope] and values [num_keys, heads, value] of the entries."""
-    heads, nope_dim, latent_dim = key_up.shape
-    latents = entries[:, :latent_dim].unsqueeze(0).expand(heads, -1, -1)
-    torch.bmm(latents, key_up.transpose(1, 2), out=keys[..., :nope_dim].transpose(0, 1))
-    keys[..., nope_dim:] = entries[:, None, latent_dim:]
-    torch.bmm(latents, value_up.transpose(1, 2), out=values.transpose(0, 1))
+    latent_dim = key_up.shape[2]
+    expand_latents(entries[:, :latent_dim], entries[:, latent_dim:], key_up, value_up, keys, values)
+
+
+def expand_latents(
+    latents: Tensor, ropes: Tensor, key_up: Tensor, value_up: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """As `expand_entries`, of latents [num_keys, latent] and rope keys [num_keys, rope]: two products and a copy."""
+    heads, nope_dim, _ = key_up.shape
+    shared = latents.unsqueeze(0).expand(heads, -1, -1)
+    torch.bmm(shared, key_up.transpose(1, 2), out=keys[..., :nope_dim].transpose(0, 1))
+    keys[..., nope_dim:] = ropes.unsqueeze(1)
+    torch.bmm(shared, value_up.transpose(1, 2), out=values.transpose(0, 1))

@@ -62,9 +62,9 @@ def _batch(work: Sequence[RowWork], pools: Sequence[Pool], device: torch.device)
         [slot for row in work for slot in pool.slots_to_write(row.table_row, row.context_len, len(row.tokens))]
         for pool in pools
     ]
-    # One way to the device for all of it.
-    on_device = _moved([tokens, positions, query_lens, context_lens, logit_indices, *slots], device)
     rows = tuple([row.table_row for row in work])
+    # One way to the device for all of it.
+    on_device = _moved([tokens, positions, query_lens, context_lens, rows, logit_indices, *slots], device)
     return Batch(
         tokens=on_device[0],
         positions=on_device[1],
@@ -72,11 +72,12 @@ def _batch(work: Sequence[RowWork], pools: Sequence[Pool], device: torch.device)
         context_lens=Lengths(on_device[3], tuple(context_lens), tuple(context_lens)),
         masks=tuple([row.mask for row in work]),
         rows=rows,
+        table_rows=on_device[4],
         pools={
             pool.key: PoolRows(pool.table.table_id, pool.table.versions(rows), write_slots)
-            for pool, write_slots in zip(pools, on_device[5:], strict=True)
+            for pool, write_slots in zip(pools, on_device[6:], strict=True)
         },
-        logit_indices=on_device[4],
+        logit_indices=on_device[5],
         logit_rows=tuple([index for index, row in enumerate(work) for _ in range(row.num_logits)]),
     )
 

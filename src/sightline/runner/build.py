@@ -6,15 +6,16 @@ Each constructor takes what it needs and keeps it. Nothing is bound late.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
 from sightline.attention.backends import registry
-from sightline.attention.capability import Requirement
+from sightline.attention.capability import Requirement, Work
 from sightline.attention.contract import BackendContext, Limits
-from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.planner import GroupBinding, PartBackend, Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, Selection, no_doubt, select_backend
 from sightline.attention.spec import LayerGroup, group_layers
@@ -36,6 +37,9 @@ from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader, choose_kept_product
 from sightline.runner.runner import Runner
 
+GroupSelection: TypeAlias = Mapping[Work, Selection]
+"""By kind of rows."""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -46,8 +50,8 @@ class Runtime:
     store: CacheStore
     workspace: Workspace
     bindings: tuple[GroupBinding, ...]
-    selections: tuple[Selection, ...]
-    """By group: which backend, and why not the others."""
+    selections: tuple[GroupSelection, ...]
+    """By group: which backends, and why not the others."""
     planner: Planner
     runner: Runner
 
@@ -113,19 +117,22 @@ def _build(
 
 def select_backends(
     config: ResolvedConfig, groups: Sequence[LayerGroup], candidates: Sequence[Candidate]
-) -> tuple[Selection, ...]:
-    """A backend for each group."""
-    offer = registry.offer(candidates, config.attention_backend)
+) -> tuple[GroupSelection, ...]:
+    """For each group, a backend for each kind of rows: often the same one."""
     doubt = ProofBook(proof_folder()).doubts if config.require_proof else no_doubt
-    return tuple(
-        select_backend(
-            offer,
-            Requirement(group.spec, config.device, config.dtype, config.dtype, config.page_size),
-            group.name,
-            doubt,
-        )
-        for group in groups
-    )
+    decode = config.decode_attention_backend or config.attention_backend
+    asked = {
+        Work.PREFILL: config.prefill_attention_backend or config.attention_backend,
+        Work.DECODE: decode,
+        Work.FEW: decode,
+    }
+    offers = {work: registry.offer(candidates, names) for work, names in asked.items()}
+
+    def select(group: LayerGroup) -> GroupSelection:
+        need = Requirement(group.spec, config.device, config.dtype, config.dtype, config.page_size)
+        return {work: select_backend(offers[work], need, group.name, doubt, work) for work in Work}
+
+    return tuple(select(group) for group in groups)
 
 
 def make_store(
@@ -148,7 +155,7 @@ def assemble_runtime(
     definition: Definition,
     model: Model,
     groups: Sequence[LayerGroup],
-    selections: Sequence[Selection],
+    selections: Sequence[GroupSelection],
     store: CacheStore,
 ) -> Runtime:
     """The straight line from pools to runner."""
@@ -159,8 +166,7 @@ def assemble_runtime(
         GroupBinding(
             group,
             cache,
-            selection.backend(BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device)),
-            selection.capability,
+            _serving(selection, BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device)),
         )
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
@@ -181,6 +187,15 @@ def assemble_runtime(
         planner=planner,
         runner=runner,
     )
+
+
+def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:
+    """Each backend that was chosen, built once, whatever kinds of rows it serves."""
+    chosen = {each.candidate.name: each.candidate for each in selection.values()}
+    built = {
+        name: candidate.load()(replace(context, group=f"{context.group}.{name}")) for name, candidate in chosen.items()
+    }
+    return {work: PartBackend(built[each.candidate.name], each.capability) for work, each in selection.items()}
 
 
 def model_facts(

@@ -174,7 +174,7 @@ class Bench:
         setting = self.setting
         limits = Limits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
         bindings = [
-            GroupBinding(
+            GroupBinding.alone(
                 group,
                 cache,
                 self.subject.backend(

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from sightline.attention.backends import registry
 from sightline.attention.capability import Capability, device_refusals
-from sightline.attention.contract import AttentionBackend
 from sightline.attention.proof import Proof, ProofBook, declared, dtype_name, utc_now
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import SpecKind
@@ -198,17 +197,26 @@ def list_rows(candidates: Sequence[Candidate], device: Device) -> tuple[RowToTry
     """Every row of every backend, each with why it cannot be tried on the device if it cannot."""
     listed: list[RowToTry | SkippedRow | Unloadable] = []
     for candidate in candidates:
-        backend = load_backend(candidate)
-        if isinstance(backend, Unloadable):
-            listed.append(backend)
-            continue
-        if not backend.capabilities:
-            listed.append(SkippedRow(candidate.name, "no row", ("declares no capability",)))
-        for label, capability in zip(row_labels(backend.capabilities), backend.capabilities, strict=True):
-            reasons = not_here(capability, device)
-            subject = Subject(candidate.name, backend, capability, device)
-            listed += [SkippedRow(candidate.name, label, reasons)] if reasons else _each_kind(candidate, label, subject)
+        try:
+            listed += _rows_of(candidate, device)
+        except ConfigError as error:
+            listed.append(Unloadable(candidate.name, str(error)))
     return tuple(listed)
+
+
+def _rows_of(candidate: Candidate, device: Device) -> list[RowToTry | SkippedRow | Unloadable]:
+    """A backend none of whose rows can be tried here is not loaded."""
+    rows = candidate.rows()
+    if not rows:
+        return [SkippedRow(candidate.name, "no row", ("declares no capability",))]
+    listed: list[RowToTry | SkippedRow | Unloadable] = []
+    for label, capability in zip(row_labels(rows), rows, strict=True):
+        reasons = not_here(capability, device)
+        if reasons:
+            listed.append(SkippedRow(candidate.name, label, reasons))
+        else:
+            listed += _each_kind(candidate, label, Subject(candidate.name, candidate.load(), capability, device))
+    return listed
 
 
 def _each_kind(candidate: Candidate, label: str, subject: Subject) -> list[RowToTry]:
@@ -223,14 +231,6 @@ def _each_kind(candidate: Candidate, label: str, subject: Subject) -> list[RowTo
         )
         for kind in kinds
     ]
-
-
-def load_backend(candidate: Candidate) -> type[AttentionBackend[Any, Any]] | Unloadable:
-    """The backend's class, or why there is none."""
-    try:
-        return candidate.load()
-    except ConfigError as error:
-        return Unloadable(candidate.name, str(error))
 
 
 def row_labels(rows: Sequence[Capability]) -> tuple[str, ...]:

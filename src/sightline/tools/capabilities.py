@@ -14,7 +14,8 @@ from sightline.attention.proof import Proof, ProofBook, declared
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature
 from sightline.core.device import Device, DeviceKind
-from sightline.testing.report import Unloadable, load_backend, not_here, row_labels
+from sightline.core.errors import ConfigError
+from sightline.testing.report import Unloadable, not_here, row_labels
 
 _COLUMNS = {
     "spec_kinds": "attention",
@@ -120,22 +121,22 @@ def capability_matrix(candidates: Sequence[Candidate], device: Device, book: Pro
     rows: list[MatrixRow] = []
     broken: list[Unloadable] = []
     for candidate in candidates:
-        backend = load_backend(candidate)
-        if isinstance(backend, Unloadable):
-            broken.append(backend)
-            continue
-        rows += (
-            MatrixRow(
-                candidate.name,
-                candidate.distribution,
-                label,
-                capability,
-                not_here(capability, device),
-                book.find(candidate, capability, device),
-            )
-            for label, capability in zip(row_labels(backend.capabilities), backend.capabilities, strict=True)
-        )
+        try:
+            rows += _matrix_rows(candidate, device, book)
+        except ConfigError as error:
+            broken.append(Unloadable(candidate.name, str(error)))
     return Matrix(tuple(rows), tuple(broken))
+
+
+def _matrix_rows(candidate: Candidate, device: Device, book: ProofBook) -> list[MatrixRow]:
+    """What cannot run here has no proof, and is not loaded to look for one."""
+    declared_rows = candidate.rows()
+    rows = []
+    for label, capability in zip(row_labels(declared_rows), declared_rows, strict=True):
+        reasons = not_here(capability, device)
+        proof = None if reasons else book.find(candidate, capability, device)
+        rows.append(MatrixRow(candidate.name, candidate.distribution, label, capability, reasons, proof))
+    return rows
 
 
 def capability_page(candidates: Sequence[Candidate]) -> str:
@@ -143,7 +144,7 @@ def capability_page(candidates: Sequence[Candidate]) -> str:
     rows = {
         f"{candidate.name} · {label}": _declared_cells(capability)
         for candidate in candidates
-        for capabilities in [candidate.load().capabilities]
+        for capabilities in [candidate.rows()]
         for label, capability in zip(row_labels(capabilities), capabilities, strict=True)
     }
     table = [["", *rows], ["---"] * (len(rows) + 1)]

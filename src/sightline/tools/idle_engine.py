@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.capability import ANY, Capability, HostLengths
+from sightline.attention.capability import ANY, Capability, HostLengths, Work
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, SoftmaxInputs, StepView
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.selection import Candidate, Selection
@@ -186,13 +186,15 @@ def _build(load: Load) -> Engine:
         max_queued=2 * load.rows,
         async_scheduling=True,
         attention_backend=None,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
         seed=0,
         paranoid=False,
         require_proof=False,
     )
     groups = group_layers(_SPECS)
-    candidate = Candidate("none", False, "sightline", lambda: _NoAttention)
-    selection = Selection(candidate, _NoAttention, _NoAttention.capabilities[0], ())
+    candidate = Candidate.of("none", _NoAttention, "sightline", by_default=False)
+    selection = dict.fromkeys(Work, Selection(candidate, _NoAttention.capabilities[0], ()))
     store = make_store(config, groups)
     runtime = assemble_runtime(config, _NoDefinition(), _NoModel(), groups, [selection] * len(groups), store)
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger())

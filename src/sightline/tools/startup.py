@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from sightline.attention.capability import Work
 from sightline.core.config import Quantization
-from sightline.runner.build import Runtime
+from sightline.runner.build import GroupSelection, Runtime
 
 
 def startup_report(runtime: Runtime) -> list[str]:
@@ -22,10 +23,18 @@ def startup_report(runtime: Runtime) -> list[str]:
         elements = sum(pool.spec.elements_per_token for pool in binding.cache.pools.values())
         cached = f", {elements * config.dtype.itemsize // len(group.layers):,} cached bytes a token and layer"
         lines.append(
-            f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {selection.candidate.name}"
+            f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {serving_text(selection)}"
             f"{cached if config.num_pages else ''}"
         )
     return lines
+
+
+def serving_text(selection: GroupSelection) -> str:
+    """Which backends serve a group: one name, or which kind of rows goes where."""
+    names = {work: each.candidate.name for work, each in selection.items()}
+    if len(set(names.values())) == 1:
+        return names[Work.PREFILL]
+    return ", ".join(f"{name} ({work.value})" for work, name in names.items())
 
 
 def _mebibytes(num_bytes: int) -> str:

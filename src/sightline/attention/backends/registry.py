@@ -14,16 +14,17 @@ from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.backends.reference_latent_backend import ReferenceLatentBackend
 from sightline.attention.backends.torch_backend import TorchBackend
 from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend
 from sightline.attention.selection import Candidate, Offer
 from sightline.core.errors import ConfigError
 
 ENTRY_POINT_GROUP = "sightline.attention_backends"
 BUILT_IN: tuple[Candidate, ...] = (
-    Candidate("torch", True, "sightline", lambda: TorchBackend),
-    Candidate("torch-latent", True, "sightline", lambda: TorchLatentBackend),
-    Candidate("reference", False, "sightline", lambda: ReferenceBackend),
-    Candidate("reference-latent", False, "sightline", lambda: ReferenceLatentBackend),
+    Candidate.of("torch", TorchBackend, "sightline", by_default=True),
+    Candidate.of("torch-latent", TorchLatentBackend, "sightline", by_default=True),
+    Candidate.of("reference", ReferenceBackend, "sightline", by_default=False),
+    Candidate.of("reference-latent", ReferenceLatentBackend, "sightline", by_default=False),
 )
 
 
@@ -37,7 +38,8 @@ def installed() -> tuple[Candidate, ...]:
                 f"expected one attention backend named {entry.name!r}, got one of "
                 f"{candidates[entry.name].distribution} and one of {distribution}; uninstall one of them"
             )
-        candidates[entry.name] = Candidate(entry.name, False, distribution, _loader(entry, distribution))
+        load = _loader(entry, distribution)
+        candidates[entry.name] = Candidate(entry.name, False, distribution, load, _rows_of(load))
     return tuple(candidates.values())
 
 
@@ -66,6 +68,10 @@ def offer(candidates: Sequence[Candidate], requested: str | None) -> Offer:
             if not candidate.by_default
         ),
     )
+
+
+def _rows_of(load: Callable[[], type[AttentionBackend[Any, Any]]]) -> Callable[[], tuple[Capability, ...]]:
+    return lambda: load().capabilities
 
 
 def _loader(entry: EntryPoint, distribution: str) -> Callable[[], type[AttentionBackend[Any, Any]]]:

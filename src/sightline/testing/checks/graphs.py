@@ -72,6 +72,7 @@ def _in_place(batch: Batch, static: Batch) -> Batch:
     """The batch with its contents in the static batch's memory."""
     static.tokens.copy_(batch.tokens)
     static.positions.copy_(batch.positions)
+    static.table_rows.copy_(batch.table_rows)
     pools = {}
     for key, rows in batch.pools.items():
         memory = static.pools[key].write_slots
@@ -81,6 +82,7 @@ def _in_place(batch: Batch, static: Batch) -> Batch:
         batch,
         tokens=static.tokens,
         positions=static.positions,
+        table_rows=static.table_rows,
         query_lens=_lengths_in_place(batch.query_lens, static.query_lens),
         context_lens=_lengths_in_place(batch.context_lens, static.context_lens),
         pools=pools,

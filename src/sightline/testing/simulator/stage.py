@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sightline.attention.capability import Work
 from sightline.attention.selection import Candidate, Selection
 from sightline.attention.spec import group_layers
 from sightline.core.batch import Batch
@@ -71,6 +72,8 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
         scratch_bytes=1 << 20,
         prefix_caching=scene.prefix_caching,
         attention_backend=None,
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
         seed=0,
         paranoid=scene.paranoid,
         require_proof=False,
@@ -91,8 +94,8 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
         for plane in pool.spec.planes:
             # What was never written is no number, and the same in every run.
             pool.plane(plane.name).fill_(torch.nan)
-    candidate = Candidate("reading", False, "sightline", lambda: ReadingBackend)
-    selection = Selection(candidate, ReadingBackend, ReadingBackend.capabilities[0], ())
+    candidate = Candidate.of("reading", ReadingBackend, "sightline", by_default=False)
+    selection = dict.fromkeys(Work, Selection(candidate, ReadingBackend.capabilities[0], ()))
     model = ReadingModel(faults, watch)
     runtime = assemble_runtime(config, definition, model, groups, [selection] * len(groups), store)
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock)

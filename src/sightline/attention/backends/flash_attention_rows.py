@@ -1,0 +1,82 @@
+"""What FlashAttention 4 can do on Hopper, as rows. Imports nothing of it: selection reads these where it is missing.
+
+From the source of flash-attn-4 4.0.0b36, whose kernel for compute capability 9.0
+
+- computes in half precision, with a cache in the same dtype: 8-bit inputs are for 10.x alone;
+- cannot split the keys of a row among programs, so that few rows of one new token leave most of the device idle. They
+  are served, and ranked low;
+- takes head dimensions in steps of 8 up to 256, and of 16 where keys are paged. Listed is what models have;
+- takes pages of any size. One that is as large as a tile of keys would be loaded whole, what nobody wrote included;
+  the backend cuts such pages into smaller ones;
+- copies a paged tile of keys by rows of which a tile of 144, that of 96 numbers a head without a mask, is no multiple:
+  96 is listed for causal rows alone;
+- caps scores by an approximate tanh, to about 11 bits: good enough for an output in half precision, not for an LSE.
+
+Other compute capabilities have other kernels, with other limits: none of them is listed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks, Wildcard
+from sightline.attention.spec import Feature, SpecKind
+from sightline.core.device import DeviceKind
+
+PACKAGE = "flash_attn.cute"
+_HOPPER = frozenset({(9, 0)})
+_DTYPES = (torch.bfloat16, torch.float16)
+_COMMON = frozenset({Feature.WINDOW, Feature.DETERMINISTIC})
+
+
+def _softmax_row(dtype: torch.dtype, head_dims: frozenset[int], features: frozenset[Feature]) -> Capability:
+    return Capability(
+        spec_kinds=frozenset({SpecKind.SOFTMAX}),
+        devices=frozenset({DeviceKind.CUDA}),
+        compute_capabilities=_HOPPER,
+        dtypes=frozenset({dtype}),
+        cache_dtypes=frozenset({dtype}),
+        head_dims=head_dims,
+        group_sizes=frozenset({1, 2, 3, 4, 5, 6, 7, 8, 16}),
+        page_sizes=frozenset({16, 32, 64, 128}),
+        features=_COMMON | features,
+        host_lengths=HostLengths.EXACT,
+        # A grid is made of the numbers of tokens and rows; prompts without context take another call than others.
+        graph=GraphLevel.DECODE,
+        package=PACKAGE,
+        ranks=Ranks(prefill=30, decode=2, few=1),
+    )
+
+
+def _latent_row(dtype: torch.dtype) -> Capability:
+    any_size: Wildcard = ANY
+    return Capability(
+        spec_kinds=frozenset({SpecKind.LATENT}),
+        devices=frozenset({DeviceKind.CUDA}),
+        compute_capabilities=_HOPPER,
+        dtypes=frozenset({dtype}),
+        cache_dtypes=frozenset({dtype}),
+        head_dims=frozenset({576}),
+        group_sizes=any_size,
+        page_sizes=any_size,
+        features=frozenset({Feature.NON_CAUSAL, Feature.LSE, Feature.DETERMINISTIC}),
+        host_lengths=HostLengths.EXACT,
+        graph=GraphLevel.NONE,
+        package=PACKAGE,
+        # Makes every head's keys and values of the whole context at every step: below anything that absorbs.
+        ranks=Ranks(prefill=30, decode=-1, few=-1),
+    )
+
+
+ROWS: tuple[Capability, ...] = tuple(
+    row
+    for dtype in _DTYPES
+    for row in (
+        _softmax_row(
+            dtype, frozenset({64, 128, 192, 256}), frozenset({Feature.SINKS, Feature.NON_CAUSAL, Feature.LSE})
+        ),
+        _softmax_row(dtype, frozenset({96}), frozenset({Feature.SINKS, Feature.LSE})),
+        _softmax_row(dtype, frozenset({128, 256}), frozenset({Feature.SOFTCAP, Feature.NON_CAUSAL})),
+    )
+)
+LATENT_ROWS: tuple[Capability, ...] = tuple(_latent_row(dtype) for dtype in _DTYPES)

@@ -1,0 +1,156 @@
+"""What FlashInfer's wrappers are planned from: rows as it wants them, lists of pages, memory, and copies in flight.
+
+Knows page tables and host lengths. Does not know the library: its wrappers are the backends' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.spec import SoftmaxSpec
+from sightline.cache.table import PageTable
+from sightline.core.batch import Batch
+
+HostInts = npt.NDArray[np.int32]
+
+STREAMING_MULTIPROCESSORS_WITHOUT_A_DEVICE = 4
+"""Where there is no CUDA device, as in tests."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowLists:
+    """Rows of a step that have new tokens, in order."""
+
+    rows: HostInts
+    """[n]: their places in the step."""
+    query_lens: HostInts
+    """[n], above 0."""
+    seq_lens: HostInts
+    """[n]: context and new tokens."""
+    table_rows: HostInts
+    """[n]: page-table rows."""
+
+    @staticmethod
+    def of(batch: Batch, rows: Sequence[int] | None = None) -> RowLists:
+        """All rows of the batch that have new tokens, or those of `rows` that have."""
+        queries, contexts, table_rows = (
+            np.fromiter(values, np.int32, batch.num_rows)
+            for values in (batch.query_lens.exact(), batch.context_lens.exact(), batch.rows)
+        )
+        chosen = np.arange(batch.num_rows, dtype=np.int32) if rows is None else np.array(rows, dtype=np.int32)
+        chosen = chosen[queries[chosen] > 0]
+        return RowLists(chosen, queries[chosen], (contexts + queries)[chosen], table_rows[chosen])
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_lens.sum())
+
+    def pages(self, page_size: int) -> HostInts:
+        """[n]: pages of each row."""
+        return -(-self.seq_lens // page_size)
+
+
+def offsets(lens: HostInts, num_rows: int | None = None) -> HostInts:
+    """[num_rows + 1]: prefix sums; rows beyond those of `lens` are empty."""
+    sums = np.zeros((len(lens) if num_rows is None else num_rows) + 1, dtype=np.int32)
+    np.cumsum(lens, out=sums[1 : len(lens) + 1])
+    sums[len(lens) + 1 :] = sums[len(lens)]
+    return sums
+
+
+def padded(values: HostInts, num_rows: int, fill: int) -> HostInts:
+    """[num_rows]: the values, and `fill` beyond them."""
+    wide = np.full(num_rows, fill, dtype=np.int32)
+    wide[: len(values)] = values
+    return wide
+
+
+def last_page_lens(seq_lens: HostInts, page_size: int) -> HostInts:
+    """[n]: entries in the last page of each row; 0 of an empty row."""
+    return np.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0).astype(np.int32)
+
+
+def on_host(values: HostInts) -> Tensor:
+    """The same memory. It is pageable: a copy to a device has left it when the call that made it returns."""
+    return torch.from_numpy(values)
+
+
+def fill_pages(
+    name: str, table: PageTable, table_rows: HostInts, pages: HostInts, buffers: PlanBuffers, out: Tensor
+) -> Tensor:
+    """Writes the rows' pages, row after row, into `out` int32, and returns the part of it that it filled.
+
+    The device walks the table: the host's work grows with rows, not with pages.
+    """
+    total = int(pages.sum())
+    packed = np.empty((2, len(table_rows)), dtype=np.int64)
+    # Where a row's pages begin in the flattened table, less where they go.
+    packed[0] = table_rows.astype(np.int64) * table.max_pages - offsets(pages)[:-1]
+    packed[1] = pages
+    staged = buffers.take(f"{name}.rows", packed.shape, torch.int64)
+    staged.copy_(torch.from_numpy(packed), non_blocking=True)
+    listed = out[:total]
+    if total:
+        places = torch.repeat_interleave(staged[0], staged[1], output_size=total)
+        places += torch.arange(total, device=out.device)
+        listed.copy_(table.pages.view(-1).index_select(0, places))
+    return listed
+
+
+class CopiesInFlight:
+    """Keeps planning from touching pinned memory out of which an earlier plan of the lane still copies.
+
+    The library plans into pinned memory of its own, and copies from it in the order of the stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._done: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until what was marked has been copied: long ago, as a rule."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    def mark(self) -> None:
+        """All copies of a plan have been asked for."""
+        if self._done is not None:
+            self._done.record()
+
+
+def streaming_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return STREAMING_MULTIPROCESSORS_WITHOUT_A_DEVICE
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def row_sizes(max_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that captured steps are planned for: powers of two, and the largest."""
+    sizes = [1 << exponent for exponent in range(max_rows.bit_length()) if 1 << exponent < max_rows]
+    return (*sizes, max_rows)
+
+
+def partial_bytes(spec: SoftmaxSpec, max_rows: int, multiprocessors: int) -> int:
+    """What split contexts need of the float workspace, at most.
+
+    A partial result is one fp32 vector and one number for each head of each query row of each split. Splits are at most
+    two blocks a multiprocessor; a step that may be captured reserves for its tiles too, however many there are.
+    """
+    group, heads = spec.group_size, spec.num_q_heads
+    splits = max(1, 2 * multiprocessors // spec.num_kv_heads)
+    tile = 16 if group <= 16 else 128
+    tiles = -(-max_rows * group // tile) + max_rows
+    rows = max(-(-splits * 128 // group), -(-max(splits, tiles) * tile // group))
+    return heads * rows * (spec.head_dim + 1) * 4 + 1024

@@ -1,0 +1,54 @@
+"""Numbers inside kernels: products, and what a cache keeps of a value. The same bits on every device as torch's."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def product(a: tl.tensor, b: tl.tensor, added: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
+    """a @ b + added, exact in fp32. The interpreter takes the bits of bf16 for integers: it gets what they stand for."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, added, input_precision="ieee")
+
+
+@triton.jit
+def e4m3_bits(value: tl.tensor) -> tl.tensor:
+    """The byte of float8_e4m3fn nearest to an fp32 value, ties to even, saturated at ±448; NaN stays NaN.
+
+    Integer arithmetic, so that the interpreter and every device give torch's bits.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    magnitude = tl.minimum(magnitude, 0x43E00000)  # 448.0
+    # Normal from 2^-6 on: 20 of 23 mantissa bits go, half an ulp is added so that ties come out even, and the exponent's
+    # bias changes from 127 to 7.
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    # Subnormal: 2^14 has an ulp of 2^-9, which is the step there, so that the addition itself rounds.
+    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
+    return (tl.where(is_nan, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def as_stored(value: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, FP8: tl.constexpr):
+    """What is read back of a value, in fp32 and to be multiplied with the scale; and what is written of it."""
+    if FP8:
+        # div_rn: the plain quotient is an approximation on a device, and would round to other bytes than torch's.
+        kept = e4m3_bits(tl.div_rn(value.to(tl.float32), scale))
+        back = kept.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        kept = value.to(dtype)
+        back = kept.to(tl.float32)
+    return back, kept
+
+
+def stored_view(plane: Tensor) -> Tensor:
+    """What kernels write to: e4m3 as bytes, since the interpreter rounds floats otherwise."""
+    return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
