@@ -7,6 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+
+from sightline.attention.reference import attend_row, visible_keys
+from sightline.attention.spec import SoftmaxSpec
+from sightline.core.batch import CAUSAL, FULL, RowMask
+from sightline.core.batch import MaskKind as RowKind
+from sightline.kernels.triton.extend import extend_contiguous, extend_paged
+from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, MaskKind, ScoreRule
+from sightline.kernels.triton.extend_tiles import ExtendConfig, choose_config, prepare_ragged_tiles
 from support.extend_cases import (
     DEVICE,
     Case,
@@ -19,15 +28,6 @@ from support.extend_cases import (
     run_paged,
     run_transient,
 )
-from torch import Tensor
-
-from sightline.attention.reference import attend_row, visible_keys
-from sightline.attention.spec import SoftmaxSpec
-from sightline.core.batch import CAUSAL, FULL, RowMask
-from sightline.core.batch import MaskKind as RowKind
-from sightline.kernels.triton.extend import extend_contiguous, extend_paged
-from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, MaskKind, ScoreRule
-from sightline.kernels.triton.extend_tiles import ExtendConfig, choose_config, prepare_ragged_tiles
 
 WIDE = ExtendConfig(block_m=32, block_n=32, num_warps=4, num_stages=2)
 BF16 = torch.bfloat16

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.extend_cases import DEVICE, empty_tiles
 
 from sightline.kernels.triton.extend_tiles import (
     FIELDS,
@@ -18,6 +17,7 @@ from sightline.kernels.triton.extend_tiles import (
     prepare_ragged_tiles,
     prepare_tiles,
 )
+from support.extend_cases import DEVICE, empty_tiles
 
 
 def random_lens(num_rows: int, longest: int, seed: int) -> list[int]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.extend_cases import DEVICE
 
 from sightline.attention.merge import merge_parts
 from sightline.kernels.triton.merge import merge_states
+from support.extend_cases import DEVICE
 
 INFINITE = -torch.inf
 
@@ -22,7 +22,7 @@ def test_merged_parts_equal_torch(dtype: torch.dtype, heads: int, dim: int) -> N
     merge_states(out_a, lse_a, outs[1].to(DEVICE), lses[1].to(DEVICE))
     wanted, wanted_lse = merge_parts(outs.float(), lses)
     # The interpreter cuts bf16 off where a device rounds.
-    tolerance = 1e-6 if dtype is torch.float32 else 2.0**-7
+    tolerance = 1e-5 if dtype is torch.float32 else 2.0**-7
     torch.testing.assert_close(out_a.cpu().float(), wanted, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse_a.cpu(), wanted_lse, atol=1e-6, rtol=1e-6)
 

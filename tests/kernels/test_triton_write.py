@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.extend_cases import DEVICE
 from torch import Tensor
 
 from sightline.kernels.triton.write import write_keys_values, write_latents
+from support.extend_cases import DEVICE
 
 FP8 = torch.float8_e4m3fn
 UNTOUCHED = 5.0

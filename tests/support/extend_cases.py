@@ -1,4 +1,4 @@
-"""Rows for the extend kernel, in pages that are shuffled and pools that are poisoned, and what the oracle says of them."""
+"""Rows for the extend kernel, in shuffled pages of poisoned pools, and what the oracle says of them."""
 
 from __future__ import annotations
 

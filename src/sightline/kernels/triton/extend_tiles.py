@@ -86,6 +86,11 @@ class Tiles:
                 f"expected records [num_tiles, {FIELDS}] int32, got {list(self.records.shape)} {self.records.dtype}"
             )
 
+    def require_size(self, tile_tokens: int) -> None:
+        """Raises where tiles were made for another number of queries each."""
+        if tile_tokens != self.tile_tokens:
+            raise ValueError(f"expected tiles of {tile_tokens} tokens, got {self.tile_tokens}; prepare them so")
+
     def require(self, num_rows: int, num_tokens: int) -> None:
         """Raises where lengths of so many rows and tokens may need more tiles."""
         expected = num_tiles(num_rows, num_tokens, self.tile_tokens)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """Merges part b into part a, in place: out_a, out_b [num_tokens, heads, dim], lse_a, lse_b [num_tokens, heads] fp32.
+    """Merges part b into part a, in place: outs [num_tokens, heads, dim], LSEs [num_tokens, heads] fp32.
 
     LSEs are natural logarithms, -inf where a part saw nothing: its out then counts for nothing, whatever it holds, and
-    where neither saw anything, out is 0 and the LSE -inf. The last dimension of the outs is contiguous; their dtypes may
-    differ.
+    where neither saw anything, out is 0 and the LSE -inf. The last dimension of the outs is contiguous; their dtypes
+    may differ.
     """
     num_tokens, num_heads, dim = out_a.shape
     if num_tokens == 0:

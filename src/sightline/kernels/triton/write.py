@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sightline.kernels.triton.numbers import as_stored, stored_view
+
 _BLOCK_ELEMENTS = 2048
 """That a program writes to a plane, about."""
 
@@ -38,8 +40,8 @@ def write_keys_values(
     _write_keys_values[(triton.cdiv(num_token_heads, block_heads),)](
         k,
         v,
-        _stored(keys),
-        _stored(values),
+        stored_view(keys),
+        stored_view(values),
         slots,
         k_scale,
         v_scale,
@@ -68,7 +70,7 @@ def write_latents(latent: Tensor, k_rope: Tensor, entries: Tensor, slots: Tensor
     _write_latents[(triton.cdiv(num_tokens, block_tokens),)](
         latent,
         k_rope,
-        _stored(entries),
+        stored_view(entries),
         slots,
         scale,
         num_tokens,
@@ -92,38 +94,6 @@ def _require_scales(plane: Tensor, *scales: Tensor | None) -> bool:
         given = [None if scale is None else tuple(scale.shape) for scale in scales]
         raise ValueError(f"expected scales exactly for a float8_e4m3fn plane, got {plane.dtype} with scales {given}")
     return is_fp8
-
-
-def _stored(plane: Tensor) -> Tensor:
-    """What kernels write: e4m3 as bytes, which `_e4m3_bits` makes, since the interpreter rounds floats otherwise."""
-    return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
-
-
-@triton.jit
-def _e4m3_bits(value: tl.tensor) -> tl.tensor:
-    """The byte of float8_e4m3fn nearest to an fp32 value, ties to even, saturated at ±448; NaN stays NaN.
-
-    Integer arithmetic, so that the interpreter and every device give torch's bits.
-    """
-    bits = value.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude = bits & 0x7FFFFFFF
-    is_nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(magnitude, 0x43E00000)  # 448.0
-    # Normal from 2^-6 on: 20 of 23 mantissa bits go, half an ulp is added so that ties come out even, and the exponent's
-    # bias changes from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Subnormal: 2^14 has an ulp of 2^-9, which is the step there, so that the addition itself rounds.
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
-    return (tl.where(is_nan, 0x7F, code) | sign).to(tl.uint8)
-
-
-@triton.jit
-def _to_stored(value: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, IS_FP8: tl.constexpr) -> tl.tensor:
-    # div_rn: the plain quotient is an approximation on a device, and would round to other bytes than torch's.
-    return _e4m3_bits(tl.div_rn(value.to(tl.float32), scale)) if IS_FP8 else value.to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_token_heads"])
@@ -162,8 +132,8 @@ def _write_keys_values(
     new_v = tl.load(v + (token * v_token_stride + head * v_head_stride)[:, None] + dim, mask=inside, other=0.0)
     by_k = tl.load(k_scale) if IS_FP8 else 1.0
     by_v = tl.load(v_scale) if IS_FP8 else 1.0
-    stored_k = _to_stored(new_k, by_k, keys.dtype.element_ty, IS_FP8)
-    stored_v = _to_stored(new_v, by_v, values.dtype.element_ty, IS_FP8)
+    _, stored_k = as_stored(new_k, by_k, keys.dtype.element_ty, IS_FP8)
+    _, stored_v = as_stored(new_v, by_v, values.dtype.element_ty, IS_FP8)
     tl.store(keys + (slot * keys_slot_stride + head * keys_head_stride)[:, None] + dim, stored_k, mask=inside)
     tl.store(values + (slot * values_slot_stride + head * values_head_stride)[:, None] + dim, stored_v, mask=inside)
 
@@ -195,8 +165,10 @@ def _write_latents(
     dim = tl.arange(0, BLOCK_LATENT)[None, :]
     inside = is_token[:, None] & (dim < LATENT_DIM)
     new = tl.load(latent + (token * latent_stride)[:, None] + dim, mask=inside, other=0.0)
-    tl.store(entry + dim, _to_stored(new, by, entries.dtype.element_ty, IS_FP8), mask=inside)
+    _, stored = as_stored(new, by, entries.dtype.element_ty, IS_FP8)
+    tl.store(entry + dim, stored, mask=inside)
     rope = tl.arange(0, BLOCK_ROPE)[None, :]
     inside = is_token[:, None] & (rope < ROPE_DIM)
     new = tl.load(k_rope + (token * rope_stride)[:, None] + rope, mask=inside, other=0.0)
-    tl.store(entry + LATENT_DIM + rope, _to_stored(new, by, entries.dtype.element_ty, IS_FP8), mask=inside)
+    _, stored = as_stored(new, by, entries.dtype.element_ty, IS_FP8)
+    tl.store(entry + LATENT_DIM + rope, stored, mask=inside)
