@@ -47,7 +47,7 @@ PAGED = {
     "bf16": Case(page_size=1, dtype=BF16, head_dim=64),
     "bf16-everything": Case(page_size=64, dtype=BF16, window=11, softcap=2.0, sinks=True, group_size=8, config=WIDE),
     "fp16": Case(dtype=torch.float16, group_size=3),
-    "more-heads-than-a-tile": Case(group_size=20, num_kv_heads=1, sinks=True),
+    "more-heads-than-a-tile": Case((3, 1), (4, 20), group_size=20, num_kv_heads=1, sinks=True),
     "small-heads": Case(head_dim=8),
     "rows-of-one-token": Case((1,) * 5, (0, 1, 15, 16, 33), group_size=4),
     "only-empty-rows": Case((0, 0), (0, 0)),
@@ -117,7 +117,7 @@ def test_fp8_entries_are_read_with_their_scales(dtype: torch.dtype, softcap: flo
 
 
 @pytest.mark.parametrize(("masks", "kind"), [(CAUSAL_ROWS, CAUSAL), (FULL_ROWS, FULL)], ids=["causal", "full"])
-@pytest.mark.parametrize(("qk_dim", "v_dim"), [(24, 16), (48, 32), (16, 16)])
+@pytest.mark.parametrize(("qk_dim", "v_dim"), [(48, 32), (16, 16)])
 def test_ragged_keys_are_aligned_to_the_queries_end(masks: ExtendMasks, kind: RowMask, qk_dim: int, v_dim: int) -> None:
     query_lens, key_lens, heads = (3, 0, 20, 2, 4), (3, 5, 37, 0, 30 if masks is FULL_ROWS else 4), 3
     if masks is FULL_ROWS:

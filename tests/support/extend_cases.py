@@ -1,4 +1,4 @@
-"""Rows for the extend kernel, in pages that are shuffled and pools that are poisoned, and what the oracle says of them."""
+"""Rows for the extend kernel, in shuffled pages of poisoned pools, and what the oracle says of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from sightline.core.batch import MaskKind as RowKind
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, ExtendMasks, MaskKind, ScoreRule
 from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, num_tiles, prepare_tiles
-from sightline.kernels.triton.write import write_keys_values
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING_TOKENS = 3
@@ -142,6 +141,12 @@ def make_outputs(step: Step) -> tuple[Tensor, Tensor]:
     return out, torch.full(step.q.shape[:2], UNTOUCHED, device=DEVICE)
 
 
+def put(plane: Tensor, slots: Tensor, new: Tensor, scale: float) -> None:
+    """Writes entries with torch: `write_keys_values` has tests of its own."""
+    stored = (new.float() / scale).clamp(-448, 448).to(plane.dtype) if plane.element_size() == 1 else new
+    plane.view(torch.uint8)[slots.to(plane.device)] = stored.view(torch.uint8).to(plane.device)
+
+
 def run_paged(step: Step) -> tuple[Tensor, Tensor]:
     """Writes contexts and new tokens, attends through the pages, and returns all tokens' out and LSE."""
     case, rows = step.case, len(step.case.query_lens)
@@ -152,8 +157,8 @@ def run_paged(step: Step) -> tuple[Tensor, Tensor]:
     pages[1:] = (torch.randperm(num_pages - 1, generator=generator) + 1).view(rows, max_pages)
     table_rows = torch.randperm(rows, generator=generator) + 1
     cache_dtype = case.cache_dtype or case.dtype
-    plane = torch.full((2, num_pages * case.page_size, *step.k[0].shape[1:]), torch.nan).to(cache_dtype).to(DEVICE)
-    keys, values = plane
+    shape = (2, num_pages * case.page_size, *step.k[0].shape[1:])
+    keys, values = torch.full(shape, torch.nan).to(cache_dtype).to(DEVICE)
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if cache_dtype is torch.float8_e4m3fn:
         k_scale, v_scale = torch.tensor(case.scales, device=DEVICE)
@@ -161,7 +166,8 @@ def run_paged(step: Step) -> tuple[Tensor, Tensor]:
     for row in range(rows):
         entry = torch.arange(step.k[row].shape[0])
         slots = pages[table_rows[row], entry // case.page_size] * case.page_size + entry % case.page_size
-        write_keys_values(step.k[row].to(DEVICE), step.v[row].to(DEVICE), keys, values, slots.to(DEVICE), *scales)
+        for plane, new, scale in zip((keys, values), (step.k[row], step.v[row]), case.scales, strict=True):
+            put(plane, slots, new, scale)
     tiles = empty_tiles(rows, case.num_tokens, case.config.tile_tokens(case.group_size))
     lens, contexts = (torch.tensor(each, device=DEVICE) for each in (case.query_lens, case.context_lens))
     offsets = torch.zeros(rows + 1, dtype=torch.int64, device=DEVICE)

@@ -85,37 +85,21 @@ def _launch(
     num_kv_heads, v_dim = values.shape[1:]
     group_size = num_q_heads // num_kv_heads
     tile_heads, tile_tokens = config.tile_heads(group_size), config.tile_tokens(group_size)
-    if tile_tokens != tiles.tile_tokens:
-        raise ValueError(
-            f"expected tiles of {tile_tokens} tokens for {config}, got {tiles.tile_tokens}; prepare them so"
-        )
+    tiles.require_size(tile_tokens)
     head_blocks = triton.cdiv(group_size, tile_heads)
     grid = (tiles.records.shape[0] * num_kv_heads * head_blocks,)
     if grid[0] == 0:
         return
     block_qk, block_rest = _split_dim(qk_dim)
-    lse_strides = (0, 0) if lse is None else lse.stride()
+    seen = (masks.row_kinds, masks.trees, masks.tree_offsets, masks.positions)
+    numbers = (rule.scale, rule.softcap or 0.0, rule.window or 0, 0 if pages is None else pages.stride(0))
+    strides = (stride for each in (q, keys, values, out) for stride in each.stride()[:2])
+    tensors = (q, keys, values, pages, tiles.records, out, lse, sinks, k_scale, v_scale, *seen)
     extend_kernel[grid](
-        q,
-        keys,
-        values,
-        pages,
-        tiles.records,
-        out,
-        lse,
-        sinks,
-        k_scale,
-        v_scale,
-        masks.row_kinds,
-        masks.trees,
-        masks.tree_offsets,
-        masks.positions,
-        rule.scale,
-        0.0 if rule.softcap is None else rule.softcap,
-        0 if rule.window is None else rule.window,
-        0 if pages is None else pages.stride(0),
-        *(stride for each in (q, keys, values, out) for stride in each.stride()[:2]),
-        *lse_strides,
+        *tensors,
+        *numbers,
+        *strides,
+        *((0, 0) if lse is None else lse.stride()),
         NUM_KV_HEADS=num_kv_heads,
         GROUP_SIZE=group_size,
         TILE_HEADS=tile_heads,
@@ -133,6 +117,7 @@ def _launch(
         IS_PAGED=pages is not None,
         IS_FP8=k_scale is not None,
         IS_INTERPRETED=q.device.type == "cpu",
+        TILE_TOKENS=tile_tokens,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_QK=block_qk,

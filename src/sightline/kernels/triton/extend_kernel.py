@@ -12,6 +12,8 @@ Owns the device's work. Does not know who launches it; `extend_tiles` made its r
 import triton
 import triton.language as tl
 
+from sightline.kernels.triton.numbers import product
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _CAUSAL = tl.constexpr(0)
@@ -83,15 +85,6 @@ def _load_block(
     else:
         block = tl.load(at)
     return block
-
-
-@triton.jit
-def _product(a: tl.tensor, b: tl.tensor, added: tl.tensor, IS_INTERPRETED: tl.constexpr) -> tl.tensor:
-    """a @ b + added. The interpreter takes the bits of bf16 for integers, so that it gets what they stand for."""
-    if IS_INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, added, input_precision="ieee")
 
 
 @triton.jit
@@ -172,12 +165,12 @@ def _attend_blocks(
         page = _load_pages(pages, start + BLOCK_N, stop_seen, BLOCK_N, PAGE_SIZE, IS_PAGED)
         k = _load_block(keys, slot, distance, keys_slot_stride, is_seen, 0, QK_DIM, BLOCK_QK, IS_MASKED)
         score = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
-        score = _product(q, tl.trans(k.to(q.dtype)), score, IS_INTERPRETED)
+        score = product(q, tl.trans(k.to(q.dtype)), score, IS_INTERPRETED)
         if BLOCK_REST > 0:
             k_rest = _load_block(
                 keys, slot, distance, keys_slot_stride, is_seen, BLOCK_QK, QK_DIM, BLOCK_REST, IS_MASKED
             )
-            score = _product(q_rest, tl.trans(k_rest.to(q.dtype)), score, IS_INTERPRETED)
+            score = product(q_rest, tl.trans(k_rest.to(q.dtype)), score, IS_INTERPRETED)
         if HAS_SOFTCAP:
             score = 1.0 - 2.0 / (tl.exp2(score * softcap_scale) + 1.0)  # tanh
         if IS_MASKED:
@@ -194,9 +187,70 @@ def _attend_blocks(
         fade = tl.exp2(largest - base)
         v = _load_block(values, slot, distance, values_slot_stride, is_seen, 0, V_DIM, BLOCK_V, IS_MASKED)
         total = total * fade + tl.sum(weight, 1)
-        found = _product(weight.to(q.dtype), v.to(q.dtype), found * fade[:, None], IS_INTERPRETED)
+        found = product(weight.to(q.dtype), v.to(q.dtype), found * fade[:, None], IS_INTERPRETED)
         largest = higher
     return found, total, largest
+
+
+@triton.jit
+def _load_queries(
+    at: tl.tensor,
+    is_query: tl.tensor,
+    FIRST_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_M, BLOCK_DIM]: zeros where there is no query, and beyond the dimension."""
+    dim = FIRST_DIM + tl.arange(0, BLOCK_DIM)[None, :]
+    return tl.load(at[:, None] + dim, mask=is_query[:, None] & (dim < DIM), other=0.0)
+
+
+@triton.jit
+def _bounds(
+    kind: tl.tensor,
+    first_position: tl.tensor,
+    last_position: tl.tensor,
+    context_len: tl.tensor,
+    num_keys: tl.tensor,
+    window: tl.tensor,
+    HAS_WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of the keys: the first that some query of the tile sees, the first and the end of those that all see, and the
+    end of those that some query sees."""
+    first_seen = tl.zeros([], tl.int32)
+    first_shared = tl.zeros([], tl.int32)
+    stop_seen = num_keys
+    stop_shared = num_keys
+    if HAS_WINDOW:
+        first_seen = tl.maximum(first_position - window + 1, 0)
+        first_shared = tl.maximum(last_position - window + 1, 0)
+        if kind == _TREE:
+            # New tokens of a tree do not stand in order of their positions.
+            first_seen = tl.minimum(first_seen, context_len)
+        else:
+            stop_seen = tl.minimum(num_keys, last_position + window)
+            stop_shared = tl.minimum(num_keys, first_position + window)
+    if kind == _CAUSAL:
+        stop_seen = tl.minimum(stop_seen, last_position + 1)
+        stop_shared = tl.minimum(stop_shared, first_position + 1)
+    elif kind == _TREE:
+        stop_shared = context_len
+    return first_seen, first_shared, tl.maximum(stop_shared, 0), stop_seen
+
+
+@triton.jit
+def _factors(
+    scale: tl.tensor, softcap: tl.tensor, k_scale: tl.tensor, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """What makes a score of what the loop has, to the base 2; and for a softcap, twice tanh's argument of a product."""
+    factor = scale * _LOG2_E
+    softcap_scale = factor
+    if IS_FP8:
+        factor = factor * tl.load(k_scale)
+    if HAS_SOFTCAP:
+        softcap_scale = 2.0 * factor / softcap
+        factor = softcap * _LOG2_E
+    return factor, softcap_scale
 
 
 @triton.jit
@@ -246,6 +300,7 @@ def extend_kernel(
     IS_PAGED: tl.constexpr,
     IS_FP8: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_QK: tl.constexpr,
@@ -270,17 +325,14 @@ def extend_kernel(
     lane = tl.arange(0, BLOCK_M)
     query = first_query + lane // TILE_HEADS
     group_head = program % HEAD_BLOCKS * TILE_HEADS + lane % TILE_HEADS
-    TILE_TOKENS: tl.constexpr = BLOCK_M // TILE_HEADS
     is_query = (lane < TILE_TOKENS * TILE_HEADS) & (query < query_len) & (group_head < GROUP_SIZE)
     q_head = kv_head * GROUP_SIZE + group_head
     token = (first_token + query).to(tl.int64)
-    q_at = q + (token * q_token_stride + q_head * q_head_stride)[:, None]
-    dim = tl.arange(0, BLOCK_QK)[None, :]
-    tile_q = tl.load(q_at + dim, mask=is_query[:, None] & (dim < QK_DIM), other=0.0)
+    q_at = q + token * q_token_stride + q_head * q_head_stride
+    tile_q = _load_queries(q_at, is_query, 0, QK_DIM, BLOCK_QK)
     tile_q_rest = tile_q
     if BLOCK_REST > 0:
-        rest = BLOCK_QK + tl.arange(0, BLOCK_REST)[None, :]
-        tile_q_rest = tl.load(q_at + rest, mask=is_query[:, None] & (rest < QK_DIM), other=0.0)
+        tile_q_rest = _load_queries(q_at, is_query, BLOCK_QK, QK_DIM, BLOCK_REST)
 
     kind = MASK_KIND
     if MASK_KIND == _BY_ROW:
@@ -300,34 +352,10 @@ def extend_kernel(
             position = tl.load(positions + token, mask=is_query, other=-1).to(tl.int32)
             first_position = tl.min(tl.where(is_query, position, 2147483647), 0)
             last_position = tl.max(position, 0)
-
-    # Keys from `first_seen` to `stop_seen` are seen by some query, those from `first_shared` to `stop_shared` by all.
-    first_seen = 0
-    first_shared = 0
-    stop_seen = num_keys
-    stop_shared = num_keys
-    if HAS_WINDOW:
-        first_seen = tl.maximum(first_position - window + 1, 0)
-        first_shared = tl.maximum(last_position - window + 1, 0)
-        if kind == _TREE:
-            first_seen = tl.minimum(first_seen, context_len)
-        else:
-            stop_seen = tl.minimum(num_keys, last_position + window)
-            stop_shared = tl.minimum(num_keys, first_position + window)
-    if kind == _CAUSAL:
-        stop_seen = tl.minimum(stop_seen, last_position + 1)
-        stop_shared = tl.minimum(stop_shared, first_position + 1)
-    elif kind == _TREE:
-        stop_shared = context_len
-    stop_shared = tl.maximum(stop_shared, 0)
-
-    factor = scale * _LOG2_E
-    softcap_scale = 0.0
-    if IS_FP8:
-        factor = factor * tl.load(k_scale)
-    if HAS_SOFTCAP:
-        softcap_scale = 2.0 * factor / softcap
-        factor = softcap * _LOG2_E
+    first_seen, first_shared, stop_shared, stop_seen = _bounds(
+        kind, first_position, last_position, context_len, num_keys, window, HAS_WINDOW
+    )
+    factor, softcap_scale = _factors(scale, softcap, k_scale, HAS_SOFTCAP, IS_FP8)
     if IS_PAGED:
         pages += first_key.to(tl.int64) * pages_row_stride
     keys += kv_head * keys_head_stride
@@ -338,27 +366,27 @@ def extend_kernel(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     first_block = first_seen // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
-        window_stop = tl.minimum(first_shared + BLOCK_N - 1, stop_seen + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        window_stop = tl.maximum(window_stop, first_block)
+        window_stop = tl.maximum(tl.cdiv(tl.minimum(first_shared, stop_seen), BLOCK_N) * BLOCK_N, first_block)
         found, total, largest = _attend_blocks(
             found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, window_stop,
-            first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window, softcap_scale,
-            factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW, HAS_SOFTCAP,
-            IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
+            first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window,
+            softcap_scale, factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES,
+            HAS_WINDOW, HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
         )  # fmt: skip
         first_block = window_stop
     shared_stop = tl.maximum(stop_shared // BLOCK_N * BLOCK_N, first_block)
     found, total, largest = _attend_blocks(
         found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, shared_stop,
-        first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window, softcap_scale,
-        factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW, HAS_SOFTCAP,
-        IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=False,
+        first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window,
+        softcap_scale, factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW,
+        HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=False,
     )  # fmt: skip
+    first_block = shared_stop
     found, total, largest = _attend_blocks(
-        found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, shared_stop, stop_seen,
-        first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window, softcap_scale,
-        factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW, HAS_SOFTCAP,
-        IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
+        found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, stop_seen,
+        first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window,
+        softcap_scale, factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW,
+        HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
     )  # fmt: skip
 
     if HAS_SINKS:
@@ -373,10 +401,9 @@ def extend_kernel(
     share = 1.0 / total
     if IS_FP8:
         share = share * tl.load(v_scale)
-    found = found * share[:, None]
-    v_dim = tl.arange(0, BLOCK_V)[None, :]
-    out_at = out + (token * out_token_stride + q_head * out_head_stride)[:, None] + v_dim
-    tl.store(out_at, found.to(out.dtype.element_ty), mask=is_query[:, None] & (v_dim < V_DIM))
+    dim = tl.arange(0, BLOCK_V)[None, :]
+    out_at = out + (token * out_token_stride + q_head * out_head_stride)[:, None] + dim
+    tl.store(out_at, (found * share[:, None]).to(out.dtype.element_ty), mask=is_query[:, None] & (dim < V_DIM))
     if HAS_LSE:
-        seen_lse = (largest + tl.log2(total)) * _LN_2
-        tl.store(lse + token * lse_token_stride + q_head * lse_head_stride, seen_lse, mask=is_query)
+        lse_at = lse + token * lse_token_stride + q_head * lse_head_stride
+        tl.store(lse_at, (largest + tl.log2(total)) * _LN_2, mask=is_query)

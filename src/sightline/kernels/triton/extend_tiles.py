@@ -53,20 +53,18 @@ def choose_config(dtype: torch.dtype, qk_dim: int, v_dim: int, group_size: int, 
 
     Few queries get small tiles. A tile of 64 rows of the product is the least that SM90's warp groups work on.
     """
-    wanted = triton.next_power_of_2(max(1, group_size * longest_query))
+    wanted = max(16, triton.next_power_of_2(group_size * longest_query))
     widest = max(qk_dim, v_dim)
     if dtype is torch.float32:
-        # No tensor cores: the product's operands live in registers, and a small tile is as fast as a large one.
-        return ExtendConfig(min(max(wanted, 16), 32), 32 if widest <= 128 else 16, num_warps=4, num_stages=1)
+        # No tensor cores: operands live in registers, and a larger tile would spill them.
+        return ExtendConfig(min(wanted, 32), 16, num_warps=8 if wanted > 16 else 4, num_stages=1)
     if wanted <= 32:
-        return ExtendConfig(max(wanted, 16), 64 if widest <= 256 else 32, num_warps=4, num_stages=3)
-    if wanted == 64:
+        return ExtendConfig(wanted, 64 if widest <= 256 else 32, num_warps=4, num_stages=3 if widest <= 256 else 2)
+    if wanted == 64 or widest > 256:
         return ExtendConfig(64, 64 if widest <= 256 else 32, num_warps=4, num_stages=3 if widest <= 128 else 2)
     if widest <= 64:
         return ExtendConfig(128, 128, num_warps=8, num_stages=3)
-    if widest <= 128:
-        return ExtendConfig(128, 64, num_warps=8, num_stages=3)
-    return ExtendConfig(128, 64 if widest <= 256 else 32, num_warps=8, num_stages=2)
+    return ExtendConfig(128, 64, num_warps=8, num_stages=3 if widest <= 128 else 2)
 
 
 def num_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
@@ -87,6 +85,11 @@ class Tiles:
             raise ValueError(
                 f"expected records [num_tiles, {FIELDS}] int32, got {list(self.records.shape)} {self.records.dtype}"
             )
+
+    def require_size(self, tile_tokens: int) -> None:
+        """Raises where tiles were made for another number of queries each."""
+        if tile_tokens != self.tile_tokens:
+            raise ValueError(f"expected tiles of {tile_tokens} tokens, got {self.tile_tokens}; prepare them so")
 
     def require(self, num_rows: int, num_tokens: int) -> None:
         """Raises where lengths of so many rows and tokens may need more tiles."""

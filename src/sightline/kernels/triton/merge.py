@@ -9,22 +9,24 @@ from torch import Tensor
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
-    """Merges part b into part a, in place: out_a, out_b [num_tokens, heads, dim], lse_a, lse_b [num_tokens, heads] fp32.
+    """Merges part b into part a, in place: outs [num_tokens, heads, dim], LSEs [num_tokens, heads] fp32.
 
     LSEs are natural logarithms, -inf where a part saw nothing: its out then counts for nothing, whatever it holds, and
-    where neither saw anything, out is 0 and the LSE -inf. The last dimension of the outs is contiguous; their dtypes may
-    differ.
+    where neither saw anything, out is 0 and the LSE -inf. The last dimension of the outs is contiguous; their dtypes
+    may differ.
     """
     num_tokens, num_heads, dim = out_a.shape
     if num_tokens == 0:
         return
     block_dim = triton.next_power_of_2(dim)
-    block_heads = min(triton.next_power_of_2(num_heads), max(1, 2048 // block_dim))
-    _merge_states[(num_tokens, triton.cdiv(num_heads, block_heads))](
+    block_heads = max(1, 2048 // block_dim)
+    num_token_heads = num_tokens * num_heads
+    _merge_states[(triton.cdiv(num_token_heads, block_heads),)](
         out_a,
         lse_a,
         out_b,
         lse_b,
+        num_token_heads,
         *(stride for out, lse in ((out_a, lse_a), (out_b, lse_b)) for stride in (*out.stride()[:2], *lse.stride())),
         NUM_HEADS=num_heads,
         DIM=dim,
@@ -34,12 +36,13 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_token_heads"])
 def _merge_states(
     out_a: tl.tensor,
     lse_a: tl.tensor,
     out_b: tl.tensor,
     lse_b: tl.tensor,
+    num_token_heads: tl.tensor,
     out_a_token_stride: tl.tensor,
     out_a_head_stride: tl.tensor,
     lse_a_token_stride: tl.tensor,
@@ -53,11 +56,12 @@ def _merge_states(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """A program merges some heads of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    """A program merges some heads, of one token or of several."""
+    token_head = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_head = token_head < num_token_heads
+    token = (token_head // NUM_HEADS).to(tl.int64)
+    head = token_head % NUM_HEADS
     dim = tl.arange(0, BLOCK_DIM)[None, :]
-    is_head = head < NUM_HEADS
     inside = is_head[:, None] & (dim < DIM)
     at_lse_a = lse_a + token * lse_a_token_stride + head * lse_a_head_stride
     at_lse_b = lse_b + token * lse_b_token_stride + head * lse_b_head_stride
@@ -72,8 +76,8 @@ def _merge_states(
     total = tl.where(total == 0.0, 1.0, total)
     share_a = (weight_a / total)[:, None]
     share_b = (weight_b / total)[:, None]
-    at_a = out_a + token * out_a_token_stride + head[:, None] * out_a_head_stride + dim
-    at_b = out_b + token * out_b_token_stride + head[:, None] * out_b_head_stride + dim
+    at_a = out_a + (token * out_a_token_stride + head * out_a_head_stride)[:, None] + dim
+    at_b = out_b + (token * out_b_token_stride + head * out_b_head_stride)[:, None] + dim
     # Not read where it counts for nothing: 0 times what lies there could be NaN.
     part_a = tl.load(at_a, mask=inside & (share_a > 0.0), other=0.0).to(tl.float32)
     part_b = tl.load(at_b, mask=inside & (share_b > 0.0), other=0.0).to(tl.float32)

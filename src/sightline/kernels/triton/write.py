@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS_PER_PROGRAM = 2048
-"""Of one plane, at most, where one head is not more than that."""
+from sightline.kernels.triton.numbers import as_stored, stored_view
+
+_BLOCK_ELEMENTS = 2048
+"""That a program writes to a plane, about."""
 
 
 def write_keys_values(
@@ -33,15 +35,17 @@ def write_keys_values(
         return
     is_fp8 = _require_scales(keys, k_scale, v_scale)
     block_dim = triton.next_power_of_2(head_dim)
-    block_heads = min(triton.next_power_of_2(num_heads), max(1, _ELEMENTS_PER_PROGRAM // block_dim))
-    _write_keys_values[(num_tokens, triton.cdiv(num_heads, block_heads))](
+    block_heads = max(1, _BLOCK_ELEMENTS // block_dim)
+    num_token_heads = num_tokens * num_heads
+    _write_keys_values[(triton.cdiv(num_token_heads, block_heads),)](
         k,
         v,
-        _stored(keys),
-        _stored(values),
+        stored_view(keys),
+        stored_view(values),
         slots,
         k_scale,
         v_scale,
+        num_token_heads,
         *(stride for each in (k, v, keys, values) for stride in each.stride()[:2]),
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
@@ -61,18 +65,22 @@ def write_latents(latent: Tensor, k_rope: Tensor, entries: Tensor, slots: Tensor
     num_tokens, latent_dim = latent.shape
     if num_tokens == 0:
         return
-    _write_latents[(num_tokens,)](
+    block_latent = triton.next_power_of_2(latent_dim)
+    block_tokens = max(1, _BLOCK_ELEMENTS // block_latent)
+    _write_latents[(triton.cdiv(num_tokens, block_tokens),)](
         latent,
         k_rope,
-        _stored(entries),
+        stored_view(entries),
         slots,
         scale,
+        num_tokens,
         latent.stride(0),
         k_rope.stride(0),
         entries.stride(0),
         LATENT_DIM=latent_dim,
         ROPE_DIM=k_rope.shape[1],
-        BLOCK_LATENT=triton.next_power_of_2(latent_dim),
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_LATENT=block_latent,
         BLOCK_ROPE=triton.next_power_of_2(k_rope.shape[1]),
         IS_FP8=_require_scales(entries, scale),
         num_warps=4,
@@ -88,39 +96,7 @@ def _require_scales(plane: Tensor, *scales: Tensor | None) -> bool:
     return is_fp8
 
 
-def _stored(plane: Tensor) -> Tensor:
-    """What kernels write: e4m3 as bytes, which `_e4m3_bits` makes, since the interpreter rounds floats otherwise."""
-    return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
-
-
-@triton.jit
-def _e4m3_bits(value: tl.tensor) -> tl.tensor:
-    """The byte of float8_e4m3fn nearest to an fp32 value, ties to even, saturated at ±448; NaN stays NaN.
-
-    Integer arithmetic, so that the interpreter and every device give torch's bits.
-    """
-    bits = value.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude = bits & 0x7FFFFFFF
-    is_nan = magnitude > 0x7F800000
-    magnitude = tl.minimum(magnitude, 0x43E00000)  # 448.0
-    # Normal from 2^-6 on: 20 of 23 mantissa bits go, half an ulp is added so that ties come out even, and the exponent's
-    # bias changes from 127 to 7.
-    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Subnormal: 2^14 has an ulp of 2^-9, which is the step there, so that the addition itself rounds.
-    shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
-    subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
-    return (tl.where(is_nan, 0x7F, code) | sign).to(tl.uint8)
-
-
-@triton.jit
-def _to_stored(value: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, IS_FP8: tl.constexpr) -> tl.tensor:
-    # div_rn: the plain quotient is an approximation on a device, and would round to other bytes than torch's.
-    return _e4m3_bits(tl.div_rn(value.to(tl.float32), scale)) if IS_FP8 else value.to(dtype)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_token_heads"])
 def _write_keys_values(
     k: tl.tensor,
     v: tl.tensor,
@@ -129,6 +105,7 @@ def _write_keys_values(
     slots: tl.tensor,
     k_scale: tl.tensor,
     v_scale: tl.tensor,
+    num_token_heads: tl.tensor,
     k_token_stride: tl.tensor,
     k_head_stride: tl.tensor,
     v_token_stride: tl.tensor,
@@ -143,45 +120,55 @@ def _write_keys_values(
     BLOCK_DIM: tl.constexpr,
     IS_FP8: tl.constexpr,
 ) -> None:
-    """A program writes some heads of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    """A program writes some heads, of one token or of several."""
+    token_head = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    is_head = token_head < num_token_heads
+    token = (token_head // NUM_HEADS).to(tl.int64)
+    head = token_head % NUM_HEADS
     dim = tl.arange(0, BLOCK_DIM)[None, :]
-    inside = (head < NUM_HEADS) & (dim < HEAD_DIM)
-    slot = tl.load(slots + token)
-    new_k = tl.load(k + token * k_token_stride + head * k_head_stride + dim, mask=inside)
-    new_v = tl.load(v + token * v_token_stride + head * v_head_stride + dim, mask=inside)
+    inside = is_head[:, None] & (dim < HEAD_DIM)
+    slot = tl.load(slots + token, mask=is_head, other=0)
+    new_k = tl.load(k + (token * k_token_stride + head * k_head_stride)[:, None] + dim, mask=inside, other=0.0)
+    new_v = tl.load(v + (token * v_token_stride + head * v_head_stride)[:, None] + dim, mask=inside, other=0.0)
     by_k = tl.load(k_scale) if IS_FP8 else 1.0
     by_v = tl.load(v_scale) if IS_FP8 else 1.0
-    stored_k = _to_stored(new_k, by_k, keys.dtype.element_ty, IS_FP8)
-    stored_v = _to_stored(new_v, by_v, values.dtype.element_ty, IS_FP8)
-    tl.store(keys + slot * keys_slot_stride + head * keys_head_stride + dim, stored_k, mask=inside)
-    tl.store(values + slot * values_slot_stride + head * values_head_stride + dim, stored_v, mask=inside)
+    _, stored_k = as_stored(new_k, by_k, keys.dtype.element_ty, IS_FP8)
+    _, stored_v = as_stored(new_v, by_v, values.dtype.element_ty, IS_FP8)
+    tl.store(keys + (slot * keys_slot_stride + head * keys_head_stride)[:, None] + dim, stored_k, mask=inside)
+    tl.store(values + (slot * values_slot_stride + head * values_head_stride)[:, None] + dim, stored_v, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _write_latents(
     latent: tl.tensor,
     k_rope: tl.tensor,
     entries: tl.tensor,
     slots: tl.tensor,
     scale: tl.tensor,
+    num_tokens: tl.tensor,
     latent_stride: tl.tensor,
     rope_stride: tl.tensor,
     entry_stride: tl.tensor,
     LATENT_DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     BLOCK_LATENT: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     IS_FP8: tl.constexpr,
 ) -> None:
-    """A program writes one token's row."""
-    token = tl.program_id(0).to(tl.int64)
-    entry = entries + tl.load(slots + token) * entry_stride
+    """A program writes some tokens' rows."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    is_token = token < num_tokens
+    slot = tl.load(slots + token, mask=is_token, other=0)
     by = tl.load(scale) if IS_FP8 else 1.0
-    dim = tl.arange(0, BLOCK_LATENT)
-    new = tl.load(latent + token * latent_stride + dim, mask=dim < LATENT_DIM)
-    tl.store(entry + dim, _to_stored(new, by, entries.dtype.element_ty, IS_FP8), mask=dim < LATENT_DIM)
-    dim = tl.arange(0, BLOCK_ROPE)
-    new = tl.load(k_rope + token * rope_stride + dim, mask=dim < ROPE_DIM)
-    tl.store(entry + LATENT_DIM + dim, _to_stored(new, by, entries.dtype.element_ty, IS_FP8), mask=dim < ROPE_DIM)
+    entry = entries + (slot * entry_stride)[:, None]
+    dim = tl.arange(0, BLOCK_LATENT)[None, :]
+    inside = is_token[:, None] & (dim < LATENT_DIM)
+    new = tl.load(latent + (token * latent_stride)[:, None] + dim, mask=inside, other=0.0)
+    _, stored = as_stored(new, by, entries.dtype.element_ty, IS_FP8)
+    tl.store(entry + dim, stored, mask=inside)
+    rope = tl.arange(0, BLOCK_ROPE)[None, :]
+    inside = is_token[:, None] & (rope < ROPE_DIM)
+    new = tl.load(k_rope + (token * rope_stride)[:, None] + rope, mask=inside, other=0.0)
+    _, stored = as_stored(new, by, entries.dtype.element_ty, IS_FP8)
+    tl.store(entry + LATENT_DIM + rope, stored, mask=inside)
