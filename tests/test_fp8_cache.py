@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sightline import LLM, SamplingParams
+from sightline.attention.capability import Work
 from sightline.core.errors import NoBackendError
 from sightline.tools.startup import startup_report
 from support.tiny_models import stepped_logits

@@ -52,8 +52,10 @@ def decode_softmax(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Writes k, v [num_tokens, num_kv_heads, head_dim] at the rows' slots, and `out` [num_tokens, num_q_heads, head_dim]
-    of `q`; `lse` [num_tokens, num_q_heads] fp32 where it is wanted. `scratch` holds the rows' shares."""
+    """Writes k, v [num_tokens, num_kv_heads, head_dim] at the rows' slots, and `out` [num_tokens, num_q_heads, ...].
+
+    `lse` [num_tokens, num_q_heads] fp32 where it is wanted. `scratch` holds the rows' shares.
+    """
     _, num_kv_heads, head_dim = layer.keys.shape
     num_q_heads = q.shape[1]
     group = num_q_heads // num_kv_heads

@@ -1,8 +1,8 @@
 """Latent attention of rows of one new token over a paged cache: one launch that writes the cache too, one that merges.
 
 Entries are [latent | rope], which all heads share, and their values are the latents. Products have keys as rows and
-heads as columns, so that few heads fill the tensor cores' tiles too. Who computes what is `decode_shares`' matter. Knows
-tensors. Does not know plans or pools.
+heads as columns, so that few heads fill the tensor cores' tiles too. Who computes what is `decode_shares`' matter.
+Knows tensors. Does not know plans or pools.
 """
 
 from dataclasses import dataclass
