@@ -130,6 +130,20 @@ def _decode_kernel(
         largest = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         gathered = tl.zeros([HEADS, DIMS], tl.float32)
+        if block + count == blocks:
+            # The new token: written, and seen without being read back.
+            slot = tl.load(write_slots + token) * slot_stride + kv_head * HEAD_DIM + dim
+            new_k = tl.load(k_new + token.to(tl.int64) * k_token + kv_head * k_head + dim, mask=in_dim, other=0.0)
+            new_v = tl.load(v_new + token.to(tl.int64) * v_token + kv_head * v_head + dim, mask=in_dim, other=0.0)
+            new_k, kept_key = as_stored(new_k, k_scale, keys.dtype.element_ty, FP8)
+            new_v, kept_value = as_stored(new_v, v_scale, values.dtype.element_ty, FP8)
+            if subgroup == 0:
+                tl.store(written_keys + slot, kept_key, mask=in_dim)
+                tl.store(written_values + slot, kept_value, mask=in_dim)
+            score = tl.sum(queries.to(tl.float32) * new_k[None, :], 1)
+            largest = _capped(score * (scale * k_scale), SOFTCAP)
+            total = tl.full([HEADS], 1.0, tl.float32)
+            gathered = gathered + new_v[None, :]
         begin = (first_block + block) * BLOCK
         for start in tl.range(begin, begin + count * BLOCK, BLOCK, num_stages=STAGES):
             key = start + in_block
@@ -157,23 +171,6 @@ def _decode_kernel(
             shrink = tl.exp2(largest - base)
             total = total * shrink + tl.sum(weights, 1)
             gathered = product(weights.to(compute_dtype), v, gathered * shrink[:, None], INTERPRETED)
-            largest = higher
-        if block + count == blocks:
-            # The new token: written, and seen without being read back.
-            slot = tl.load(write_slots + token) * slot_stride
-            k = tl.load(k_new + token.to(tl.int64) * k_token + kv_head * k_head + dim, mask=in_dim, other=0.0)
-            v = tl.load(v_new + token.to(tl.int64) * v_token + kv_head * v_head + dim, mask=in_dim, other=0.0)
-            k, kept_key = as_stored(k, k_scale, keys.dtype.element_ty, FP8)
-            v, kept_value = as_stored(v, v_scale, values.dtype.element_ty, FP8)
-            if subgroup == 0:
-                tl.store(written_keys + slot + kv_head * HEAD_DIM + dim, kept_key, mask=in_dim)
-                tl.store(written_values + slot + kv_head * HEAD_DIM + dim, kept_value, mask=in_dim)
-            score = tl.sum(queries.to(tl.float32) * k[None, :], 1)
-            score = _capped(score * (scale * k_scale), SOFTCAP)
-            higher = tl.maximum(largest, score)
-            shrink, weight = tl.exp2(largest - higher), tl.exp2(score - higher)
-            total = total * shrink + weight
-            gathered = gathered * shrink[:, None] + weight[:, None] * v[None, :]
             largest = higher
         if count == blocks:
             finish(

@@ -103,13 +103,28 @@ def _latent_kernel(
         count = tl.minimum(left, blocks - block)
         heads = subgroup * HEADS + head_in_unit
         in_heads = heads < NUM_HEADS
-        place = q + token.to(tl.int64) * q_token + heads[None, :] * q_head + dim[:, None]
-        queries = tl.load(place, mask=in_heads[None, :] & in_dim[:, None], other=0.0)
-        place = q_rope + token.to(tl.int64) * q_rope_token + heads[None, :] * q_rope_head + rope[:, None]
-        rope_queries = tl.load(place, mask=in_heads[None, :] & in_rope[:, None], other=0.0)
+        q_place = q + token.to(tl.int64) * q_token + heads[None, :] * q_head + dim[:, None]
+        queries = tl.load(q_place, mask=in_heads[None, :] & in_dim[:, None], other=0.0)
+        q_rope_place = q_rope + token.to(tl.int64) * q_rope_token + heads[None, :] * q_rope_head + rope[:, None]
+        rope_queries = tl.load(q_rope_place, mask=in_heads[None, :] & in_rope[:, None], other=0.0)
         largest = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         gathered = tl.zeros([LATENTS, HEADS], tl.float32)
+        if block + count == blocks:
+            # The new token: written, and seen without being read back. It comes first, since queries in registers
+            # would be in the way of the loop.
+            new_slot = written + tl.load(write_slots + token) * slot_stride
+            new = tl.load(latent_new + token.to(tl.int64) * latent_token + dim, mask=in_dim, other=0.0)
+            new_rope = tl.load(rope_new + token.to(tl.int64) * rope_token + rope, mask=in_rope, other=0.0)
+            new, kept = as_stored(new, by, entries.dtype.element_ty, FP8)
+            new_rope, kept_rope = as_stored(new_rope, by, entries.dtype.element_ty, FP8)
+            if subgroup == 0:
+                tl.store(new_slot + dim, kept, mask=in_dim)
+                tl.store(new_slot + LATENT_DIM + rope, kept_rope, mask=in_rope)
+            score = tl.sum(queries.to(tl.float32) * new[:, None], 0)
+            largest = (score + tl.sum(rope_queries.to(tl.float32) * new_rope[:, None], 0)) * factor
+            total = tl.full([HEADS], 1.0, tl.float32)
+            gathered = gathered + new[:, None]
         for start in tl.range(block * BLOCK, (block + count) * BLOCK, BLOCK, num_stages=STAGES):
             key = start + in_block
             seen = key < context
@@ -135,27 +150,10 @@ def _latent_kernel(
             total = total * shrink + tl.sum(weights, 0)
             gathered = product(tl.trans(k), weights.to(compute_dtype), gathered * shrink[None, :], INTERPRETED)
             largest = higher
-        if block + count == blocks:
-            # The new token: written, and seen without being read back.
-            slot = written + tl.load(write_slots + token) * slot_stride
-            new = tl.load(latent_new + token.to(tl.int64) * latent_token + dim, mask=in_dim, other=0.0)
-            new_rope = tl.load(rope_new + token.to(tl.int64) * rope_token + rope, mask=in_rope, other=0.0)
-            new, kept = as_stored(new, by, entries.dtype.element_ty, FP8)
-            new_rope, kept_rope = as_stored(new_rope, by, entries.dtype.element_ty, FP8)
-            if subgroup == 0:
-                tl.store(slot + dim, kept, mask=in_dim)
-                tl.store(slot + LATENT_DIM + rope, kept_rope, mask=in_rope)
-            score = tl.sum(queries.to(tl.float32) * new[:, None], 0)
-            score = (score + tl.sum(rope_queries.to(tl.float32) * new_rope[:, None], 0)) * factor
-            higher = tl.maximum(largest, score)
-            shrink, weight = tl.exp2(largest - higher), tl.exp2(score - higher)
-            total = total * shrink + weight
-            gathered = gathered * shrink[None, :] + weight[None, :] * new[:, None]
-            largest = higher
         inside = in_heads[None, :] & in_dim[:, None]
         if count == blocks:
-            place = out + (token.to(tl.int64) * NUM_HEADS + heads)[None, :] * LATENT_DIM + dim[:, None]
-            tl.store(place, (gathered * (by / total)[None, :]).to(out.dtype.element_ty), mask=inside)
+            out_place = out + (token.to(tl.int64) * NUM_HEADS + heads)[None, :] * LATENT_DIM + dim[:, None]
+            tl.store(out_place, (gathered * (by / total)[None, :]).to(out.dtype.element_ty), mask=inside)
             if LSE:
                 tl.store(lse + token * NUM_HEADS + heads, (largest + tl.log2(total)) / LOG2_E, mask=in_heads)
         else:
