@@ -80,6 +80,7 @@ class EngineSettings(TypedDict, total=False):
     max_num_batched_tokens: int | None
     page_size: int
     cache_tokens: int | None
+    kv_cache_dtype: str
     memory_fraction: float
     prefix_caching: bool | None
     max_queued_requests: int

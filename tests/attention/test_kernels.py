@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sightline.kernels.paging import gather_entries, write_entries
+from sightline.kernels.paging import gather_entries, gather_scaled_entries, write_entries, write_scaled_entries
 from sightline.kernels.softmax_attention import composed_attention, fused_attention
 
 SCALE = 0.3
@@ -144,3 +144,27 @@ def test_gathered_entries_come_in_the_order_of_the_slots_repeated_where_named_tw
     out = torch.full((4, 2, 3), torch.nan)
     gather_entries(plane, torch.tensor([9, 2, 2, 0]), out)
     assert torch.equal(out, torch.stack([plane[9], plane[2], plane[2], plane[0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.25, 0.3])
+def test_scaled_entries_are_divided_rounded_and_multiplied_again(dtype: torch.dtype, scale: float) -> None:
+    plane = torch.full((10, 2, 3), torch.nan).to(torch.float8_e4m3fn)
+    values = torch.randn(3, 2, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = values.clone()
+    write_scaled_entries(plane, torch.tensor([7, 0, 4]), values, scale)
+    assert torch.equal(values, before)
+    assert torch.equal(plane.float()[[7, 0, 4]], (values.float() / scale).to(torch.float8_e4m3fn).float())
+    assert plane.float()[[1, 2, 3, 5, 6, 8, 9]].isnan().all()
+    out = torch.full((2, 2, 3), torch.nan, dtype=dtype)
+    gather_scaled_entries(plane, torch.tensor([4, 7]), scale, out)
+    # Three binary digits after the first are kept: half of the last of them is lost at most.
+    torch.testing.assert_close(out, values[[2, 0]], rtol=2.0**-4 + 2.0**-8, atol=2.0**-9 * scale)
+
+
+def test_what_is_beyond_the_range_of_8_bits_is_saturated_and_nan_stays_nan() -> None:
+    plane = torch.zeros(4, 2).to(torch.float8_e4m3fn)
+    values = torch.tensor([[448.0, -449.0], [1e30, -torch.inf], [torch.nan, 464.1]])
+    write_scaled_entries(plane, torch.tensor([0, 1, 3]), values, 1.0)
+    expected = torch.tensor([[448.0, -448.0], [448.0, -448.0], [0.0, 0.0], [torch.nan, 448.0]])
+    torch.testing.assert_close(plane.float(), expected, equal_nan=True)

@@ -21,18 +21,24 @@ from sightline.attention.contract import (
     BackendContext,
     CachePolicy,
     LatentInputs,
+    Limits,
     StepView,
 )
 from sightline.attention.latent_phases import plan_phases
 from sightline.attention.latent_varlen import LatentVarlen, VarlenPhases, never_absorbed
-from sightline.attention.spec import Feature, LatentSpec
+from sightline.attention.reference import attend_latent_row
+from sightline.attention.spec import Feature, LatentSpec, SpecKind, group_layers
 from sightline.attention.tiles import row_spans
+from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.core.device import Device, DeviceKind
 from sightline.kernels.paging import write_entries
 from sightline.kernels.softmax_attention import composed_attention
+from sightline.runner.batching import RowWork, assemble
 from sightline.testing.bench import Bench, Row, Setting, Subject
 from sightline.testing.kit import try_row
+from sightline.testing.problems import PROBLEMS
 from sightline.testing.samples import Samples
 from sightline.testing.steps import Step
 from sightline.testing.trial import Effort, Trial
@@ -204,3 +210,37 @@ def test_new_tokens_that_do_not_fit_are_causal_first_and_then_seen_in_full() -> 
         (True, ((4, 4),)),
         (True, ((1, 1),)),
     ]
+
+
+@pytest.mark.parametrize("room", [1 << 20, 5])
+def test_what_is_kept_in_fewer_bits_is_read_times_its_scale(room: int) -> None:
+    scale, context, new = 0.5, 11, 6
+    cache = torch.float8_e4m3fn
+    store = CacheStore(
+        [group.cache_spec(cache) for group in group_layers([SPEC])], CacheLimits(9, 4, 2, 32), CPU.torch_device
+    )
+    [group_cache] = store.groups
+    [pool] = store.pools
+    pool.plane("entry").view(torch.uint8).fill_(0x7F)  # NaN
+    limits = Limits(2, 32, 32, (MAIN_LANE,))
+    workspace = Workspace(CPU.torch_device, 1 << 24, poison=True)
+    made = BackendContext("group0", SPEC, group_cache, workspace, limits, torch.float32, CPU.torch_device)
+    kernel = TorchVarlenKernel(SPEC.scale, [])
+    key_bytes = SPEC.num_q_heads * (SPEC.nope_dim + SPEC.rope_dim + SPEC.value_dim) * 4
+    varlen = LatentVarlen(made, {MAIN_LANE: kernel}, entry_scales=(scale,), room_bytes=room * key_bytes)
+    row = store.open_row()
+    store.grow_row(row, context + new)
+    generator = torch.Generator().manual_seed(2)
+    kept = torch.randn(context + new, SPEC.head_dim, generator=generator).div(scale).to(cache)
+    slots = pool.table.slots(torch.full((context + new,), row), torch.arange(context + new), 4)
+    pool.plane("entry").view(torch.uint8)[0, slots] = kept.view(torch.uint8)
+    inputs = PROBLEMS[SpecKind.LATENT].random_inputs(SPEC, new, lambda *shape: torch.randn(*shape, generator=generator))
+    batch = assemble([RowWork(row, [1] * new, context, 0)], store)
+    step = StepView(batch, CachePolicy.PAGED, MAIN_LANE, frozenset())
+    phases = plan_phases(row_spans(batch, None), SPEC, varlen.room, never_absorbed)
+    out = torch.full((new, SPEC.num_q_heads, SPEC.value_dim), torch.nan)
+    varlen.plan(phases, step, PlanBuffers(CPU.torch_device, poison=True)).run(0, inputs, out, None)
+    visible = torch.ones(new, context + new, dtype=torch.bool).tril(context)
+    projections = (inputs.key_up, inputs.value_up)
+    wanted, _ = attend_latent_row(SPEC, inputs.q_nope, inputs.q_rope, kept.float() * scale, *projections, visible)
+    torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)

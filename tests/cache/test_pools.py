@@ -15,6 +15,14 @@ CPU = torch.device("cpu")
 LIMITS = CacheLimits(num_pages=9, page_size=4, max_rows=3, max_seq_len=24)
 KV = PoolSpec("kv", (PlaneSpec("k", (2, 3), torch.float32), PlaneSpec("v", (2, 5), torch.float16)), num_layers=2)
 INDEX = PoolSpec("index", (PlaneSpec("k", (4,), torch.bfloat16),), num_layers=1)
+NARROW = PoolSpec(
+    "kv",
+    (
+        PlaneSpec("k", (2, 3), torch.float8_e4m3fn, (0.5, 0.3)),
+        PlaneSpec("v", (2, 3), torch.float8_e4m3fn),
+    ),
+    num_layers=2,
+)
 SPECS = (GroupCacheSpec("group0", (KV, INDEX)), GroupCacheSpec("group1", (KV,)))
 
 
@@ -39,6 +47,64 @@ def versions(store: CacheStore, row: int) -> list[int]:
 def test_a_pool_spec_counts_the_elements_of_a_token_over_planes_and_layers() -> None:
     assert KV.elements_per_token == 2 * (2 * 3 + 2 * 5)
     assert INDEX.elements_per_token == 4
+
+
+def test_a_pool_spec_counts_the_bytes_of_a_token_in_each_planes_own_dtype() -> None:
+    assert KV.bytes_per_token == 2 * (2 * 3 * 4 + 2 * 5 * 2)
+    assert NARROW.bytes_per_token == NARROW.elements_per_token == 24
+
+
+def test_a_pool_tells_the_scales_of_its_planes_on_the_host_and_on_the_device() -> None:
+    [pool] = CacheStore([GroupCacheSpec("group0", (NARROW,))], LIMITS, CPU).pools
+    assert (pool.scales("k"), pool.scales("v")) == ((0.5, 0.3), (1.0, 1.0))
+    assert pool.scales_device("k").dtype == torch.float32
+    assert torch.equal(pool.scales_device("k"), torch.tensor([0.5, 0.3]))
+    assert torch.equal(pool.scales_device("v"), torch.ones(2))
+
+
+def test_planes_that_hold_values_as_they_are_have_scales_of_1() -> None:
+    for pool in make_store().pools:
+        for plane in pool.spec.planes:
+            assert pool.scales(plane.name) == (1.0,) * pool.spec.num_layers
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_above_0_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="expected scales of plane k above 0 and finite"):
+        PlaneSpec("k", (4,), torch.float8_e4m3fn, (1.0, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_of_a_plane_that_would_ignore_them_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="expected no scales"):
+        PlaneSpec("k", (4,), dtype, (0.5,))
+
+
+def test_a_scale_for_each_layer_is_expected() -> None:
+    with pytest.raises(ValueError, match="a scale of plane k for each of 3 layers, got 2"):
+        PoolSpec("kv", (PlaneSpec("k", (4,), torch.float8_e4m3fn, (1.0, 2.0)),), num_layers=3)
+
+
+def test_pages_of_8_bit_floats_are_poisoned_and_copied_too() -> None:
+    store = CacheStore([GroupCacheSpec("group0", (NARROW,))], LIMITS, CPU, poison=True)
+    [pool] = store.pools
+    for name in ("k", "v"):
+        pool.plane(name).zero_()
+    row, other = store.open_row(), store.open_row()
+    store.grow_row(row, 7)
+    slots = row_slots(store, 0, row)
+    others = [slot for slot in range(36) if slot not in slots]
+    for name in ("k", "v"):
+        assert pool.plane(name).float()[:, slots].isnan().all()
+        assert not pool.plane(name).float()[:, others].count_nonzero(), "a page of nobody's was touched"
+    pool.plane("k")[:, slots[:4]] = torch.arange(48.0).view(2, 4, 2, 3).to(torch.float8_e4m3fn)
+    store.grow_row(other, 4)
+    store.copy_page(row, other, 0, 3)
+    copied = pool.plane("k").float()[:, row_slots(store, 0, other)]
+    assert torch.equal(copied[:, :3], pool.plane("k").float()[:, slots[:3]])
+    assert copied[:, 3:].isnan().all()
+    store.close_row(row)
+    assert pool.plane("k").float()[:, slots].isnan().all()
 
 
 def test_every_group_has_its_own_pools_under_its_own_keys() -> None:

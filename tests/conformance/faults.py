@@ -17,6 +17,8 @@ from conformance.parts import (
     Tokens,
     add_sinks,
     cap,
+    get_entries,
+    put_entries,
     read_plane,
     sees,
     table_slots,
@@ -27,9 +29,11 @@ from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import BackendContext, CachePolicy, SoftmaxInputs, StepView
 from sightline.attention.merge import merge_parts
 from sightline.attention.planner import PlannedBatch, Planner
+from sightline.attention.reference import loaded_entries, stored_entries
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Workspace
 from sightline.cache.pools import Pool
+from sightline.cache.spec import SCALED_DTYPES
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch, Lengths, MaskKind
 
@@ -147,6 +151,36 @@ def read_half_as_bfloat16(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
     return entries.view(torch.bfloat16) if mixed else entries
 
 
+def read_keys_unscaled(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
+    return read_plane(replace(planes, scale=1.0) if planes.name == "k" else planes, slots, kept)
+
+
+def read_unscaled(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
+    return read_plane(replace(planes, scale=1.0), slots, kept)
+
+
+def write_unscaled(planes: Planes, slots: Tensor, kept: Kept) -> None:
+    write_plane(replace(planes, scale=1.0), slots, kept)
+
+
+def write_unsaturated(planes: Planes, slots: Tensor, kept: Kept) -> None:
+    """As some casts do it: what is beyond the range is NaN."""
+    if planes.pool.dtype in SCALED_DTYPES:
+        beyond = (planes.new.float() / planes.scale).abs() > torch.finfo(planes.pool.dtype).max
+        planes = replace(planes, new=planes.new.masked_fill(beyond, torch.nan))
+    write_plane(planes, slots, kept)
+
+
+def write_cut_off(planes: Planes, slots: Tensor, kept: Kept) -> None:
+    """Towards 0, not to the nearest."""
+    if planes.pool.dtype not in SCALED_DTYPES:
+        write_plane(planes, slots, kept)
+        return
+    nearest = stored_entries(planes.new, planes.pool.dtype, planes.scale)
+    too_far = nearest.float().abs() * planes.scale > planes.new.float().abs()
+    put_entries(planes.pool, slots, (nearest.view(torch.uint8) - too_far.to(torch.uint8)).view(nearest.dtype))
+
+
 def private_copy(planes: Planes, kept: Kept) -> tuple[Tensor, Tensor]:
     """A copy of the pool and which slots of it were written, for as long as the first row keeps its pages."""
     batch = planes.step.batch
@@ -164,13 +198,14 @@ def private_copy(planes: Planes, kept: Kept) -> tuple[Tensor, Tensor]:
 def write_twice(planes: Planes, slots: Tensor, kept: Kept) -> None:
     write_plane(planes, slots, kept)
     entries, written = private_copy(planes, kept)
-    entries.index_copy_(0, slots, planes.new.to(entries.dtype))
+    put_entries(entries, slots, stored_entries(planes.new, entries.dtype, planes.scale))
     written.index_fill_(0, slots, True)
 
 
 def read_own_copy(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
     entries, written = private_copy(planes, kept)
-    return torch.where(written[slots], entries[slots], planes.pool[slots])
+    found = torch.where(written[slots], get_entries(entries, slots), get_entries(planes.pool, slots))
+    return loaded_entries(found, planes.scale)
 
 
 def _within_pool(slots: Tensor, table: PageTable, page_size: int) -> Tensor:
@@ -327,7 +362,7 @@ def border_of_a_query_tile(tokens: Tokens, keys: Keys, tree: Tensor, page_size: 
 def offsets_of_32_bits(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
     del kept
     stride = planes.pool[0].numel()
-    return planes.pool[(slots * stride).to(torch.int32).to(torch.int64) // stride]
+    return read_plane(planes, (slots * stride).to(torch.int32).to(torch.int64) // stride, {})
 
 
 class UnwrittenAfterTransient:

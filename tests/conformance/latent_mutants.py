@@ -127,6 +127,12 @@ LATENT_MUTANTS: tuple[LatentMutant, ...] = (
         replace(CORRECT, value_head=lambda head, heads: head if heads <= 2 else (head + 1) % heads),
     ),
     LatentMutant(
+        "entry-scale-not-read",
+        "Entries are read from an 8-bit cache without their scale.",
+        "cache-scales",
+        replace(CORRECT, load=lambda stored, scale: stored.float()),
+    ),
+    LatentMutant(
         "rest-of-the-prefix-dropped",
         "Of a context in chunks, what is left after whole chunks is not read.",
         "ways",

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sightline.attention.contract import LatentInputs
 from sightline.attention.merge import merge_parts
+from sightline.attention.reference import loaded_entries
 from sightline.attention.spec import LatentSpec
 from sightline.core.batch import MaskKind
 
@@ -107,6 +108,8 @@ class LatentParts:
     way: Callable[[LatentRow], Way] = by_lengths
     entry: Callable[[LatentInputs], Tensor] = as_given
     """What is cached of the new tokens, [num_tokens, latent + rope]."""
+    load: Callable[[Tensor, float], Tensor] = loaded_entries
+    """Entries of what stands in the cache and the layer's scale of it."""
     scale: Callable[[LatentSpec], float] = lambda spec: spec.scale
     rotated: Callable[[Tensor], Tensor] = lambda q_rope: q_rope
     """The part of queries that meets the rotated part of keys."""

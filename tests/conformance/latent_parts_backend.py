@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from conformance.latent_parts import CORRECT, Kept, LatentParts, LatentRow, Piece, Way
+from conformance.parts import get_entries, put_entries
 from conformance.parts_backend import DTYPES, EVERYTHING
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability, GraphLevel, HostLengths
@@ -20,7 +22,7 @@ from sightline.attention.contract import (
     Lse,
     StepView,
 )
-from sightline.attention.reference import visible_keys
+from sightline.attention.reference import stored_entries, visible_keys
 from sightline.attention.spec import Feature, LatentSpec, SpecKind
 from sightline.cache.pools import Pool
 
@@ -71,6 +73,14 @@ class _Layer:
         return weights, lse.T
 
 
+class _Stored(NamedTuple):
+    """What a layer has in the cache."""
+
+    plane: Tensor
+    """[num_slots, latent + rope]."""
+    scale: float
+
+
 @dataclass(frozen=True, eq=False)
 class _LatentPlan(AttentionPlan[LatentInputs]):
     parts: LatentParts
@@ -86,9 +96,10 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
         """Layers share nothing but rows."""
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
-        new, stored = self.parts.entry(inputs), self.pool.plane("entry")[layer]
+        new = self.parts.entry(inputs)
+        stored = _Stored(self.pool.plane("entry")[layer], self.pool.scales("entry")[layer])
         if self.write_slots is not None:
-            stored.index_copy_(0, self.write_slots, new.to(stored.dtype))
+            put_entries(stored.plane, self.write_slots, stored_entries(new, stored.plane.dtype, stored.scale))
         given = _Layer(
             self.parts,
             self.spec,
@@ -107,7 +118,7 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
         heads = value_up.shape[0]
         return value_up[[self.parts.value_head(head, heads) for head in range(heads)]]
 
-    def _answers(self, layer: _Layer, new: Tensor, stored: Tensor) -> list[tuple[LatentRow, Piece]]:
+    def _answers(self, layer: _Layer, new: Tensor, stored: _Stored) -> list[tuple[LatentRow, Piece]]:
         parts = self.parts
         answers = []
         chunked = [row for row in self.rows if parts.way(row) is Way.CHUNKED]
@@ -128,20 +139,21 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
             answers.append((row, self._merge(layer, row, pieces, new, stored)))
         return answers
 
-    def _merge(self, layer: _Layer, row: LatentRow, pieces: list[Piece], new: Tensor, stored: Tensor) -> Piece:
+    def _merge(self, layer: _Layer, row: LatentRow, pieces: list[Piece], new: Tensor, stored: _Stored) -> Piece:
         """The chunks of a row, and its new tokens."""
         seen = self.parts.new_sees(row, row.visible[:, row.context_len :])
         last = layer.expanded(row, self._read(row, row.context_len, row.seq_len, new, stored), seen)
         out, lse = self.parts.merge([*pieces, last])
         return out, self.parts.merged_lse(lse, last[1])
 
-    def _read(self, row: LatentRow, start: int, stop: int, new: Tensor, stored: Tensor) -> Tensor:
+    def _read(self, row: LatentRow, start: int, stop: int, new: Tensor, stored: _Stored) -> Tensor:
         """The row's entries in fp32: under TRANSIENT there are none but the new."""
         entries = torch.arange(start, stop, device=new.device)
         if self.write_slots is None:
             return new[entries + row.first_token].float()
         table_rows = torch.full_like(entries, row.table_row)
-        return stored[self.pool.table.slots(table_rows, entries, self.pool.page_size)].float()
+        slots = self.pool.table.slots(table_rows, entries, self.pool.page_size)
+        return self.parts.load(get_entries(stored.plane, slots), stored.scale).float()
 
 
 class LatentPartsBackend(AttentionBackend[LatentSpec, LatentInputs]):

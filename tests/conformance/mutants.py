@@ -308,6 +308,42 @@ MUTANTS: tuple[Mutant, ...] = (
         replace(CORRECT, read=faults.read_half_as_bfloat16),
     ),
     Mutant(
+        "cut-off-in-8-bits",
+        "What does not fit 8 bits is cut off, not rounded to the nearest.",
+        "cache-dtypes",
+        replace(CORRECT, write=faults.write_cut_off),
+    ),
+    Mutant(
+        "key-scale-not-read",
+        "Keys are read from an 8-bit cache without their scale.",
+        "cache-scales",
+        replace(CORRECT, read=faults.read_keys_unscaled),
+    ),
+    Mutant(
+        "scale-not-written",
+        "Entries are written to an 8-bit cache without being divided by their scale.",
+        "cache-scales",
+        replace(CORRECT, write=faults.write_unscaled),
+    ),
+    Mutant(
+        "scales-never-applied",
+        "Scales of an 8-bit cache are taken for 1, in writing and in reading: nearly the same comes out.",
+        "cache-scales",
+        replace(CORRECT, read=faults.read_unscaled, write=faults.write_unscaled),
+    ),
+    Mutant(
+        "first-layers-scale",
+        "Every layer has the scales of the first.",
+        "cache-scales",
+        replace(CORRECT, scale_layer=lambda layer: 0),
+    ),
+    Mutant(
+        "no-saturation",
+        "What is beyond the range of an 8-bit cache becomes NaN.",
+        "cache-saturation",
+        replace(CORRECT, write=faults.write_unsaturated),
+    ),
+    Mutant(
         "no-maximum",
         "Scores are exponentiated as they are, with no maximum taken off.",
         "large-scores",

@@ -16,6 +16,7 @@ from torch import Tensor
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import BackendContext, CachePolicy, SoftmaxInputs, StepView
 from sightline.attention.merge import merge_parts
+from sightline.attention.reference import loaded_entries, stored_entries
 from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.pools import Pool
 from sightline.cache.table import PageTable
@@ -78,6 +79,8 @@ class Planes:
     step: StepView
     pool: Tensor
     """[num_slots, num_kv_heads, head_dim]."""
+    scale: float
+    """Of the layer: what stands in the pool, times this, is an entry."""
     new: Tensor
     """[num_tokens, num_kv_heads, head_dim]: the step's own."""
 
@@ -121,12 +124,21 @@ def given_slots(given: Tensor, tokens: Tokens, pool: Pool) -> Tensor:
     return given
 
 
+def put_entries(pool: Tensor, slots: Tensor, entries: Tensor) -> None:
+    """As bytes: 8-bit floats are not moved by every op."""
+    pool.view(torch.uint8).index_copy_(0, slots, entries.contiguous().view(torch.uint8))
+
+
+def get_entries(pool: Tensor, slots: Tensor) -> Tensor:
+    return pool.view(torch.uint8)[slots].view(pool.dtype)
+
+
 def write_plane(planes: Planes, slots: Tensor, kept: Kept) -> None:
-    planes.pool.index_copy_(0, slots, planes.new.to(planes.pool.dtype))
+    put_entries(planes.pool, slots, stored_entries(planes.new, planes.pool.dtype, planes.scale))
 
 
 def read_plane(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
-    return planes.pool[slots]
+    return loaded_entries(get_entries(planes.pool, slots), planes.scale)
 
 
 def table_slots(table: PageTable, rows: Tensor, entries: Tensor, page_size: int) -> Tensor:
@@ -220,6 +232,8 @@ class Parts:
     write: Callable[[Planes, Tensor, Kept], None] = write_plane
     read: Callable[[Planes, Tensor, Kept], Tensor] = read_plane
     read_layer: Callable[[int], int] = lambda layer: layer
+    scale_layer: Callable[[int], int] = lambda layer: layer
+    """Whose scale a layer's entries have."""
     slots: Callable[[PageTable, Tensor, Tensor, int], Tensor] = table_slots
     readable: Callable[[PageTable, Tensor, Tensor, int], Tensor] = every_page
 

@@ -28,6 +28,7 @@ from sightline.attention.contract import (
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.attention.workspace import Lane
 from sightline.cache.pools import Pool
+from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import PADDING_ROW, PADDING_SLOT, Batch, MaskKind
 from sightline.core.device import DeviceKind
 
@@ -37,7 +38,7 @@ EVERYTHING = Capability(
     devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
     compute_capabilities=ANY,
     dtypes=DTYPES,
-    cache_dtypes=DTYPES,
+    cache_dtypes=DTYPES | SCALED_DTYPES,
     head_dims=ANY,
     group_sizes=ANY,
     page_sizes=ANY,
@@ -119,7 +120,7 @@ class _PartsPlan(AttentionPlan[SoftmaxInputs]):
         if parts.writes(self.step):
             slots = parts.write_slots(self.memory.write_slots, tokens, self.pool)
             for name, new in (("k", inputs.k), ("v", inputs.v)):
-                parts.write(Planes(name, layer, self.step, self.pool.plane(name)[layer], new), slots, self.kept)
+                parts.write(self._planes(name, layer, layer, new), slots, self.kept)
         result, lse = self._merge_splits(layer, inputs, tokens)
         if inputs.sinks is not None:
             result, lse = parts.add_sinks(result, lse, inputs.sinks, self.context.spec)
@@ -169,6 +170,10 @@ class _PartsPlan(AttentionPlan[SoftmaxInputs]):
         position = torch.where(new < 0, entry, self.memory.positions[token])
         return Keys(entry, new, token, position)
 
+    def _planes(self, name: str, layer: int, read_layer: int, new: Tensor) -> Planes:
+        plane, scales = self.pool.plane(name), self.pool.scales(name)
+        return Planes(name, layer, self.step, plane[read_layer], scales[self.parts.scale_layer(layer)], new)
+
     def _fetch(self, name: str, layer: int, inputs: SoftmaxInputs, tokens: Tokens, keys: Keys) -> Tensor:
         """[num_tokens, num_keys, num_q_heads, head_dim] fp32."""
         new = inputs.k if name == "k" else inputs.v
@@ -177,9 +182,7 @@ class _PartsPlan(AttentionPlan[SoftmaxInputs]):
             entry = keys.entry.clamp(max=self.context.limits.max_seq_len - 1)
             slots = self.parts.slots(self.pool.table, tokens.table_row, entry, self.pool.page_size)
             read_layer = self.parts.read_layer(layer)
-            entries = self.parts.read(
-                Planes(name, layer, self.step, self.pool.plane(name)[read_layer], new), slots, self.kept
-            )
+            entries = self.parts.read(self._planes(name, layer, read_layer, new), slots, self.kept)
         else:
             entries = new[keys.token]
         return entries.float().index_select(2, self.memory.kv_heads)

@@ -16,6 +16,7 @@ from conformance.latent_parts_backend import LATENT, make_latent_backend
 from conformance.mutant_table import ALL_MUTANTS
 from conformance.mutants import MUTANTS, Mutant
 from conformance.parts_backend import EVERYTHING, make_backend
+from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.device import detect_device
 from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
@@ -26,7 +27,9 @@ from sightline.testing.trial import Effort
 CPU = detect_device("cpu")
 FEW = Samples(head_dims=(16, 192), group_sizes=(1, 2, 3), page_sizes=(16, 3, 32))
 """Enough for every fault to show."""
-BFLOAT16 = replace(EVERYTHING, dtypes=frozenset({torch.bfloat16}), cache_dtypes=frozenset({torch.bfloat16}))
+BFLOAT16 = replace(
+    EVERYTHING, dtypes=frozenset({torch.bfloat16}), cache_dtypes=SCALED_DTYPES | frozenset({torch.bfloat16})
+)
 SMALLEST_EFFECTS = (
     "next-token",
     "short-context",
@@ -37,6 +40,8 @@ SMALLEST_EFFECTS = (
     "capped-sinks",
     "lse-in-base-2",
     "parts-mixed-up",
+    "cut-off-in-8-bits",
+    "scales-never-applied",
 )
 """Mutants whose outputs are nearest to right ones."""
 

@@ -42,6 +42,14 @@ def give(memory: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "int8"}, "expected dtype auto, float32, bfloat16, float16, got 'int8'"),
+    "cache dtype": (
+        {"kv_cache_dtype": "int8"},
+        "expected kv_cache_dtype auto, float32, bfloat16, float16, fp8, fp8_e4m3, got 'int8'",
+    ),
+    "the other 8-bit float": (
+        {"kv_cache_dtype": "fp8_e5m2"},
+        "got 'fp8_e5m2': it keeps two binary digits of a number where e4m3 keeps three, and no backend reads it; use",
+    ),
     "no rows": ({"max_num_seqs": 0}, "expected max_num_seqs to be a whole number of at least 1, got 0"),
     "no tokens": (
         {"max_num_batched_tokens": -1},
@@ -147,6 +155,7 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
     assert config == ResolvedConfig(
         device=CPU,
         dtype=torch.float32,
+        cache_dtype=torch.float32,
         quantization=Quantization.KEEP,
         max_model_len=77,
         max_rows=5,
@@ -194,6 +203,37 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(memory: pytest.Monk
     assert resolved(config).num_pages == 11 + PADDING_PAGES
     give(memory, enough + int(PAGE_BYTES / fraction) - 1)
     assert resolved(config).num_pages == 10 + PADDING_PAGES
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("auto", torch.bfloat16),
+        ("float32", torch.float32),
+        ("float16", torch.float16),
+        ("fp8", torch.float8_e4m3fn),
+        ("fp8_e4m3", torch.float8_e4m3fn),
+    ],
+)
+def test_the_cache_is_in_the_dtype_that_is_asked_for_and_auto_is_the_compute_dtype(
+    asked: str, expected: torch.dtype
+) -> None:
+    config = resolved(EngineConfig(dtype="bfloat16", kv_cache_dtype=asked, cache_tokens=1000))
+    assert (config.dtype, config.cache_dtype) == (torch.bfloat16, expected)
+
+
+def test_a_narrower_cache_has_room_for_more_pages(memory: pytest.MonkeyPatch) -> None:
+    give(memory, WEIGHT_BYTES + 20 * PAGE_BYTES)
+    wide, narrow = (
+        resolved(EngineConfig(dtype="float32", kv_cache_dtype=dtype, max_model_len=100)) for dtype in ("auto", "fp8")
+    )
+    assert narrow.num_pages - 1 > 3 * (wide.num_pages - 1)
+
+
+def test_a_cache_dtype_where_nothing_is_cached_is_told() -> None:
+    ledger = Ledger()
+    resolve(EngineConfig(task="embed", kv_cache_dtype="fp8"), FACTS, CPU, ledger)
+    assert [entry.subject for entry in ledger] == ["kv_cache_dtype"]
 
 
 def test_a_smaller_dtype_makes_room_for_more_pages(memory: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import SoftmaxInputs
+from sightline.attention.entry_planes import EntryPlane
 from sightline.attention.tiles import RowSpan
-from sightline.kernels.paging import gather_entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +72,9 @@ class LayerEntries(NamedTuple):
 
     layer: int
     """In its group."""
-    keys: Tensor
+    keys: EntryPlane
     """[num_slots, num_kv_heads, head_dim]."""
-    values: Tensor
+    values: EntryPlane
     inputs: SoftmaxInputs
 
 
@@ -98,7 +98,7 @@ class FromStep(KeySource):
 
 
 class InPlace(KeySource):
-    """They are one row's, side by side in the pool. All layers' views are made at once."""
+    """They are one row's, side by side in a pool that holds values themselves. All layers' views are made at once."""
 
     def __init__(self, slots: slice, keys: Tensor, values: Tensor) -> None:
         """Keys and values [num_layers, num_slots, num_kv_heads, head_dim]."""
@@ -120,6 +120,6 @@ class Gathered(KeySource):
         )
 
     def read(self, entries: LayerEntries) -> tuple[Tensor, Tensor]:
-        gather_entries(entries.keys, self._slots, self._k)
-        gather_entries(entries.values, self._slots, self._v)
+        entries.keys.gather(self._slots, self._k)
+        entries.values.gather(self._slots, self._v)
         return self._k_by_row, self._v_by_row

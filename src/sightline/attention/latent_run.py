@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.contract import LatentInputs
+from sightline.attention.entry_planes import EntryPlane
 from sightline.attention.key_sources import TileTokens
 from sightline.attention.merge import merge_states
 from sightline.attention.spec import LatentSpec
@@ -27,7 +28,6 @@ from sightline.kernels.latent_attention import (
     expand_entries,
     project_values,
 )
-from sightline.kernels.paging import gather_entries
 from sightline.kernels.softmax_attention import composed_attention
 
 
@@ -54,8 +54,10 @@ class LayerRun(NamedTuple):
 
     spec: LatentSpec
     layer: int
-    entries: Tensor
-    """[num_slots, latent + rope]: the layer's part of the pool."""
+    plane: Tensor
+    """[num_slots, latent + rope]: the layer's part of the pool, as it is stored."""
+    entries: EntryPlane
+    """The same, to move entries through."""
     inputs: LatentInputs
     scratch: LatentScratch
     out: Tensor
@@ -84,12 +86,12 @@ class StepEntries(EntrySource):
 
 @dataclass(frozen=True, eq=False)
 class EntriesInPlace(EntrySource):
-    """They are one row's, side by side in the pool."""
+    """They are one row's, side by side in a pool that holds values themselves."""
 
     slots: slice
 
     def read(self, run: LayerRun) -> Tensor:
-        return run.entries[self.slots].unsqueeze(0)
+        return run.plane[self.slots].unsqueeze(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +103,7 @@ class GatheredEntries(EntrySource):
 
     def read(self, run: LayerRun) -> Tensor:
         gathered = run.scratch.gathered[: self.slots.numel()]
-        gather_entries(run.entries, self.slots.view(-1), gathered)
+        run.entries.gather(self.slots.view(-1), gathered)
         return gathered.view(*self.slots.shape, -1)
 
 

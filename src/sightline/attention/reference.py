@@ -1,6 +1,7 @@
 """The oracle: attention for one row in fp32, one head at a time, written to be read.
 
-Every backend is compared with this. It knows a row's keys and values as dense tensors and nothing of pages.
+Every backend is compared with this. It knows a row's keys and values as dense tensors and nothing of pages, and what
+is left of an entry that went through a cache.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
+from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind, RowMask
 
 
@@ -27,6 +29,23 @@ def visible_keys(spec: AttentionSpec, mask: RowMask, context_len: int, positions
         distance = (positions.cpu()[:, None] - key_positions[None, :]).abs()
         visible &= distance < spec.window
     return visible
+
+
+def stored_entries(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Entries as a cache of that dtype holds them: divided by the scale in fp32, saturated, rounded to the nearest.
+
+    Only scaled dtypes have a scale other than 1. What is beyond their range becomes their largest number: a cast alone
+    may make NaN of it.
+    """
+    if dtype not in SCALED_DTYPES:
+        return values.to(dtype)
+    largest = torch.finfo(dtype).max
+    return (values.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def loaded_entries(stored: Tensor, scale: float) -> Tensor:
+    """Entries as they are read from a cache; of scaled dtypes in fp32."""
+    return stored.float() * scale if stored.dtype in SCALED_DTYPES else stored
 
 
 def attend_row(

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.contract import CachePolicy, StepView
-from sightline.attention.reference import visible_keys
+from sightline.attention.reference import loaded_entries, stored_entries, visible_keys
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.cache.pools import Pool
+from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.device import DeviceKind
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -31,9 +32,9 @@ class ReferenceRow:
     visible: Tensor
     """[query_len, seq_len] bool."""
 
-    def entries(self, plane: Tensor, new: Tensor) -> Tensor:
+    def entries(self, plane: Tensor, scale: float, new: Tensor) -> Tensor:
         """What the row reads, [seq_len, ...]: of a layer's plane, or of the step's own."""
-        return new[self.tokens] if self.slots is None else plane[list(self.slots)]
+        return new[self.tokens] if self.slots is None else loaded_entries(plane[list(self.slots)], scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,10 +62,10 @@ class ReferenceStep:
             rows.append(ReferenceRow(tokens, slots, visible))
         return ReferenceStep(tuple(rows), write_slots, Feature.LSE in step.needs)
 
-    def write(self, plane: Tensor, new: Tensor) -> None:
+    def write(self, plane: Tensor, scale: float, new: Tensor) -> None:
         """Puts the new entries of a layer where they belong, one by one."""
         for token, slot in enumerate(self.write_slots):
-            plane[slot] = new[token]
+            plane[slot] = stored_entries(new[token], plane.dtype, scale)
 
 
 def _walk(pool: Pool, table_row: int, length: int) -> list[int]:
@@ -79,7 +80,7 @@ def reference_capability(kind: SpecKind, features: frozenset[Feature]) -> Capabi
         devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
         compute_capabilities=ANY,
         dtypes=_DTYPES,
-        cache_dtypes=_DTYPES,
+        cache_dtypes=_DTYPES | SCALED_DTYPES,
         head_dims=ANY,
         group_sizes=ANY,
         page_sizes=ANY,

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
+from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec, ScalesByPlane
 
 
 class SpecKind(Enum):
@@ -89,10 +89,10 @@ class SoftmaxSpec:
         }
         return frozenset(feature for feature, wanted in needed.items() if wanted)
 
-    def pools(self, num_layers: int, dtype: torch.dtype) -> tuple[PoolSpec, ...]:
-        """The cache that `num_layers` layers of this spec need."""
+    def pools(self, num_layers: int, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> tuple[PoolSpec, ...]:
+        """The cache that `num_layers` layers of this spec need; `dtype` is the cache's, `scales` are these layers'."""
         entry = (self.num_kv_heads, self.head_dim)
-        planes = (PlaneSpec("k", entry, dtype), PlaneSpec("v", entry, dtype))
+        planes = tuple(PlaneSpec.scaled(name, entry, dtype, scales) for name in ("k", "v"))
         return (PoolSpec("kv", planes, num_layers),)
 
 
@@ -145,9 +145,9 @@ class LatentSpec:
         """Nothing beyond the kind."""
         return frozenset()
 
-    def pools(self, num_layers: int, dtype: torch.dtype) -> tuple[PoolSpec, ...]:
-        """One row [latent | rope] a token and layer."""
-        return (PoolSpec("latent", (PlaneSpec("entry", (self.head_dim,), dtype),), num_layers),)
+    def pools(self, num_layers: int, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> tuple[PoolSpec, ...]:
+        """One row [latent | rope] a token and layer; `dtype` is the cache's, `scales` are these layers'."""
+        return (PoolSpec("latent", (PlaneSpec.scaled("entry", (self.head_dim,), dtype, scales),), num_layers),)
 
 
 AttentionSpec: TypeAlias = SoftmaxSpec | LatentSpec
@@ -162,8 +162,10 @@ class LayerGroup:
     layers: tuple[int, ...]
     """Model layer indices, in order; a layer's place in here is its index in the pools."""
 
-    def cache_spec(self, dtype: torch.dtype) -> GroupCacheSpec:
-        return GroupCacheSpec(self.name, self.spec.pools(len(self.layers), dtype))
+    def cache_spec(self, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> GroupCacheSpec:
+        """`dtype` is the cache's; `scales` are those of all the model's layers."""
+        own = None if scales is None else {name: [of[layer] for layer in self.layers] for name, of in scales.items()}
+        return GroupCacheSpec(self.name, self.spec.pools(len(self.layers), dtype, own))
 
 
 def group_layers(specs: Sequence[AttentionSpec]) -> tuple[LayerGroup, ...]:

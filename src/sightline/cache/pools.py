@@ -56,10 +56,22 @@ class Pool:
             plane.name: torch.empty(spec.num_layers, num_slots, *plane.shape, dtype=plane.dtype, device=device)
             for plane in spec.planes
         }
+        self._scales = {plane.name: plane.scales or (1.0,) * spec.num_layers for plane in spec.planes}
+        self._scales_device = {
+            name: torch.tensor(scales, dtype=torch.float32, device=device) for name, scales in self._scales.items()
+        }
 
     def plane(self, name: str) -> Tensor:
         """[num_layers, num_slots, ...]: one tensor of the entries."""
         return self._planes[name]
+
+    def scales(self, name: str) -> tuple[float, ...]:
+        """By layer: what stands in the plane, times this, is the entry. 1 for every dtype that needs none."""
+        return self._scales[name]
+
+    def scales_device(self, name: str) -> Tensor:
+        """[num_layers] float32: `scales` where kernels can read them."""
+        return self._scales_device[name]
 
     @property
     def num_bytes(self) -> int:
@@ -114,8 +126,10 @@ class Pool:
         if not self._poison or not pages:
             return
         for plane in self._planes.values():
-            paged = plane.view(plane.shape[0], -1, self.page_size, *plane.shape[2:])
-            paged[:, list(pages)] = torch.nan
+            nan = torch.full((1,), torch.nan, dtype=plane.dtype, device=plane.device)
+            # As bytes: not every device puts 8-bit floats where a list of pages says.
+            paged = plane.view(plane.shape[0], -1, self.page_size, *plane.shape[2:]).view(torch.uint8)
+            paged[:, list(pages)] = nan.expand(plane.shape[-1]).contiguous().view(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,21 @@
 """What a layer group needs from the cache, as data.
 
-Knows shapes and dtypes. Does not know which attention uses them.
+Knows shapes, dtypes and scales. Does not know which attention uses them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
+
+SCALED_DTYPES = frozenset({torch.float8_e4m3fn})
+"""Cache dtypes so narrow that a plane has a scale a layer: what is stored is value / scale, saturated."""
+ScalesByPlane: TypeAlias = Mapping[str, Sequence[float]]
+"""By plane name: a scale for each layer. A plane that is not there has scales of 1."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,23 @@ class PlaneSpec:
     shape: tuple[int, ...]
     """Of one entry in one layer."""
     dtype: torch.dtype
+    scales: tuple[float, ...] | None = None
+    """By layer: what is stored is value / scale, what is read is stored * scale. None: all are 1."""
+
+    def __post_init__(self) -> None:
+        if self.scales is None:
+            return
+        if self.dtype not in SCALED_DTYPES:
+            raise ValueError(f"expected no scales of a {self.dtype} plane, which holds values as they are, got some")
+        wrong = [scale for scale in self.scales if not (math.isfinite(scale) and scale > 0.0)]
+        if wrong:
+            raise ValueError(f"expected scales of plane {self.name} above 0 and finite, got {wrong[0]}")
+
+    @staticmethod
+    def scaled(name: str, shape: tuple[int, ...], dtype: torch.dtype, scales: ScalesByPlane | None) -> PlaneSpec:
+        """A plane with its own of the scales, where there are any."""
+        own = None if scales is None else scales.get(name)
+        return PlaneSpec(name, shape, dtype, None if own is None else tuple(own))
 
 
 @dataclass(frozen=True)
@@ -29,10 +53,23 @@ class PoolSpec:
     planes: tuple[PlaneSpec, ...]
     num_layers: int
 
+    def __post_init__(self) -> None:
+        for plane in self.planes:
+            if plane.scales is not None and len(plane.scales) != self.num_layers:
+                raise ValueError(
+                    f"expected a scale of plane {plane.name} for each of {self.num_layers} layers, got "
+                    f"{len(plane.scales)}"
+                )
+
     @property
     def elements_per_token(self) -> int:
         """Over all planes and layers."""
         return self.num_layers * sum(math.prod(plane.shape) for plane in self.planes)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Over all planes and layers."""
+        return self.num_layers * sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in self.planes)
 
 
 @dataclass(frozen=True)

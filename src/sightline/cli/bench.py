@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sightline.cli.bench_attention import attention
 from sightline.cli.bench_serve import serve
 from sightline.cli.console import notes
 from sightline.cli.options import (
@@ -36,6 +37,7 @@ def bench() -> None:
     """Measure speed: engines in turns, after they have given the same tokens, with the floor."""
 
 
+bench.add_command(attention)
 bench.add_command(serve)
 
 

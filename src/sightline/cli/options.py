@@ -112,6 +112,12 @@ computing_options = {
     "cache_tokens": count_option(
         "--cache-tokens", help="Tokens that the cache holds; sized from free memory without it."
     ),
+    "kv_cache_dtype": click.option(
+        "--kv-cache-dtype",
+        default="auto",
+        show_default=True,
+        help="Of the cache: auto (as --dtype), float32, bfloat16, float16 or fp8 (e4m3, with the checkpoint's scales).",
+    ),
     "memory_fraction": click.option(
         "--memory-fraction",
         "--gpu-memory-utilization",

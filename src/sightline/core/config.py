@@ -30,6 +30,8 @@ class Quantization(Enum):
 
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
+CACHE_DTYPE_NAMES = (*DTYPE_NAMES, "fp8", "fp8_e4m3")
+"""`fp8` is e4m3, the more precise of the two 8-bit floats."""
 PADDING_PAGES = 1
 """Pages of every pool that no sequence ever owns: padding tokens write there, nobody reads."""
 
@@ -51,6 +53,8 @@ class EngineConfig:
     page_size: int = 16
     cache_tokens: int | None = None
     """Tokens that the cache must hold in all; None sizes it from the memory that is there."""
+    kv_cache_dtype: str = "auto"
+    """Of what the cache holds; auto is the compute dtype."""
     memory_fraction: float = 0.5
     """Share of the memory left after the weights that the cache may take."""
     prefix_caching: bool | None = None
@@ -82,6 +86,7 @@ class EngineConfig:
             )
         if self.dtype not in ("auto", *DTYPE_NAMES):
             raise ConfigError(f"expected dtype auto, {', '.join(DTYPE_NAMES)}, got {self.dtype!r}")
+        self._check_cache_dtype()
         tasks = [task.value for task in Task]
         if self.task not in tasks:
             raise ConfigError(f"expected task {' or '.join(tasks)}, got {self.task!r}")
@@ -109,3 +114,15 @@ class EngineConfig:
             raise ConfigError(f"expected seed to be a whole number, got {self.seed!r}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"expected memory_fraction in (0, 1], got {self.memory_fraction}")
+
+    def _check_cache_dtype(self) -> None:
+        if self.kv_cache_dtype in ("auto", *CACHE_DTYPE_NAMES):
+            return
+        why = ""
+        if self.kv_cache_dtype == "fp8_e5m2":
+            why = (
+                ": it keeps two binary digits of a number where e4m3 keeps three, and no backend reads it; use fp8_e4m3"
+            )
+        raise ConfigError(
+            f"expected kv_cache_dtype auto, {', '.join(CACHE_DTYPE_NAMES)}, got {self.kv_cache_dtype!r}{why}"
+        )

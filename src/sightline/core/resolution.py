@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from sightline.core.config import DTYPE_NAMES, PADDING_PAGES, EngineConfig, Quantization, Task
+from sightline.core.config import CACHE_DTYPE_NAMES, DTYPE_NAMES, PADDING_PAGES, EngineConfig, Quantization, Task
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), torch.float8_e4m3fn, torch.float8_e4m3fn), strict=True))
 ROWS, EMBEDDING_ROWS = 64, 1024
 STEP_TOKENS, EMBEDDING_STEP_TOKENS = 512, 4096
 SCRATCH_SHARE = 8
@@ -43,6 +44,8 @@ class ResolvedConfig:
 
     device: Device
     dtype: torch.dtype
+    cache_dtype: torch.dtype
+    """Of what the cache holds."""
     quantization: Quantization
     max_model_len: int
     max_rows: int
@@ -72,6 +75,7 @@ class ResolvedConfig:
 def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
     """Decides everything that the config left open. Raises `ConfigError` for what cannot work."""
     dtype = _resolve_dtype(config.dtype, device)
+    cache_dtype = dtype if config.kv_cache_dtype == "auto" else CACHE_DTYPES[config.kv_cache_dtype]
     asked_len = config.max_model_len
     if asked_len is not None and asked_len > facts.max_positions:
         raise ConfigError(
@@ -89,13 +93,20 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
             f"{config.cache_tokens} are not set aside: texts are embedded without a cache",
             "leave it out, or ask for prefix_caching",
         )
+    if sizes.is_transient and config.kv_cache_dtype != "auto":
+        ledger.record(
+            "kv_cache_dtype",
+            f"{config.kv_cache_dtype} changes nothing: texts are embedded without a cache",
+            "leave it out, or ask for prefix_caching",
+        )
     if not sizes.is_transient:
         useful = sizes.max_rows * -(-model_len // config.page_size)
-        num_pages = PADDING_PAGES + _resolve_pages(config, facts, dtype, left - scratch_bytes, useful)
+        num_pages = PADDING_PAGES + _resolve_pages(config, facts, cache_dtype, left - scratch_bytes, useful)
         model_len = _fitting_len(config, (num_pages - PADDING_PAGES) * config.page_size, model_len, ledger)
     return ResolvedConfig(
         device=device,
         dtype=dtype,
+        cache_dtype=cache_dtype,
         quantization=Quantization(config.quantization),
         max_model_len=model_len,
         max_rows=sizes.max_rows,
@@ -176,12 +187,12 @@ def _resolve_dtype(name: str, device: Device) -> torch.dtype:
     return torch.float32 if device.kind is DeviceKind.CPU else torch.bfloat16
 
 
-def _resolve_pages(config: EngineConfig, facts: ModelFacts, dtype: torch.dtype, left: int, useful: int) -> int:
+def _resolve_pages(config: EngineConfig, facts: ModelFacts, cache_dtype: torch.dtype, left: int, useful: int) -> int:
     """Pages for sequences: as asked, else what the memory allows, never more than the `useful` ones.
 
     `left` are the bytes that weights and scratch memory leave.
     """
-    page_bytes = facts.cache_elements_per_token * dtype.itemsize * config.page_size
+    page_bytes = facts.cache_elements_per_token * cache_dtype.itemsize * config.page_size
     if config.cache_tokens is not None:
         asked = -(-config.cache_tokens // config.page_size)
         needed = (asked + PADDING_PAGES) * page_bytes

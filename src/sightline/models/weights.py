@@ -5,6 +5,7 @@ Owns the choice between weights in the compute dtype and weights that stay as th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -99,13 +100,42 @@ class WeightReader:
         blocks = self._checkpoint.load_blocks(f"{name}.weight")
         return BlockEmbedding(blocks), BlockLinear(product(blocks))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all tensors, in file order."""
+        return tuple(self._checkpoint.tensors)
+
+    def number(self, name: str) -> float:
+        """A tensor that is one number, whatever its shape."""
+        shape = self._checkpoint.tensors[name].shape
+        if math.prod(shape) != 1:
+            raise CheckpointError(
+                f"expected {name} in {self._checkpoint.location} to be one number, got shape {shape}; use another "
+                "checkpoint"
+            )
+        self._claim(name, shape)
+        return float(self._checkpoint.load(name))
+
     def leave(self, prefix: str, what: str, why: str, remedy: str) -> None:
         """Leaves the tensors of a part of the checkpoint that no forward uses, and says so where there are any."""
         left = [name for name in self._checkpoint.tensors if name.startswith(prefix)]
-        self._taken.update(left)
+        self._leave(left, what, f"{len(left)} tensors {prefix}* are not loaded: {why}", remedy)
+
+    def leave_tensors(self, names: Sequence[str], what: str, why: str, remedy: str) -> None:
+        """Leaves tensors that no forward uses, and says so where there are any."""
+        if names:
+            told = f"{len(names)} tensors such as {names[0]} are not loaded: {why}"
+            self._leave(names, what, told, remedy)
+
+    def degrade(self, what: str, outcome: str, remedy: str) -> None:
+        """Says what is not as the checkpoint should have it."""
+        self._ledger.record(what, outcome, remedy)
+
+    def _leave(self, names: Sequence[str], what: str, outcome: str, remedy: str) -> None:
+        self._taken.update(names)
         self._on_progress(len(self._taken), len(self._checkpoint.tensors))
-        if left:
-            self._ledger.record(what, f"{len(left)} tensors {prefix}* are not loaded: {why}", remedy)
+        if names:
+            self._ledger.record(what, outcome, remedy)
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         """Raises where the checkpoint holds tensors that the model did not take: they would change the result.

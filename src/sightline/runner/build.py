@@ -22,6 +22,7 @@ from sightline.attention.spec import LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
+from sightline.cache.spec import ScalesByPlane
 from sightline.core.batch import MaskKind
 from sightline.core.config import EngineConfig, Quantization
 from sightline.core.device import detect_device, single_threaded
@@ -31,6 +32,7 @@ from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
 from sightline.layers.scratch import Activations
+from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import Definition, EmbedderDefinition, Model
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
@@ -110,9 +112,11 @@ def _build(
         on_progress,
         keep_on=CpuFeatures.detect() if resolved.quantization is Quantization.KEEP else None,
     )
+    scales = load_cache_scales(reader, groups, resolved.cache_dtype)
     with single_threaded():
         model = load(reader)
-    return assemble_runtime(resolved, definition, model, groups, selections, make_store(resolved, groups))
+    store = make_store(resolved, groups, scales=scales)
+    return assemble_runtime(resolved, definition, model, groups, selections, store)
 
 
 def select_backends(
@@ -129,7 +133,7 @@ def select_backends(
     offers = {work: registry.offer(candidates, names) for work, names in asked.items()}
 
     def select(group: LayerGroup) -> GroupSelection:
-        need = Requirement(group.spec, config.device, config.dtype, config.dtype, config.page_size)
+        need = Requirement(group.spec, config.device, config.dtype, config.cache_dtype, config.page_size)
         return {work: select_backend(offers[work], need, group.name, doubt, work) for work in Work}
 
     return tuple(select(group) for group in groups)
@@ -139,10 +143,11 @@ def make_store(
     config: ResolvedConfig,
     groups: Sequence[LayerGroup],
     make_allocator: Callable[[int], PageAllocator] = PageAllocator,
+    scales: ScalesByPlane | None = None,
 ) -> CacheStore:
-    """The pools of every group."""
+    """The pools of every group; `scales` are those of all layers, where the cache's dtype has any."""
     return CacheStore(
-        [group.cache_spec(config.dtype) for group in groups],
+        [group.cache_spec(config.cache_dtype, scales) for group in groups],
         CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
         config.device.torch_device,
         poison=config.paranoid,

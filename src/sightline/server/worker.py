@@ -55,6 +55,7 @@ def describe(
     shown = asdict(config) | {
         "device": config.device.name,
         "dtype": str(config.dtype).removeprefix("torch."),
+        "cache_dtype": str(config.cache_dtype).removeprefix("torch."),
         "quantization": config.quantization.value,
         "cache_tokens": config.cache_tokens,
     }

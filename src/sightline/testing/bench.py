@@ -17,9 +17,11 @@ from torch import Tensor
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend, BackendContext, Limits
 from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.reference import stored_entries
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind, group_layers
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore, Pool
+from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
 from sightline.core.batch import CAUSAL, Batch, RowMask
 from sightline.core.device import Device
 from sightline.core.errors import ConfigError
@@ -89,6 +91,11 @@ GARBAGE_VALUE = 100.0
 """The size of values in slots that nobody wrote: far from any that somebody did."""
 
 
+PLAIN_SCALES = (1.0,)
+SCALES = (0.5, 0.25, 2.0, 0.125)
+"""Of the first layer's keys, its values, the second layer's keys, and so on in turn. Powers of two: whether a backend
+divides, or multiplies by the reciprocal, the same bits are stored."""
+
 _GIVES_KEYS = ("k", "entry")
 """Planes that scores come from: what is far from all others there may weigh nothing, and be read unseen."""
 
@@ -127,6 +134,8 @@ class Setting:
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
     """None is the compute dtype."""
+    cache_scales: tuple[float, ...] = SCALES
+    """In turn, of a cache dtype that has scales."""
     max_seq_len: int = 512
     max_rows: int = 16
     max_step_tokens: int = 512
@@ -150,8 +159,10 @@ class Bench:
         self.device = subject.device.torch_device
         self.groups = group_layers(specs)
         pages = setting.num_pages or setting.max_rows * -(-setting.max_seq_len // setting.page_size) + 1
+        cache_dtype = setting.cache_dtype or setting.dtype
+        scales = self._scales() if cache_dtype in SCALED_DTYPES else None
         self.store = CacheStore(
-            [group.cache_spec(setting.cache_dtype or setting.dtype) for group in self.groups],
+            [group.cache_spec(cache_dtype, scales) for group in self.groups],
             CacheLimits(pages, setting.page_size, setting.max_rows, setting.max_seq_len),
             self.device,
         )
@@ -160,6 +171,19 @@ class Bench:
         arrange_free_pages(self.store, setting.layout)
         self.workspace = self._make_workspace()
         self.planner = self._make_planner(self.workspace)
+
+    def _scales(self) -> ScalesByPlane:
+        """By plane, for each layer; two for each layer are used up, as keys and values need them."""
+        given = self.setting.cache_scales
+        planes = {
+            plane.name: place
+            for pool in self.specs[0].pools(1, torch.float32)
+            for place, plane in enumerate(pool.planes)
+        }
+        return {
+            name: [given[(2 * layer + place) % len(given)] for layer in range(len(self.specs))]
+            for name, place in planes.items()
+        }
 
     def another_planner(self) -> Planner:
         """A planner with backends of its own over the same pools."""
@@ -241,8 +265,15 @@ def fill_pools(store: CacheStore, unused: Unused) -> None:
             # A few different entries are enough, repeated: whoever reads a wrong slot reads another.
             noise = torch.randn(_NOISE_ENTRIES, *entries.shape[2:], generator=generator)
             noise = noise * 2 if plane.name in _GIVES_KEYS else noise.sign() * GARBAGE_VALUE
-            noise = noise.to(entries.device, entries.dtype)
-            entries.copy_(noise[torch.arange(entries.shape[1], device=entries.device) % _NOISE_ENTRIES])
+            chosen = torch.arange(entries.shape[1], device=entries.device) % _NOISE_ENTRIES
+            for layer, scale in enumerate(pool.scales(plane.name)):
+                stored = stored_entries(noise, entries.dtype, scale).to(entries.device)
+                as_bytes(entries[layer]).copy_(as_bytes(stored)[chosen])
+
+
+def as_bytes(plane: Tensor) -> Tensor:
+    """[num_slots, ...] as bytes, in place: what moves entries about need not know their dtype."""
+    return plane.view(torch.uint8)
 
 
 def walk_slots(pool: Pool, table_row: int, length: int) -> list[int]:

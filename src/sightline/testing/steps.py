@@ -14,13 +14,13 @@ from torch import Tensor
 
 from sightline.attention.contract import LatentInputs, SoftmaxInputs
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.reference import visible_keys
+from sightline.attention.reference import loaded_entries, stored_entries, visible_keys
 from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.spec import PlaneSpec
 from sightline.core.batch import Batch
 from sightline.runner.batching import assemble_transient
-from sightline.testing.bench import Bench, Row, row_work, walk_slots
+from sightline.testing.bench import Bench, Row, as_bytes, row_work, walk_slots
 from sightline.testing.problem import Entries
 
 _Inputs = TypeVar("_Inputs", SoftmaxInputs, LatentInputs)
@@ -154,8 +154,8 @@ class Step:
         for table_row, entries in zip(self.table_rows, self.contexts, strict=True):
             slots = walk_slots(self.pool, table_row, entries[0].shape[0])
             for plane, values in zip(self.planes, entries, strict=True):
-                stored = self.pool.plane(plane.name)
-                stored[self.layer_in_group][slots] = values.to(stored.device, stored.dtype)
+                target = self.pool.plane(plane.name)[self.layer_in_group]
+                as_bytes(target)[slots] = as_bytes(self.stored(plane, values)).to(target.device)
 
     def unwritten(self) -> str | None:
         """What of which new token is not in its slot, in the step's layer; None where all of all is."""
@@ -163,8 +163,9 @@ class Step:
         for row, table_row in zip(self.rows, self.table_rows, strict=True):
             slots = walk_slots(self.pool, table_row, row.seq_len)[row.context_len :]
             for plane, values in zip(self.planes, new, strict=True):
-                got = self.pool.plane(plane.name)[self.layer_in_group][slots].cpu()
-                if not torch.equal(got, self.stored(values[start : start + row.query_len])):
+                got = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])[slots].cpu().view(plane.dtype)
+                wanted = self.stored(plane, values[start : start + row.query_len])
+                if not torch.equal(got.float(), wanted.float()):
                     return (
                         f"expected the {plane.name} of the {row.query_len} new tokens after a context of "
                         f"{row.context_len} in slots {slots[:4]}{'…' if len(slots) > 4 else ''}, got others there"
@@ -172,17 +173,37 @@ class Step:
             start += row.query_len
         return None
 
-    def stored(self, values: Tensor) -> Tensor:
+    def snap(self) -> None:
+        """Makes every entry one that the cache holds as it is: no rounding is in doubt, whatever the scales."""
+        self.contexts = [
+            tuple(self.kept(plane, values).to(values.dtype) for plane, values in zip(self.planes, entries, strict=True))
+            for entries in self.contexts
+        ]
+        for plane, new in (
+            (self.planes[0], self.problem.new_keys(self.inputs)),
+            (self.planes[-1], self.problem.new_values(self.inputs)),
+        ):
+            new.copy_(self.kept(plane, new))
+        self.write_contexts()
+
+    def _scale(self, plane: PlaneSpec) -> float:
+        return self.pool.scales(plane.name)[self.layer_in_group]
+
+    def stored(self, plane: PlaneSpec, values: Tensor) -> Tensor:
+        """Values as the cache holds them."""
+        return stored_entries(values, plane.dtype, self._scale(plane)).contiguous()
+
+    def kept(self, plane: PlaneSpec, values: Tensor) -> Tensor:
         """What is left of values that went through the cache, if the step has one."""
-        return values.to(self.bench.setting.cache_dtype or self.bench.setting.dtype) if self.batch.pools else values
+        return loaded_entries(self.stored(plane, values), self._scale(plane)) if self.batch.pools else values
 
     def expected(self) -> Answer:
         """From dense tensors, row by row; nothing paged is touched."""
         outs, lses = [], []
         for row, (tokens, entries) in zip(self.rows, self._whole_rows(), strict=True):
             visible = visible_keys(self.spec, row.mask, row.context_len, _positions(row))
-            stored = tuple(self.stored(plane) for plane in entries)
-            out, lse = self.problem.answer(self.spec, self.inputs, tokens, stored, visible)
+            kept = tuple(self.kept(plane, values) for plane, values in zip(self.planes, entries, strict=True))
+            out, lse = self.problem.answer(self.spec, self.inputs, tokens, kept, visible)
             outs.append(out)
             lses.append(lse)
         empty = (0, self.spec.num_q_heads)

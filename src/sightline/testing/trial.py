@@ -18,14 +18,16 @@ from torch import Tensor
 
 from sightline.attention.capability import ANY, Capability
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind
+from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind
-from sightline.testing.bench import GARBAGE_VALUE, Bench, Layout, Memory, Row, Setting, Subject, Unused
+from sightline.testing.bench import GARBAGE_VALUE, PLAIN_SCALES, Bench, Layout, Memory, Row, Setting, Subject, Unused
 from sightline.testing.problem import Problem
 from sightline.testing.samples import Samples
 from sightline.testing.steps import Answer, Step
 
 _T = TypeVar("_T")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn)
 _TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 """Absolute and relative: what rounding weights and outputs once may cost, and some."""
 _LSE_TOLERANCE = 1e-4
@@ -103,11 +105,12 @@ class Trial:
 
     @property
     def setting(self) -> Setting:
-        """As plain as can be: pages in order, memory that is zero, numbers in unused slots."""
+        """As plain as can be: pages in order, memory that is zero, numbers in unused slots, scales of 1."""
         return Setting(
             page_size=self.page_size,
             dtype=self.dtype,
             cache_dtype=self.cache_dtype,
+            cache_scales=PLAIN_SCALES,
             layout=Layout.IN_ORDER,
             unused=Unused.GARBAGE,
             memory=Memory.ZEROS,
@@ -203,8 +206,14 @@ def compute_dtypes(row: Capability) -> tuple[torch.dtype, ...]:
 
 
 def cache_dtypes(row: Capability) -> tuple[torch.dtype, ...]:
-    """The declared cache dtypes that there is a tolerance for."""
-    return tuple(dtype for dtype in _DTYPES if row.cache_dtypes is ANY or dtype in row.cache_dtypes)
+    """The declared cache dtypes that the oracle knows. What is compared went through the cache on both sides, so that
+    the tolerance is the compute dtype's, however narrow the cache is."""
+    return tuple(dtype for dtype in _CACHE_DTYPES if row.cache_dtypes is ANY or dtype in row.cache_dtypes)
+
+
+def scaled_dtypes(row: Capability) -> tuple[torch.dtype, ...]:
+    """The declared cache dtypes that have scales."""
+    return tuple(dtype for dtype in cache_dtypes(row) if dtype in SCALED_DTYPES)
 
 
 def _place(first: tuple[int, ...], wrong: Tensor, step: Step | None) -> str:
@@ -245,7 +254,9 @@ def describe_step(step: Step) -> str:
 def describe(problem: Problem[Any, Any], setting: Setting, *specs: AttentionSpec) -> str:
     """What a bench is built for."""
     told = [problem.describe(spec) for spec in specs]
-    dtypes = f"{setting.dtype}, cache {setting.cache_dtype or setting.dtype}".replace("torch.", "")
+    cache_dtype = setting.cache_dtype or setting.dtype
+    scales = f" scaled by {', '.join(map(str, setting.cache_scales))}" if cache_dtype in SCALED_DTYPES else ""
+    dtypes = f"{setting.dtype}, cache {cache_dtype}{scales}".replace("torch.", "")
     return f"{' and '.join(dict.fromkeys(told))}; page size {setting.page_size}, {setting.layout.value}; {dtypes}"
 
 

@@ -125,7 +125,7 @@ def cache_reads(runtime: Runtime) -> tuple[CacheReads, ...]:
     """What the layer groups of a built engine read."""
     return tuple(
         CacheReads(
-            sum(pool.spec.elements_per_token for pool in binding.cache.pools.values()) * runtime.config.dtype.itemsize,
+            sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values()),
             binding.group.spec.window,
         )
         for binding in runtime.bindings

@@ -175,6 +175,7 @@ def _build(load: Load) -> Engine:
     config = ResolvedConfig(
         device=detect_device("cpu"),
         dtype=torch.float32,
+        cache_dtype=torch.float32,
         quantization=Quantization.DEQUANTISE,
         max_model_len=load.max_len,
         max_rows=load.rows,

@@ -15,21 +15,24 @@ WIDTH, HEIGHT = 460, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 40, 48
 """Margins around a panel's axes."""
 LEGEND_ROW = 20
-COLOURS = 4
+COLOURS = 8
 """Series of more than so many colours start again."""
 
 _STYLE = """
 svg { --page: #ffffff; --ink: #1f2328; --muted: #59636e; --grid: #d8dee4;
-      --c0: #0b62c4; --c1: #b5470b; --c2: #1a7f37; --c3: #8250df; background: var(--page); }
+      --c0: #0b62c4; --c1: #b5470b; --c2: #1a7f37; --c3: #8250df;
+      --c4: #9a6700; --c5: #0f7c8a; --c6: #b8286e; --c7: #57606a; background: var(--page); }
 @media (prefers-color-scheme: dark) {
   svg { --page: #0d1117; --ink: #e6edf3; --muted: #9aa4af; --grid: #30363d;
-        --c0: #6cb0ff; --c1: #ff9d5c; --c2: #56d364; --c3: #c69bff; } }
+        --c0: #6cb0ff; --c1: #ff9d5c; --c2: #56d364; --c3: #c69bff;
+        --c4: #e3b341; --c5: #4fd0e0; --c6: #ff85b8; --c7: #b1bac4; } }
 text { font: 12px system-ui, sans-serif; fill: var(--muted); }
 .title { font-size: 14px; font-weight: 600; fill: var(--ink); }
 .grid { stroke: var(--grid); stroke-width: 1; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .dashed { stroke-dasharray: 5 4; }
 .c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); } .c3 { stroke: var(--c3); }
+.c4 { stroke: var(--c4); } .c5 { stroke: var(--c5); } .c6 { stroke: var(--c6); } .c7 { stroke: var(--c7); }
 circle { fill: var(--page); stroke-width: 2; }
 """
 

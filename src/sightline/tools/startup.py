@@ -13,15 +13,16 @@ def startup_report(runtime: Runtime) -> list[str]:
     cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
     dtype = str(config.dtype).removeprefix("torch.")
     weights = f"{dtype}, weights as quantised" if config.quantization is Quantization.KEEP else dtype
-    cache = f"cache of {_mebibytes(cache_bytes)}: {config.cache_tokens:,} tokens in pages of {config.page_size}"
+    narrow = "" if config.cache_dtype == config.dtype else f" in {str(config.cache_dtype).removeprefix('torch.')}"
+    cache = f"cache of {_mebibytes(cache_bytes)}{narrow}: {config.cache_tokens:,} tokens in pages of {config.page_size}"
     lines = [
         f"{config.device.name} · {weights} · context {config.max_model_len:,} tokens",
         f"{cache if config.num_pages else 'no cache'} · scratch {_mebibytes(runtime.workspace.num_bytes)}",
     ]
     for binding, selection in zip(runtime.bindings, runtime.selections, strict=True):
         group = binding.group
-        elements = sum(pool.spec.elements_per_token for pool in binding.cache.pools.values())
-        cached = f", {elements * config.dtype.itemsize // len(group.layers):,} cached bytes a token and layer"
+        num_bytes = sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values())
+        cached = f", {num_bytes // len(group.layers):,} cached bytes a token and layer"
         lines.append(
             f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {serving_text(selection)}"
             f"{cached if config.num_pages else ''}"

@@ -34,7 +34,6 @@ _PLAIN = Capability(
 
 ROWS: tuple[Capability, ...] = (
     _PLAIN,
-    replace(_PLAIN, dtypes=frozenset({torch.float16}), cache_dtypes=frozenset({torch.float16})),
     # Its windows reach to the left alone, so that a window and a row that is not causal do not go together.
     replace(
         _PLAIN,

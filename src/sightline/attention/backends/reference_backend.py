@@ -28,15 +28,16 @@ class _ReferencePlan(AttentionPlan[SoftmaxInputs]):
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         keys, values = self.pool.plane("k")[layer], self.pool.plane("v")[layer]
-        self.step.write(keys, inputs.k)
-        self.step.write(values, inputs.v)
+        k_scale, v_scale = self.pool.scales("k")[layer], self.pool.scales("v")[layer]
+        self.step.write(keys, k_scale, inputs.k)
+        self.step.write(values, v_scale, inputs.v)
         lse = inputs.q.new_full(inputs.q.shape[:2], -torch.inf, dtype=torch.float32)
         for row in self.step.rows:
             row_out, row_lse = attend_row(
                 self.spec,
                 inputs.q[row.tokens],
-                row.entries(keys, inputs.k),
-                row.entries(values, inputs.v),
+                row.entries(keys, k_scale, inputs.k),
+                row.entries(values, v_scale, inputs.v),
                 row.visible,
                 inputs.sinks,
             )

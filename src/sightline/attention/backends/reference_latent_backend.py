@@ -31,14 +31,15 @@ class _ReferencePlan(AttentionPlan[LatentInputs]):
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
         entries, new = self.pool.plane("entry")[layer], torch.cat([inputs.latent, inputs.k_rope], dim=-1)
-        self.step.write(entries, new)
+        scale = self.pool.scales("entry")[layer]
+        self.step.write(entries, scale, new)
         lse = new.new_full((new.shape[0], self.spec.num_q_heads), -torch.inf, dtype=torch.float32)
         for row in self.step.rows:
             row_out, row_lse = attend_latent_row(
                 self.spec,
                 inputs.q_nope[row.tokens],
                 inputs.q_rope[row.tokens],
-                row.entries(entries, new),
+                row.entries(entries, scale, new),
                 inputs.key_up,
                 inputs.value_up,
                 row.visible,

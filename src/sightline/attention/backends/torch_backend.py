@@ -2,7 +2,8 @@
 
 Uses the fused kernel where it fits and plain products where it does not (softcap, sinks, LSE, trees). Rows with short
 contexts are gathered and served together, whatever their lengths; a long context whose pages lie side by side in the
-pool is read in place, which costs a call and saves moving every byte of it.
+pool is read in place, which costs a call and saves moving every byte of it. Out of a cache of 8-bit floats everything
+is gathered, since it is converted anyway, new tokens too: what a row sees of them is what the cache keeps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from sightline.attention.contract import (
     SoftmaxInputs,
     StepView,
 )
+from sightline.attention.entry_planes import EntryPlane, entry_planes, is_scaled
 from sightline.attention.key_sources import (
     FromStep,
     Gathered,
@@ -44,9 +46,9 @@ from sightline.attention.tiles import (
     row_spans,
     split_long,
 )
+from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
-from sightline.kernels.paging import write_entries
 from sightline.kernels.softmax_attention import composed_attention, fused_attention
 
 MIN_GATHERED_KEYS = 4096
@@ -74,9 +76,9 @@ class _Tile:
 @dataclass(frozen=True, eq=False)
 class _TorchPlan(AttentionPlan[SoftmaxInputs]):
     spec: SoftmaxSpec
-    keys: tuple[Tensor, ...]
+    keys: tuple[EntryPlane, ...]
     """By layer: [num_slots, num_kv_heads, head_dim]."""
-    values: tuple[Tensor, ...]
+    values: tuple[EntryPlane, ...]
     """By layer, as the keys."""
     write_slots: Tensor | None
     """[num_tokens] int64; None under `TRANSIENT`, which then has no tile that reads a pool either."""
@@ -89,8 +91,8 @@ class _TorchPlan(AttentionPlan[SoftmaxInputs]):
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         entries = LayerEntries(layer, self.keys[layer], self.values[layer], inputs)
         if self.write_slots is not None:
-            write_entries(entries.keys, self.write_slots, inputs.k)
-            write_entries(entries.values, self.write_slots, inputs.v)
+            entries.keys.write(self.write_slots, inputs.k)
+            entries.values.write(self.write_slots, inputs.v)
         lse = None
         if self.needs_lse:
             lse = inputs.q.new_full(inputs.q.shape[:2], -torch.inf, dtype=torch.float32)
@@ -115,7 +117,7 @@ def _capability(dtype: torch.dtype) -> Capability:
         devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
         compute_capabilities=ANY,
         dtypes=frozenset({dtype}),
-        cache_dtypes=frozenset({dtype}),
+        cache_dtypes=SCALED_DTYPES | {dtype},
         head_dims=ANY,
         group_sizes=ANY,
         page_sizes=ANY,
@@ -135,8 +137,9 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self._spec = context.spec
         self._pool = context.cache.pools["kv"]
-        self._keys = self._pool.plane("k").unbind(0)
-        self._values = self._pool.plane("v").unbind(0)
+        self._keys = entry_planes(self._pool, "k")
+        self._values = entry_planes(self._pool, "v")
+        self._is_scaled = is_scaled(self._pool)
         self._dtype = context.dtype
         longest = context.limits.max_seq_len
         if context.spec.window is not None:
@@ -177,7 +180,7 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
     def _run(self, span: RowSpan, step: StepView) -> slice | None:
         """The slots of a row that is read where it lies."""
-        if step.policy is CachePolicy.TRANSIENT or span.is_fresh:
+        if self._is_scaled or self._comes_from_step(span, step):
             return None
         stop = span.context_len + span.query_len
         return self._pool.table.run(step.batch.rows[span.row], span.first_key, stop, self._pool.page_size)
@@ -190,7 +193,7 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         source: KeySource
         if in_place is not None:
             source = in_place
-        elif step.policy is CachePolicy.TRANSIENT or rows[0].is_fresh:
+        elif self._comes_from_step(rows[0], step):
             source = FromStep(tokens)
         else:
             slots = buffers.take(f"{name}.slots", (len(rows), num_keys), torch.int64)
@@ -204,6 +207,10 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             bias = buffers.take(f"{name}.bias", (len(rows), 1, query_len, num_keys), self._dtype)
             fill_bias(rows, self._spec, step.batch, bias)
         return _Tile(tokens, source, bias, causal, fused)
+
+    def _comes_from_step(self, span: RowSpan, step: StepView) -> bool:
+        """True where the step's own keys are all that a row reads, and the cache, if any, holds just those."""
+        return step.policy is CachePolicy.TRANSIENT or (span.is_fresh and not self._is_scaled)
 
     def _fits_fused(self, step: StepView) -> bool:
         """The fused kernel has no softcap, sinks or LSE."""

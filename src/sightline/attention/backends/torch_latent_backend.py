@@ -2,7 +2,8 @@
 
 Absorbed rows are computed in tiles, as attention over one key head; where a row's pages lie side by side its entries
 are read in place. The other phases make keys and values in leased memory, for as many entries as fit, and attend row by
-row; parts of one row are merged by their log-sum-exp.
+row; parts of one row are merged by their log-sum-exp. Out of a cache of 8-bit floats everything is gathered, since it
+is converted anyway, new tokens too: what a row sees of them is what the cache keeps.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sightline.attention.contract import (
     Lse,
     StepView,
 )
+from sightline.attention.entry_planes import EntryPlane, entry_planes, is_scaled
 from sightline.attention.key_sources import TileTokens
 from sightline.attention.latent_phases import Choose, Phase, PhaseKind, RowPart, cheapest_way, plan_phases
 from sightline.attention.latent_run import (
@@ -42,9 +44,9 @@ from sightline.attention.latent_run import (
 from sightline.attention.spec import Feature, LatentSpec, SpecKind
 from sightline.attention.tiles import RowSpan, fill_bias, fill_slots, needs_bias, pack_tiles, row_spans, split_long
 from sightline.attention.workspace import Lane
+from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
-from sightline.kernels.paging import write_entries
 
 MIN_GATHERED_KEYS = 4096
 """Entries that a tile may gather even where sequences are shorter: enough rows to be worth a call."""
@@ -57,8 +59,10 @@ MAX_SCORES = 1 << 22
 @dataclass(frozen=True, eq=False)
 class _LatentPlan(AttentionPlan[LatentInputs]):
     spec: LatentSpec
-    entries: tuple[Tensor, ...]
-    """By layer: [num_slots, latent + rope]."""
+    planes: tuple[Tensor, ...]
+    """By layer: [num_slots, latent + rope], as it is stored."""
+    entries: tuple[EntryPlane, ...]
+    """The same, to move entries through."""
     write_slots: Tensor | None
     """[num_tokens] int64; None under `TRANSIENT`, which then has no phase that reads a pool either."""
     scratch: LatentScratch
@@ -75,11 +79,11 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
         step = self.scratch.step[:num_tokens]
         torch.cat((inputs.latent, inputs.k_rope), dim=-1, out=step)
         if self.write_slots is not None:
-            write_entries(self.entries[layer], self.write_slots, step)
+            self.entries[layer].write(self.write_slots, step)
         lse = None
         if self.needs_lse:
             lse = inputs.latent.new_full((num_tokens, self.spec.num_q_heads), -torch.inf, dtype=torch.float32)
-        run = LayerRun(self.spec, layer, self.entries[layer], inputs, self.scratch, out, lse)
+        run = LayerRun(self.spec, layer, self.planes[layer], self.entries[layer], inputs, self.scratch, out, lse)
         self.merged.begin(run)
         for tile in self.absorbed:
             tile(run)
@@ -95,7 +99,7 @@ def _capability(dtype: torch.dtype) -> Capability:
         devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
         compute_capabilities=ANY,
         dtypes=frozenset({dtype}),
-        cache_dtypes=frozenset({dtype}),
+        cache_dtypes=SCALED_DTYPES | {dtype},
         head_dims=ANY,
         group_sizes=ANY,
         page_sizes=ANY,
@@ -118,7 +122,9 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
     def __init__(self, context: BackendContext[LatentSpec]) -> None:
         self._spec = spec = context.spec
         self._pool = context.cache.pools["latent"]
-        self._entries = self._pool.plane("entry").unbind(0)
+        self._planes = self._pool.plane("entry").unbind(0)
+        self._entries = entry_planes(self._pool, "entry")
+        self._is_scaled = is_scaled(self._pool)
         self._dtype = context.dtype
         limits = context.limits
         self._max_keys = max(limits.max_seq_len, MIN_GATHERED_KEYS)
@@ -151,6 +157,7 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         merged = {span for span in pieces if pieces.count(span) > 1}
         return _LatentPlan(
             spec=self._spec,
+            planes=self._planes,
             entries=self._entries,
             write_slots=None if transient else step.batch.pools[self._pool.key].write_slots,
             scratch=self._scratch[step.lane],
@@ -180,9 +187,13 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
 
     def _run(self, span: RowSpan, step: StepView) -> slice | None:
         """The slots of a row that is read where it lies."""
-        if step.policy is CachePolicy.TRANSIENT or span.is_fresh:
+        if self._is_scaled or self._comes_from_step(span, step):
             return None
         return self._pool.table.run(step.batch.rows[span.row], 0, span.num_keys, self._pool.page_size)
+
+    def _comes_from_step(self, span: RowSpan, step: StepView) -> bool:
+        """True where the step's own entries are all that a row reads, and the cache, if any, holds just those."""
+        return step.policy is CachePolicy.TRANSIENT or (span.is_fresh and not self._is_scaled)
 
     def _plan_tile(
         self, name: str, rows: tuple[RowSpan, ...], in_place: EntrySource | None, step: StepView, buffers: PlanBuffers
@@ -190,7 +201,7 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         query_len, num_keys = rows[0].query_len, max(span.num_keys for span in rows)
         tokens = TileTokens.planned(name, rows, buffers)
         source = in_place
-        if source is None and (step.policy is CachePolicy.TRANSIENT or rows[0].is_fresh):
+        if source is None and self._comes_from_step(rows[0], step):
             source = StepEntries(tokens)
         elif source is None:
             slots = buffers.take(f"{name}.slots", (len(rows), num_keys), torch.int64)
@@ -216,7 +227,8 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
     def _plan_source(self, name: str, phase: Phase, step: StepView, buffers: PlanBuffers) -> EntrySource:
         """The phase's entries: the step's own where all of them are, else out of the pool."""
         places = buffers.take(f"{name}.entries", (1, phase.num_keys), torch.int64)
-        from_step = step.policy is CachePolicy.TRANSIENT or phase.kind is PhaseKind.RAGGED
+        ragged = phase.kind is PhaseKind.RAGGED and not self._is_scaled
+        from_step = step.policy is CachePolicy.TRANSIENT or ragged
         start = 0
         for part in phase.parts:
             entries = torch.arange(part.first_key, part.stop_key, device=places.device)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @triton.jit
 def product(a: tl.tensor, b: tl.tensor, added: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """a @ b + added, exact in fp32. The interpreter takes the bits of bf16 for integers: it gets what they stand for."""
+    """a @ b + added, exact in fp32. The interpreter takes bits of bf16 for integers: it gets what they stand for."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -26,8 +26,8 @@ def e4m3_bits(value: tl.tensor) -> tl.tensor:
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
     magnitude = tl.minimum(magnitude, 0x43E00000)  # 448.0
-    # Normal from 2^-6 on: 20 of 23 mantissa bits go, half an ulp is added so that ties come out even, and the exponent's
-    # bias changes from 127 to 7.
+    # Normal from 2^-6 on: 20 of 23 mantissa bits go, half an ulp is added so that ties come out even, and the bias of
+    # the exponent changes from 127 to 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     # Subnormal: 2^14 has an ulp of 2^-9, which is the step there, so that the addition itself rounds.
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0

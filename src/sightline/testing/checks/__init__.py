@@ -15,6 +15,7 @@ from sightline.testing.checks import (
     pairs,
     plans,
     random_steps,
+    scaled_cache,
 )
 from sightline.testing.trial import Check
 
@@ -43,6 +44,7 @@ CHECKS: tuple[Check, ...] = _ordered(
         *pages.CHECKS,
         *features.CHECKS,
         *numerics.CHECKS,
+        *scaled_cache.CHECKS,
         *plans.CHECKS,
         *memory.CHECKS,
         *graphs.CHECKS,

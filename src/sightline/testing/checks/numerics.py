@@ -135,7 +135,8 @@ def _batch_invariance(trial: Trial) -> None:
 
 
 def each_key_once(trial: Trial) -> None:
-    # All keys weigh the same, and each number of a head looks for one: its value there is their count, elsewhere 0.
+    # All keys weigh the same, and each number of a head looks for one: its value there is their count, or the largest
+    # that the cache holds, elsewhere 0.
     length = 1100
     for dtype in compute_dtypes(trial.row):
         other = trial.in_dtype(dtype)
@@ -144,10 +145,11 @@ def each_key_once(trial: Trial) -> None:
         other.problem.new_values(step.inputs).zero_()
         values = other.problem.values(step.spec, step.contexts[0])
         per_step = values[0].numel()
+        peak = min(float(length), torch.finfo(other.cache_dtype).max)
         for start in trial.some(range(0, length, per_step), 4):
             values.zero_()
             for place, key in enumerate(range(start, min(start + per_step, length - 3))):
-                values[key].view(-1)[place] = length
+                values[key].view(-1)[place] = peak
             step.write_contexts()
             other.try_step(step)
 

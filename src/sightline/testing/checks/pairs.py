@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from sightline.attention.spec import Feature
 from sightline.core.batch import CAUSAL, FULL
-from sightline.testing.bench import Layout, Row, Unused
+from sightline.testing.bench import SCALES, Layout, Row, Unused
 from sightline.testing.checks.features import LSE, tree_row
 from sightline.testing.steps import Step
 from sightline.testing.trial import Check, Trial, cache_dtypes, compute_dtypes
@@ -107,6 +107,7 @@ def _try_case(trial: Trial, case: Case) -> None:
         page_size=page_size,
         layout=case["layout"],
         unused=Unused.NAN,
+        cache_scales=SCALES,
         max_seq_len=3 * page_size + 1016,
         max_rows=4,
     )
@@ -147,6 +148,8 @@ CHECKS = (
             "head-dims",
             "page-sizes",
             "cache-dtypes",
+            "cache-scales",
+            "cache-saturation",
             "each-key-once",
             "large-scores",
         ),

@@ -8,10 +8,10 @@ from typing import Any
 
 from sightline.attention.spec import Feature
 from sightline.core.batch import CAUSAL, FULL, RowMask
-from sightline.testing.bench import Layout, Memory, Row, Setting, Unused
+from sightline.testing.bench import SCALES, Layout, Memory, Row, Setting, Unused
 from sightline.testing.checks.features import LSE, tree_row
 from sightline.testing.steps import Step
-from sightline.testing.trial import Check, CheckFailed, Effort, Trial, compute_dtypes, fail
+from sightline.testing.trial import Check, CheckFailed, Effort, Trial, compute_dtypes, fail, scaled_dtypes
 
 _NUM_SEEDS = {Effort.QUICK: 8, Effort.FULL: 120}
 
@@ -27,7 +27,9 @@ def random_steps(trial: Trial) -> None:
 def _try_seed(trial: Trial, seed: int) -> None:
     """A few steps in turn on one bench, the same rows going on between them."""
     draw = random.Random(seed)
-    other = trial.in_dtype(draw.choice(compute_dtypes(trial.row)))
+    # Every fourth on a cache with scales, where one is declared.
+    cache_dtype = next(iter(scaled_dtypes(trial.row)), None) if seed % 4 == 3 else None
+    other = trial.in_dtype(draw.choice(compute_dtypes(trial.row)), cache_dtype)
     spec, setting = _spec(other, draw), _setting(other, draw)
     bench = other.bench(spec, setting=setting)
     needs = LSE & trial.features if draw.random() < 0.3 else frozenset[Feature]()
@@ -68,6 +70,7 @@ def _setting(trial: Trial, draw: random.Random) -> Setting:
         layout=draw.choice(list(Layout)),
         unused=Unused.NAN,
         memory=Memory.POISON,
+        cache_scales=SCALES,
         paranoid=draw.random() < 0.3,
         max_seq_len=max(512, 8 * page_size),
     )

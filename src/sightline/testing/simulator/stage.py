@@ -63,6 +63,7 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
     config = ResolvedConfig(
         device=detect_device("cpu"),
         dtype=DTYPE,
+        cache_dtype=DTYPE,
         quantization=Quantization.DEQUANTISE,
         max_model_len=scene.max_len,
         max_rows=scene.max_rows,

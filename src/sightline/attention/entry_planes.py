@@ -1,0 +1,66 @@
+"""A layer's part of a pool plane as a backend in torch moves entries through it: as they are, or scaled.
+
+Which of the two is decided once, when a backend is built. Does not know which entries are moved, nor what they mean.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from sightline.cache.pools import Pool
+from sightline.cache.spec import SCALED_DTYPES
+from sightline.kernels.paging import gather_entries, gather_scaled_entries, write_entries, write_scaled_entries
+
+
+class EntryPlane(ABC):
+    """[num_slots, ...] of one layer."""
+
+    @abstractmethod
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        """Puts `values` [n, ...] at `slots` [n]."""
+
+    @abstractmethod
+    def gather(self, slots: Tensor, out: Tensor) -> None:
+        """Fills `out` [n, ...], in the compute dtype, with the entries at `slots` [n]."""
+
+
+class PlainPlane(EntryPlane):
+    """It holds the values themselves, in the compute dtype."""
+
+    def __init__(self, plane: Tensor) -> None:
+        self._plane = plane
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        write_entries(self._plane, slots, values)
+
+    def gather(self, slots: Tensor, out: Tensor) -> None:
+        gather_entries(self._plane, slots, out)
+
+
+class ScaledPlane(EntryPlane):
+    """It holds 8-bit floats, which times the layer's scale are the values."""
+
+    def __init__(self, plane: Tensor, scale: float) -> None:
+        self._plane = plane
+        self._scale = scale
+
+    def write(self, slots: Tensor, values: Tensor) -> None:
+        write_scaled_entries(self._plane, slots, values, self._scale)
+
+    def gather(self, slots: Tensor, out: Tensor) -> None:
+        gather_scaled_entries(self._plane, slots, self._scale, out)
+
+
+def is_scaled(pool: Pool) -> bool:
+    """True where what is read of a pool is not what stands there: nothing can be used in place."""
+    return any(plane.dtype in SCALED_DTYPES for plane in pool.spec.planes)
+
+
+def entry_planes(pool: Pool, name: str) -> tuple[EntryPlane, ...]:
+    """A plane of a pool, by layer."""
+    layers = pool.plane(name).unbind(0)
+    if not is_scaled(pool):
+        return tuple(PlainPlane(plane) for plane in layers)
+    return tuple(ScaledPlane(plane, scale) for plane, scale in zip(layers, pool.scales(name), strict=True))

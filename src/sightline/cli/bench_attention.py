@@ -1,0 +1,121 @@
+"""`bench attention`: which shapes and contenders is asked for here; the measuring is in `sightline.tools`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.markup import escape
+
+from sightline.cli.console import notes
+from sightline.cli.options import measure_option, parse_target
+
+if TYPE_CHECKING:
+    from sightline.attention.selection import Candidate
+    from sightline.core.device import Device
+    from sightline.tools.attention_bench_results import AttentionReport, ShapeResult
+    from sightline.tools.attention_bench_shapes import Shape
+
+_STANDARD_OUTPUT = "-"
+
+
+def _parse_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _parse_json_target(text: str) -> Path | None:
+    """A file; None is standard output."""
+    return None if text == _STANDARD_OUTPUT else parse_target(text)
+
+
+@click.command()
+@click.option("--peers", is_flag=True, help="Measure other people's installed kernels in turns with the backends.")
+@click.option(
+    "--json",
+    "json_target",
+    is_flag=False,
+    flag_value=_STANDARD_OUTPUT,
+    metavar="[FILE]",
+    help="Write one JSON object here; without FILE, in place of the table.",
+)
+@click.option("--plot", type=parse_target, metavar="FILE.svg", help="Draw the curves here.")
+@click.option(
+    "--shapes",
+    type=_parse_names,
+    metavar="NAMES",
+    help="Sets or single shapes: decode,prefill,tiny,sweep-gqa,gqa-64x4096; on a CPU tiny, else decode,prefill.",
+)
+@click.option("--backends", type=_parse_names, metavar="NAMES", help="Only these, also such as serve only when asked.")
+@click.option("--sweep", is_flag=True, help="Add a sweep over rows and lengths.")
+@measure_option("--rounds", default=7, help="Rounds that count; medians are told.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
+def attention(
+    peers: bool,
+    json_target: str | None,
+    plot: Path | None,
+    shapes: list[str] | None,
+    backends: list[str] | None,
+    sweep: bool,
+    rounds: int,
+    device: str,
+) -> None:
+    """Time attention backends on fixed shapes, with the floor: the cache write and attention of one layer.
+
+    Each answer is compared with the oracle first. Exits with 1 where one is wrong; such a contender has no times.
+    """
+    from sightline.attention.backends.registry import installed
+    from sightline.core.device import detect_device
+    from sightline.tools.attention_bench import Field, measure_attention
+    from sightline.tools.attention_bench_timing import Effort
+    from sightline.tools.attention_peers_registry import PEERS
+
+    target = None if json_target is None else _parse_json_target(json_target)
+    found = detect_device(device)
+    report = measure_attention(
+        _shapes(shapes, found, sweep=sweep),
+        Field(found, _backends(backends), installed(), PEERS if peers else (), Effort(rounds)),
+        _say_shape,
+    )
+    _tell(report, in_place=json_target == _STANDARD_OUTPUT, target=target, plot=plot)
+    sys.exit(1 if report.is_red else 0)
+
+
+def _shapes(names: list[str] | None, device: Device, *, sweep: bool) -> tuple[Shape, ...]:
+    from sightline.core.device import DeviceKind
+    from sightline.tools.attention_bench_shapes import SWEEP_SETS, find_shapes
+
+    by_default = ["tiny"] if device.kind is DeviceKind.CPU else ["decode", "prefill"]
+    return find_shapes([*(names or by_default), *(SWEEP_SETS if sweep else ())])
+
+
+def _backends(names: list[str] | None) -> tuple[Candidate, ...]:
+    from sightline.attention.backends.registry import find, installed
+
+    candidates = installed()
+    if names is None:
+        return tuple(candidate for candidate in candidates if candidate.by_default)
+    return tuple(find(name, candidates) for name in names)
+
+
+def _say_shape(result: ShapeResult, seconds: float) -> None:
+    from sightline.tools.attention_bench_report import one_line
+
+    notes.print(f"[dim]{escape(one_line(result))} ({seconds:.1f} s)[/]", soft_wrap=True)
+
+
+def _tell(report: AttentionReport, *, in_place: bool, target: Path | None, plot: Path | None) -> None:
+    from sightline.tools.attention_bench_plot import plot_report
+    from sightline.tools.attention_bench_report import print_table
+
+    text = json.dumps(report.to_data(), indent=2)
+    if in_place:
+        click.echo(text)
+    else:
+        print_table(report)
+    if target is not None:
+        target.write_text(text + "\n")
+    if plot is not None:
+        plot.write_text(plot_report(report))

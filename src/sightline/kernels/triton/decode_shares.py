@@ -1,0 +1,300 @@
+"""How the work of rows of one new token is dealt out, and how what was cut is put together again.
+
+A unit is one block of keys of one row and one group of heads. The units of a step, in order, are dealt out evenly to a
+fixed number of programs:
+
+    units     | row 0, heads 0 | row 0, heads 1 | row 1, heads 0        | row 1, heads 1        | ...
+    programs  |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|
+
+However many rows there are and however long, every program reads as many keys as every other. A tile, which is all
+keys of one row and one group of heads, is answered by the program that has it whole; of a tile that is cut, each
+program leaves its part in scratch memory, and a second launch merges the parts. The dealing is device work, once a
+step (`divide`), from lengths that only the device needs to know: nothing that is launched depends on them.
+
+Knows lengths, shares and parts. Does not know keys.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+FIELDS = tl.constexpr(8)
+"""Of a record."""
+MERGED_VALUES = 128
+"""Of a head, that one program of the merge has: a long head is merged by several."""
+MERGED_PARTS = 64
+"""That the merge reads at once."""
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the work of a step is cut."""
+
+    block: int
+    """Keys of a unit."""
+    heads: int
+    """Query heads of a unit, all on one key head; at most so many are real."""
+    num_programs: int
+    num_warps: int
+    depth: int
+    """Blocks that are on their way while one is computed."""
+    overlaps: bool = False
+    """Launches begin while the one before ends, and wait where they need what it wrote: on SM90 and later."""
+
+    def num_subgroups(self, group_size: int) -> int:
+        """Units that the query heads of one key head take."""
+        return -(-group_size // self.heads)
+
+    def launch(self) -> dict[str, object]:
+        """Settings of a launch; the interpreter does not know the last."""
+        return {"OVERLAPS": self.overlaps, **({"launch_pdl": True} if self.overlaps else {})}
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeScratch:
+    """What `divide` fills for a step, and where programs leave their parts."""
+
+    starts: Tensor
+    """[num_programs, 8] int32: how many units a program has, the row of the first, the unit's place in the row, and of
+    that row the token, the context's length and the page-table row."""
+    cuts: Tensor
+    """[num_programs, 8] int32: of tiles that may be cut, whether they are, the token, the group of heads, and the
+    programs of their first and last part. Of every tile where there are not more than programs, else of the one that
+    ends a program's share."""
+    row_tokens: Tensor
+    """[max_rows] int32: the token of each row."""
+    out: Tensor
+    """[2 * num_programs, heads, value_dim] fp32: parts; the second of a program's two is that of a tile that begins
+    in it."""
+    stats: Tensor
+    """[2 * num_programs, 2, heads] fp32: of parts, the largest score and the sum of weights, to the base 2."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeRows:
+    """The rows of a step, as the device knows them."""
+
+    query_lens: Tensor
+    """[num_rows] int64, each 0 or 1."""
+    context_lens: Tensor
+    """[num_rows] int64."""
+    table_rows: Tensor
+    """[num_rows] int64."""
+    write_slots: Tensor
+    """[num_tokens] int64."""
+    pages: Tensor
+    """[num_table_rows, max_pages] int64."""
+    page_size: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.query_lens.shape[0]
+
+
+def divide(rows: DecodeRows, scratch: DecodeScratch, config: DecodeConfig, num_heads: int, window: int | None) -> None:
+    """Deals out the units of a step; `num_heads` are groups of heads of a row."""
+    _divide_kernel[(config.num_programs,)](
+        rows.query_lens,
+        rows.context_lens,
+        rows.table_rows,
+        scratch.starts,
+        scratch.cuts,
+        scratch.row_tokens,
+        rows.num_rows,
+        num_heads,
+        config.num_programs,
+        WINDOW=window or 0,
+        BLOCK=config.block,
+        ROWS=triton.next_power_of_2(max(rows.num_rows, 1)),
+        BY_TILE=rows.num_rows * num_heads <= config.num_programs,
+        num_warps=4,
+    )
+
+
+def merge_parts(
+    out: Tensor,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    v_scale: Tensor | None,
+    scratch: DecodeScratch,
+    config: DecodeConfig,
+    num_rows: int,
+    num_kv_heads: int,
+) -> None:
+    """Puts tiles together that were cut, into `out` [num_tokens, num_q_heads, value_dim]."""
+    _, num_q_heads, value_dim = out.shape
+    group = num_q_heads // num_kv_heads
+    tiles = num_rows * num_kv_heads * config.num_subgroups(group)
+    values = min(triton.next_power_of_2(value_dim), MERGED_VALUES)
+    grid = (min(tiles, config.num_programs), min(config.heads, group), triton.cdiv(value_dim, values))
+    _merge_kernel[grid](
+        out,
+        lse,
+        sinks,
+        v_scale,
+        scratch.cuts,
+        scratch.out,
+        scratch.stats,
+        num_q_heads,
+        VALUE_DIM=value_dim,
+        VALUES=values,
+        GROUP=group,
+        SUBGROUPS=config.num_subgroups(group),
+        HEADS=config.heads,
+        PARTS=MERGED_PARTS,
+        SINKS=sinks is not None,
+        LSE=lse is not None,
+        FP8=v_scale is not None,
+        num_warps=4,
+        **config.launch(),
+    )
+
+
+@triton.jit
+def num_blocks(context, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+    """Blocks of a row's keys that its query sees, and the first of them; the new token is not counted among keys."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(context + 1 - WINDOW, 0) // BLOCK
+    return tl.maximum((context + BLOCK - 1) // BLOCK - first, 1), first
+
+
+@triton.jit
+def _at(values, row, wanted):
+    """One of a vector's values."""
+    return tl.sum(tl.where(row == wanted, values, 0), 0)
+
+
+@triton.jit
+def _divide_kernel(
+    query_lens,
+    context_lens,
+    table_rows,
+    starts,
+    cuts,
+    row_tokens,
+    num_rows,
+    num_heads,
+    num_programs,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BY_TILE: tl.constexpr,
+):
+    """Each program finds its own share: all of them read all lengths."""
+    program = tl.program_id(0)
+    row = tl.arange(0, ROWS)
+    here = row < num_rows
+    query = tl.load(query_lens + row, mask=here, other=0).to(tl.int32)
+    context = tl.load(context_lens + row, mask=here, other=0).to(tl.int32)
+    table_row = tl.load(table_rows + row, mask=here, other=0).to(tl.int32)
+    token = tl.cumsum(query, 0) - query
+    blocks, _ = num_blocks(context, WINDOW, BLOCK)
+    blocks = tl.where(query > 0, blocks, 0)
+    units = blocks * num_heads
+    ends = tl.cumsum(units, 0)
+    begins = ends - units
+    total = tl.sum(units, 0)
+    share = tl.maximum((total + num_programs - 1) // num_programs, 1)
+    first = tl.minimum(program * share, total)
+    stop = tl.minimum(first + share, total)
+    start_row = tl.sum(((ends <= first) & here).to(tl.int32), 0)
+    start = starts + program * FIELDS
+    tl.store(start, stop - first)
+    tl.store(start + 1, start_row)
+    tl.store(start + 2, first - _at(begins, row, start_row))
+    tl.store(start + 3, _at(token, row, start_row))
+    tl.store(start + 4, _at(context, row, start_row))
+    tl.store(start + 5, _at(table_row, row, start_row))
+
+    if BY_TILE:
+        cut_row, heads = program // num_heads, program % num_heads
+    else:
+        cut_row = tl.sum(((ends <= stop - 1) & here).to(tl.int32), 0)
+        heads = (stop - 1 - _at(begins, row, cut_row)) // tl.maximum(_at(blocks, row, cut_row), 1)
+    length = _at(blocks, row, cut_row)
+    begin = _at(begins, row, cut_row) + heads * length
+    first_program, last_program = begin // share, (begin + length - 1) // share
+    is_cut = (length > 0) & (first_program != last_program)
+    if not BY_TILE:
+        # A tile that ends several shares is the matter of the program in which it begins.
+        is_cut = is_cut & (first_program == program) & (stop > first)
+    cut = cuts + program * FIELDS
+    tl.store(cut, is_cut.to(tl.int32))
+    tl.store(cut + 1, _at(token, row, cut_row))
+    tl.store(cut + 2, heads)
+    tl.store(cut + 3, first_program)
+    tl.store(cut + 4, last_program)
+    if program == 0:
+        tl.store(row_tokens + row, token, mask=here)
+
+
+@triton.jit
+def finish(
+    out, lse, sinks, token, heads, num_heads, values, largest, total, v_scale, value, in_heads,
+    SINKS: tl.constexpr, LSE: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Writes what a query of some heads sees in all: `values` [heads, value] is not divided by `total` yet."""
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=in_heads, other=0.0).to(tl.float32) * LOG2_E
+        higher = tl.maximum(largest, sink)
+        shrink = tl.exp2(largest - higher)
+        values = values * shrink[:, None]
+        total = total * shrink + tl.exp2(sink - higher)
+        largest = higher
+    values = values * (v_scale / total)[:, None]
+    place = out + (token.to(tl.int64) * num_heads + heads)[:, None] * VALUE_DIM + value[None, :]
+    tl.store(place, values.to(out.dtype.element_ty), mask=in_heads[:, None] & (value < VALUE_DIM)[None, :])
+    if LSE:
+        tl.store(lse + token * num_heads + heads, (largest + tl.log2(total)) / LOG2_E, mask=in_heads)
+
+
+@triton.jit
+def _merge_kernel(
+    out, lse, sinks, v_scales, cuts, part_out, part_stats, num_q_heads,
+    VALUE_DIM: tl.constexpr, VALUES: tl.constexpr,
+    GROUP: tl.constexpr, SUBGROUPS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Some values of one head of a tile, if it is cut."""
+    head_in_unit = tl.program_id(1)
+    value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+    cut = cuts + tl.program_id(0) * FIELDS
+    is_cut, token, heads_index = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2)
+    first, last = tl.load(cut + 3), tl.load(cut + 4)
+    in_group = (heads_index % SUBGROUPS) * HEADS + head_in_unit
+    if (is_cut != 0) & (in_group < GROUP):
+        head = (heads_index // SUBGROUPS) * GROUP + in_group
+        largest = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        gathered = tl.zeros([1, VALUES], tl.float32)
+        for start in range(first, last + 1, PARTS):
+            program = start + tl.arange(0, PARTS)
+            there = program <= last
+            part = 2 * program + (program == first).to(tl.int32)
+            tops = tl.load(part_stats + part * 2 * HEADS + head_in_unit, mask=there, other=float("-inf"))
+            sums = tl.load(part_stats + (part * 2 + 1) * HEADS + head_in_unit, mask=there, other=0.0)
+            place = part_out + (part * HEADS + head_in_unit)[:, None] * VALUE_DIM + value[None, :]
+            parts = tl.load(place, mask=there[:, None] & (value < VALUE_DIM)[None, :], other=0.0)
+            higher = tl.maximum(largest, tl.max(tops, 0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            shrink = tl.exp2(largest - base)
+            weights = tl.exp2(tops - base)
+            total = total * shrink + tl.sum(sums * weights, 0)
+            gathered = gathered * shrink[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
+            largest = higher
+        v_scale = 1.0
+        if FP8:
+            v_scale = tl.load(v_scales)
+        one = tl.zeros([1], tl.int32)
+        finish(
+            out, lse, sinks, token, head + one, num_q_heads, gathered, largest, total, v_scale, value,
+            one == 0, SINKS, LSE, VALUE_DIM,
+        )  # fmt: skip

@@ -1,0 +1,176 @@
+"""Latent attention of rows of one new token over a paged cache: one launch that writes the cache too, one that merges.
+
+Entries are [latent | rope], which all heads share, and their values are the latents. Products have keys as rows and
+heads as columns, so that few heads fill the tensor cores' tiles too. Who computes what is `decode_shares`' matter.
+Knows tensors. Does not know plans or pools.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sightline.kernels.triton.decode_shares import (
+    FIELDS,
+    LOG2_E,
+    DecodeConfig,
+    DecodeRows,
+    DecodeScratch,
+    merge_parts,
+    num_blocks,
+)
+from sightline.kernels.triton.numbers import as_stored, product, stored_view
+
+
+@dataclass(frozen=True, eq=False)
+class LatentLayer:
+    """One layer's cache, and what its scores are."""
+
+    entries: Tensor
+    """[num_slots, latent_dim + rope_dim]."""
+    entry_scale: Tensor | None
+    """[1] fp32, exactly of e4m3 entries."""
+    scale: float
+
+
+def decode_latent(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    layer: LatentLayer,
+    rows: DecodeRows,
+    scratch: DecodeScratch,
+    config: DecodeConfig,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Writes [latent | k_rope] [num_tokens, ...] at the rows' slots, and `out` [num_tokens, num_q_heads, latent_dim] of
+    queries [num_tokens, num_q_heads, ...] that were taken into the latent's space; `lse` [num_tokens, num_q_heads] fp32
+    where it is wanted. `scratch` holds the rows' shares."""
+    num_heads, latent_dim = q_latent.shape[1:]
+    rope_dim = k_rope.shape[-1]
+    _latent_kernel[(config.num_programs,)](
+        q_latent, q_rope, latent, k_rope, layer.entries, stored_view(layer.entries), layer.entry_scale,
+        out, lse, rows.write_slots, rows.pages, rows.table_rows, rows.context_lens, rows.query_lens,
+        scratch.starts, scratch.row_tokens, scratch.out, scratch.stats,
+        layer.scale, rows.pages.stride(0), layer.entries.stride(0),
+        q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), k_rope.stride(0),
+        LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
+        LATENTS=max(16, triton.next_power_of_2(latent_dim)), ROPES=max(16, triton.next_power_of_2(rope_dim)),
+        NUM_HEADS=num_heads, SUBGROUPS=config.num_subgroups(num_heads), HEADS=config.heads,
+        PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=2 * config.depth + 1,
+        LSE=lse is not None, FP8=layer.entries.dtype is torch.float8_e4m3fn,
+        INTERPRETED=q_latent.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
+    )  # fmt: skip
+    merge_parts(out, lse, None, layer.entry_scale, scratch, config, rows.num_rows, 1)
+
+
+@triton.jit
+def _latent_kernel(
+    q, q_rope, latent_new, rope_new, entries, written, entry_scale,
+    out, lse, write_slots, pages, table_rows, context_lens, query_lens,
+    starts, row_tokens, part_out, part_stats,
+    scale, max_pages, slot_stride, q_token, q_head, q_rope_token, q_rope_head, latent_token, rope_token,
+    LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LATENTS: tl.constexpr, ROPES: tl.constexpr,
+    NUM_HEADS: tl.constexpr, SUBGROUPS: tl.constexpr, HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    LSE: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One program's share of a step's units, tile by tile."""
+    program = tl.program_id(0)
+    compute_dtype = q.dtype.element_ty
+    dim, rope = tl.arange(0, LATENTS), tl.arange(0, ROPES)
+    in_dim, in_rope = dim < LATENT_DIM, rope < ROPE_DIM
+    head_in_unit, in_block = tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
+    start_of = starts + program * FIELDS
+    left, row, unit = tl.load(start_of), tl.load(start_of + 1), tl.load(start_of + 2)
+    token, context, table_row = tl.load(start_of + 3), tl.load(start_of + 4), tl.load(start_of + 5)
+    by = 1.0
+    if FP8:
+        by = tl.load(entry_scale)
+    factor = scale * by * LOG2_E
+    while left > 0:
+        table = pages + table_row.to(tl.int64) * max_pages
+        blocks, _ = num_blocks(context, 0, BLOCK)
+        subgroup, block = unit // blocks, unit % blocks
+        count = tl.minimum(left, blocks - block)
+        heads = subgroup * HEADS + head_in_unit
+        in_heads = heads < NUM_HEADS
+        place = q + token.to(tl.int64) * q_token + heads[None, :] * q_head + dim[:, None]
+        queries = tl.load(place, mask=in_heads[None, :] & in_dim[:, None], other=0.0)
+        place = q_rope + token.to(tl.int64) * q_rope_token + heads[None, :] * q_rope_head + rope[:, None]
+        rope_queries = tl.load(place, mask=in_heads[None, :] & in_rope[:, None], other=0.0)
+        largest = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        gathered = tl.zeros([LATENTS, HEADS], tl.float32)
+        for start in tl.range(block * BLOCK, (block + count) * BLOCK, BLOCK, num_stages=STAGES):
+            key = start + in_block
+            seen = key < context
+            if PAGE_SIZE % BLOCK == 0:
+                # A block lies in one page. A row without context has none, and page 0 stands for it.
+                page = tl.load(table + start // PAGE_SIZE)
+                slot = (page * PAGE_SIZE + start % PAGE_SIZE + in_block) * slot_stride
+            else:
+                pages_of_keys = tl.load(table + key // PAGE_SIZE, mask=seen, other=0)
+                slot = (pages_of_keys * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
+            k = tl.load(entries + slot[:, None] + dim[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
+            k = k.to(compute_dtype)
+            rope_place = entries + slot[:, None] + LATENT_DIM + rope[None, :]
+            k_rope = tl.load(rope_place, mask=seen[:, None] & in_rope[None, :], other=0.0).to(compute_dtype)
+            scores = product(k, queries, tl.zeros([BLOCK, HEADS], tl.float32), INTERPRETED)
+            scores = product(k_rope, rope_queries, scores, INTERPRETED) * factor
+            scores = tl.where(seen[:, None], scores, float("-inf"))
+            higher = tl.maximum(largest, tl.max(scores, 0))
+            # A block may hold nothing that is seen: -inf less -inf is no number.
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - base[None, :])
+            shrink = tl.exp2(largest - base)
+            total = total * shrink + tl.sum(weights, 0)
+            gathered = product(tl.trans(k), weights.to(compute_dtype), gathered * shrink[None, :], INTERPRETED)
+            largest = higher
+        if block + count == blocks:
+            # The new token: written, and seen without being read back.
+            slot = written + tl.load(write_slots + token) * slot_stride
+            new = tl.load(latent_new + token.to(tl.int64) * latent_token + dim, mask=in_dim, other=0.0)
+            new_rope = tl.load(rope_new + token.to(tl.int64) * rope_token + rope, mask=in_rope, other=0.0)
+            new, kept = as_stored(new, by, entries.dtype.element_ty, FP8)
+            new_rope, kept_rope = as_stored(new_rope, by, entries.dtype.element_ty, FP8)
+            if subgroup == 0:
+                tl.store(slot + dim, kept, mask=in_dim)
+                tl.store(slot + LATENT_DIM + rope, kept_rope, mask=in_rope)
+            score = tl.sum(queries.to(tl.float32) * new[:, None], 0)
+            score = (score + tl.sum(rope_queries.to(tl.float32) * new_rope[:, None], 0)) * factor
+            higher = tl.maximum(largest, score)
+            shrink, weight = tl.exp2(largest - higher), tl.exp2(score - higher)
+            total = total * shrink + weight
+            gathered = gathered * shrink[None, :] + weight[None, :] * new[:, None]
+            largest = higher
+        inside = in_heads[None, :] & in_dim[:, None]
+        if count == blocks:
+            place = out + (token.to(tl.int64) * NUM_HEADS + heads)[None, :] * LATENT_DIM + dim[:, None]
+            tl.store(place, (gathered * (by / total)[None, :]).to(out.dtype.element_ty), mask=inside)
+            if LSE:
+                tl.store(lse + token * NUM_HEADS + heads, (largest + tl.log2(total)) / LOG2_E, mask=in_heads)
+        else:
+            part = 2 * program + (block == 0).to(tl.int32)
+            part_place = part_out + (part * HEADS + head_in_unit)[None, :] * LATENT_DIM + dim[:, None]
+            tl.store(part_place, gathered, mask=inside)
+            tl.store(part_stats + part * 2 * HEADS + head_in_unit, largest)
+            tl.store(part_stats + (part * 2 + 1) * HEADS + head_in_unit, total)
+        left -= count
+        unit += count
+        if (unit == blocks * SUBGROUPS) & (left > 0):
+            row += 1
+            while tl.load(query_lens + row) == 0:
+                row += 1
+            unit = 0
+            token = tl.load(row_tokens + row)
+            context = tl.load(context_lens + row).to(tl.int32)
+            table_row = tl.load(table_rows + row).to(tl.int32)

@@ -1,0 +1,116 @@
+"""Scales of an 8-bit cache that a checkpoint brings: a number for the keys and one for the values of each layer.
+
+Owns the names under which they are published, and what holds where a checkpoint brings none. Does not know pools.
+
+    model.layers.N.self_attn.k_scale                  and v_scale
+    model.layers.N.self_attn.attn.k_scale             and v_scale; mla_attn in place of attn
+    model.layers.N.self_attn.k_proj.k_scale           and v_proj.v_scale; qkv_proj for both
+    model.layers.N.self_attn.k_proj.output_scale      and v_proj.output_scale
+    model.layers.N.self_attn.kv_scale                 one for keys and values
+    model.layers.N.self_attn.q_scale, prob_scale, …   of products in 8 bits, which are not made here
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sightline.attention.spec import LayerGroup
+from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
+from sightline.core.errors import CheckpointError
+from sightline.models.weights import WeightReader
+
+_NAME = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.self_attn\.(?:"
+    r"(?:attn\.|qkv_proj\.|(?:mla_attn\.)*|[qkv]_proj\.)(?P<what>k|v|kv|q|prob)_scale"
+    r"|(?P<projection>[qkv])_proj\.output_scale|prob_output_scale)"
+)
+_SOURCES = {"k": ("k", "kv"), "v": ("v", "kv"), "entry": ("kv", "k")}
+"""By plane: whose scale it has, the first that there is."""
+_NEUTRAL = 1.0
+
+
+@dataclass(frozen=True)
+class _StoredScale:
+    """A tensor that is a scale."""
+
+    name: str
+    layer: int
+    what: str
+    """`k`, `v` or `kv`; another where no cache has it."""
+
+
+def load_cache_scales(
+    weights: WeightReader, groups: Sequence[LayerGroup], cache_dtype: torch.dtype
+) -> ScalesByPlane | None:
+    """By plane, for each layer of the model: the checkpoint's, or 1 where it has none, which the ledger then says.
+
+    None where the cache holds values as they are. Then the checkpoint's scales are left, which the ledger says too.
+    """
+    found = list(_find(weights.names))
+    if cache_dtype not in SCALED_DTYPES:
+        weights.leave_tensors(
+            [scale.name for scale in found],
+            "cache scales",
+            "the cache holds values as they are",
+            "nothing is lost; kv_cache_dtype fp8 would use them",
+        )
+        return None
+    weights.leave_tensors(
+        [scale.name for scale in found if scale.what not in ("k", "v", "kv")],
+        "8-bit attention",
+        "they are of queries and weights, which are computed with as they are",
+        "nothing is lost",
+    )
+    stored: dict[int, dict[str, float]] = defaultdict(dict)
+    for scale in found:
+        if scale.what in ("k", "v", "kv"):
+            if scale.what in stored[scale.layer]:
+                raise CheckpointError(
+                    f"expected one {scale.what} scale of layer {scale.layer}, got another, {scale.name}; "
+                    "the checkpoint contradicts itself: use another"
+                )
+            stored[scale.layer][scale.what] = _positive(scale.name, weights.number(scale.name))
+    return _by_plane(weights, groups, stored)
+
+
+def _find(names: Iterable[str]) -> Iterable[_StoredScale]:
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            yield _StoredScale(name, int(match["layer"]), match["what"] or match["projection"] or "prob")
+
+
+def _positive(name: str, number: float) -> float:
+    if not (math.isfinite(number) and number > 0.0):
+        raise CheckpointError(f"expected {name} to be a number above 0, got {number}; use another checkpoint")
+    return number
+
+
+def _by_plane(
+    weights: WeightReader, groups: Sequence[LayerGroup], stored: Mapping[int, Mapping[str, float]]
+) -> ScalesByPlane:
+    """The scales that the groups' planes need, by model layer; the ledger says which are made up."""
+    num_layers = sum(len(group.layers) for group in groups)
+    scales: dict[str, list[float]] = {}
+    missing = []
+    for group in groups:
+        for plane in (plane for pool in group.spec.pools(1, torch.float32) for plane in pool.planes):
+            of_plane = scales.setdefault(plane.name, [_NEUTRAL] * num_layers)
+            for layer in group.layers:
+                own = [stored[layer][what] for what in _SOURCES[plane.name] if what in stored.get(layer, {})]
+                of_plane[layer] = own[0] if own else _NEUTRAL
+                missing += [] if own else [f"{plane.name} of layer {layer}"]
+    if missing:
+        weights.degrade(
+            "cache scales",
+            f"{len(missing)} of {sum(map(len, scales.values()))} are taken as 1, that of the {missing[0]} among them: "
+            "the checkpoint has none",
+            "use a checkpoint with scales of its cache, or a wider kv_cache_dtype, if answers suffer",
+        )
+    return scales

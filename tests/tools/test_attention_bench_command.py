@@ -1,0 +1,90 @@
+"""`sightline bench attention` as a person meets it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from sightline.attention.backends import registry
+from sightline.cli import app
+from sightline.core.device import detect_device
+from sightline.core.errors import SightlineError
+from sightline.tools.attention_bench import Field, measure_attention
+from sightline.tools.attention_bench_shapes import find_shapes
+from support.attention_contenders import (
+    QUICK,
+    TORCH,
+    TORCH_LATENT,
+    give_garbage,
+    planted,
+    text_of,
+)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "attention", "--rounds", "1", *arguments])
+
+
+def test_the_command_prints_a_table_and_writes_its_files(tmp_path: Path) -> None:
+    saved, drawn = tmp_path / "attention.json", tmp_path / "attention.svg"
+    result = run("--shapes", "tiny-gqa-3x21", "--peers", "--json", str(saved), "--plot", str(drawn))
+    assert result.exit_code == 0, result.output
+    assert "* torch" in result.stdout
+    assert "tiny-gqa-3x21: torch " in result.stderr
+    assert "\x1b[" not in result.stdout
+    assert json.loads(saved.read_text())["shapes"][0]["shape"] == "tiny-gqa-3x21"
+    assert ElementTree.parse(drawn).getroot().tag.endswith("svg")
+
+
+def test_json_without_a_file_takes_the_place_of_the_table() -> None:
+    result = run("--shapes", "tiny-mla-3x21", "--json", "--backends", "reference-latent")
+    assert result.exit_code == 0, result.output
+    contenders = json.loads(result.stdout)["shapes"][0]["contenders"]
+    assert [(each["name"], each["selected"]) for each in contenders] == [("reference-latent", False)]
+
+
+def test_the_command_fails_where_an_answer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "installed", lambda: (TORCH, TORCH_LATENT, planted("wrong", give_garbage)))
+    result = run("--shapes", "tiny-gqa-3x21", "--backends", "torch,wrong")
+    assert result.exit_code == 1
+    assert "WRONG" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--shapes", "tiny,none"], "got 'none'"),
+        (["--backends", "torch,none"], "expected an attention backend out of torch"),
+        (["--device", "cuda"], "expected a CUDA device for --device cuda, got none"),
+        (["--device", "tpu"], "expected --device auto, cpu or cuda, got 'tpu'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run(*arguments)
+    assert isinstance(result.exception, SightlineError)
+    assert text in str(result.exception)
+
+
+def test_a_file_in_no_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    result = run("--json", str(tmp_path / "none" / "file.json"))
+    assert result.exit_code == 2
+    assert "expected a file in a folder that exists" in result.output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_tiny_shapes_are_right_on_a_gpu() -> None:
+    device = detect_device("cuda")
+    candidates = tuple(candidate for candidate in registry.installed() if candidate.by_default)
+    shapes = tuple(replace(shape, dtype=torch.bfloat16) for shape in find_shapes(["tiny"]))
+    everybody = Field(device, candidates, candidates, (), QUICK)
+    report = measure_attention(shapes, everybody, lambda result, seconds: None)
+    assert not report.is_red, text_of(report)
