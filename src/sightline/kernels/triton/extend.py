@@ -87,16 +87,15 @@ def _launch(
     tile_heads, tile_tokens = config.tile_heads(group_size), config.tile_tokens(group_size)
     tiles.require_size(tile_tokens)
     head_blocks = triton.cdiv(group_size, tile_heads)
-    grid = (tiles.records.shape[0] * num_kv_heads * head_blocks,)
-    if grid[0] == 0:
+    if tiles.records.shape[0] == 0:
         return
     block_qk, block_rest = _split_dim(qk_dim)
-    seen = (masks.row_kinds, masks.trees, masks.tree_offsets, masks.positions)
     numbers = (rule.scale, rule.softcap or 0.0, rule.window or 0, 0 if pages is None else pages.stride(0))
     strides = (stride for each in (q, keys, values, out) for stride in each.stride()[:2])
-    tensors = (q, keys, values, pages, tiles.records, out, lse, sinks, k_scale, v_scale, *seen)
-    extend_kernel[grid](
+    tensors = (q, keys, values, pages, tiles.records, out, lse, sinks, k_scale, v_scale)
+    extend_kernel[(tiles.records.shape[0] * num_kv_heads * head_blocks,)](
         *tensors,
+        *(masks.row_kinds, masks.trees, masks.tree_offsets, masks.positions),
         *numbers,
         *strides,
         *((0, 0) if lse is None else lse.stride()),

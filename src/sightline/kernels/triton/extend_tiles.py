@@ -60,8 +60,10 @@ def choose_config(dtype: torch.dtype, qk_dim: int, v_dim: int, group_size: int, 
         return ExtendConfig(min(wanted, 32), 16, num_warps=8 if wanted > 16 else 4, num_stages=1)
     if wanted <= 32:
         return ExtendConfig(wanted, 64 if widest <= 256 else 32, num_warps=4, num_stages=3 if widest <= 256 else 2)
-    if wanted == 64 or widest > 256:
-        return ExtendConfig(64, 64 if widest <= 256 else 32, num_warps=4, num_stages=3 if widest <= 128 else 2)
+    if widest > 256:
+        return ExtendConfig(64, 32, num_warps=8, num_stages=2)
+    if wanted == 64:
+        return ExtendConfig(64, 64, num_warps=4, num_stages=3 if widest <= 128 else 2)
     if widest <= 64:
         return ExtendConfig(128, 128, num_warps=8, num_stages=3)
     return ExtendConfig(128, 64, num_warps=8, num_stages=3 if widest <= 128 else 2)
