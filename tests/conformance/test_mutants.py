@@ -66,6 +66,32 @@ def test_the_correct_latent_parts_pass_every_check(effort: Effort) -> None:
     assert excused == ["window", "host-bounds", "softcap", "sinks", "batch-invariance", "captured-replay"]
 
 
+NARROW_FAULTS = (
+    "key-scale-not-read",
+    "scale-not-written",
+    "scales-never-applied",
+    "first-layers-scale",
+    "no-saturation",
+)
+
+
+def test_rows_that_declare_no_cache_but_of_8_bits_are_tried_with_it() -> None:
+    softmax, latent = (replace(row, cache_dtypes=SCALED_DTYPES) for row in (EVERYTHING, LATENT))
+    for subject in (
+        Subject("parts", make_backend(declares=softmax), softmax, CPU),
+        Subject("latent parts", make_latent_backend(declares=latent), latent, CPU),
+    ):
+        assert {result.check: result.detail for result in try_row(subject, Effort.QUICK, FEW).failed} == {}
+
+
+@pytest.mark.parametrize("name", NARROW_FAULTS)
+def test_faults_of_scales_are_found_where_they_are_in_rows_of_8_bits_alone(name: str) -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == name)
+    row = replace(EVERYTHING, cache_dtypes=SCALED_DTYPES)
+    report = try_row(mutant.subject(CPU, row), Effort.QUICK, FEW)
+    assert [result.check for result in report.failed] == [mutant.caught_by], mutant.fault
+
+
 @pytest.mark.parametrize("mutant", on_cpu(), ids=lambda mutant: mutant.name)
 def test_a_mutant_fails_its_check_and_no_other(mutant: Mutant | LatentMutant) -> None:
     report = try_row(mutant.subject(CPU), Effort.QUICK, FEW)
