@@ -15,8 +15,13 @@ def absorb_queries(q_nope: Tensor, q_rope: Tensor, key_up: Tensor, out: Tensor) 
     q_nope [num_tokens, heads, nope], q_rope [num_tokens, heads, rope], key_up [heads, nope, latent].
     """
     latent_dim = key_up.shape[2]
-    torch.bmm(q_nope.transpose(0, 1), key_up, out=out[..., :latent_dim].transpose(0, 1))
+    into_latents(q_nope, key_up, out[..., :latent_dim])
     out[..., latent_dim:] = q_rope
+
+
+def into_latents(q_nope: Tensor, key_up: Tensor, out: Tensor) -> None:
+    """Writes out [num_tokens, heads, latent]: of queries what meets latents."""
+    torch.bmm(q_nope.transpose(0, 1), key_up, out=out.transpose(0, 1))
 
 
 def project_values(latents: Tensor, value_up: Tensor, out: Tensor) -> None:

@@ -18,6 +18,7 @@ from sightline.kernels.triton.decode_shares import (
     DecodeRows,
     DecodeScratch,
     finish,
+    fitting_depth,
     merge_parts,
     num_blocks,
 )
@@ -38,6 +39,33 @@ class DecodeLayer:
     scale: float
     window: int | None
     softcap: float | None
+
+
+def choose_decode(
+    head_dim: int,
+    group_size: int,
+    cache_dtype: torch.dtype,
+    dtype: torch.dtype,
+    *,
+    multiprocessors: int,
+    shared_bytes: int,
+    overlaps: bool,
+) -> DecodeConfig:
+    """A good cut: blocks of 32 KiB of keys and values, two programs on a multiprocessor, some on their way in each."""
+    dims = max(16, triton.next_power_of_2(head_dim))
+    entry_bytes = 2 * dims * cache_dtype.itemsize
+    block = min(64, max(16, (1 << 15) // entry_bytes))
+    if dtype is torch.float32:
+        # No tensor cores: the product's operands live in registers.
+        block = min(block, 16 if dims > 128 else 32)
+    return DecodeConfig(
+        block=block,
+        heads=min(64, max(16, triton.next_power_of_2(group_size))),
+        num_programs=2 * multiprocessors,
+        num_warps=4,
+        depth=fitting_depth(block * entry_bytes, 3, shared_bytes * 7 // 16),
+        overlaps=overlaps,
+    )
 
 
 def decode_softmax(

@@ -298,3 +298,8 @@ def _merge_kernel(
             out, lse, sinks, token, head + one, num_q_heads, gathered, largest, total, v_scale, value,
             one == 0, SINKS, LSE, VALUE_DIM,
         )  # fmt: skip
+
+
+def fitting_depth(block_bytes: int, deepest: int, shared_bytes: int) -> int:
+    """As many blocks on their way as fit a program's shared memory, one at least."""
+    return max(1, min(deepest, shared_bytes // block_bytes))

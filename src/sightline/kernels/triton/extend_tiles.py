@@ -110,8 +110,11 @@ def prepare_tiles(
     num_tokens: int,
     query_offsets: Tensor,
     tiles: Tiles,
+    served: Tensor | None = None,
 ) -> None:
     """Fills the tiles of a step, and `query_offsets` [num_rows + 1] int64, where each row's tokens begin.
+
+    `served` [num_rows] int8 is 1 for the rows that get tiles; all do without it.
 
     query_lens, context_lens, table_rows [num_rows] int64. Without contexts and page-table rows the step is transient:
     a row's keys are its own new tokens, at their places in the step.
@@ -120,7 +123,7 @@ def prepare_tiles(
         raise ValueError("expected contexts and page-table rows together, or neither, got one of them")
     num_rows = query_lens.shape[0]
     tiles.require(num_rows, num_tokens)
-    _launch(query_lens, context_lens, table_rows, query_offsets, tiles, num_rows, is_ragged=False)
+    _launch(query_lens, context_lens, table_rows, query_offsets, served, tiles, num_rows, is_ragged=False)
 
 
 def prepare_ragged_tiles(query_offsets: Tensor, key_offsets: Tensor, num_tokens: int, tiles: Tiles) -> None:
@@ -131,7 +134,7 @@ def prepare_ragged_tiles(query_offsets: Tensor, key_offsets: Tensor, num_tokens:
     """
     num_rows = query_offsets.shape[0] - 1
     tiles.require(num_rows, num_tokens)
-    _launch(query_offsets, key_offsets, None, None, tiles, num_rows, is_ragged=True)
+    _launch(query_offsets, key_offsets, None, None, None, tiles, num_rows, is_ragged=True)
 
 
 def _launch(
@@ -139,6 +142,7 @@ def _launch(
     keys: Tensor | None,
     table_rows: Tensor | None,
     query_offsets: Tensor | None,
+    served: Tensor | None,
     tiles: Tiles,
     num_rows: int,
     *,
@@ -152,6 +156,7 @@ def _launch(
         keys,
         table_rows,
         query_offsets,
+        served,
         tiles.records,
         num_rows,
         count,
@@ -159,6 +164,7 @@ def _launch(
         FIELDS=FIELDS,
         IS_RAGGED=is_ragged,
         IS_PAGED=table_rows is not None,
+        SOME=served is not None,
         BLOCK_ROWS=min(_BLOCK_ROWS, max(16, triton.next_power_of_2(num_rows))),
         BLOCK_TILES=_BLOCK_TILES,
         num_warps=4,
@@ -180,6 +186,7 @@ def _prepare_tiles(
     keys: tl.tensor,
     table_rows: tl.tensor,
     query_offsets: tl.tensor,
+    served: tl.tensor,
     records: tl.tensor,
     num_rows: tl.tensor,
     num_tiles: tl.tensor,
@@ -187,6 +194,7 @@ def _prepare_tiles(
     FIELDS: tl.constexpr,
     IS_RAGGED: tl.constexpr,
     IS_PAGED: tl.constexpr,
+    SOME: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ) -> None:
@@ -202,6 +210,8 @@ def _prepare_tiles(
         is_row = rows < num_rows
         lens = _length(queries, rows, is_row, IS_RAGGED)
         counts = (lens + TILE_TOKENS - 1) // TILE_TOKENS
+        if SOME:
+            counts *= tl.load(served + rows, mask=is_row, other=0).to(tl.int32)
         token_stops = num_tokens_before + tl.cumsum(lens, 0)
         tile_stops = num_tiles_before + tl.cumsum(counts, 0)
         if not IS_RAGGED and tl.program_id(0) == 0:

@@ -36,6 +36,28 @@ class LatentLayer:
     scale: float
 
 
+def choose_latent_decode(
+    latent_dim: int,
+    rope_dim: int,
+    num_heads: int,
+    dtype: torch.dtype,
+    *,
+    multiprocessors: int,
+    shared_bytes: int,
+    overlaps: bool,
+) -> DecodeConfig:
+    """A good cut: blocks of 64 keys, the least that fills the tensor cores' tiles, and one program a multiprocessor."""
+    dims = max(16, triton.next_power_of_2(latent_dim)) + max(16, triton.next_power_of_2(rope_dim))
+    block = 64
+    while block > 16 and 2 * block * dims * dtype.itemsize > shared_bytes * 7 // 8:
+        block //= 2
+    heads = min(32, max(16, triton.next_power_of_2(num_heads)))
+    if dtype is torch.float32:
+        # No tensor cores: the product's operands live in registers.
+        block, heads = 16, 16
+    return DecodeConfig(block, heads, multiprocessors, num_warps=4, depth=1, overlaps=overlaps)
+
+
 def decode_latent(
     q_latent: Tensor,
     q_rope: Tensor,

@@ -1,0 +1,112 @@
+"""What both Triton backends plan alike: how decode is cut on a device, its leases, and masks that are not all causal.
+
+Knows devices, leases and batches. Does not know what a layer caches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sightline.attention.buffers import PlanBuffers
+from sightline.cache.pools import Pool
+from sightline.core.batch import Batch, MaskKind, RowMask
+from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch
+from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks
+from sightline.kernels.triton.extend_rules import MaskKind as KernelMask
+
+Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+"""A name, a shape and a dtype."""
+
+_KINDS = {MaskKind.CAUSAL: KernelMask.CAUSAL, MaskKind.FULL: KernelMask.FULL, MaskKind.TREE: KernelMask.TREE}
+_OVERLAPPING = frozenset({(9, 0)})
+"""Compute capabilities on which a launch may begin before the one before it ends."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What of a device decides how work is cut."""
+
+    multiprocessors: int
+    shared_bytes: int
+    """That one program may have."""
+    overlaps: bool
+
+    @staticmethod
+    def of(device: torch.device) -> Chip:
+        """A small one stands for the interpreter's CPU."""
+        if device.type != "cuda":
+            return Chip(multiprocessors=3, shared_bytes=1 << 17, overlaps=False)
+        properties = torch.cuda.get_device_properties(device)
+        return Chip(
+            properties.multi_processor_count,
+            properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+            (properties.major, properties.minor) in _OVERLAPPING,
+        )
+
+
+def num_decoding(batch: Batch) -> int:
+    """Leading rows of at most one new token under a causal mask."""
+    for row, (bound, mask) in enumerate(zip(batch.query_lens.bound, batch.masks, strict=True)):
+        if bound > 1 or mask.kind is not MaskKind.CAUSAL:
+            return row
+    return batch.num_rows
+
+
+def lease_decode(lease: Lease, config: DecodeConfig, max_rows: int, value_dim: int) -> DecodeScratch:
+    programs = config.num_programs
+    return DecodeScratch(
+        starts=lease("starts", (programs, 8), torch.int32),
+        cuts=lease("cuts", (programs, 8), torch.int32),
+        row_tokens=lease("row tokens", (max_rows,), torch.int32),
+        out=lease("parts", (2 * programs, config.heads, value_dim), torch.float32),
+        stats=lease("part stats", (2 * programs, 2, config.heads), torch.float32),
+    )
+
+
+def decode_rows(batch: Batch, count: int, pool: Pool) -> DecodeRows:
+    """The first rows of a batch."""
+    return DecodeRows(
+        query_lens=batch.query_lens.device[:count],
+        context_lens=batch.context_lens.device[:count],
+        table_rows=batch.table_rows[:count],
+        write_slots=batch.pools[pool.key].write_slots,
+        pages=pool.table.pages,
+        page_size=pool.page_size,
+    )
+
+
+def layer_scales(pool: Pool, plane: str) -> tuple[Tensor | None, ...]:
+    """By layer: [1] fp32 where entries are scaled."""
+    if pool.plane(plane).dtype is not torch.float8_e4m3fn:
+        return (None,) * pool.spec.num_layers
+    return tuple(pool.scales_device(plane).unsqueeze(1).unbind(0))
+
+
+def plan_masks(batch: Batch, buffers: PlanBuffers) -> ExtendMasks:
+    """The masks of all rows; those of one kind need nothing on the device."""
+    kinds = {mask.kind for mask in batch.masks}
+    if kinds <= {MaskKind.CAUSAL}:
+        return CAUSAL_ROWS
+    if kinds == {MaskKind.FULL}:
+        return FULL_ROWS
+    row_kinds = buffers.take("row kinds", (batch.num_rows,), torch.int8)
+    row_kinds.copy_(torch.tensor([_KINDS[mask.kind] for mask in batch.masks], dtype=torch.int8))
+    if MaskKind.TREE not in kinds:
+        return ExtendMasks(KernelMask.BY_ROW, row_kinds)
+    trees, offsets = _plan_trees(batch.masks, buffers)
+    return ExtendMasks(KernelMask.BY_ROW, row_kinds, trees, offsets, batch.positions)
+
+
+def _plan_trees(masks: Sequence[RowMask], buffers: PlanBuffers) -> tuple[Tensor, Tensor]:
+    """All trees side by side, and where each row's begins."""
+    sizes = [0 if mask.tree is None else mask.tree.numel() for mask in masks]
+    trees = buffers.take("trees", (sum(sizes),), torch.uint8)
+    torch.cat([mask.tree.reshape(-1).to(trees) for mask in masks if mask.tree is not None], out=trees)
+    offsets = buffers.take("tree offsets", (len(sizes),), torch.int64)
+    offsets.copy_(torch.tensor(list(itertools.accumulate(sizes[:-1], initial=0)), dtype=torch.int64))
+    return trees, offsets
