@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from sightline.attention.backends import flash_attention_rows, flashinfer_rows, triton_rows
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.backends.reference_latent_backend import ReferenceLatentBackend
 from sightline.attention.backends.torch_backend import TorchBackend
@@ -20,7 +21,71 @@ from sightline.attention.selection import Candidate, Offer
 from sightline.core.errors import ConfigError
 
 ENTRY_POINT_GROUP = "sightline.attention_backends"
+
+
+def _load_triton() -> type[AttentionBackend[Any, Any]]:
+    from sightline.attention.backends.triton_backend import TritonBackend
+
+    return TritonBackend
+
+
+def _load_triton_latent() -> type[AttentionBackend[Any, Any]]:
+    from sightline.attention.backends.triton_latent_backend import TritonLatentBackend
+
+    return TritonLatentBackend
+
+
+def _load_flashinfer() -> type[AttentionBackend[Any, Any]]:
+    from sightline.attention.backends.flashinfer_backend import FlashInferBackend
+
+    return FlashInferBackend
+
+
+def _load_flashinfer_latent() -> type[AttentionBackend[Any, Any]]:
+    from sightline.attention.backends.flashinfer_latent_backend import FlashInferLatentBackend
+
+    return FlashInferLatentBackend
+
+
+def _load_flash_attention() -> type[AttentionBackend[Any, Any]]:
+    from sightline.attention.backends.flash_attention_backend import FlashAttentionBackend
+
+    return FlashAttentionBackend
+
+
+def _load_flash_attention_latent() -> type[AttentionBackend[Any, Any]]:
+    from sightline.attention.backends.flash_attention_latent_backend import FlashAttentionLatentBackend
+
+    return FlashAttentionLatentBackend
+
+
+_TRITON = "fast decode and graphs on any NVIDIA GPU from Ampere on; pip install 'sightline[cuda]'"
+_FLASHINFER = "the fastest latent decode of many rows on Hopper; pip install 'sightline[cuda]'"
+_FLASH_ATTENTION = "the fastest prefill on Hopper; pip install 'sightline[flash-attention]'"
+
+
+def _own(
+    name: str,
+    load: Callable[[], type[AttentionBackend[Any, Any]]],
+    rows: tuple[Capability, ...],
+    brings: str,
+) -> Candidate:
+    """One of Sightline's that computes with a library that may not be there."""
+    return Candidate(name, True, "sightline", load, lambda: rows, brings)
+
+
 BUILT_IN: tuple[Candidate, ...] = (
+    _own("triton", _load_triton, triton_rows.ROWS, _TRITON),
+    _own("triton-latent", _load_triton_latent, triton_rows.LATENT_ROWS, _TRITON),
+    _own("flashinfer", _load_flashinfer, flashinfer_rows.ROWS, _FLASHINFER),
+    _own("flashinfer-latent", _load_flashinfer_latent, flashinfer_rows.LATENT_ROWS, _FLASHINFER),
+    _own("flash_attention", _load_flash_attention, flash_attention_rows.ROWS, _FLASH_ATTENTION),
+    _own(
+        "flash_attention-latent",
+        _load_flash_attention_latent,
+        flash_attention_rows.LATENT_ROWS,
+        _FLASH_ATTENTION,
+    ),
     Candidate.of("torch", TorchBackend, "sightline", by_default=True),
     Candidate.of("torch-latent", TorchLatentBackend, "sightline", by_default=True),
     Candidate.of("reference", ReferenceBackend, "sightline", by_default=False),

@@ -93,12 +93,13 @@ def decode_softmax(
         layer.k_scale, layer.v_scale, sinks,
         out, lse, rows.write_slots, rows.pages, rows.table_rows, rows.context_lens, rows.query_lens,
         scratch.starts, scratch.row_tokens, scratch.out, scratch.stats,
-        layer.scale, rows.pages.stride(0), layer.keys.stride(0), num_q_heads,
+        layer.scale, layer.softcap or 1.0, layer.window or 0, rows.page_size,
+        num_kv_heads, group, config.num_subgroups(group), num_q_heads, rows.pages.stride(0), layer.keys.stride(0),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEAD_DIM=head_dim, DIMS=max(16, triton.next_power_of_2(head_dim)),
-        KV_HEADS=num_kv_heads, GROUP=group, SUBGROUPS=config.num_subgroups(group), HEADS=config.heads,
-        PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=2 * config.depth + 1,
-        WINDOW=layer.window or 0, SOFTCAP=layer.softcap or 0.0,
+        HEADS=config.heads,
+        IN_ONE_PAGE=rows.page_size % config.block == 0, BLOCK=config.block, STAGES=2 * config.depth + 1,
+        HAS_WINDOW=layer.window is not None, HAS_SOFTCAP=layer.softcap is not None,
         SINKS=sinks is not None, LSE=lse is not None, FP8=layer.keys.dtype is torch.float8_e4m3fn,
         INTERPRETED=q.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
     )  # fmt: skip
@@ -106,26 +107,26 @@ def decode_softmax(
 
 
 @triton.jit
-def _capped(scores, SOFTCAP: tl.constexpr):
+def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     """Scores to the base 2, after the cap."""
-    if SOFTCAP > 0.0:
+    if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1)
-        scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / SOFTCAP)) + 1.0))
+        scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0))
     return scores * LOG2_E
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "page_size", "num_kv_heads", "group", "subgroups", "num_q_heads"])
 def _decode_kernel(
     q, k_new, v_new,
     keys, values, written_keys, written_values, k_scales, v_scales, sinks,
     out, lse, write_slots, pages, table_rows, context_lens, query_lens,
     starts, row_tokens, part_out, part_stats,
-    scale, max_pages, slot_stride, num_q_heads,
+    scale, softcap, window, page_size, num_kv_heads, group, subgroups, num_q_heads, max_pages, slot_stride,
     q_token, q_head, k_token, k_head, v_token, v_head,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SUBGROUPS: tl.constexpr, HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr,
+    HEADS: tl.constexpr,
+    IN_ONE_PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr,
     INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program's share of a step's units, piece by piece."""
@@ -146,13 +147,13 @@ def _decode_kernel(
     in_dim = dim < HEAD_DIM
     while left > 0:
         table = pages + table_row.to(tl.int64) * max_pages
-        blocks, first_block = num_blocks(context, WINDOW, BLOCK)
+        blocks, first_block = num_blocks(context, window, HAS_WINDOW, BLOCK)
         heads_index, block = unit // blocks, unit % blocks
         count = tl.minimum(left, blocks - block)
-        kv_head, subgroup = heads_index // SUBGROUPS, heads_index % SUBGROUPS
+        kv_head, subgroup = heads_index // subgroups, heads_index % subgroups
         in_group = subgroup * HEADS + head_in_unit
-        in_heads = in_group < GROUP
-        heads = kv_head * GROUP + in_group
+        in_heads = in_group < group
+        heads = kv_head * group + in_group
         q_place = q + token.to(tl.int64) * q_token + heads[:, None] * q_head + dim[None, :]
         queries = tl.load(q_place, mask=in_heads[:, None] & in_dim[None, :], other=0.0)
         largest = tl.full([HEADS], float("-inf"), tl.float32)
@@ -169,28 +170,28 @@ def _decode_kernel(
                 tl.store(written_keys + slot, kept_key, mask=in_dim)
                 tl.store(written_values + slot, kept_value, mask=in_dim)
             score = tl.sum(queries.to(tl.float32) * new_k[None, :], 1)
-            largest = _capped(score * (scale * k_scale), SOFTCAP)
+            largest = _capped(score * (scale * k_scale), softcap, HAS_SOFTCAP)
             total = tl.full([HEADS], 1.0, tl.float32)
             gathered = gathered + new_v[None, :]
         begin = (first_block + block) * BLOCK
         for start in tl.range(begin, begin + count * BLOCK, BLOCK, num_stages=STAGES):
             key = start + in_block
             seen = key < context
-            if WINDOW > 0:
-                seen = seen & (key > context - WINDOW)
-            if PAGE_SIZE % BLOCK == 0:
+            if HAS_WINDOW:
+                seen = seen & (key > context - window)
+            if IN_ONE_PAGE:
                 # A block lies in one page. A row without context has none, and page 0 stands for it.
-                page = tl.load(table + start // PAGE_SIZE)
-                place = (page * PAGE_SIZE + start % PAGE_SIZE + in_block) * slot_stride
+                page = tl.load(table + start // page_size)
+                place = (page * page_size + start % page_size + in_block) * slot_stride
             else:
-                pages_of_keys = tl.load(table + key // PAGE_SIZE, mask=key < context, other=0)
-                place = (pages_of_keys * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
+                pages_of_keys = tl.load(table + key // page_size, mask=key < context, other=0)
+                place = (pages_of_keys * page_size + key % page_size) * slot_stride
             place = (place + kv_head * HEAD_DIM)[:, None] + dim[None, :]
             inside = seen[:, None] & in_dim[None, :]
             k = tl.load(keys + place, mask=inside, other=0.0).to(compute_dtype)
             v = tl.load(values + place, mask=inside, other=0.0).to(compute_dtype)
             scores = product(queries, tl.trans(k), tl.zeros([HEADS, BLOCK], tl.float32), INTERPRETED)
-            scores = _capped(scores * (scale * k_scale), SOFTCAP)
+            scores = _capped(scores * (scale * k_scale), softcap, HAS_SOFTCAP)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             higher = tl.maximum(largest, tl.max(scores, 1))
             # A block may hold nothing that is seen: -inf less -inf is no number.
@@ -213,7 +214,7 @@ def _decode_kernel(
             tl.store(part_stats + (part * 2 + 1) * HEADS + head_in_unit, total)
         left -= count
         unit += count
-        if (unit == blocks * (KV_HEADS * SUBGROUPS)) & (left > 0):
+        if (unit == blocks * (num_kv_heads * subgroups)) & (left > 0):
             row += 1
             while tl.load(query_lens + row) == 0:
                 row += 1

@@ -107,7 +107,8 @@ def divide(rows: DecodeRows, scratch: DecodeScratch, config: DecodeConfig, num_h
         rows.num_rows,
         num_heads,
         config.num_programs,
-        WINDOW=window or 0,
+        window or 0,
+        HAS_WINDOW=window is not None,
         BLOCK=config.block,
         ROWS=triton.next_power_of_2(max(rows.num_rows, 1)),
         BY_TILE=rows.num_rows * num_heads <= config.num_programs,
@@ -140,10 +141,10 @@ def merge_parts(
         scratch.out,
         scratch.stats,
         num_q_heads,
+        group,
+        config.num_subgroups(group),
         VALUE_DIM=value_dim,
         VALUES=values,
-        GROUP=group,
-        SUBGROUPS=config.num_subgroups(group),
         HEADS=config.heads,
         PARTS=MERGED_PARTS,
         SINKS=sinks is not None,
@@ -155,11 +156,11 @@ def merge_parts(
 
 
 @triton.jit
-def num_blocks(context, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
+def num_blocks(context, window, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     """Blocks of a row's keys that its query sees, and the first of them; the new token is not counted among keys."""
     first = 0
-    if WINDOW > 0:
-        first = tl.maximum(context + 1 - WINDOW, 0) // BLOCK
+    if HAS_WINDOW:
+        first = tl.maximum(context + 1 - window, 0) // BLOCK
     return tl.maximum((context + BLOCK - 1) // BLOCK - first, 1), first
 
 
@@ -169,7 +170,7 @@ def _at(values, row, wanted):
     return tl.sum(tl.where(row == wanted, values, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "num_programs", "window"])
 def _divide_kernel(
     query_lens,
     context_lens,
@@ -180,7 +181,8 @@ def _divide_kernel(
     num_rows,
     num_heads,
     num_programs,
-    WINDOW: tl.constexpr,
+    window,
+    HAS_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BY_TILE: tl.constexpr,
@@ -193,7 +195,7 @@ def _divide_kernel(
     context = tl.load(context_lens + row, mask=here, other=0).to(tl.int32)
     table_row = tl.load(table_rows + row, mask=here, other=0).to(tl.int32)
     token = tl.cumsum(query, 0) - query
-    blocks, _ = num_blocks(context, WINDOW, BLOCK)
+    blocks, _ = num_blocks(context, window, HAS_WINDOW, BLOCK)
     blocks = tl.where(query > 0, blocks, 0)
     units = blocks * num_heads
     ends = tl.cumsum(units, 0)
@@ -253,11 +255,11 @@ def finish(
         tl.store(lse + token * num_heads + heads, (largest + tl.log2(total)) / LOG2_E, mask=in_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_q_heads", "group", "subgroups"])
 def _merge_kernel(
-    out, lse, sinks, v_scales, cuts, part_out, part_stats, num_q_heads,
+    out, lse, sinks, v_scales, cuts, part_out, part_stats, num_q_heads, group, subgroups,
     VALUE_DIM: tl.constexpr, VALUES: tl.constexpr,
-    GROUP: tl.constexpr, SUBGROUPS: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Some values of one head of a tile, if it is cut."""
@@ -269,9 +271,9 @@ def _merge_kernel(
     cut = cuts + tl.program_id(0) * FIELDS
     is_cut, token, heads_index = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2)
     first, last = tl.load(cut + 3), tl.load(cut + 4)
-    in_group = (heads_index % SUBGROUPS) * HEADS + head_in_unit
-    if (is_cut != 0) & (in_group < GROUP):
-        head = (heads_index // SUBGROUPS) * GROUP + in_group
+    in_group = (heads_index % subgroups) * HEADS + head_in_unit
+    if (is_cut != 0) & (in_group < group):
+        head = (heads_index // subgroups) * group + in_group
         largest = tl.full([1], float("-inf"), tl.float32)
         total = tl.zeros([1], tl.float32)
         gathered = tl.zeros([1, VALUES], tl.float32)

@@ -90,22 +90,21 @@ def _launch(
     if tiles.records.shape[0] == 0:
         return
     block_qk, block_rest = _split_dim(qk_dim)
-    numbers = (rule.scale, rule.softcap or 0.0, rule.window or 0, 0 if pages is None else pages.stride(0))
+    numbers = (rule.scale, rule.softcap or 0.0, rule.window or 0, page_size)
+    counts = (num_kv_heads, group_size, tile_heads, tile_tokens, head_blocks)
     strides = (stride for each in (q, keys, values, out) for stride in each.stride()[:2])
     tensors = (q, keys, values, pages, tiles.records, out, lse, sinks, k_scale, v_scale)
     extend_kernel[(tiles.records.shape[0] * num_kv_heads * head_blocks,)](
         *tensors,
         *(masks.row_kinds, masks.trees, masks.tree_offsets, masks.positions),
         *numbers,
+        *counts,
+        0 if pages is None else pages.stride(0),
         *strides,
         *((0, 0) if lse is None else lse.stride()),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=group_size,
-        TILE_HEADS=tile_heads,
-        HEAD_BLOCKS=head_blocks,
         QK_DIM=qk_dim,
         V_DIM=v_dim,
-        PAGE_SIZE=page_size,
+        IN_ONE_PAGE=page_size % config.block_n == 0,
         FIELDS=FIELDS,
         MASK_KIND=int(masks.kind),
         HAS_TREES=masks.trees is not None,
@@ -116,7 +115,6 @@ def _launch(
         IS_PAGED=pages is not None,
         IS_FP8=k_scale is not None,
         IS_INTERPRETED=q.device.type == "cpu",
-        TILE_TOKENS=tile_tokens,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_QK=block_qk,

@@ -27,18 +27,19 @@ def _load_pages(
     pages: tl.tensor,
     start: tl.tensor,
     stop: tl.tensor,
+    page_size: tl.tensor,
     BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    IN_ONE_PAGE: tl.constexpr,
     IS_PAGED: tl.constexpr,
 ) -> tl.tensor:
     """The page of a block's keys where one page holds them all, else that of each; nothing is read from `stop` on."""
     if not IS_PAGED:
         page = start
-    elif PAGE_SIZE % BLOCK_N == 0:
-        page = tl.load(pages + start // PAGE_SIZE, mask=start < stop, other=0)
+    elif IN_ONE_PAGE:
+        page = tl.load(pages + start // page_size, mask=start < stop, other=0)
     else:
         key = start + tl.arange(0, BLOCK_N)
-        page = tl.load(pages + key // PAGE_SIZE, mask=key < stop, other=0)
+        page = tl.load(pages + key // page_size, mask=key < stop, other=0)
     return page
 
 
@@ -47,19 +48,20 @@ def _block_slots(
     page: tl.tensor,
     first_key: tl.tensor,
     start: tl.tensor,
+    page_size: tl.tensor,
     BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    IN_ONE_PAGE: tl.constexpr,
     IS_PAGED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Where a block's entries lie: one int64 slot, and each entry's distance from it."""
     distance = tl.arange(0, BLOCK_N)
     if not IS_PAGED:
         slot = (first_key + start).to(tl.int64)
-    elif PAGE_SIZE % BLOCK_N == 0:
-        slot = page * PAGE_SIZE + start % PAGE_SIZE
+    elif IN_ONE_PAGE:
+        slot = page * page_size + start % page_size
     else:
         slot = tl.zeros([], tl.int64)
-        distance = page * PAGE_SIZE + (start + distance) % PAGE_SIZE
+        distance = page * page_size + (start + distance) % page_size
     return slot, distance
 
 
@@ -140,9 +142,10 @@ def _attend_blocks(
     factor: tl.tensor,
     keys_slot_stride: tl.tensor,
     values_slot_stride: tl.tensor,
+    page_size: tl.tensor,
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    IN_ONE_PAGE: tl.constexpr,
     HAS_TREES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -157,12 +160,12 @@ def _attend_blocks(
     """Goes through blocks of keys: what was found of the values [BLOCK_M, BLOCK_V], the weights' total, the largest
     score in powers of two [BLOCK_M], each with these blocks taken in."""
     # A block's pages are read a block ahead, so that the loads of its entries wait for no other.
-    page = _load_pages(pages, start_block, stop_seen, BLOCK_N, PAGE_SIZE, IS_PAGED)
+    page = _load_pages(pages, start_block, stop_seen, page_size, BLOCK_N, IN_ONE_PAGE, IS_PAGED)
     for start in range(start_block, stop_block, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         is_seen = (key >= first_seen) & (key < stop_seen)
-        slot, distance = _block_slots(page, first_key, start, BLOCK_N, PAGE_SIZE, IS_PAGED)
-        page = _load_pages(pages, start + BLOCK_N, stop_seen, BLOCK_N, PAGE_SIZE, IS_PAGED)
+        slot, distance = _block_slots(page, first_key, start, page_size, BLOCK_N, IN_ONE_PAGE, IS_PAGED)
+        page = _load_pages(pages, start + BLOCK_N, stop_seen, page_size, BLOCK_N, IN_ONE_PAGE, IS_PAGED)
         k = _load_block(keys, slot, distance, keys_slot_stride, is_seen, 0, QK_DIM, BLOCK_QK, IS_MASKED)
         score = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
         score = product(q, tl.trans(k.to(q.dtype)), score, IS_INTERPRETED)
@@ -253,7 +256,9 @@ def _factors(
     return factor, softcap_scale
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["window", "page_size", "num_kv_heads", "group_size", "tile_heads", "tile_tokens", "head_blocks"]
+)
 def extend_kernel(
     q: tl.tensor,
     keys: tl.tensor,
@@ -272,6 +277,12 @@ def extend_kernel(
     scale: tl.tensor,
     softcap: tl.tensor,
     window: tl.tensor,
+    page_size: tl.tensor,
+    num_kv_heads: tl.tensor,
+    group_size: tl.tensor,
+    tile_heads: tl.tensor,
+    tile_tokens: tl.tensor,
+    head_blocks: tl.tensor,
     pages_row_stride: tl.tensor,
     q_token_stride: tl.tensor,
     q_head_stride: tl.tensor,
@@ -283,13 +294,9 @@ def extend_kernel(
     out_head_stride: tl.tensor,
     lse_token_stride: tl.tensor,
     lse_head_stride: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    HEAD_BLOCKS: tl.constexpr,
     QK_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    IN_ONE_PAGE: tl.constexpr,
     FIELDS: tl.constexpr,
     MASK_KIND: tl.constexpr,
     HAS_TREES: tl.constexpr,
@@ -300,7 +307,6 @@ def extend_kernel(
     IS_PAGED: tl.constexpr,
     IS_FP8: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_QK: tl.constexpr,
@@ -309,7 +315,7 @@ def extend_kernel(
 ) -> None:
     """A program computes a tile of one key head. Heads are the inner index: the longest tiles of all start first."""
     program = tl.program_id(0)
-    record = records + (program // (NUM_KV_HEADS * HEAD_BLOCKS)) * FIELDS
+    record = records + (program // (num_kv_heads * head_blocks)) * FIELDS
     row = tl.load(record)
     if row < 0:
         return
@@ -319,14 +325,14 @@ def extend_kernel(
     num_keys = tl.load(record + 4)
     first_key = tl.load(record + 5)
     context_len = num_keys - query_len
-    kv_head = program % (NUM_KV_HEADS * HEAD_BLOCKS) // HEAD_BLOCKS
+    kv_head = program % (num_kv_heads * head_blocks) // head_blocks
 
     # The product's rows: a query's heads side by side, query after query.
     lane = tl.arange(0, BLOCK_M)
-    query = first_query + lane // TILE_HEADS
-    group_head = program % HEAD_BLOCKS * TILE_HEADS + lane % TILE_HEADS
-    is_query = (lane < TILE_TOKENS * TILE_HEADS) & (query < query_len) & (group_head < GROUP_SIZE)
-    q_head = kv_head * GROUP_SIZE + group_head
+    query = first_query + lane // tile_heads
+    group_head = program % head_blocks * tile_heads + lane % tile_heads
+    is_query = (lane < tile_tokens * tile_heads) & (query < query_len) & (group_head < group_size)
+    q_head = kv_head * group_size + group_head
     token = (first_token + query).to(tl.int64)
     q_at = q + token * q_token_stride + q_head * q_head_stride
     tile_q = _load_queries(q_at, is_query, 0, QK_DIM, BLOCK_QK)
@@ -340,7 +346,7 @@ def extend_kernel(
     position = context_len + query
     last_seen = tl.where(kind == _CAUSAL, position, num_keys - 1)
     first_position = context_len + first_query
-    last_position = tl.minimum(first_position + TILE_TOKENS, num_keys) - 1
+    last_position = tl.minimum(first_position + tile_tokens, num_keys) - 1
     tree = trees
     new_positions = positions
     tree_start = num_keys
@@ -370,23 +376,26 @@ def extend_kernel(
         found, total, largest = _attend_blocks(
             found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, window_stop,
             first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window,
-            softcap_scale, factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES,
-            HAS_WINDOW, HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
+            softcap_scale, factor, keys_slot_stride, values_slot_stride, page_size, QK_DIM, V_DIM, IN_ONE_PAGE,
+            HAS_TREES, HAS_WINDOW, HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V,
+            IS_MASKED=True,
         )  # fmt: skip
         first_block = window_stop
     shared_stop = tl.maximum(stop_shared // BLOCK_N * BLOCK_N, first_block)
     found, total, largest = _attend_blocks(
         found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, shared_stop,
         first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window,
-        softcap_scale, factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW,
-        HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=False,
+        softcap_scale, factor, keys_slot_stride, values_slot_stride, page_size, QK_DIM, V_DIM, IN_ONE_PAGE,
+        HAS_TREES, HAS_WINDOW, HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V,
+        IS_MASKED=False,
     )  # fmt: skip
     first_block = shared_stop
     found, total, largest = _attend_blocks(
         found, total, largest, tile_q, tile_q_rest, keys, values, pages, first_key, first_block, stop_seen,
         first_seen, stop_seen, last_seen, position, tree, new_positions, tree_start, num_keys, window,
-        softcap_scale, factor, keys_slot_stride, values_slot_stride, QK_DIM, V_DIM, PAGE_SIZE, HAS_TREES, HAS_WINDOW,
-        HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V, IS_MASKED=True,
+        softcap_scale, factor, keys_slot_stride, values_slot_stride, page_size, QK_DIM, V_DIM, IN_ONE_PAGE,
+        HAS_TREES, HAS_WINDOW, HAS_SOFTCAP, IS_PAGED, IS_INTERPRETED, BLOCK_N, BLOCK_QK, BLOCK_REST, BLOCK_V,
+        IS_MASKED=True,
     )  # fmt: skip
 
     if HAS_SINKS:

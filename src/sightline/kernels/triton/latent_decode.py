@@ -79,27 +79,29 @@ def decode_latent(
         q_latent, q_rope, latent, k_rope, layer.entries, stored_view(layer.entries), layer.entry_scale,
         out, lse, rows.write_slots, rows.pages, rows.table_rows, rows.context_lens, rows.query_lens,
         scratch.starts, scratch.row_tokens, scratch.out, scratch.stats,
-        layer.scale, rows.pages.stride(0), layer.entries.stride(0),
+        layer.scale, rows.page_size, num_heads, config.num_subgroups(num_heads),
+        rows.pages.stride(0), layer.entries.stride(0),
         q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), k_rope.stride(0),
         LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
         LATENTS=max(16, triton.next_power_of_2(latent_dim)), ROPES=max(16, triton.next_power_of_2(rope_dim)),
-        NUM_HEADS=num_heads, SUBGROUPS=config.num_subgroups(num_heads), HEADS=config.heads,
-        PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=2 * config.depth + 1,
+        HEADS=config.heads,
+        IN_ONE_PAGE=rows.page_size % config.block == 0, BLOCK=config.block, STAGES=2 * config.depth + 1,
         LSE=lse is not None, FP8=layer.entries.dtype is torch.float8_e4m3fn,
         INTERPRETED=q_latent.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
     )  # fmt: skip
     merge_parts(out, lse, None, layer.entry_scale, scratch, config, rows.num_rows, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_size", "num_heads", "subgroups"])
 def _latent_kernel(
     q, q_rope, latent_new, rope_new, entries, written, entry_scale,
     out, lse, write_slots, pages, table_rows, context_lens, query_lens,
     starts, row_tokens, part_out, part_stats,
-    scale, max_pages, slot_stride, q_token, q_head, q_rope_token, q_rope_head, latent_token, rope_token,
+    scale, page_size, num_heads, subgroups, max_pages, slot_stride,
+    q_token, q_head, q_rope_token, q_rope_head, latent_token, rope_token,
     LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LATENTS: tl.constexpr, ROPES: tl.constexpr,
-    NUM_HEADS: tl.constexpr, SUBGROUPS: tl.constexpr, HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr,
+    IN_ONE_PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     LSE: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program's share of a step's units, tile by tile."""
@@ -120,11 +122,11 @@ def _latent_kernel(
     factor = scale * by * LOG2_E
     while left > 0:
         table = pages + table_row.to(tl.int64) * max_pages
-        blocks, _ = num_blocks(context, 0, BLOCK)
+        blocks, _ = num_blocks(context, 0, False, BLOCK)
         subgroup, block = unit // blocks, unit % blocks
         count = tl.minimum(left, blocks - block)
         heads = subgroup * HEADS + head_in_unit
-        in_heads = heads < NUM_HEADS
+        in_heads = heads < num_heads
         q_place = q + token.to(tl.int64) * q_token + heads[None, :] * q_head + dim[:, None]
         queries = tl.load(q_place, mask=in_heads[None, :] & in_dim[:, None], other=0.0)
         q_rope_place = q_rope + token.to(tl.int64) * q_rope_token + heads[None, :] * q_rope_head + rope[:, None]
@@ -150,13 +152,13 @@ def _latent_kernel(
         for start in tl.range(block * BLOCK, (block + count) * BLOCK, BLOCK, num_stages=STAGES):
             key = start + in_block
             seen = key < context
-            if PAGE_SIZE % BLOCK == 0:
+            if IN_ONE_PAGE:
                 # A block lies in one page. A row without context has none, and page 0 stands for it.
-                page = tl.load(table + start // PAGE_SIZE)
-                slot = (page * PAGE_SIZE + start % PAGE_SIZE + in_block) * slot_stride
+                page = tl.load(table + start // page_size)
+                slot = (page * page_size + start % page_size + in_block) * slot_stride
             else:
-                pages_of_keys = tl.load(table + key // PAGE_SIZE, mask=seen, other=0)
-                slot = (pages_of_keys * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
+                pages_of_keys = tl.load(table + key // page_size, mask=seen, other=0)
+                slot = (pages_of_keys * page_size + key % page_size) * slot_stride
             k = tl.load(entries + slot[:, None] + dim[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
             k = k.to(compute_dtype)
             rope_place = entries + slot[:, None] + LATENT_DIM + rope[None, :]
@@ -174,10 +176,10 @@ def _latent_kernel(
             largest = higher
         inside = in_heads[None, :] & in_dim[:, None]
         if count == blocks:
-            out_place = out + (token.to(tl.int64) * NUM_HEADS + heads)[None, :] * LATENT_DIM + dim[:, None]
+            out_place = out + (token.to(tl.int64) * num_heads + heads)[None, :] * LATENT_DIM + dim[:, None]
             tl.store(out_place, (gathered * (by / total)[None, :]).to(out.dtype.element_ty), mask=inside)
             if LSE:
-                tl.store(lse + token * NUM_HEADS + heads, (largest + tl.log2(total)) / LOG2_E, mask=in_heads)
+                tl.store(lse + token * num_heads + heads, (largest + tl.log2(total)) / LOG2_E, mask=in_heads)
         else:
             part = 2 * program + (block == 0).to(tl.int32)
             part_place = part_out + (part * HEADS + head_in_unit)[None, :] * LATENT_DIM + dim[:, None]
@@ -186,7 +188,7 @@ def _latent_kernel(
             tl.store(part_stats + (part * 2 + 1) * HEADS + head_in_unit, total)
         left -= count
         unit += count
-        if (unit == blocks * SUBGROUPS) & (left > 0):
+        if (unit == blocks * subgroups) & (left > 0):
             row += 1
             while tl.load(query_lens + row) == 0:
                 row += 1

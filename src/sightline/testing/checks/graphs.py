@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from sightline.attention.capability import GraphLevel
 from sightline.attention.contract import AttentionInputs
+from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.batch import Batch, Lengths, PoolRows
 from sightline.core.device import DeviceKind
@@ -16,25 +17,47 @@ from sightline.testing.bench import Row, Subject
 from sightline.testing.steps import Answer, Step, tensors_of, to_device
 from sightline.testing.trial import Check, Trial
 
-_CAPTURED = [Row(5 * index, 1 + index % 3) for index in range(8)]
-_REPLAYED: tuple[Sequence[Row], ...] = (
+_DECODED = [Row(5 * index, 1) for index in range(8)]
+_DECODED_LATER: tuple[Sequence[Row], ...] = (
+    [Row(40, 1), Row(3, 1), Row(0, 1), Row(17, 1), Row(33, 1)],
+    [Row(100, 1)] * 8,
+    [Row(1, 1)],
+    [],
+)
+"""Other rows, other lengths, within what was captured."""
+_MIXED = [Row(5 * index, 1 + index % 3) for index in range(8)]
+_MIXED_LATER: tuple[Sequence[Row], ...] = (
     [Row(40, 1), Row(3, 4), Row(0, 6), Row(17, 1), Row(33, 2)],
     [Row(100, 1)] * 8,
     [Row(0, 15)],
     [],
 )
-"""Other rows, other lengths, within what was captured."""
+
+
+def captured_decode(trial: Trial) -> None:
+    for needs in (frozenset(), frozenset({Feature.LSE}) & trial.features):
+        _capture(trial, _DECODED, _DECODED_LATER, 1, needs)
 
 
 def captured_replay(trial: Trial) -> None:
+    num_tokens = sum(row.query_len for row in _MIXED)
+    for needs in (frozenset(), frozenset({Feature.LSE}) & trial.features):
+        _capture(trial, _MIXED, _MIXED_LATER, num_tokens, needs)
+
+
+def _capture(
+    trial: Trial, captured: Sequence[Row], later: Sequence[Sequence[Row]], longest: int, needs: frozenset[Feature]
+) -> None:
+    """Captures a step of a bucket in which no row has more than `longest` new tokens, and replays others of it."""
     bench = trial.bench()
-    num_rows, num_tokens = len(_CAPTURED), sum(row.query_len for row in _CAPTURED)
-    step = Step(bench, _CAPTURED)
+    num_rows, num_tokens = len(captured), sum(row.query_len for row in captured)
+    bounds = (longest,) * num_rows
+    step = Step(bench, captured)
     # The bucket's own memory: what is captured reads from it, whatever is replayed is copied into it.
-    static = step.batch
+    static = replace(step.batch, query_lens=replace(step.batch.query_lens, bound=bounds))
     inputs = to_device(step.inputs, bench.device)
     out = step.empty_out()
-    planned = bench.planner.plan(static)
+    planned = bench.planner.plan(static, needs=needs)
     with torch.inference_mode():
         planned.prepare()
         planned.attend(step.layer, inputs, out)
@@ -42,18 +65,19 @@ def captured_replay(trial: Trial) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             planned.prepare()
-            planned.attend(step.layer, inputs, out)
+            lse = planned.attend(step.layer, inputs, out)
     addresses = bench.planner.buffer_addresses(MAIN_LANE)
-    for seed, rows in enumerate((_CAPTURED, *_REPLAYED)):
+    for seed, rows in enumerate((captured, *later)):
         other = Step(bench, rows, seed=seed)
         other.pad(num_rows - len(rows), num_tokens - other.batch.num_tokens, torch.nan)
         real = sum(row.query_len for row in rows)
         _copy_inputs(to_device(other.inputs, bench.device), inputs)
-        bench.planner.plan(_in_place(other.batch, static))
+        bench.planner.plan(_in_place(other.batch, static), needs=needs)
         out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        trial.hold(other, Answer(out.cpu(), None), "a captured step, replayed")
+        answer = Answer(out.cpu(), None if lse is None else lse.cpu())
+        trial.hold(other, answer, "a captured step, replayed")
         trial.require(
             bool(out[real:].isnan().all()), "expected replay to leave the output of padding tokens, got numbers"
         )
@@ -90,24 +114,35 @@ def _in_place(batch: Batch, static: Batch) -> Batch:
 
 
 def _lengths_in_place(lengths: Lengths, static: Lengths) -> Lengths:
+    """The bucket's bounds stay: of contexts they are no matter, since nothing may depend on them."""
     static.device.copy_(lengths.device)
-    return Lengths(static.device, lengths.bound, lengths.host)
+    return Lengths(static.device, static.bound, lengths.host)
 
 
-def _not_captured(subject: Subject) -> str | None:
-    if subject.capability.graph is GraphLevel.NONE:
-        return "it declares that it cannot be captured"
-    if subject.device.kind is not DeviceKind.CUDA:
-        return "graphs are captured on CUDA devices only"
-    return None
+def _not_captured(levels: frozenset[GraphLevel]) -> Callable[[Subject], str | None]:
+    def excused(subject: Subject) -> str | None:
+        if subject.capability.graph not in levels:
+            return "it declares that such steps cannot be captured"
+        if subject.device.kind is not DeviceKind.CUDA:
+            return "graphs are captured on CUDA devices only"
+        return None
+
+    return excused
 
 
 CHECKS = (
     Check(
+        "captured-decode",
+        "a captured step of rows of one new token, replayed with other rows and lengths, equals the oracle",
+        captured_decode,
+        ("stable-addresses", "read-back", "padding", "idle", "lse"),
+        _not_captured(frozenset({GraphLevel.DECODE, GraphLevel.FULL})),
+    ),
+    Check(
         "captured-replay",
         "a captured step, replayed with other rows and lengths, equals the oracle; addresses stay",
         captured_replay,
-        ("stable-addresses", "read-back", "padding", "idle"),
-        _not_captured,
+        ("stable-addresses", "read-back", "padding", "idle", "lse"),
+        _not_captured(frozenset({GraphLevel.FULL})),
     ),
 )
