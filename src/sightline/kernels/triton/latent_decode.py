@@ -1,8 +1,7 @@
 """Latent attention of rows of one new token over a paged cache: one launch that writes the cache too, one that merges.
 
-Entries are [latent | rope], which all heads share, and their values are the latents. Products have keys as rows and
-heads as columns, so that few heads fill the tensor cores' tiles too. Who computes what is `decode_shares`' matter.
-Knows tensors. Does not know plans or pools.
+Entries are [latent | rope], which all heads share, and their values are the latents: each is read once for all heads of
+a unit. Who computes what is `decode_shares`' matter. Knows tensors. Does not know plans or pools.
 """
 
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from sightline.kernels.triton.decode_shares import (
     DecodeConfig,
     DecodeRows,
     DecodeScratch,
+    finish,
     merge_parts,
     num_blocks,
 )
@@ -127,16 +127,15 @@ def _latent_kernel(
         count = tl.minimum(left, blocks - block)
         heads = subgroup * HEADS + head_in_unit
         in_heads = heads < num_heads
-        q_place = q + token.to(tl.int64) * q_token + heads[None, :] * q_head + dim[:, None]
-        queries = tl.load(q_place, mask=in_heads[None, :] & in_dim[:, None], other=0.0)
-        q_rope_place = q_rope + token.to(tl.int64) * q_rope_token + heads[None, :] * q_rope_head + rope[:, None]
-        rope_queries = tl.load(q_rope_place, mask=in_heads[None, :] & in_rope[:, None], other=0.0)
+        q_place = q + token.to(tl.int64) * q_token + heads[:, None] * q_head + dim[None, :]
+        queries = tl.load(q_place, mask=in_heads[:, None] & in_dim[None, :], other=0.0)
+        q_rope_place = q_rope + token.to(tl.int64) * q_rope_token + heads[:, None] * q_rope_head + rope[None, :]
+        rope_queries = tl.load(q_rope_place, mask=in_heads[:, None] & in_rope[None, :], other=0.0)
         largest = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
-        gathered = tl.zeros([LATENTS, HEADS], tl.float32)
+        gathered = tl.zeros([HEADS, LATENTS], tl.float32)
         if block + count == blocks:
-            # The new token: written, and seen without being read back. It comes first, since queries in registers
-            # would be in the way of the loop.
+            # The new token: written, and seen without being read back.
             new_slot = written + tl.load(write_slots + token) * slot_stride
             new = tl.load(latent_new + token.to(tl.int64) * latent_token + dim, mask=in_dim, other=0.0)
             new_rope = tl.load(rope_new + token.to(tl.int64) * rope_token + rope, mask=in_rope, other=0.0)
@@ -145,10 +144,10 @@ def _latent_kernel(
             if subgroup == 0:
                 tl.store(new_slot + dim, kept, mask=in_dim)
                 tl.store(new_slot + LATENT_DIM + rope, kept_rope, mask=in_rope)
-            score = tl.sum(queries.to(tl.float32) * new[:, None], 0)
-            largest = (score + tl.sum(rope_queries.to(tl.float32) * new_rope[:, None], 0)) * factor
+            score = tl.sum(queries.to(tl.float32) * new[None, :], 1)
+            largest = (score + tl.sum(rope_queries.to(tl.float32) * new_rope[None, :], 1)) * factor
             total = tl.full([HEADS], 1.0, tl.float32)
-            gathered = gathered + new[:, None]
+            gathered = gathered + new[None, :]
         for start in tl.range(block * BLOCK, (block + count) * BLOCK, BLOCK, num_stages=STAGES):
             key = start + in_block
             seen = key < context
@@ -163,27 +162,26 @@ def _latent_kernel(
             k = k.to(compute_dtype)
             rope_place = entries + slot[:, None] + LATENT_DIM + rope[None, :]
             k_rope = tl.load(rope_place, mask=seen[:, None] & in_rope[None, :], other=0.0).to(compute_dtype)
-            scores = product(k, queries, tl.zeros([BLOCK, HEADS], tl.float32), INTERPRETED)
-            scores = product(k_rope, rope_queries, scores, INTERPRETED) * factor
-            scores = tl.where(seen[:, None], scores, float("-inf"))
-            higher = tl.maximum(largest, tl.max(scores, 0))
+            scores = product(queries, tl.trans(k), tl.zeros([HEADS, BLOCK], tl.float32), INTERPRETED)
+            scores = product(rope_queries, tl.trans(k_rope), scores, INTERPRETED) * factor
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(largest, tl.max(scores, 1))
             # A block may hold nothing that is seen: -inf less -inf is no number.
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - base[None, :])
+            weights = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(largest - base)
-            total = total * shrink + tl.sum(weights, 0)
-            gathered = product(tl.trans(k), weights.to(compute_dtype), gathered * shrink[None, :], INTERPRETED)
+            total = total * shrink + tl.sum(weights, 1)
+            gathered = product(weights.to(compute_dtype), k, gathered * shrink[:, None], INTERPRETED)
             largest = higher
-        inside = in_heads[None, :] & in_dim[:, None]
         if count == blocks:
-            out_place = out + (token.to(tl.int64) * num_heads + heads)[None, :] * LATENT_DIM + dim[:, None]
-            tl.store(out_place, (gathered * (by / total)[None, :]).to(out.dtype.element_ty), mask=inside)
-            if LSE:
-                tl.store(lse + token * num_heads + heads, (largest + tl.log2(total)) / LOG2_E, mask=in_heads)
+            finish(
+                out, lse, None, token, heads, num_heads, gathered, largest, total, by, dim, in_heads,
+                False, LSE, LATENT_DIM,
+            )  # fmt: skip
         else:
             part = 2 * program + (block == 0).to(tl.int32)
-            part_place = part_out + (part * HEADS + head_in_unit)[None, :] * LATENT_DIM + dim[:, None]
-            tl.store(part_place, gathered, mask=inside)
+            part_place = part_out + (part * HEADS + head_in_unit)[:, None] * LATENT_DIM + dim[None, :]
+            tl.store(part_place, gathered, mask=in_heads[:, None] & in_dim[None, :])
             tl.store(part_stats + part * 2 * HEADS + head_in_unit, largest)
             tl.store(part_stats + (part * 2 + 1) * HEADS + head_in_unit, total)
         left -= count
