@@ -1,4 +1,4 @@
-"""The decode kernel against the oracle: contexts of any length, in pages of any size, cut among any number of programs."""
+"""The decode kernel against the oracle: contexts of any length, pages of any size, any number of programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of one new token for the decode kernels, in shuffled pages of poisoned caches, and what the oracle says of them."""
+"""Rows of one new token for the decode kernels, in shuffled pages of poisoned caches, and the oracle's answer."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Found:
     def check(self) -> None:
         """Rows' tokens equal the oracle's; padding is as it was."""
         count = self.case.num_tokens - PADDING_TOKENS
-        # Half precision: weights and outputs are rounded, by the interpreter towards zero, to 8 bits of numbers up to 4.
+        # Half precision: weights and outputs are rounded, by the interpreter towards zero, to 8 bits of up to 4.
         tolerance = 2e-5 if self.case.dtype is torch.float32 else 0.04
         torch.testing.assert_close(self.out[:count].float(), self.wanted_out, atol=tolerance, rtol=0.0)
         assert bool((self.out[count:] == UNTOUCHED).all())
