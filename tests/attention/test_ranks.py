@@ -51,7 +51,7 @@ ALL = [FIRST, SECOND, THIRD]
 def test_the_highest_rank_for_the_work_wins(work: Work, wanted: str) -> None:
     selection = choose(ALL, work)
     assert selection.candidate.name == wanted
-    others = {name: reasons for name, reasons in selection.refused}
+    others = dict(selection.refused)
     assert others.keys() == {each.name for each in ALL} - {wanted}
     assert all(reasons == (f"{wanted} is faster at {work.value}",) for reasons in others.values())
 
