@@ -19,7 +19,6 @@ from sightline.attention.backends.triton_plans import (
     decode_rows,
     layer_scales,
     lease_decode,
-    num_decoding,
     plan_masks,
 )
 from sightline.attention.backends.triton_rows import LATENT_ROWS
@@ -54,6 +53,7 @@ from sightline.kernels.triton.extend_tiles import (
 )
 from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
 from sightline.kernels.triton.merge import merge_states
+from sightline.kernels.triton.project import project_real
 from sightline.kernels.triton.write import write_latents
 
 
@@ -72,17 +72,10 @@ class _Lane:
     """[max_step_tokens, latent + rope]: of the step itself, where there is no pool."""
     projected: Tensor
     """[max_step_tokens, heads, value]."""
-    is_real: Tensor
-    """[max_step_tokens] bool: of a step that is decoded, True for tokens of rows."""
+    num_real: Tensor
+    """[1] int64: of a step that is decoded, the tokens of rows."""
     query_offsets: Tensor
     """[max_rows + 1] int64."""
-
-    def put(self, value_up: Tensor, is_real: Tensor, out: Tensor) -> None:
-        """Values of what was found, for some tokens: the output of others stays."""
-        tokens = out.shape[0]
-        projected = self.projected[:tokens]
-        project_values(self.found[:tokens], value_up, projected)
-        torch.where(is_real[:, None, None], projected, out, out=out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +152,6 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     pages: Tensor
     page_size: int
     lane: _Lane
-    counted: Tensor
-    """[max_step_tokens] int64: 0, 1, 2 and so on."""
     decode: _Decode | None
     absorbed: _Absorbed | None
     expanded: VarlenPhases | None
@@ -171,8 +162,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
         if self.decode is not None:
             rows, config = self.decode.rows, self.decode.config
             divide(rows, self.decode.scratch, config, config.num_subgroups(self.spec.num_q_heads), None)
-            is_real = self.lane.is_real[: rows.num_rows]
-            torch.lt(self.counted[: rows.num_rows], rows.query_lens.sum(), out=is_real)
+            torch.sum(rows.query_lens, 0, keepdim=True, out=self.lane.num_real)
         if self.absorbed is not None:
             chosen = self.absorbed
             prepare_tiles(
@@ -218,7 +208,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
             self.lane.found[:tokens],
             lse,
         )
-        self.lane.put(inputs.value_up, self.lane.is_real[:tokens], out[:tokens])
+        project_real(self.lane.found[:tokens], inputs.value_up, self.lane.num_real, out[:tokens])
 
     def _absorb(
         self, rows: _Absorbed, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
@@ -250,7 +240,9 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
                 k_scale=layer.entry_scale,
                 v_scale=layer.entry_scale,
             )
-        self.lane.put(inputs.value_up, rows.is_served, out)
+        projected = self.lane.projected[:tokens]
+        project_values(found, inputs.value_up, projected)
+        torch.where(rows.is_served[:, None, None], projected, out, out=out)
 
 
 class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
@@ -294,12 +286,11 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
                 lease("found", (*per_token, spec.latent_dim)),
                 lease("entries", (limits.max_step_tokens, spec.head_dim)),
                 lease("projected", (*per_token, spec.value_dim)),
-                lease("real tokens", (limits.max_step_tokens,), torch.bool),
+                lease("real tokens", (1,), torch.int64),
                 lease("query offsets", (limits.max_rows + 1,), torch.int64),
             )
 
         self._lanes = {lane: lane_leases(lane) for lane in limits.lanes}
-        self._counted = torch.arange(limits.max_step_tokens, device=context.device)
         kernel = _RaggedKernel(spec, context.dtype)
         self._varlen = LatentVarlen(
             context, dict.fromkeys(limits.lanes, kernel), entry_scales=pool.scales("entry"), merge=merge_states
@@ -309,7 +300,7 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         batch, pool, lane = step.batch, self._pool, self._lanes[step.lane]
         transient = step.policy is CachePolicy.TRANSIENT
         decode = absorbed = expanded = None
-        if not transient and batch.num_rows and num_decoding(batch) == batch.num_rows:
+        if not transient and batch.num_rows and batch.num_decoding() == batch.num_rows:
             few = batch.num_rows <= FEW_ROWS
             scratch, config = (lane.few, self._few) if few else (lane.many, self._many)
             decode = _Decode(decode_rows(batch, batch.num_rows, pool), scratch, config)
@@ -322,7 +313,6 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             pages=pool.table.pages,
             page_size=pool.page_size,
             lane=lane,
-            counted=self._counted,
             decode=decode,
             absorbed=absorbed,
             expanded=expanded,

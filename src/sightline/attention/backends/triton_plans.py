@@ -49,14 +49,6 @@ class Chip:
         )
 
 
-def num_decoding(batch: Batch) -> int:
-    """Leading rows of at most one new token under a causal mask."""
-    for row, (bound, mask) in enumerate(zip(batch.query_lens.bound, batch.masks, strict=True)):
-        if bound > 1 or mask.kind is not MaskKind.CAUSAL:
-            return row
-    return batch.num_rows
-
-
 def lease_decode(lease: Lease, config: DecodeConfig, max_rows: int, value_dim: int, prefix: str = "") -> DecodeScratch:
     programs = config.num_programs
     return DecodeScratch(
