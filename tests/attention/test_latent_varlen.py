@@ -115,7 +115,9 @@ class VarlenBackend(AttentionBackend[LatentSpec, LatentInputs]):
     """The composition under test over torch."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = tuple(
-        replace(row, features=row.features - {Feature.TREE_MASK}) for row in TorchLatentBackend.capabilities
+        # It writes as torch does, which does not copy 8-bit floats.
+        replace(row, features=row.features - {Feature.TREE_MASK}, cache_dtypes=row.dtypes)
+        for row in TorchLatentBackend.capabilities
     )
     room: ClassVar[int] = 1 << 20
     planned: ClassVar[list[TorchVarlenCall]] = []

@@ -102,8 +102,16 @@ def exact(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
     return torch.tensor(lengths.exact(), dtype=torch.int64)
 
 
-def mean(context: BackendContext[SoftmaxSpec], bounds: Sequence[int]) -> int:
+def mean(context: BackendContext[SoftmaxSpec], bounds: Sequence[int], new: Sequence[int]) -> int:
     return max(512, sum(bounds) // max(len(bounds), 1))
+
+
+def this_steps(context: BackendContext[SoftmaxSpec], bounds: Sequence[int], new: Sequence[int]) -> int:
+    return max(bounds, default=0)
+
+
+def this_steps_of_chunks(context: BackendContext[SoftmaxSpec], bounds: Sequence[int], new: Sequence[int]) -> int:
+    return max(bounds) if max(new, default=0) > 1 else context.limits.max_seq_len
 
 
 def scaled_over_all(inputs: SoftmaxInputs, kept: Kept) -> SoftmaxInputs:

@@ -448,8 +448,15 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "splits-captured",
         "The number of splits that is launched is the captured plan's.",
+        "captured-decode",
+        replace(CORRECT, longest=faults.this_steps),
+        cuda_only=True,
+    ),
+    Mutant(
+        "splits-of-chunks-captured",
+        "The number of splits that is launched is the captured plan's where a row has several new tokens.",
         "captured-replay",
-        replace(CORRECT, longest=lambda context, bounds: max(bounds, default=0)),
+        replace(CORRECT, longest=faults.this_steps_of_chunks),
         cuda_only=True,
     ),
 )

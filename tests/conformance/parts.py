@@ -89,7 +89,7 @@ def device_lens(lengths: Lengths, batch: Batch, kept: Kept) -> Tensor:
     return lengths.device
 
 
-def enough_for_all(context: BackendContext[SoftmaxSpec], bounds: Sequence[int]) -> int:
+def enough_for_all(context: BackendContext[SoftmaxSpec], bounds: Sequence[int], new: Sequence[int]) -> int:
     """On a GPU enough for any step, so that a captured graph serves the lengths that it is replayed with."""
     return context.limits.max_seq_len if context.device.type == "cuda" else max(bounds, default=0)
 
@@ -212,8 +212,8 @@ class Parts:
     query_lens: Callable[[Lengths, Batch, Kept], Tensor] = device_lens
     context_lens: Callable[[Lengths, Batch, Kept], Tensor] = device_lens
     """[num_rows] int64, on the device."""
-    longest: Callable[[BackendContext[SoftmaxSpec], Sequence[int]], int] = enough_for_all
-    """From the bounds of all rows: how many keys are looked at."""
+    longest: Callable[[BackendContext[SoftmaxSpec], Sequence[int], Sequence[int]], int] = enough_for_all
+    """From the bounds of all rows, and of their new tokens: how many keys are looked at."""
     split_size: Callable[[Batch, Kept], int] = fixed_split
     take: Callable[[PlanBuffers, StepView, Kept, str, Sequence[int], torch.dtype], Tensor] = take_buffer
     fill_constant: Callable[[Tensor, Tensor, Kept], None] = fill_always

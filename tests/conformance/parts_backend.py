@@ -215,7 +215,7 @@ class PartsBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         batch = step.batch
         split_size = self.parts.split_size(batch, self._kept)
         bounds = [sum(pair) for pair in zip(batch.context_lens.bound, batch.query_lens.bound, strict=True)]
-        longest = self.parts.longest(self._context, bounds)
+        longest = self.parts.longest(self._context, bounds, batch.query_lens.bound)
         plan = _PartsPlan(
             parts=self.parts,
             context=self._context,

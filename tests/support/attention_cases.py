@@ -16,9 +16,7 @@ CPU_DEVICE = Device(DeviceKind.CPU, CPU, "cpu", None)
 BACKENDS = {
     candidate.name: candidate.load()
     for candidate in BUILT_IN
-    if any(
-        DeviceKind.CPU in row.devices and SpecKind.SOFTMAX in row.spec_kinds for row in candidate.load().capabilities
-    )
+    if any(DeviceKind.CPU in row.devices and SpecKind.SOFTMAX in row.spec_kinds for row in candidate.rows())
 }
 """The built-in backends of softmax attention that run here."""
 

@@ -61,7 +61,7 @@ def test_the_command_fails_where_an_answer_is_wrong(monkeypatch: pytest.MonkeyPa
     ("arguments", "text"),
     [
         (["--shapes", "tiny,none"], "got 'none'"),
-        (["--backends", "torch,none"], "expected an attention backend out of torch"),
+        (["--backends", "torch,none"], "expected an attention backend out of triton, triton-latent"),
         (["--device", "cuda"], "expected a CUDA device for --device cuda, got none"),
         (["--device", "tpu"], "expected --device auto, cpu or cuda, got 'tpu'"),
     ],

@@ -125,10 +125,15 @@ class Requirement:
         return self.spec.features | self.extra_features
 
 
+def lacks_package(capability: Capability) -> bool:
+    """True where the row needs a package that is not installed."""
+    return capability.package is not None and not _is_installed(capability.package)
+
+
 def device_refusals(capability: Capability, device: Device) -> tuple[str, ...]:
     """Why the row cannot run on the device at all, whatever is asked of it."""
     reasons = []
-    if capability.package is not None and not _is_installed(capability.package):
+    if lacks_package(capability):
         reasons.append(f"package {capability.package} is not installed")
     if device.kind not in capability.devices:
         reasons.append(f"runs on {_names(capability.devices)}, not {device.kind.value}")

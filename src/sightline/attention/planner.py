@@ -242,11 +242,11 @@ class Planner:
         return tuple(plans)
 
     def buffer_addresses(self, lane: Lane) -> Mapping[str, int]:
-        """Where the plan buffers of every group lie in a lane."""
+        """Where the plan buffers of every backend of every group lie in a lane."""
         return {
-            f"{binding.group.name}.{name}": address
+            f"{binding.group.name}[{place}].{name}": address
             for binding, by_backend in zip(self._bindings, self._buffers[lane], strict=True)
-            for buffers in by_backend
+            for place, buffers in enumerate(by_backend)
             for name, address in buffers.addresses().items()
         }
 
@@ -349,7 +349,7 @@ class Planner:
             group, names = self._bindings[part.group].group.name, tuple(part.epochs)
             contents = self._buffers[lane][part.group][part.place].contents(names)
             for name, tensor in zip(names, contents, strict=True):
-                tensors[f"plan buffer {group}.{name}"] = tensor
+                tensors[f"plan buffer {group}[{part.place}].{name}"] = tensor
         return fingerprint_tensors(tensors)
 
     def _content_changes(self, batch: Batch, certificate: Certificate, before: Fingerprint) -> Staleness:

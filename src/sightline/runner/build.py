@@ -131,12 +131,14 @@ def select_backends(
         Work.FEW: decode,
     }
     offers = {work: registry.offer(candidates, names) for work, names in asked.items()}
+    return tuple(
+        {work: select_backend(offers[work], _requirement(config, group), group.name, doubt, work) for work in Work}
+        for group in groups
+    )
 
-    def select(group: LayerGroup) -> GroupSelection:
-        need = Requirement(group.spec, config.device, config.dtype, config.cache_dtype, config.page_size)
-        return {work: select_backend(offers[work], need, group.name, doubt, work) for work in Work}
 
-    return tuple(select(group) for group in groups)
+def _requirement(config: ResolvedConfig, group: LayerGroup) -> Requirement:
+    return Requirement(group.spec, config.device, config.dtype, config.cache_dtype, config.page_size)
 
 
 def make_store(

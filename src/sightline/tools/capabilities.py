@@ -16,6 +16,7 @@ from sightline.attention.spec import Feature
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.testing.report import Unloadable, not_here, row_labels
+from sightline.tools.missing import MissingPackage, missing_packages
 
 _COLUMNS = {
     "spec_kinds": "attention",
@@ -100,6 +101,8 @@ class Matrix:
 
     rows: tuple[MatrixRow, ...]
     broken: tuple[Unloadable, ...]
+    missing: tuple[MissingPackage, ...]
+    """Packages that rows need and that are not installed."""
 
     def lines(self) -> list[str]:
         """For a terminal: one block a row, with what is proven."""
@@ -110,22 +113,29 @@ class Matrix:
             told = {title: row.cell(column) for column, title in _COLUMNS.items()}
             told |= {feature.value: row.feature(feature) for feature in Feature}
             lines += [f"  {name:<20}  {value}" for name, value in told.items()]
+        lines += [each.line for each in self.missing]
         return [*lines, *(f"{broken.backend}: {broken.reason}" for broken in self.broken)]
 
     def to_data(self) -> dict[str, Any]:
-        return {"rows": [row.to_data() for row in self.rows], "broken": [asdict(broken) for broken in self.broken]}
+        return {
+            "rows": [row.to_data() for row in self.rows],
+            "missing": [missing.to_data() for missing in self.missing],
+            "broken": [asdict(broken) for broken in self.broken],
+        }
 
 
 def capability_matrix(candidates: Sequence[Candidate], device: Device, book: ProofBook) -> Matrix:
     """What the candidates declare, and what the book has proofs of on the device."""
     rows: list[MatrixRow] = []
     broken: list[Unloadable] = []
+    readable: list[Candidate] = []
     for candidate in candidates:
         try:
             rows += _matrix_rows(candidate, device, book)
+            readable.append(candidate)
         except ConfigError as error:
             broken.append(Unloadable(candidate.name, str(error)))
-    return Matrix(tuple(rows), tuple(broken))
+    return Matrix(tuple(rows), tuple(broken), missing_packages(readable, device))
 
 
 def _matrix_rows(candidate: Candidate, device: Device, book: ProofBook) -> list[MatrixRow]:

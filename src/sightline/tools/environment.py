@@ -8,7 +8,9 @@ from importlib import metadata
 
 import torch
 
+from sightline.attention.backends import registry
 from sightline.core.device import available_bytes, detect_device
+from sightline.tools.missing import missing_packages
 from sightline.version import __version__
 
 PACKAGES = (
@@ -20,6 +22,7 @@ PACKAGES = (
     "jinja2",
     "triton",
     "flashinfer-python",
+    "flash-attn-4",
     "transformers",
 )
 
@@ -35,7 +38,9 @@ def collect_environment() -> dict[str, str]:
         "memory available": f"{available_bytes(detect_device('cpu')) / 2**30:.1f} GiB",
         "cuda": _cuda(),
     }
-    return facts | {name: _version(name) for name in PACKAGES}
+    device = detect_device("cuda" if torch.cuda.is_available() else "cpu")
+    missing = {f"missing {each.package}": each.text for each in missing_packages(registry.BUILT_IN, device)}
+    return facts | {name: _version(name) for name in PACKAGES} | missing
 
 
 def _cuda() -> str:

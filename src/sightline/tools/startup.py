@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from sightline.attention.backends import registry
 from sightline.attention.capability import Work
 from sightline.core.config import Quantization
 from sightline.runner.build import GroupSelection, Runtime
+from sightline.tools.missing import missing_packages
 
 
 def startup_report(runtime: Runtime) -> list[str]:
-    """A few lines for a person. Degradations are not among them: they are logged, whoever starts the engine."""
+    """A few lines for a person: what runs where, and what packages that are not installed would bring on this device.
+
+    Degradations are not among them: they are logged, whoever starts the engine.
+    """
     config = runtime.config
     cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
     dtype = str(config.dtype).removeprefix("torch.")
@@ -27,7 +32,7 @@ def startup_report(runtime: Runtime) -> list[str]:
             f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {serving_text(selection)}"
             f"{cached if config.num_pages else ''}"
         )
-    return lines
+    return lines + [each.line for each in missing_packages(registry.BUILT_IN, config.device) if not each.hindrance]
 
 
 def serving_text(selection: GroupSelection) -> str:

@@ -1,0 +1,69 @@
+"""Packages that are not installed, what each would bring, and whether it would on this device.
+
+Reads capability rows. Imports none of the packages, and does not know which there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sightline.attention.capability import Capability, device_refusals, lacks_package
+from sightline.attention.selection import Candidate
+from sightline.core.device import Device
+
+
+@dataclass(frozen=True)
+class MissingPackage:
+    """One package that backends compute with and that is not there."""
+
+    package: str
+    """As it is imported."""
+    backends: tuple[str, ...]
+    brings: str
+    """What it would bring, and how to get it."""
+    hindrance: str
+    """Why it would bring nothing on this device; empty where it would."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.brings} ({self.hindrance})" if self.hindrance else self.brings
+
+    @property
+    def line(self) -> str:
+        return f"{self.package} is not installed: {self.text}"
+
+    def to_data(self) -> dict[str, Any]:
+        """In terms of JSON."""
+        return {**asdict(self), "backends": list(self.backends)}
+
+
+def missing_packages(candidates: Iterable[Candidate], device: Device) -> tuple[MissingPackage, ...]:
+    """In order of the candidates, each package once."""
+    found: dict[str, list[tuple[Candidate, Capability]]] = {}
+    for candidate in candidates:
+        for row in candidate.rows():
+            if row.package is not None and lacks_package(row):
+                found.setdefault(row.package, []).append((candidate, row))
+    return tuple(_missing(package, lacking, device) for package, lacking in found.items())
+
+
+def _missing(package: str, lacking: list[tuple[Candidate, Capability]], device: Device) -> MissingPackage:
+    names = tuple(dict.fromkeys(candidate.name for candidate, _ in lacking))
+    told = next((candidate.brings for candidate, _ in lacking if candidate.brings), "")
+    return MissingPackage(
+        package,
+        names,
+        told or f"backend {', '.join(names)}; install the package that has it",
+        _hindrance([row for _, row in lacking], device),
+    )
+
+
+def _hindrance(rows: list[Capability], device: Device) -> str:
+    """Where no row could run on the device even with the package, the reason."""
+    kinds = frozenset().union(*(row.devices for row in rows))
+    if device.kind not in kinds:
+        return f"serves {' and '.join(sorted(kind.value.upper() for kind in kinds))} devices only"
+    reasons = [device_refusals(replace(row, package=None), device) for row in rows]
+    return "" if not all(reasons) else "; ".join(reasons[0])

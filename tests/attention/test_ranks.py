@@ -1,0 +1,104 @@
+"""Of several backends that serve a need, the highest in rank for the kind of rows is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from sightline.attention.backends import registry
+from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.capability import Capability, Ranks, Requirement, Work
+from sightline.attention.contract import AttentionBackend
+from sightline.attention.selection import Candidate, Selection, select_backend
+from sightline.attention.spec import SoftmaxSpec
+from sightline.core.device import Device, DeviceKind
+from sightline.core.errors import NoBackendError
+
+CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
+HOPPER = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
+NEED = Requirement(SoftmaxSpec(4, 2, 64, 0.125), CPU, torch.float32, torch.float32, page_size=16)
+ROW = next(row for row in TorchBackend.capabilities if torch.float32 in row.dtypes)
+
+
+def never_loaded() -> type[AttentionBackend[Any, Any]]:
+    raise AssertionError("a backend was loaded to be chosen")
+
+
+def ranked(name: str, *rows: Capability, by_default: bool = True) -> Candidate:
+    return Candidate(name, by_default, "a test", never_loaded, lambda: rows)
+
+
+def with_ranks(prefill: int = 0, decode: int = 0, few: int = 0) -> Capability:
+    return replace(ROW, ranks=Ranks(prefill, decode, few))
+
+
+def choose(candidates: list[Candidate], work: Work, asked: str | None = None, need: Requirement = NEED) -> Selection:
+    return select_backend(registry.offer(candidates, asked), need, "group0", work=work)
+
+
+FIRST = ranked("first", with_ranks(prefill=1))
+SECOND = ranked("second", with_ranks(decode=5, few=5))
+THIRD = ranked("third", with_ranks(few=9))
+ALL = [FIRST, SECOND, THIRD]
+
+
+@pytest.mark.parametrize(
+    ("work", "wanted"), [(Work.PREFILL, "first"), (Work.DECODE, "second"), (Work.FEW, "third")], ids=str
+)
+def test_the_highest_rank_for_the_work_wins(work: Work, wanted: str) -> None:
+    selection = choose(ALL, work)
+    assert selection.candidate.name == wanted
+    others = dict(selection.refused)
+    assert others.keys() == {each.name for each in ALL} - {wanted}
+    assert all(reasons == (f"{wanted} is faster at {work.value}",) for reasons in others.values())
+
+
+def test_of_equals_the_first_wins_and_the_others_are_told_so() -> None:
+    equals = [ranked(name, with_ranks(decode=3)) for name in ("a", "b", "c")]
+    selection = choose(equals, Work.DECODE)
+    assert selection.candidate.name == "a"
+    assert dict(selection.refused) == {"b": ("a comes first",), "c": ("a comes first",)}
+
+
+def test_of_a_backends_rows_the_highest_is_the_one_reported() -> None:
+    slow, fast = with_ranks(decode=1), with_ranks(decode=2)
+    assert choose([ranked("both", slow, fast)], Work.DECODE).capability is fast
+
+
+def test_a_higher_rank_that_does_not_fit_is_refused_with_its_reasons() -> None:
+    elsewhere = ranked("elsewhere", replace(with_ranks(prefill=99), page_sizes=frozenset({64})))
+    selection = choose([elsewhere, FIRST], Work.PREFILL)
+    assert selection.candidate.name == "first"
+    assert dict(selection.refused)["elsewhere"] == ("does not list page size 16",)
+    with pytest.raises(NoBackendError, match="elsewhere: does not list page size 16"):
+        choose([elsewhere], Work.PREFILL)
+
+
+def test_a_name_wins_over_every_rank() -> None:
+    assert choose(ALL, Work.FEW, "first").candidate.name == "first"
+    assert choose(ALL, Work.FEW, "first, second").candidate.name == "second"
+
+
+def test_a_high_rank_does_not_make_a_backend_serve_that_serves_only_by_name() -> None:
+    shy = ranked("shy", with_ranks(prefill=99), by_default=False)
+    selection = choose([shy, FIRST], Work.PREFILL)
+    assert selection.candidate.name == "first"
+    assert dict(selection.refused)["shy"] == ("serves only when asked for by name",)
+
+
+def test_choosing_among_the_built_in_ones_loads_none() -> None:
+    candidates = [replace(each, load=never_loaded) for each in registry.BUILT_IN]
+    need = replace(NEED, device=HOPPER, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
+    for work in Work:
+        assert choose(candidates, work, need=need).capability.devices >= {DeviceKind.CUDA}
+        assert choose(candidates, work).candidate.name == "torch"
+
+
+def test_ranks_are_of_no_matter_to_a_portable_backend() -> None:
+    for candidate in registry.BUILT_IN:
+        for row in candidate.rows():
+            if DeviceKind.CPU in row.devices:
+                assert row.ranks == Ranks()

@@ -1,0 +1,51 @@
+"""A bench whose groups are served by several backends, by kind of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sightline.attention.capability import Work
+from sightline.attention.contract import AttentionBackend, BackendContext, Limits
+from sightline.attention.planner import GroupBinding, PartBackend, Planner
+from sightline.attention.spec import SoftmaxSpec
+from sightline.attention.workspace import Workspace
+from sightline.testing.bench import Bench, Setting
+from support.attention_cases import subject_for
+
+Serving = Mapping[Work, type[AttentionBackend[Any, Any]]]
+
+
+def split_serving(prefill: type[AttentionBackend[Any, Any]], decode: type[AttentionBackend[Any, Any]]) -> Serving:
+    """One for rows of many new tokens, one for rows of one."""
+    return {Work.PREFILL: prefill, Work.DECODE: decode, Work.FEW: decode}
+
+
+class ServedBench(Bench):
+    """Shuffled pages, NaN in unused slots and poison in leases, unless the setting says otherwise."""
+
+    def __init__(self, specs: Sequence[SoftmaxSpec], serving: Serving, **setting: object) -> None:
+        self.serving = serving
+        chosen = Setting(**setting)  # type: ignore[arg-type]
+        self.bindings: list[GroupBinding] = []
+        super().__init__(subject_for("torch", chosen.dtype), specs, chosen)
+
+    def _make_planner(self, workspace: Workspace) -> Planner:
+        setting = self.setting
+        limits = Limits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
+        for group, cache in zip(self.groups, self.store.groups, strict=True):
+            built = {
+                kind: PartBackend(
+                    kind(
+                        BackendContext(
+                            f"{group.name}.{place}", group.spec, cache, workspace, limits, setting.dtype, self.device
+                        )
+                    ),
+                    next(row for row in kind.capabilities if setting.dtype in row.dtypes),
+                )
+                for place, kind in enumerate(dict.fromkeys(self.serving.values()))
+            }
+            serving = {work: built[kind] for work, kind in self.serving.items()}
+            self.bindings.append(GroupBinding(group, cache, serving))
+        workspace.seal()
+        return Planner(self.bindings, limits, self.device, paranoid=setting.paranoid)
