@@ -117,8 +117,14 @@ class Paged:
     @property
     def rows(self) -> DecodeRows:
         contexts, query_lens = (torch.tensor(each) for each in zip(*self.case.rows, strict=True))
-        tensors = (query_lens, contexts, self.table_rows, self.write_slots, self.pages)
-        return DecodeRows(*(each.to(DEVICE) for each in tensors), self.case.page_size)
+        return DecodeRows(
+            query_lens=query_lens.to(DEVICE),
+            context_lens=contexts.to(DEVICE),
+            table_rows=self.table_rows.to(DEVICE),
+            write_slots=self.write_slots.to(DEVICE),
+            pages=self.pages.to(DEVICE),
+            page_size=self.case.page_size,
+        )
 
     def cache(self, contexts: Sequence[Tensor], scale: float) -> Tensor:
         """[num_slots, ...]: contexts where they belong, NaN wherever nobody wrote."""

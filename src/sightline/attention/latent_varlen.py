@@ -200,7 +200,10 @@ class VarlenPhases:
         if not self.phases:
             return
         scratch, tokens = self.scratch, self.tokens
-        torch.cat((inputs.q_nope[tokens], inputs.q_rope[tokens]), dim=-1, out=scratch.queries[tokens])
+        nope_dim = inputs.q_nope.shape[-1]
+        # Two copies, since joining along the last dimension moves numbers one by one.
+        scratch.queries[tokens, :, :nope_dim] = inputs.q_nope[tokens]
+        scratch.queries[tokens, :, nope_dim:] = inputs.q_rope[tokens]
         for each in self.merged:
             scratch.merged[each] = 0.0
             scratch.merged_lse[each] = -torch.inf

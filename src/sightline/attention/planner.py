@@ -370,7 +370,7 @@ def divide(
     """
     prefill = serving[Work.PREFILL].backend
     rows, tokens = slice(0, batch.num_rows), slice(0, batch.num_tokens)
-    decoding = _num_decoding(batch) if batch.pools else 0
+    decoding = batch.num_decoding() if batch.pools else 0
     decode = serving[Work.FEW if decoding <= FEW_ROWS else Work.DECODE].backend
     if decoding == batch.num_rows > 0:
         return ((decode, rows, tokens),)
@@ -381,14 +381,6 @@ def divide(
         (decode, slice(0, decoding), slice(0, border)),
         (prefill, slice(decoding, batch.num_rows), slice(border, batch.num_tokens)),
     )
-
-
-def _num_decoding(batch: Batch) -> int:
-    """Leading rows of at most one new token under a causal mask."""
-    for row, (bound, mask) in enumerate(zip(batch.query_lens.bound, batch.masks, strict=True)):
-        if bound > 1 or mask.kind is not MaskKind.CAUSAL:
-            return row
-    return batch.num_rows
 
 
 def _describe_rows(key: str, rows: Sequence[int], expected: Sequence[int], current: Sequence[int]) -> str:

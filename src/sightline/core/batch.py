@@ -177,6 +177,16 @@ class Batch:
         """[num_rows + 1]: where each row's tokens begin, and where the last ends."""
         return tuple(itertools.accumulate(self.query_lens.exact(), initial=0))
 
+    def num_decoding(self) -> int:
+        """Leading rows of at most one new token under a causal mask."""
+        bounds, masks = self.query_lens.bound, self.masks
+        if not bounds or (max(bounds) <= 1 and masks.count(CAUSAL) == len(masks)):
+            return len(bounds)
+        for row, (bound, mask) in enumerate(zip(bounds, masks, strict=True)):
+            if bound > 1 or mask.kind is not MaskKind.CAUSAL:
+                return row
+        return len(bounds)
+
     def pad(self, num_rows: int, num_tokens: int) -> Batch:
         """A new batch with rows of no tokens and tokens of no row added at the end."""
         extra_rows, extra_tokens = num_rows - self.num_rows, num_tokens - self.num_tokens

@@ -21,7 +21,6 @@ from sightline.tools.attention_peers_flashinfer import (
 PEERS: tuple[AttentionPeer, ...] = (
     FlashInferDecodePeer(),
     FlashInferLatentPeer("fa3"),
-    FlashInferLatentPeer("fa2"),
     FlashInferRaggedPeer("fa3"),
     FlashInferPagedPeer("fa3"),
     FlashAttention3Peer(),

@@ -55,6 +55,8 @@ LN_2 = math.log(2)
 """The library's log-sum-exp is to the base 2."""
 EAGER_PLAN_BYTES = 8 << 20
 """Of a plan's own numbers, on the device and pinned: the library's default."""
+HOPPER_DIM = 128
+"""The head dimension of the kernels that are made for Hopper."""
 DECODE_PLAN_BYTES = 1 << 20
 """A step of 4096 rows of one token has 17 bytes for each of its 8192 tiles at most."""
 
@@ -175,7 +177,8 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         # Windows and softcaps are modules of their own, compiled for either kernel: Ampere's, which decoding needs,
         # serves both ends there.
         plain = context.spec.window is None and context.spec.softcap is None
-        self._ragged_kernel = "fa3" if plain else "fa2"
+        # Hopper's kernels for the commonest shape alone: each is a module that is compiled for minutes.
+        self._ragged_kernel = "fa3" if plain and context.spec.head_dim == HOPPER_DIM else "fa2"
         self._paged_kernel = self._ragged_kernel if self._cache_dtype == context.dtype else "fa2"
         self._lanes = {lane: self._lane(context, lane) for lane in context.limits.lanes}
 

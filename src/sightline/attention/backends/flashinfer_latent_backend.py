@@ -50,6 +50,7 @@ from sightline.attention.workspace import Lane
 from sightline.core.batch import PADDING_ROW
 from sightline.core.errors import ConfigError
 from sightline.kernels.latent_attention import absorb_queries, project_values
+from sightline.kernels.triton.project import project_real
 from sightline.kernels.triton.write import write_latents
 
 Wrapper: TypeAlias = Any
@@ -99,8 +100,8 @@ class _Absorbed(NamedTuple):
     """Of the step's, which are the first queries."""
     tokens: Tensor | None
     """[num_tokens] int64; None: the step's first."""
-    real: Tensor | None
-    """[num_tokens, 1, 1] bool, of a captured step: tokens of rows."""
+    num_real: Tensor | None
+    """[1] int64, of a step that may be captured: the tokens of rows, which are the first."""
 
     def __call__(self, run: _LayerRun) -> None:
         inputs, scratch, count = run.inputs, run.scratch, self.num_tokens
@@ -120,9 +121,12 @@ class _Absorbed(NamedTuple):
             ckv_scale=run.scale,
             kpe_scale=run.scale,
         )
-        values = scratch.values[:count]
-        project_values(found[:count], inputs.value_up, values)
-        self._put(run.out, values)
+        if self.num_real is not None:
+            project_real(found[:count], inputs.value_up, self.num_real, run.out[:count])
+        else:
+            values = scratch.values[:count]
+            project_values(found[:count], inputs.value_up, values)
+            self._put(run.out, values)
         if run.lse is not None and lse is not None:
             self._put(run.lse, lse[:count])
 
@@ -132,11 +136,8 @@ class _Absorbed(NamedTuple):
     def _put(self, target: Tensor, values: Tensor) -> None:
         if self.tokens is not None:
             target.index_copy_(0, self.tokens, values)
-        elif self.real is None:
-            target[: self.num_tokens] = values
         else:
-            first = target[: self.num_tokens]
-            torch.where(self.real.view(-1, *[1] * (first.ndim - 1)), values, first, out=first)
+            target[: self.num_tokens] = values
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,9 +347,8 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         )
         self._plan_wrapper("decode", decode.wrapper, whole, lane.pages, step, buffers)
         num_tokens = min(batch.num_rows, batch.num_tokens)
-        real = buffers.take("decode.real", (num_tokens,), torch.bool).fill_(False)
-        real[: rows.num_rows] = True
-        return _Absorbed(decode.wrapper, decode.num_rows, num_tokens, None, real)
+        num_real = buffers.take("decode.real", (1,), torch.int64).fill_(rows.num_rows)
+        return _Absorbed(decode.wrapper, decode.num_rows, num_tokens, None, num_real)
 
     def _plan_absorbed(
         self, rows: Sequence[int], step: StepView, lane: _Lane, buffers: PlanBuffers

@@ -19,7 +19,6 @@ from sightline.attention.backends.triton_plans import (
     decode_rows,
     layer_scales,
     lease_decode,
-    num_decoding,
     plan_masks,
 )
 from sightline.attention.backends.triton_rows import ROWS
@@ -220,7 +219,7 @@ class TritonBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     def plan(self, step: StepView, buffers: PlanBuffers) -> _TritonPlan:
         batch, pool, lane = step.batch, self._pool, self._lanes[step.lane]
         transient = step.policy is CachePolicy.TRANSIENT
-        decoding = 0 if transient else num_decoding(batch)
+        decoding = 0 if transient else batch.num_decoding()
         decode = None
         if decoding:
             decode = _Decode(decode_rows(batch, decoding, pool), lane.decode, self._config)

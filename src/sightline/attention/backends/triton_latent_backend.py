@@ -19,12 +19,11 @@ from sightline.attention.backends.triton_plans import (
     decode_rows,
     layer_scales,
     lease_decode,
-    num_decoding,
     plan_masks,
 )
 from sightline.attention.backends.triton_rows import LATENT_ROWS
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.capability import Capability
+from sightline.attention.capability import FEW_ROWS, Capability
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
@@ -54,6 +53,7 @@ from sightline.kernels.triton.extend_tiles import (
 )
 from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
 from sightline.kernels.triton.merge import merge_states
+from sightline.kernels.triton.project import project_real
 from sightline.kernels.triton.write import write_latents
 
 
@@ -61,7 +61,9 @@ from sightline.kernels.triton.write import write_latents
 class _Lane:
     """A lane's leases."""
 
-    decode: DecodeScratch
+    few: DecodeScratch
+    """For steps of few rows."""
+    many: DecodeScratch
     queries: Tensor
     """[max_step_tokens, heads, latent + rope]: taken into the latent's space."""
     found: Tensor
@@ -70,17 +72,19 @@ class _Lane:
     """[max_step_tokens, latent + rope]: of the step itself, where there is no pool."""
     projected: Tensor
     """[max_step_tokens, heads, value]."""
-    is_real: Tensor
-    """[max_step_tokens] bool: of a step that is decoded, True for tokens of rows."""
+    num_real: Tensor
+    """[1] int64: of a step that is decoded, the tokens of rows."""
     query_offsets: Tensor
     """[max_rows + 1] int64."""
 
-    def put(self, value_up: Tensor, is_real: Tensor, out: Tensor) -> None:
-        """Values of what was found, for some tokens: the output of others stays."""
-        tokens = out.shape[0]
-        projected = self.projected[:tokens]
-        project_values(self.found[:tokens], value_up, projected)
-        torch.where(is_real[:, None, None], projected, out, out=out)
+
+@dataclass(frozen=True, eq=False)
+class _Decode:
+    """Rows of one new token at most."""
+
+    rows: DecodeRows
+    scratch: DecodeScratch
+    config: DecodeConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,10 +152,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     pages: Tensor
     page_size: int
     lane: _Lane
-    counted: Tensor
-    """[max_step_tokens] int64: 0, 1, 2 and so on."""
-    decode: DecodeRows | None
-    decode_config: DecodeConfig
+    decode: _Decode | None
     absorbed: _Absorbed | None
     expanded: VarlenPhases | None
     needs_lse: bool
@@ -159,20 +160,19 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     def prepare(self) -> None:
         """Deals out the work on the device."""
         if self.decode is not None:
-            heads = self.decode_config.num_subgroups(self.spec.num_q_heads)
-            divide(self.decode, self.lane.decode, self.decode_config, heads, None)
-            is_real = self.lane.is_real[: self.decode.num_rows]
-            torch.lt(self.counted[: self.decode.num_rows], self.decode.query_lens.sum(), out=is_real)
+            rows, config = self.decode.rows, self.decode.config
+            divide(rows, self.decode.scratch, config, config.num_subgroups(self.spec.num_q_heads), None)
+            torch.sum(rows.query_lens, 0, keepdim=True, out=self.lane.num_real)
         if self.absorbed is not None:
-            rows = self.absorbed
+            chosen = self.absorbed
             prepare_tiles(
-                rows.query_lens,
-                rows.context_lens,
-                rows.table_rows,
-                rows.is_served.shape[0],
-                rows.query_offsets,
-                rows.tiles,
-                rows.served,
+                chosen.query_lens,
+                chosen.context_lens,
+                chosen.table_rows,
+                chosen.is_served.shape[0],
+                chosen.query_offsets,
+                chosen.tiles,
+                chosen.served,
             )
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
@@ -190,10 +190,10 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
         return lse
 
     def _decode(
-        self, rows: DecodeRows, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
+        self, decode: _Decode, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
     ) -> None:
         # Rows of one token each come first: what is beyond them is padding, and its output stays.
-        tokens = min(rows.num_rows, out.shape[0])
+        tokens = min(decode.rows.num_rows, out.shape[0])
         q_latent = self.lane.queries[:tokens, :, : self.spec.latent_dim]
         into_latents(inputs.q_nope[:tokens], inputs.key_up, q_latent)
         decode_latent(
@@ -202,13 +202,13 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
             inputs.latent,
             inputs.k_rope,
             layer,
-            rows,
-            self.lane.decode,
-            self.decode_config,
+            decode.rows,
+            decode.scratch,
+            decode.config,
             self.lane.found[:tokens],
             lse,
         )
-        self.lane.put(inputs.value_up, self.lane.is_real[:tokens], out[:tokens])
+        project_real(self.lane.found[:tokens], inputs.value_up, self.lane.num_real, out[:tokens])
 
     def _absorb(
         self, rows: _Absorbed, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
@@ -240,7 +240,9 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
                 k_scale=layer.entry_scale,
                 v_scale=layer.entry_scale,
             )
-        self.lane.put(inputs.value_up, rows.is_served, out)
+        projected = self.lane.projected[:tokens]
+        project_values(found, inputs.value_up, projected)
+        torch.where(rows.is_served[:, None, None], projected, out, out=out)
 
 
 class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
@@ -257,14 +259,18 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             LatentLayer(entries, scale, spec.scale) for entries, scale in zip(pool.plane("entry"), scales, strict=True)
         )
         chip = Chip.of(context.device)
-        self._config = choose_latent_decode(
-            spec.latent_dim,
-            spec.rope_dim,
-            spec.num_q_heads,
-            context.dtype,
-            multiprocessors=chip.multiprocessors,
-            shared_bytes=chip.shared_bytes,
-            overlaps=chip.overlaps,
+        self._few, self._many = (
+            choose_latent_decode(
+                spec.latent_dim,
+                spec.rope_dim,
+                spec.num_q_heads,
+                context.dtype,
+                few=few,
+                multiprocessors=chip.multiprocessors,
+                shared_bytes=chip.shared_bytes,
+                overlaps=chip.overlaps,
+            )
+            for few in (True, False)
         )
         limits = context.limits
 
@@ -274,17 +280,17 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
 
             per_token = (limits.max_step_tokens, spec.num_q_heads)
             return _Lane(
-                lease_decode(lease, self._config, limits.max_rows, spec.latent_dim),
+                lease_decode(lease, self._few, limits.max_rows, spec.latent_dim, "few "),
+                lease_decode(lease, self._many, limits.max_rows, spec.latent_dim, "many "),
                 lease("queries", (*per_token, spec.head_dim)),
                 lease("found", (*per_token, spec.latent_dim)),
                 lease("entries", (limits.max_step_tokens, spec.head_dim)),
                 lease("projected", (*per_token, spec.value_dim)),
-                lease("real tokens", (limits.max_step_tokens,), torch.bool),
+                lease("real tokens", (1,), torch.int64),
                 lease("query offsets", (limits.max_rows + 1,), torch.int64),
             )
 
         self._lanes = {lane: lane_leases(lane) for lane in limits.lanes}
-        self._counted = torch.arange(limits.max_step_tokens, device=context.device)
         kernel = _RaggedKernel(spec, context.dtype)
         self._varlen = LatentVarlen(
             context, dict.fromkeys(limits.lanes, kernel), entry_scales=pool.scales("entry"), merge=merge_states
@@ -294,8 +300,10 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         batch, pool, lane = step.batch, self._pool, self._lanes[step.lane]
         transient = step.policy is CachePolicy.TRANSIENT
         decode = absorbed = expanded = None
-        if not transient and batch.num_rows and num_decoding(batch) == batch.num_rows:
-            decode = decode_rows(batch, batch.num_rows, pool)
+        if not transient and batch.num_rows and batch.num_decoding() == batch.num_rows:
+            few = batch.num_rows <= FEW_ROWS
+            scratch, config = (lane.few, self._few) if few else (lane.many, self._many)
+            decode = _Decode(decode_rows(batch, batch.num_rows, pool), scratch, config)
         elif batch.num_rows:
             absorbed, expanded = self._plan_phases(step, lane, buffers)
         return _TritonLatentPlan(
@@ -305,9 +313,7 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             pages=pool.table.pages,
             page_size=pool.page_size,
             lane=lane,
-            counted=self._counted,
             decode=decode,
-            decode_config=self._config,
             absorbed=absorbed,
             expanded=expanded,
             needs_lse=Feature.LSE in step.needs,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks
+from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks, Wildcard
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import DeviceKind
 
@@ -44,7 +44,7 @@ def _row(dtype: torch.dtype) -> Capability:
     )
 
 
-def _latent_row(dtype: torch.dtype) -> Capability:
+def _latent_row(dtype: torch.dtype, ranks: Ranks, group_sizes: frozenset[int] | Wildcard = ANY) -> Capability:
     return replace(
         _row(dtype),
         spec_kinds=frozenset({SpecKind.LATENT}),
@@ -52,9 +52,16 @@ def _latent_row(dtype: torch.dtype) -> Capability:
         # The ways of rows of many new tokens are chosen by their lengths.
         host_lengths=HostLengths.EXACT,
         graph=GraphLevel.DECODE,
-        ranks=Ranks(prefill=10, decode=20, few=40),
+        group_sizes=group_sizes,
+        ranks=ranks,
     )
 
 
 ROWS: tuple[Capability, ...] = tuple(_row(dtype) for dtype in _DTYPES)
-LATENT_ROWS: tuple[Capability, ...] = tuple(_latent_row(dtype) for dtype in _DTYPES)
+_FEW_HEADS = frozenset(range(1, 17))
+"""That fit one unit of decode."""
+LATENT_ROWS: tuple[Capability, ...] = (
+    *(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10)) for dtype in _DTYPES),
+    # Few rows are where it beats everything else, but only of few heads.
+    _latent_row(torch.bfloat16, Ranks(prefill=10, decode=20, few=40), _FEW_HEADS),
+)

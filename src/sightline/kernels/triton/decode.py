@@ -98,7 +98,7 @@ def decode_softmax(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEAD_DIM=head_dim, DIMS=max(16, triton.next_power_of_2(head_dim)),
         HEADS=config.heads,
-        IN_ONE_PAGE=rows.page_size % config.block == 0, BLOCK=config.block, STAGES=2 * config.depth + 1,
+        PAGE_SIZE=rows.page_of_blocks(config.block), BLOCK=config.block, STAGES=2 * config.depth + 1,
         HAS_WINDOW=layer.window is not None, HAS_SOFTCAP=layer.softcap is not None,
         SINKS=sinks is not None, LSE=lse is not None, FP8=layer.keys.dtype is torch.float8_e4m3fn,
         INTERPRETED=q.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
@@ -125,7 +125,7 @@ def _decode_kernel(
     q_token, q_head, k_token, k_head, v_token, v_head,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     HEADS: tl.constexpr,
-    IN_ONE_PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr,
     INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -179,10 +179,10 @@ def _decode_kernel(
             seen = key < context
             if HAS_WINDOW:
                 seen = seen & (key > context - window)
-            if IN_ONE_PAGE:
+            if PAGE_SIZE > 0:
                 # A block lies in one page. A row without context has none, and page 0 stands for it.
-                page = tl.load(table + start // page_size)
-                place = (page * page_size + start % page_size + in_block) * slot_stride
+                page = tl.load(table + start // PAGE_SIZE)
+                place = (page * PAGE_SIZE + start % PAGE_SIZE + in_block) * slot_stride
             else:
                 pages_of_keys = tl.load(table + key // page_size, mask=key < context, other=0)
                 place = (pages_of_keys * page_size + key % page_size) * slot_stride

@@ -24,10 +24,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LOG2_E = tl.constexpr(1.4426950408889634)
 FIELDS = tl.constexpr(8)
 """Of a record."""
-MERGED_VALUES = 128
-"""Of a head, that one program of the merge has: a long head is merged by several."""
-MERGED_PARTS = 64
-"""That the merge reads at once."""
+MERGED_AT_ONCE = 8192
+"""Numbers of parts that a program of the merge reads together."""
+FEW_MERGED = 128
+"""Values of a head that one program merges where there are few programs: a long head is then merged by several."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,10 @@ class DecodeRows:
     def num_rows(self) -> int:
         return self.query_lens.shape[0]
 
+    def page_of_blocks(self, block: int) -> int:
+        """The size of pages that hold whole blocks, which a kernel is compiled for; 0 where they do not."""
+        return self.page_size if self.page_size % block == 0 else 0
+
 
 def divide(rows: DecodeRows, scratch: DecodeScratch, config: DecodeConfig, num_heads: int, window: int | None) -> None:
     """Deals out the units of a step; `num_heads` are groups of heads of a row."""
@@ -130,9 +134,11 @@ def merge_parts(
     _, num_q_heads, value_dim = out.shape
     group = num_q_heads // num_kv_heads
     tiles = num_rows * num_kv_heads * config.num_subgroups(group)
-    values = min(triton.next_power_of_2(value_dim), MERGED_VALUES)
-    grid = (min(tiles, config.num_programs), min(config.heads, group), triton.cdiv(value_dim, values))
-    _merge_kernel[grid](
+    merged, heads = min(tiles, config.num_programs), min(config.heads, group)
+    values = triton.next_power_of_2(value_dim)
+    if merged * heads < 4 * config.num_programs:
+        values = min(values, FEW_MERGED)
+    _merge_kernel[(merged, heads, triton.cdiv(value_dim, values))](
         out,
         lse,
         sinks,
@@ -146,7 +152,7 @@ def merge_parts(
         VALUE_DIM=value_dim,
         VALUES=values,
         HEADS=config.heads,
-        PARTS=MERGED_PARTS,
+        PARTS=max(1, min(64, MERGED_AT_ONCE // values)),
         SINKS=sinks is not None,
         LSE=lse is not None,
         FP8=v_scale is not None,

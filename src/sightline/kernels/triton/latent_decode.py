@@ -19,6 +19,7 @@ from sightline.kernels.triton.decode_shares import (
     DecodeRows,
     DecodeScratch,
     finish,
+    fitting_depth,
     merge_parts,
     num_blocks,
 )
@@ -42,20 +43,28 @@ def choose_latent_decode(
     num_heads: int,
     dtype: torch.dtype,
     *,
+    few: bool,
     multiprocessors: int,
     shared_bytes: int,
     overlaps: bool,
 ) -> DecodeConfig:
-    """A good cut: blocks of 64 keys, the least that fills the tensor cores' tiles, and one program a multiprocessor."""
-    dims = max(16, triton.next_power_of_2(latent_dim)) + max(16, triton.next_power_of_2(rope_dim))
-    block = 64
-    while block > 16 and 2 * block * dims * dtype.itemsize > shared_bytes * 7 // 8:
-        block //= 2
-    heads = min(32, max(16, triton.next_power_of_2(num_heads)))
+    """A good cut, for few rows or for many.
+
+    Few rows are cut into one share a multiprocessor, with large blocks; many rows run two programs on each, which hide
+    each other's waiting. More heads than 16 keep a multiprocessor busy alone.
+    """
+    heads = 16 if num_heads <= 16 else 32
+    block = 64 if few or heads == 32 else 32
     if dtype is torch.float32:
         # No tensor cores: the product's operands live in registers.
         block, heads = 16, 16
-    return DecodeConfig(block, heads, multiprocessors, num_warps=4, depth=1, overlaps=overlaps)
+    dims = max(16, triton.next_power_of_2(latent_dim)) + max(16, triton.next_power_of_2(rope_dim))
+    room = shared_bytes * 15 // 16 - heads * dims * dtype.itemsize
+    programs = 1 if block == 64 else 2
+    while block > 16 and block * dims * dtype.itemsize > room // programs:
+        block //= 2
+    depth = 1 if heads == 32 else fitting_depth(block * dims * dtype.itemsize, 2, room // programs)
+    return DecodeConfig(block, heads, programs * multiprocessors, 8 if heads == 32 else 4, depth, overlaps)
 
 
 def decode_latent(
@@ -85,7 +94,7 @@ def decode_latent(
         LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
         LATENTS=max(16, triton.next_power_of_2(latent_dim)), ROPES=max(16, triton.next_power_of_2(rope_dim)),
         HEADS=config.heads,
-        IN_ONE_PAGE=rows.page_size % config.block == 0, BLOCK=config.block, STAGES=2 * config.depth + 1,
+        PAGE_SIZE=rows.page_of_blocks(config.block), BLOCK=config.block, STAGES=2 * config.depth + 1,
         LSE=lse is not None, FP8=layer.entries.dtype is torch.float8_e4m3fn,
         INTERPRETED=q_latent.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
     )  # fmt: skip
@@ -101,7 +110,7 @@ def _latent_kernel(
     q_token, q_head, q_rope_token, q_rope_head, latent_token, rope_token,
     LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LATENTS: tl.constexpr, ROPES: tl.constexpr,
     HEADS: tl.constexpr,
-    IN_ONE_PAGE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     LSE: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One program's share of a step's units, tile by tile."""
@@ -151,10 +160,10 @@ def _latent_kernel(
         for start in tl.range(block * BLOCK, (block + count) * BLOCK, BLOCK, num_stages=STAGES):
             key = start + in_block
             seen = key < context
-            if IN_ONE_PAGE:
+            if PAGE_SIZE > 0:
                 # A block lies in one page. A row without context has none, and page 0 stands for it.
-                page = tl.load(table + start // page_size)
-                slot = (page * page_size + start % page_size + in_block) * slot_stride
+                page = tl.load(table + start // PAGE_SIZE)
+                slot = (page * PAGE_SIZE + start % PAGE_SIZE + in_block) * slot_stride
             else:
                 pages_of_keys = tl.load(table + key // page_size, mask=seen, other=0)
                 slot = (pages_of_keys * page_size + key % page_size) * slot_stride

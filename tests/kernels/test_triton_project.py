@@ -1,0 +1,38 @@
+"""Values of what heads found of the latents, in Triton's interpreter or on the card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sightline.kernels.triton.project import project_real
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_real", "heads", "latent", "value"),
+    [(5, 3, 3, 40, 24), (1, 0, 4, 32, 16), (20, 20, 2, 96, 128), (70, 65, 2, 64, 34)],
+)
+def test_real_tokens_are_projected_and_padding_stays(
+    num_tokens: int, num_real: int, heads: int, latent: int, value: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(num_tokens)
+    found = torch.randn(num_tokens, heads, latent, generator=generator).to(dtype)
+    found[num_real:] = torch.nan
+    value_up = (torch.randn(heads, value, latent, generator=generator) * latent**-0.5).to(dtype)
+    out = torch.full((num_tokens, heads, value), torch.nan, dtype=dtype, device=DEVICE)
+    project_real(found.to(DEVICE), value_up.to(DEVICE), torch.tensor([num_real], device=DEVICE), out)
+    expected = torch.einsum("thl,hvl->thv", found[:num_real].float(), value_up.float())
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(out[:num_real].cpu().float(), expected, atol=tolerance, rtol=tolerance)
+    assert out[num_real:].isnan().all()
+
+
+def test_queries_and_outputs_may_lie_at_any_distance() -> None:
+    found = torch.randn(4, 2, 48, device=DEVICE)[..., :32]
+    out = torch.zeros(4, 2, 40, device=DEVICE)[..., :16]
+    value_up = torch.randn(2, 16, 32, device=DEVICE)
+    project_real(found, value_up, torch.tensor([4], device=DEVICE), out)
+    torch.testing.assert_close(out, torch.einsum("thl,hvl->thv", found, value_up), atol=1e-5, rtol=1e-5)
