@@ -121,11 +121,11 @@ def test_planning_many_rows_that_decode_takes_the_host_little(kind: Kind) -> Non
     assert min(seconds) < 2e-3
 
 
-class Calls(TorchDispatchMode):
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the names of the operations that torch is asked for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -30,19 +30,19 @@ CASES = {
     "window-1": Case(window=1, page_size=7),
     "window-in-a-block": Case(window=5, page_size=1, num_kv_heads=1),
     "window-of-a-block": Case(window=16),
-    "window-over-blocks": Case(window=40, num_programs=20),
+    "window-over-blocks": Case(window=40, num_programs=14),
     "window-longer-than-rows": Case(window=1000),
     "softcap": Case(softcap=1.5),
     "sinks": Case(sinks=True),
-    "everything": Case(page_size=7, head_dim=24, group_size=3, window=21, softcap=2.0, sinks=True, num_programs=20),
-    "without-lse": Case(lse=False, num_programs=20),
+    "everything": Case(page_size=7, head_dim=24, group_size=3, window=21, softcap=2.0, sinks=True, num_programs=14),
+    "without-lse": Case(lse=False, num_programs=14),
     "bf16": Case(dtype=BF16, page_size=1),
     "bf16-everything": Case(dtype=BF16, window=21, softcap=2.0, sinks=True, num_programs=3),
     "fp16": Case(dtype=torch.float16),
     "only-empty-rows": Case(((0, 0), (0, 0))),
     "fp8": Case(cache_dtype=FP8, scales=(0.5, 0.02), page_size=7),
     "fp8-bf16-everything": Case(
-        dtype=BF16, cache_dtype=FP8, scales=(0.02, 3.0), window=21, softcap=2.0, sinks=True, num_programs=20
+        dtype=BF16, cache_dtype=FP8, scales=(0.02, 3.0), window=21, softcap=2.0, sinks=True, num_programs=14
     ),
 }  # fmt: skip
 

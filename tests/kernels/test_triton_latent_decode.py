@@ -13,19 +13,19 @@ BF16 = torch.bfloat16
 CASES = {
     "page-1": Case(page_size=1, group_size=4),
     "page-7": Case(page_size=7, head_dim=24, rope_dim=4, group_size=5),
-    "page-16": Case(page_size=16, group_size=16),
-    "page-64": Case(page_size=64, group_size=16),
+    "page-16": Case(page_size=16, group_size=6),
+    "page-64": Case(page_size=64, group_size=6),
     "more-heads-than-a-unit": Case(group_size=40),
-    "fewer-tiles-than-programs": Case(group_size=4, num_programs=20),
+    "fewer-tiles-than-programs": Case(group_size=4, num_programs=14),
     "more-tiles-than-programs": Case(group_size=20, num_programs=3),
     "one-program": Case(group_size=4, num_programs=1),
-    "without-lse": Case(group_size=4, lse=False, num_programs=20),
+    "without-lse": Case(group_size=4, lse=False, num_programs=14),
     "long-heads": Case(((33, 1), (0, 0), (7, 1)), head_dim=136, rope_dim=16, group_size=2, num_programs=7),
-    "bf16": Case(dtype=BF16, group_size=16, num_programs=20),
-    "fp16": Case(dtype=torch.float16, group_size=16),
+    "bf16": Case(dtype=BF16, group_size=6, num_programs=14),
+    "fp16": Case(dtype=torch.float16, group_size=6),
     "only-empty-rows": Case(((0, 0),), group_size=4),
-    "fp8": Case(cache_dtype=FP8, scales=(0.02, 1.0), group_size=4, page_size=7, num_programs=20),
-    "fp8-bf16": Case(dtype=BF16, cache_dtype=FP8, scales=(3.0, 1.0), group_size=16),
+    "fp8": Case(cache_dtype=FP8, scales=(0.02, 1.0), group_size=4, page_size=7, num_programs=14),
+    "fp8-bf16": Case(dtype=BF16, cache_dtype=FP8, scales=(3.0, 1.0), group_size=6),
 }
 
 

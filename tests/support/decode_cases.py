@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FP8 = torch.float8_e4m3fn
 PADDING_TOKENS = 2
 UNTOUCHED = 7.0
-ROWS = ((0, 0), (0, 1), (5, 1), (33, 1), (0, 0), (16, 1), (70, 1), (0, 0))
+ROWS = ((0, 0), (0, 1), (5, 1), (33, 1), (0, 0), (16, 1), (45, 1), (0, 0))
 """Contexts and new tokens: rows of none stand in front, between and behind."""
 
 
