@@ -132,7 +132,7 @@ def test_chat_talks_until_the_input_ends_and_remembers() -> None:
         (["generate", "x", "--model", "no/such/folder"], "expected a folder with config.json"),
         (
             ["generate", "x", "--attention-backend", "flash"],
-            "expected an attention backend out of torch, torch-latent, reference",
+            "expected an attention backend out of triton, triton-latent, ",
         ),
         (["generate", "x", "--top-p", "3"], "expected top_p between 0 and 1, got 3.0"),
         (["generate", "x", "--min-tokens", "200"], "expected min_tokens of at most max_tokens, 128, got 200"),
@@ -272,7 +272,7 @@ def test_files_that_are_no_proofs_are_named(monkeypatch: pytest.MonkeyPatch, pro
 def test_an_unknown_backend_is_refused_by_name(proofs: Path) -> None:
     result = sightline("conformance", "--backend", "flash")
     assert result.returncode == 1
-    assert "expected an attention backend out of torch, torch-latent, reference" in result.stderr
+    assert "expected an attention backend out of triton, triton-latent, " in result.stderr
     assert "Traceback" not in result.stderr
 
 

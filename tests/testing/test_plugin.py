@@ -100,7 +100,7 @@ def test_a_backend_that_cannot_be_imported_fails(package: pytest.Pytester) -> No
 def test_an_unknown_backend_is_one_clear_line(package: pytest.Pytester) -> None:
     result = run(package, "--conformance-backend", "flash")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "expected an attention backend out of torch, " in result.stderr.str()
+    assert "expected an attention backend out of triton, triton-latent, " in result.stderr.str()
     assert "got 'flash'" in result.stderr.str()
 
 
