@@ -151,7 +151,7 @@ def test_ragged_keys_are_aligned_to_the_queries_end(masks: ExtendMasks, kind: Ro
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("longest_query", [1, 24])
 def test_chosen_configurations_compute(dtype: torch.dtype, longest_query: int) -> None:
-    config = choose_config(dtype, 16, 16, 4, longest_query)
+    config = choose_config(dtype, 16, 16, 4, longest_query, shared_bytes=1 << 17)
     case = Case((longest_query, 1), (20, 70), num_kv_heads=1, group_size=4, dtype=dtype, page_size=64, config=config)
     step = make_step(case)
     require_equal(step, run_paged(step), expected(step, step.k, step.v))

@@ -84,16 +84,17 @@ def test_too_few_tiles_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dims", [(16, 16), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512)])
 @pytest.mark.parametrize(("group_size", "longest"), [(1, 1), (3, 5), (8, 8192), (300, 2)])
-def test_configurations_fit_the_kernel(
-    dtype: torch.dtype, dims: tuple[int, int], group_size: int, longest: int
+@pytest.mark.parametrize("shared_bytes", [99 << 10, 163 << 10, 227 << 10])
+def test_configurations_fit_the_kernel_and_the_device(
+    dtype: torch.dtype, dims: tuple[int, int], group_size: int, longest: int, shared_bytes: int
 ) -> None:
-    config = choose_config(dtype, *dims, group_size, longest)
+    config = choose_config(dtype, *dims, group_size, longest, shared_bytes=shared_bytes)
     for size in (config.block_m, config.block_n):
         assert size >= 16
         assert size & (size - 1) == 0
     assert config.tile_tokens(group_size) * config.tile_heads(group_size) <= config.block_m
     staged = config.num_stages * config.block_n * (dims[0] + dims[1]) + config.block_m * dims[0]
-    assert staged * dtype.itemsize <= 227 * 1024
+    assert staged * dtype.itemsize <= shared_bytes
 
 
 def test_tiles_hold_whole_groups_where_they_fit() -> None:

@@ -207,7 +207,8 @@ class Planner:
         changes = self._batch_changes(batch, versions)
         if changes:
             raise StalePlanError(changes, REBUILD_BATCH)
-        needs = needs | {_MASK_FEATURES[mask.kind] for mask in batch.masks if mask.kind in _MASK_FEATURES}
+        # Rows share their masks as a rule, and an enum's hash is slow.
+        needs = needs | {_MASK_FEATURES[mask.kind] for mask in set(batch.masks) if mask.kind in _MASK_FEATURES}
         self._check_step(batch, needs, lane)
         policy = CachePolicy.PAGED if batch.pools else CachePolicy.TRANSIENT
         step = StepView(batch, policy, lane, needs)

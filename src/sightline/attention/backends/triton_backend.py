@@ -178,7 +178,7 @@ class TritonBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         keys, values = pool.plane("k"), pool.plane("v")
         planes = zip(keys, values, layer_scales(pool, "k"), layer_scales(pool, "v"), strict=True)
         self._layers = tuple(DecodeLayer(*each, spec.scale, spec.window, spec.softcap) for each in planes)
-        chip = Chip.of(context.device)
+        self._chip = chip = Chip.of(context.device)
         self._config = choose_decode(
             spec.head_dim,
             spec.group_size,
@@ -213,7 +213,14 @@ class TritonBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     def _extend_config(self, longest_query: int) -> tuple[ExtendConfig, int]:
         """How queries are cut, and how many a tile has."""
         spec = self._spec
-        config = choose_config(self._dtype, spec.head_dim, spec.head_dim, spec.group_size, longest_query)
+        config = choose_config(
+            self._dtype,
+            spec.head_dim,
+            spec.head_dim,
+            spec.group_size,
+            longest_query,
+            shared_bytes=self._chip.shared_bytes,
+        )
         return config, config.tile_tokens(spec.group_size)
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _TritonPlan:

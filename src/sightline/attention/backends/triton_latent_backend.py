@@ -127,12 +127,21 @@ class _RaggedKernel:
 
     spec: LatentSpec
     dtype: torch.dtype
+    shared_bytes: int
+    """That one program may have."""
 
     def plan(
         self, name: str, query_lens: Sequence[int], key_lens: Sequence[int], *, causal: bool, buffers: PlanBuffers
     ) -> _RaggedCall:
         spec, rows, tokens = self.spec, len(query_lens), sum(query_lens)
-        config = choose_config(self.dtype, spec.nope_dim + spec.rope_dim, spec.value_dim, 1, max(query_lens))
+        config = choose_config(
+            self.dtype,
+            spec.nope_dim + spec.rope_dim,
+            spec.value_dim,
+            1,
+            max(query_lens),
+            shared_bytes=self.shared_bytes,
+        )
         offsets = buffers.take(f"{name}.offsets", (2, rows + 1), torch.int64)
         lens = torch.tensor([[0, *query_lens], [0, *key_lens]], dtype=torch.int64)
         offsets.copy_(lens.cumsum(1), non_blocking=True)
@@ -258,7 +267,7 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         self._layers = tuple(
             LatentLayer(entries, scale, spec.scale) for entries, scale in zip(pool.plane("entry"), scales, strict=True)
         )
-        chip = Chip.of(context.device)
+        self._chip = chip = Chip.of(context.device)
         self._few, self._many = (
             choose_latent_decode(
                 spec.latent_dim,
@@ -291,7 +300,7 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             )
 
         self._lanes = {lane: lane_leases(lane) for lane in limits.lanes}
-        kernel = _RaggedKernel(spec, context.dtype)
+        kernel = _RaggedKernel(spec, context.dtype, chip.shared_bytes)
         self._varlen = LatentVarlen(
             context, dict.fromkeys(limits.lanes, kernel), entry_scales=pool.scales("entry"), merge=merge_states
         )
@@ -334,7 +343,14 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         paged = step.policy is CachePolicy.PAGED
         lens = batch.query_lens.exact()
         chosen = set(rows)
-        config = choose_config(self._dtype, spec.head_dim, spec.latent_dim, spec.num_q_heads, max(lens))
+        config = choose_config(
+            self._dtype,
+            spec.head_dim,
+            spec.latent_dim,
+            spec.num_q_heads,
+            max(lens),
+            shared_bytes=self._chip.shared_bytes,
+        )
         tile_tokens = config.tile_tokens(spec.num_q_heads)
         served = buffers.take("served", (batch.num_rows,), torch.int8)
         served.copy_(torch.tensor([row in chosen for row in range(batch.num_rows)], dtype=torch.int8))

@@ -6,7 +6,7 @@ depends on the numbers of rows and tokens only: a row ends in at most one tile t
 Owns the table and the sizes of tiles. Does not know scores, masks or caches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -48,8 +48,10 @@ class ExtendConfig:
         return self.block_m // self.tile_heads(group_size)
 
 
-def choose_config(dtype: torch.dtype, qk_dim: int, v_dim: int, group_size: int, longest_query: int) -> ExtendConfig:
-    """A good cut for rows of up to `longest_query` new tokens, of queries in `dtype`.
+def choose_config(
+    dtype: torch.dtype, qk_dim: int, v_dim: int, group_size: int, longest_query: int, *, shared_bytes: int
+) -> ExtendConfig:
+    """A good cut for rows of up to `longest_query` new tokens, of queries in `dtype`, that fits a program's memory.
 
     Few queries get small tiles. A tile of 64 rows of the product is the least that SM90's warp groups work on.
     """
@@ -57,16 +59,32 @@ def choose_config(dtype: torch.dtype, qk_dim: int, v_dim: int, group_size: int, 
     widest = max(qk_dim, v_dim)
     if dtype is torch.float32:
         # No tensor cores: operands live in registers, and a larger tile would spill them.
-        return ExtendConfig(min(wanted, 32), 16, num_warps=8 if wanted > 16 else 4, num_stages=1)
-    if wanted <= 32:
-        return ExtendConfig(wanted, 64 if widest <= 256 else 32, num_warps=4, num_stages=3 if widest <= 256 else 2)
-    if widest > 256:
-        return ExtendConfig(64, 32, num_warps=8, num_stages=2)
-    if wanted == 64:
-        return ExtendConfig(64, 64, num_warps=4, num_stages=3 if widest <= 128 else 2)
-    if widest <= 64:
-        return ExtendConfig(128, 128, num_warps=8, num_stages=3)
-    return ExtendConfig(128, 64, num_warps=8, num_stages=3 if widest <= 128 else 2)
+        config = ExtendConfig(min(wanted, 32), 16, num_warps=8 if wanted > 16 else 4, num_stages=1)
+    elif wanted <= 32:
+        config = ExtendConfig(wanted, 64 if widest <= 256 else 32, num_warps=4, num_stages=3)
+    elif widest > 256:
+        config = ExtendConfig(64, 32, num_warps=8, num_stages=3)
+    elif wanted == 64 or 64 < widest <= 128:
+        config = ExtendConfig(64, 64, num_warps=4, num_stages=3)
+    else:
+        config = ExtendConfig(128, 128 if widest <= 64 else 64, num_warps=8, num_stages=3)
+    return _fitted(config, qk_dim * dtype.itemsize, v_dim * dtype.itemsize, shared_bytes)
+
+
+def _fitted(config: ExtendConfig, query_bytes: int, value_bytes: int, shared_bytes: int) -> ExtendConfig:
+    """The cut made smaller until it fits: fewer blocks on their way, then smaller blocks, then smaller tiles."""
+
+    def fits(config: ExtendConfig) -> bool:
+        blocks = config.num_stages * config.block_n * (query_bytes + value_bytes)
+        return config.block_m * query_bytes + blocks <= shared_bytes
+
+    while not fits(config) and config.num_stages > 1:
+        config = replace(config, num_stages=config.num_stages - 1)
+    while not fits(config) and config.block_n > 16:
+        config = replace(config, block_n=config.block_n // 2)
+    while not fits(config) and config.block_m > 16:
+        config = replace(config, block_m=config.block_m // 2)
+    return config
 
 
 def num_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
