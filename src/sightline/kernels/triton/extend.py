@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sightline.kernels.triton.extend_kernel import extend_kernel
 from sightline.kernels.triton.extend_rules import ExtendMasks, ScoreRule
-from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles
+from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, split_dim
 
 
 def extend_paged(
@@ -89,7 +89,7 @@ def _launch(
     head_blocks = triton.cdiv(group_size, tile_heads)
     if tiles.records.shape[0] == 0:
         return
-    block_qk, block_rest = _split_dim(qk_dim)
+    block_qk, block_rest = split_dim(qk_dim)
     numbers = (rule.scale, rule.softcap or 0.0, rule.window or 0, page_size)
     counts = (num_kv_heads, group_size, tile_heads, tile_tokens, head_blocks)
     strides = (stride for each in (q, keys, values, out) for stride in each.stride()[:2])
@@ -123,13 +123,3 @@ def _launch(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-
-
-def _split_dim(dim: int) -> tuple[int, int]:
-    """Two powers of two, the second perhaps 0, that hold `dim` with less padding than one would."""
-    whole = max(16, triton.next_power_of_2(dim))
-    half = whole // 2
-    if half < 16 or dim == whole:
-        return whole, 0
-    rest = max(16, triton.next_power_of_2(dim - half))
-    return (whole, 0) if half + rest >= whole else (half, rest)

@@ -68,7 +68,9 @@ def choose_config(
         config = ExtendConfig(64, 64, num_warps=4, num_stages=3)
     else:
         config = ExtendConfig(128, 128 if widest <= 64 else 64, num_warps=8, num_stages=3)
-    return _fitted(config, qk_dim * dtype.itemsize, v_dim * dtype.itemsize, shared_bytes)
+    padded = sum(split_dim(qk_dim)), max(16, triton.next_power_of_2(v_dim))
+    # Masks and sums take some too.
+    return _fitted(config, padded[0] * dtype.itemsize, padded[1] * dtype.itemsize, shared_bytes * 15 // 16)
 
 
 def _fitted(config: ExtendConfig, query_bytes: int, value_bytes: int, shared_bytes: int) -> ExtendConfig:
@@ -85,6 +87,16 @@ def _fitted(config: ExtendConfig, query_bytes: int, value_bytes: int, shared_byt
     while not fits(config) and config.block_m > 16:
         config = replace(config, block_m=config.block_m // 2)
     return config
+
+
+def split_dim(dim: int) -> tuple[int, int]:
+    """Two powers of two, the second perhaps 0, that hold `dim` with less padding than one would."""
+    whole = max(16, triton.next_power_of_2(dim))
+    half = whole // 2
+    if half < 16 or dim == whole:
+        return whole, 0
+    rest = max(16, triton.next_power_of_2(dim - half))
+    return (whole, 0) if half + rest >= whole else (half, rest)
 
 
 def num_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
