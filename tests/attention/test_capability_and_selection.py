@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,10 +15,10 @@ import torch
 from sightline.attention.backends import registry
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.capability import ANY, Capability, HostLengths, Requirement, refusals
+from sightline.attention.capability import ANY, Capability, HostLengths, Requirement, lacks_package, refusals
 from sightline.attention.contract import AttentionBackend, SoftmaxInputs
 from sightline.attention.selection import Candidate, Selection, select_backend
-from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.attention.spec import Feature, LatentSpec, SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError, NoBackendError
 
@@ -378,3 +380,27 @@ def test_an_unknown_name_lists_what_is_installed(monkeypatch: pytest.MonkeyPatch
     install(monkeypatch, entry("fast", ReferenceBackend))
     with pytest.raises(ConfigError, match=r"out of .*torch.*, fast, got 'slow'"):
         registry.offer(registry.installed(), "slow")
+
+
+def test_a_package_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_parent" / "inner").mkdir(parents=True)
+    (tmp_path / "broken_parent" / "__init__.py").write_text("raise ImportError('undefined symbol')\n")
+    (tmp_path / "broken_parent" / "inner" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = [lacks_package(replace(ROW, package=name)) for name in ("broken_parent.inner", "broken_parent.other")]
+    assert found == [False, True]
+    assert "broken_parent" not in sys.modules
+
+
+def test_latent_rows_say_which_heads_they_can_make_from_entries() -> None:
+    latent = LatentSpec(16, 512, 64, 128, 128, 0.1)
+    row = replace(
+        ROW,
+        spec_kinds=frozenset({SpecKind.LATENT}),
+        head_dims=frozenset({576}),
+        group_sizes=ANY,
+        expanded_dims=frozenset({(192, 128)}),
+    )
+    assert refusals(row, replace(NEED, spec=latent)) == ()
+    [reason] = refusals(row, replace(NEED, spec=replace(latent, nope_dim=192, value_dim=256)))
+    assert "(256, 256)" in reason

@@ -17,7 +17,7 @@ from sightline.attention.planner import PlannedBatch, divide
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.batch import FULL, Batch
-from sightline.core.errors import StalePlanError
+from sightline.core.errors import PlanError, StalePlanError
 from sightline.llm import TokensPrompt
 from sightline.testing.bench import Row
 from sightline.testing.steps import Step
@@ -55,8 +55,8 @@ def parts_of(batch: Batch, bench: ServedBench) -> list[tuple[str, tuple[int, int
     """Who serves which rows and tokens."""
     [binding] = bench.bindings
     return [
-        (type(backend).__name__, (rows.start, rows.stop), (tokens.start, tokens.stop))
-        for backend, rows, tokens in divide(batch, binding.serving)
+        (type(serving.backend).__name__, (rows.start, rows.stop), (tokens.start, tokens.stop))
+        for serving, rows, tokens in divide(batch, binding.serving)
     ]
 
 
@@ -238,7 +238,7 @@ def test_an_engine_of_two_backends_gives_the_same_tokens_and_says_who_serves_wha
     )
     assert answers(split) == answers(plain)
     assert [serving_text(selection) for selection in plain.engine.runtime.selections] == ["torch", "torch"]
-    told = "torch (prefill), reference (decode), reference (decode of few rows)"
+    told = "torch (prefill), reference (decode and decode of few rows)"
     assert [serving_text(selection) for selection in split.engine.runtime.selections] == [told, told]
     assert sum(told in line for line in startup_report(split.engine.runtime)) == 2
     assert [len(binding.parts) for binding in split.engine.runtime.bindings] == [2, 2]
@@ -278,3 +278,16 @@ def test_an_engine_puts_rows_that_decode_first(gemma: Path, monkeypatch: pytest.
     assert min(length for record in prompts.records for length in record.lengths[1]) > 1
     # Some steps were of both kinds.
     assert len(prompts.records) + len(tokens.records) > llm.engine.runtime.planner.num_plans
+
+
+def test_each_part_is_held_to_the_row_by_which_it_was_chosen() -> None:
+    bench = ServedBench([SPEC], TWO)
+    [binding] = bench.bindings
+    decode = binding.serving[Work.FEW]
+    causal_only = replace(decode, capability=replace(decode.capability, features=frozenset({Feature.WINDOW})))
+    serving = {**binding.serving, Work.DECODE: causal_only, Work.FEW: causal_only}
+    bench.planner._bindings = (replace(binding, serving=serving),)
+    mixed = Step(bench, [Row(9, 1), Row(3, 4, FULL)])
+    assert len(mixed.plan().plan.groups[0]) == 2, "the mask is the prefill part's matter"
+    with pytest.raises(PlanError, match="lacks lse"):
+        mixed.plan(LSE)

@@ -85,6 +85,7 @@ OTHER_ROWS: dict[str, Capability] = {
     "host_lengths": replace(ROW, host_lengths=HostLengths.BOUND),
     "graph": replace(ROW, graph=GraphLevel.FULL),
     "package": replace(ROW, package="torch"),
+    "expanded_dims": replace(ROW, expanded_dims=frozenset({(192, 128)})),
 }
 
 

@@ -30,9 +30,9 @@ def test_real_tokens_are_projected_and_padding_stays(
     assert out[num_real:].isnan().all()
 
 
-def test_queries_and_outputs_may_lie_at_any_distance() -> None:
+def test_what_is_multiplied_may_lie_in_memory_anyhow() -> None:
     found = torch.randn(4, 2, 48, device=DEVICE)[..., :32]
     out = torch.zeros(4, 2, 40, device=DEVICE)[..., :16]
-    value_up = torch.randn(2, 16, 32, device=DEVICE)
+    value_up = torch.randn(2, 32, 16, device=DEVICE).transpose(1, 2)
     project_real(found, value_up, torch.tensor([4], device=DEVICE), out)
     torch.testing.assert_close(out, torch.einsum("thl,hvl->thv", found, value_up), atol=1e-5, rtol=1e-5)

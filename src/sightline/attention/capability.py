@@ -9,6 +9,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -92,13 +93,22 @@ class Capability:
     graph: GraphLevel = GraphLevel.NONE
     package: str | None = None
     """What must be installed for this row, beyond Sightline's own dependencies."""
+    expanded_dims: frozenset[tuple[int, int]] | Wildcard = ANY
+    """Of latent attention: the numbers of a head's key and of its value, where they are made from entries."""
     ranks: Ranks = field(default=Ranks(), metadata={"proven": False})
     """Of no matter to what is computed, so of none to a proof."""
 
     def __post_init__(self) -> None:
         for name in ("spec_kinds", "devices", "dtypes", "features"):
             self._require_set(name, or_any=False)
-        for name in ("compute_capabilities", "cache_dtypes", "head_dims", "group_sizes", "page_sizes"):
+        for name in (
+            "compute_capabilities",
+            "cache_dtypes",
+            "head_dims",
+            "group_sizes",
+            "page_sizes",
+            "expanded_dims",
+        ):
             self._require_set(name, or_any=True)
 
     def _require_set(self, name: str, *, or_any: bool) -> None:
@@ -153,6 +163,8 @@ def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
         reasons.append(f"does not read a {need.cache_dtype} cache")
     if not _serves(capability.head_dims, need.spec.head_dim):
         reasons.append(f"does not list head dimension {need.spec.head_dim}")
+    if not _serves(capability.expanded_dims, need.spec.expanded_dims):
+        reasons.append(f"does not list keys and values of {need.spec.expanded_dims} made from latents")
     if not _serves(capability.group_sizes, need.spec.group_size):
         reasons.append(f"does not list {need.spec.group_size} query heads on a key head")
     if not _serves(capability.page_sizes, need.page_size):
@@ -164,9 +176,13 @@ def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
 
 
 def _is_installed(package: str) -> bool:
-    """Found by name, parent packages first; nothing is imported but those parents."""
-    names = package.split(".")
-    return all(find_spec(".".join(names[:count])) is not None for count in range(1, len(names) + 1))
+    """Found by name. Nothing is imported, parent packages neither: one that is broken is no concern of who looks."""
+    top, *inner = package.split(".")
+    spec = find_spec(top)
+    if spec is None:
+        return False
+    folders = [Path(folder).joinpath(*inner) for folder in spec.submodule_search_locations or ()]
+    return not inner or any(folder.is_dir() or folder.with_suffix(".py").is_file() for folder in folders)
 
 
 def _serves(values: Set[object] | Wildcard, value: object) -> bool:

@@ -14,6 +14,7 @@ memory and the kernel; does not know which kernel it is.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
@@ -383,8 +384,8 @@ def _in_order(pieces: Sequence[_Piece], parts: Sequence[RowPart]) -> list[_Piece
 
 def _merged_rows(calls: Sequence[Sequence[_Piece]]) -> set[RowSpan]:
     """Rows in several calls, and those beside them in any of these calls: a call's rows all go one way."""
-    pieces = [piece.part.span for call in calls for piece in call]
-    several = {span for span in pieces if pieces.count(span) > 1}
+    counts = Counter(piece.part.span for call in calls for piece in call)
+    several = {span for span, count in counts.items() if count > 1}
     return {piece.part.span for call in calls if any(each.part.span in several for each in call) for piece in call}
 
 

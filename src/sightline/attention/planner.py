@@ -207,13 +207,12 @@ class Planner:
         changes = self._batch_changes(batch, versions)
         if changes:
             raise StalePlanError(changes, REBUILD_BATCH)
-        # Rows share their masks as a rule, and an enum's hash is slow.
-        needs = needs | {_MASK_FEATURES[mask.kind] for mask in set(batch.masks) if mask.kind in _MASK_FEATURES}
-        self._check_step(batch, needs, lane)
+        self._check_step(batch, lane)
+        asked, needs = needs, needs | _mask_features(batch)
         policy = CachePolicy.PAGED if batch.pools else CachePolicy.TRANSIENT
         step = StepView(batch, policy, lane, needs)
         records: list[PartRecord] = []
-        plans = tuple(self._plan_group(group, step, records) for group in range(len(self._bindings)))
+        plans = tuple(self._plan_group(group, step, asked, records) for group in range(len(self._bindings)))
         certificate = Certificate(
             batch_id=batch.batch_id,
             num_rows=batch.num_rows,
@@ -229,18 +228,26 @@ class Planner:
         self.plan_seconds += time.perf_counter() - started
         return PlannedBatch(batch, plan)
 
-    def _plan_group(self, group: int, step: StepView, records: list[PartRecord]) -> tuple[PartPlan, ...]:
-        """The group's parts; what each was planned with is added to `records`."""
+    def _plan_group(
+        self, group: int, step: StepView, asked: frozenset[Feature], records: list[PartRecord]
+    ) -> tuple[PartPlan, ...]:
+        """The group's parts; what each was planned with is added to `records`. `asked` is beyond what masks need."""
         binding, plans = self._bindings[group], []
-        for backend, rows, tokens in divide(step.batch, binding.serving):
+        for serving, rows, tokens in divide(step.batch, binding.serving):
+            backend = serving.backend
             place = binding.place(backend)
             buffers = self._buffers[step.lane][group][place]
             whole = rows == slice(0, step.batch.num_rows)
-            part = step if whole else replace(step, batch=step.batch.part(rows, tokens))
+            part = step if whole else self._part(step, rows, tokens, asked)
+            _check_part(serving, part, binding.group.name)
             buffers.begin()
             plans.append(PartPlan(backend.plan(part, buffers), tokens))
             records.append(PartRecord(group, place, backend, buffers.stamp()))
         return tuple(plans)
+
+    def _part(self, step: StepView, rows: slice, tokens: slice, asked: frozenset[Feature]) -> StepView:
+        batch = step.batch.part(rows, tokens)
+        return replace(step, batch=batch, needs=asked | _mask_features(batch))
 
     def buffer_addresses(self, lane: Lane) -> Mapping[str, int]:
         """Where the plan buffers of every backend of every group lie in a lane."""
@@ -269,22 +276,10 @@ class Planner:
                     f"expected a Batch or a PlannedBatch, got {type(work).__name__}; assemble a Batch first"
                 )
 
-    def _check_step(self, batch: Batch, needs: frozenset[Feature], lane: Lane) -> None:
-        """A step that a backend cannot serve is refused here, before any of it runs."""
+    def _check_step(self, batch: Batch, lane: Lane) -> None:
+        """A step that no backend is asked for is refused here, before any of it is planned."""
         if lane not in self._buffers:
             raise PlanError(f"expected a lane out of {sorted(self._buffers)}, got {lane}")
-        exact = batch.query_lens.host is not None and batch.context_lens.host is not None
-        for binding in self._bindings:
-            for part in binding.parts:
-                missing = needs - part.capability.features
-                if missing:
-                    names = ", ".join(sorted(feature.value for feature in missing))
-                    raise PlanError(f"{type(part.backend).__name__} serves {binding.group.name} and lacks {names}")
-                if part.capability.host_lengths is HostLengths.EXACT and not exact:
-                    raise PlanError(
-                        f"{type(part.backend).__name__} serves {binding.group.name} and needs exact host lengths, "
-                        "got a batch whose lengths only the device knows"
-                    )
         if batch.num_rows > self._limits.max_rows or batch.num_tokens > self._limits.max_step_tokens:
             raise PlanError(
                 f"expected at most {self._limits.max_rows} rows and {self._limits.max_step_tokens} tokens in a "
@@ -362,20 +357,37 @@ class Planner:
         )
 
 
-def divide(
-    batch: Batch, serving: Mapping[Work, PartBackend]
-) -> tuple[tuple[AttentionBackend[Any, Any], slice, slice], ...]:
+def _mask_features(batch: Batch) -> frozenset[Feature]:
+    """What the rows' masks ask for. Rows share their masks as a rule, and an enum's hash is slow."""
+    return frozenset(_MASK_FEATURES[mask.kind] for mask in set(batch.masks) if mask.kind in _MASK_FEATURES)
+
+
+def _check_part(serving: PartBackend, part: StepView, group: str) -> None:
+    """Rows that a backend does not declare to serve are refused before it plans them."""
+    name, capability, batch = type(serving.backend).__name__, serving.capability, part.batch
+    missing = part.needs - capability.features
+    if missing:
+        lacking = ", ".join(sorted(feature.value for feature in missing))
+        raise PlanError(f"{name} serves {group} and lacks {lacking}")
+    exact = batch.query_lens.host is not None and batch.context_lens.host is not None
+    if capability.host_lengths is HostLengths.EXACT and not exact:
+        raise PlanError(
+            f"{name} serves {group} and needs exact host lengths, got a batch whose lengths only the device knows"
+        )
+
+
+def divide(batch: Batch, serving: Mapping[Work, PartBackend]) -> tuple[tuple[PartBackend, slice, slice], ...]:
     """Which backend serves which rows and tokens of a step: rows that decode where they stand first, then the others.
 
     A step whose rows stand otherwise, whose lengths only the device knows, or without a cache is served whole.
     """
-    prefill = serving[Work.PREFILL].backend
+    prefill = serving[Work.PREFILL]
     rows, tokens = slice(0, batch.num_rows), slice(0, batch.num_tokens)
     decoding = batch.num_decoding() if batch.pools else 0
-    decode = serving[Work.FEW if decoding <= FEW_ROWS else Work.DECODE].backend
+    decode = serving[Work.FEW if decoding <= FEW_ROWS else Work.DECODE]
     if decoding == batch.num_rows > 0:
         return ((decode, rows, tokens),)
-    if not decoding or decode is prefill or batch.query_lens.host is None:
+    if not decoding or decode.backend is prefill.backend or batch.query_lens.host is None:
         return ((prefill, rows, tokens),)
     border = sum(batch.query_lens.host[:decoding])
     return (

@@ -70,6 +70,11 @@ class SoftmaxSpec:
         return self.num_q_heads // self.num_kv_heads
 
     @property
+    def expanded_dims(self) -> tuple[int, int]:
+        """Of a head's key and value, as they are cached."""
+        return self.head_dim, self.head_dim
+
+    @property
     def label(self) -> str:
         """For a person."""
         return "full attention" if self.window is None else f"window {self.window} attention"
@@ -126,6 +131,11 @@ class LatentSpec:
     def group_size(self) -> int:
         """All query heads read the one entry of a token."""
         return self.num_q_heads
+
+    @property
+    def expanded_dims(self) -> tuple[int, int]:
+        """Of a head's key and value, made from an entry."""
+        return self.nope_dim + self.rope_dim, self.value_dim
 
     @property
     def label(self) -> str:

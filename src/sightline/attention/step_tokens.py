@@ -72,6 +72,6 @@ def spread_runs(runs: Sequence[slice], labels: Sequence[int], device: torch.devi
     for run, length in zip(runs, lens, strict=True):
         firsts.append(run.start - total)
         total += length
-    packed = torch.tensor([lens, list(labels), firsts], dtype=torch.int64).to(device)
+    packed = torch.tensor([lens, list(labels), firsts], dtype=torch.int64).to(device, non_blocking=True)
     chosen = torch.repeat_interleave(packed[0], output_size=total)
     return packed[1][chosen], packed[2][chosen] + torch.arange(total, device=device)

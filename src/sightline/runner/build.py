@@ -124,9 +124,14 @@ def select_backends(
 ) -> tuple[GroupSelection, ...]:
     """For each group, a backend for each kind of rows: often the same one."""
     doubt = ProofBook(proof_folder()).doubts if config.require_proof else no_doubt
-    decode = config.decode_attention_backend or config.attention_backend
+    for_all, for_prefill, decode = (
+        config.attention_backend,
+        config.prefill_attention_backend,
+        config.decode_attention_backend,
+    )
+    decode = for_all if decode is None else decode
     asked = {
-        Work.PREFILL: config.prefill_attention_backend or config.attention_backend,
+        Work.PREFILL: for_all if for_prefill is None else for_prefill,
         Work.DECODE: decode,
         Work.FEW: decode,
     }

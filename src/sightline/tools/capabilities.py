@@ -26,6 +26,7 @@ _COLUMNS = {
     "cache_dtypes": "cache dtypes",
     "head_dims": "head dimensions",
     "group_sizes": "group sizes",
+    "expanded_dims": "keys and values of latents",
     "page_sizes": "page sizes",
     "host_lengths": "lengths on the host",
     "graph": "graph",
@@ -174,6 +175,8 @@ def _declared_text(capability: Capability, column: str) -> str:
             return "–"
         case list(values) if column == "compute_capabilities":
             return ", ".join(f"{major}.{minor}" for major, minor in values)
+        case list(values) if column == "expanded_dims":
+            return ", ".join(f"{key} and {value}" for key, value in values)
         case list(values):
             return ", ".join(map(str, values))
         case value:

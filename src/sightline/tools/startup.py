@@ -40,7 +40,8 @@ def serving_text(selection: GroupSelection) -> str:
     names = {work: each.candidate.name for work, each in selection.items()}
     if len(set(names.values())) == 1:
         return names[Work.PREFILL]
-    return ", ".join(f"{name} ({work.value})" for work, name in names.items())
+    works = {name: [work.value for work, other in names.items() if other == name] for name in names.values()}
+    return ", ".join(f"{name} ({' and '.join(each)})" for name, each in works.items())
 
 
 def _mebibytes(num_bytes: int) -> str:

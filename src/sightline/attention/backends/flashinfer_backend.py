@@ -316,11 +316,10 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     ) -> _Call:
         name = "causal" if causal else "full"
         tokens = None if alone else _token_indices(name, rows, step, buffers)
+        # A mask's two wrappers plan into one lease: nothing else tells whoever planned before that it was filled again.
+        buffers.take(f"{name}.planned", (1,), torch.int64).fill_(rows.num_tokens)
         if ragged:
             self._plan_ragged(lane.ragged[causal], rows, causal=causal)
-            if alone:
-                # Nothing else says that the wrapper was planned again.
-                buffers.take(f"{name}.planned", (1,), torch.int64).fill_(rows.num_tokens)
             return _Call(lane.ragged[causal], rows.num_tokens, tokens, paged=False)
         pages = rows.pages(self._pool.page_size)
         memory = buffers.take(f"{name}.pages", (int(pages.sum()),), torch.int32)

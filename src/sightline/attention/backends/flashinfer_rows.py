@@ -56,6 +56,7 @@ _LATENT = replace(
     head_dims=frozenset({576}),
     # Those that fill whole tiles: others lose a key at some lengths, which its planning refuses.
     group_sizes=frozenset({8, 16, 32, 64, 128}),
+    expanded_dims=frozenset({(192, 128)}),
     features=frozenset({Feature.LSE, Feature.DETERMINISTIC}),
     ranks=Ranks(prefill=30, decode=30, few=20),
 )

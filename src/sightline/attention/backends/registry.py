@@ -59,9 +59,9 @@ def _load_flash_attention_latent() -> type[AttentionBackend[Any, Any]]:
     return FlashAttentionLatentBackend
 
 
-_TRITON = "fast decode and graphs on any NVIDIA GPU from Ampere on; pip install 'sightline[cuda]'"
-_FLASHINFER = "the fastest latent decode of many rows on Hopper; pip install 'sightline[cuda]'"
-_FLASH_ATTENTION = "the fastest prefill on Hopper; pip install 'sightline[flash-attention]'"
+_TRITON = "fast decode on NVIDIA GPUs from Ampere on, planned on the device; pip install 'sightline[cuda]'"
+_FLASHINFER = "the fastest prefill, and latent decode of many rows, on Hopper; pip install 'sightline[cuda]'"
+_FLASH_ATTENTION = "prefill on Hopper that compiles in seconds, with sinks; pip install 'sightline[flash-attention]'"
 
 
 def _own(

@@ -353,10 +353,13 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         )
         tile_tokens = config.tile_tokens(spec.num_q_heads)
         served = buffers.take("served", (batch.num_rows,), torch.int8)
-        served.copy_(torch.tensor([row in chosen for row in range(batch.num_rows)], dtype=torch.int8))
+        served.copy_(
+            torch.tensor([row in chosen for row in range(batch.num_rows)], dtype=torch.int8), non_blocking=True
+        )
         is_served = buffers.take("is served", (batch.num_tokens,), torch.bool)
         flags = [row in chosen for row, count in enumerate(lens) for _ in range(count)]
-        is_served.copy_(torch.tensor(flags + [False] * (batch.num_tokens - len(flags)), dtype=torch.bool))
+        flags += [False] * (batch.num_tokens - len(flags))
+        is_served.copy_(torch.tensor(flags, dtype=torch.bool), non_blocking=True)
         count = num_tiles(batch.num_rows, batch.num_tokens, tile_tokens)
         return _Absorbed(
             query_lens=batch.query_lens.device,

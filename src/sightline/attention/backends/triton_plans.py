@@ -87,7 +87,7 @@ def plan_masks(batch: Batch, buffers: PlanBuffers) -> ExtendMasks:
     if kinds == {MaskKind.FULL}:
         return FULL_ROWS
     row_kinds = buffers.take("row kinds", (batch.num_rows,), torch.int8)
-    row_kinds.copy_(torch.tensor([_KINDS[mask.kind] for mask in batch.masks], dtype=torch.int8))
+    row_kinds.copy_(torch.tensor([_KINDS[mask.kind] for mask in batch.masks], dtype=torch.int8), non_blocking=True)
     if MaskKind.TREE not in kinds:
         return ExtendMasks(KernelMask.BY_ROW, row_kinds)
     trees, offsets = _plan_trees(batch.masks, buffers)
@@ -100,5 +100,5 @@ def _plan_trees(masks: Sequence[RowMask], buffers: PlanBuffers) -> tuple[Tensor,
     trees = buffers.take("trees", (sum(sizes),), torch.uint8)
     torch.cat([mask.tree.reshape(-1).to(trees) for mask in masks if mask.tree is not None], out=trees)
     offsets = buffers.take("tree offsets", (len(sizes),), torch.int64)
-    offsets.copy_(torch.tensor(list(itertools.accumulate(sizes[:-1], initial=0)), dtype=torch.int64))
+    offsets.copy_(torch.tensor([0, *itertools.accumulate(sizes[:-1])], dtype=torch.int64), non_blocking=True)
     return trees, offsets

@@ -31,7 +31,7 @@ def _row(dtype: torch.dtype) -> Capability:
         devices=frozenset({DeviceKind.CUDA}),
         compute_capabilities=frozenset({(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)}),
         dtypes=frozenset({dtype}),
-        cache_dtypes=frozenset({dtype, torch.float8_e4m3fn}),
+        cache_dtypes=frozenset({dtype}),
         head_dims=ANY,
         group_sizes=ANY,
         page_sizes=ANY,
@@ -57,11 +57,24 @@ def _latent_row(dtype: torch.dtype, ranks: Ranks, group_sizes: frozenset[int] | 
     )
 
 
-ROWS: tuple[Capability, ...] = tuple(_row(dtype) for dtype in _DTYPES)
+def _narrow(row: Capability) -> Capability:
+    """With a cache of 8-bit floats, which devices convert from 8.9 on."""
+    return replace(
+        row,
+        cache_dtypes=frozenset({torch.float8_e4m3fn}),
+        compute_capabilities=frozenset({(8, 9), (9, 0), (10, 0), (10, 3), (12, 0)}),
+    )
+
+
+ROWS: tuple[Capability, ...] = (
+    *(_row(dtype) for dtype in _DTYPES),
+    *(_narrow(_row(dtype)) for dtype in _DTYPES),
+)
 _FEW_HEADS = frozenset(range(1, 17))
 """That fit one unit of decode."""
 LATENT_ROWS: tuple[Capability, ...] = (
     *(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10)) for dtype in _DTYPES),
     # Few rows are where it beats everything else, but only of few heads.
     _latent_row(torch.bfloat16, Ranks(prefill=10, decode=20, few=40), _FEW_HEADS),
+    *(_narrow(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10))) for dtype in _DTYPES),
 )

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sightline.kernels.triton.decode_shares import (
     FIELDS,
     LOG2_E,
+    UNALIGNED,
     DecodeConfig,
     DecodeRows,
     DecodeScratch,
@@ -55,12 +56,15 @@ def choose_decode(
     dims = max(16, triton.next_power_of_2(head_dim))
     entry_bytes = 2 * dims * cache_dtype.itemsize
     block = min(64, max(16, (1 << 15) // entry_bytes))
+    heads = min(64, max(16, triton.next_power_of_2(group_size)))
     if dtype is torch.float32:
         # No tensor cores: the product's operands live in registers.
-        block = min(block, 16 if dims > 128 else 32)
+        block, heads = min(block, 16 if dims > 128 else 32), 16
+    while heads > 16 and (heads + 2 * block) * dims * dtype.itemsize > shared_bytes * 7 // 8:
+        heads //= 2
     return DecodeConfig(
         block=block,
-        heads=min(64, max(16, triton.next_power_of_2(group_size))),
+        heads=heads,
         num_programs=2 * multiprocessors,
         num_warps=4,
         depth=fitting_depth(block * entry_bytes, 3, shared_bytes * 7 // 16),
@@ -115,7 +119,10 @@ def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
     return scores * LOG2_E
 
 
-@triton.jit(do_not_specialize=["window", "page_size", "num_kv_heads", "group", "subgroups", "num_q_heads"])
+@triton.jit(
+    do_not_specialize=["window", "page_size", "num_kv_heads", "group", "subgroups", "num_q_heads"],
+    do_not_specialize_on_alignment=UNALIGNED,
+)
 def _decode_kernel(
     q, k_new, v_new,
     keys, values, written_keys, written_values, k_scales, v_scales, sinks,
@@ -150,10 +157,10 @@ def _decode_kernel(
         blocks, first_block = num_blocks(context, window, HAS_WINDOW, BLOCK)
         heads_index, block = unit // blocks, unit % blocks
         count = tl.minimum(left, blocks - block)
-        kv_head, subgroup = heads_index // subgroups, heads_index % subgroups
+        kv_head, subgroup = (heads_index // subgroups).to(tl.int64), heads_index % subgroups
         in_group = subgroup * HEADS + head_in_unit
         in_heads = in_group < group
-        heads = kv_head * group + in_group
+        heads = (kv_head * group + in_group).to(tl.int64)
         q_place = q + token.to(tl.int64) * q_token + heads[:, None] * q_head + dim[None, :]
         queries = tl.load(q_place, mask=in_heads[:, None] & in_dim[None, :], other=0.0)
         largest = tl.full([HEADS], float("-inf"), tl.float32)

@@ -22,6 +22,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+UNALIGNED = ("query_lens", "context_lens", "table_rows", "write_slots")
+"""What lies at any place of a batch's memory: a kernel must not be compiled again for where."""
 FIELDS = tl.constexpr(8)
 """Of a record."""
 MERGED_AT_ONCE = 8192
@@ -176,7 +178,10 @@ def _at(values, row, wanted):
     return tl.sum(tl.where(row == wanted, values, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads", "num_programs", "window"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_heads", "num_programs", "window"],
+    do_not_specialize_on_alignment=["query_lens", "context_lens", "table_rows"],
+)
 def _divide_kernel(
     query_lens,
     context_lens,

@@ -325,14 +325,14 @@ def extend_kernel(
     num_keys = tl.load(record + 4)
     first_key = tl.load(record + 5)
     context_len = num_keys - query_len
-    kv_head = program % (num_kv_heads * head_blocks) // head_blocks
+    kv_head = (program % (num_kv_heads * head_blocks) // head_blocks).to(tl.int64)
 
     # The product's rows: a query's heads side by side, query after query.
     lane = tl.arange(0, BLOCK_M)
     query = first_query + lane // tile_heads
     group_head = program % head_blocks * tile_heads + lane % tile_heads
     is_query = (lane < tile_tokens * tile_heads) & (query < query_len) & (group_head < group_size)
-    q_head = kv_head * group_size + group_head
+    q_head = (kv_head * group_size + group_head).to(tl.int64)
     token = (first_token + query).to(tl.int64)
     q_at = q + token * q_token_stride + q_head * q_head_stride
     tile_q = _load_queries(q_at, is_query, 0, QK_DIM, BLOCK_QK)
@@ -401,8 +401,10 @@ def extend_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + q_head, mask=is_query, other=0.0).to(tl.float32) * _LOG2_E
         higher = tl.maximum(largest, sink)
-        fade = tl.exp2(largest - higher)
-        total = total * fade + tl.exp2(sink - higher)
+        # A sink may be -inf where nothing was seen: -inf less -inf is no number.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp2(largest - base)
+        total = total * fade + tl.exp2(sink - base)
         found = found * fade[:, None]
         largest = higher
     # A total of 0: the query saw nothing, and `largest` is -inf.

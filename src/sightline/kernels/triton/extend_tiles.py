@@ -210,7 +210,10 @@ def _length(lengths: tl.tensor, row: tl.tensor, is_row: tl.tensor, IS_RAGGED: tl
     return length.to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tiles"],
+    do_not_specialize_on_alignment=["queries", "keys", "table_rows", "served"],
+)
 def _prepare_tiles(
     queries: tl.tensor,
     keys: tl.tensor,

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sightline.kernels.triton.decode_shares import (
     FIELDS,
     LOG2_E,
+    UNALIGNED,
     DecodeConfig,
     DecodeRows,
     DecodeScratch,
@@ -101,7 +102,7 @@ def decode_latent(
     merge_parts(out, lse, None, layer.entry_scale, scratch, config, rows.num_rows, 1)
 
 
-@triton.jit(do_not_specialize=["page_size", "num_heads", "subgroups"])
+@triton.jit(do_not_specialize=["page_size", "num_heads", "subgroups"], do_not_specialize_on_alignment=UNALIGNED)
 def _latent_kernel(
     q, q_rope, latent_new, rope_new, entries, written, entry_scale,
     out, lse, write_slots, pages, table_rows, context_lens, query_lens,
@@ -134,7 +135,7 @@ def _latent_kernel(
         blocks, _ = num_blocks(context, 0, False, BLOCK)
         subgroup, block = unit // blocks, unit % blocks
         count = tl.minimum(left, blocks - block)
-        heads = subgroup * HEADS + head_in_unit
+        heads = (subgroup * HEADS + head_in_unit).to(tl.int64)
         in_heads = heads < num_heads
         q_place = q + token.to(tl.int64) * q_token + heads[:, None] * q_head + dim[None, :]
         queries = tl.load(q_place, mask=in_heads[:, None] & in_dim[None, :], other=0.0)

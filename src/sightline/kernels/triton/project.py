@@ -17,7 +17,8 @@ _BLOCK = 64
 def project_real(found: Tensor, value_up: Tensor, num_real: Tensor, out: Tensor) -> None:
     """Writes out [num_tokens, heads, value] of found [num_tokens, heads, latent] with value_up [heads, value, latent].
 
-    Only the first `num_real` [1] int64 tokens are read and written; the last dimension of each tensor is contiguous.
+    Only the first `num_real` [1] int64 tokens are read and written. Of `found` and `out` the last dimension is
+    contiguous; value_up may lie in memory anyhow.
     """
     num_tokens, num_heads, latent_dim = found.shape
     if num_tokens == 0:
@@ -34,7 +35,7 @@ def project_real(found: Tensor, value_up: Tensor, num_real: Tensor, out: Tensor)
         value_up,
         num_real,
         out,
-        *(found.stride(0), found.stride(1), value_up.stride(0), value_up.stride(1), out.stride(0), out.stride(1)),
+        *(*found.stride()[:2], *value_up.stride(), *out.stride()[:2]),
         LATENT_DIM=latent_dim,
         VALUE_DIM=value_dim,
         TOKENS=tokens,
@@ -49,7 +50,7 @@ def project_real(found: Tensor, value_up: Tensor, num_real: Tensor, out: Tensor)
 @triton.jit
 def _project_kernel(
     found, value_up, num_real, out,
-    found_token, found_head, up_head, up_value, out_token, out_head,
+    found_token, found_head, up_head, up_value, up_latent, out_token, out_head,
     LATENT_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +69,9 @@ def _project_kernel(
         for start in range(0, LATENT_DIM, BLOCK):
             inside = start + dim < LATENT_DIM
             a = tl.load(rows + start + dim[None, :], mask=is_real[:, None] & inside[None, :], other=0.0)
-            b = tl.load(columns + start + dim[:, None], mask=inside[:, None] & is_value[None, :], other=0.0)
+            b = tl.load(
+                columns + (start + dim)[:, None] * up_latent, mask=inside[:, None] & is_value[None, :], other=0.0
+            )
             gathered = product(a, b, gathered, INTERPRETED)
         place = out + head * out_head + token[:, None] * out_token + value[None, :]
         tl.store(place, gathered.to(out.dtype.element_ty), mask=is_real[:, None] & is_value[None, :])

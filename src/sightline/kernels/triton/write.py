@@ -96,7 +96,7 @@ def _require_scales(plane: Tensor, *scales: Tensor | None) -> bool:
     return is_fp8
 
 
-@triton.jit(do_not_specialize=["num_token_heads"])
+@triton.jit(do_not_specialize=["num_token_heads"], do_not_specialize_on_alignment=["slots"])
 def _write_keys_values(
     k: tl.tensor,
     v: tl.tensor,
@@ -138,7 +138,7 @@ def _write_keys_values(
     tl.store(values + (slot * values_slot_stride + head * values_head_stride)[:, None] + dim, stored_v, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def _write_latents(
     latent: tl.tensor,
     k_rope: tl.tensor,

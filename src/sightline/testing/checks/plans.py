@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -127,15 +128,25 @@ def lanes(trial: Trial) -> None:
             trial.require(not changed, f"expected a step to leave another lane's leases, got a change of {changed}")
 
 
+_KINDS: tuple[Sequence[Row], ...] = (
+    [Row(30, 2), Row(31, 3)],
+    [Row(0, 12), Row(0, 5)],
+    [Row(9, 1), Row(40, 1)],
+)
+"""Chunks, prompts and decode: a backend may plan each in memory that it keeps for that kind."""
+
+
 def plan_buffers(trial: Trial) -> None:
-    bench = trial.bench()
-    first, second = Step(bench, _ROWS), Step(bench, [Row(30, 2), Row(31, 3)], seed=1)
-    early, late = first.plan(), second.plan()
-    for _ in range(2):
-        for step, planned in ((second, late), (first, early)):
-            current = bench.planner.ensure(planned)
-            current.prepare()
-            trial.hold(step, step.attend(current), "two plans in one lane, of which the older is made again")
+    pairs = [(_ROWS, _KINDS[0]), *itertools.permutations(_KINDS, 2)]
+    for older, newer in trial.some(pairs):
+        bench = trial.bench()
+        first, second = Step(bench, older), Step(bench, newer, seed=1)
+        early, late = first.plan(), second.plan()
+        for _ in range(2):
+            for step, planned in ((second, late), (first, early)):
+                current = bench.planner.ensure(planned)
+                current.prepare()
+                trial.hold(step, step.attend(current), "two plans in one lane, of which the older is made again")
 
 
 def filled_buffers(trial: Trial) -> None:
