@@ -242,6 +242,13 @@ def test_conformance_tells_what_failed_what_is_blocked_and_what_is_excused(
     assert list(proofs.iterdir()) == []
 
 
+def test_conformance_of_what_cannot_be_tried_here_is_no_success(monkeypatch: pytest.MonkeyPatch, proofs: Path) -> None:
+    result = conformance(monkeypatch, PASSING, "--backend", "triton")
+    assert result.exit_code == 1
+    assert "nothing was tried" in result.stdout
+    assert "runs on cuda, not cpu" in result.stdout
+
+
 def test_conformance_says_that_a_quick_run_proves_nothing(monkeypatch: pytest.MonkeyPatch, proofs: Path) -> None:
     result = conformance(monkeypatch, PASSING, "--backend", "reference", "--quick")
     assert result.stdout.splitlines()[1] == "  a quick run proves nothing; leave out --quick for a proof"

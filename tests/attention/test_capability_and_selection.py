@@ -192,7 +192,7 @@ def test_an_explicit_choice_wins_over_the_order() -> None:
 def test_an_explicit_choice_is_never_replaced_and_the_error_names_every_backend() -> None:
     candidates = [candidate("able", replace(ROW, features=frozenset(Feature))), candidate("asked", ROW)]
     text = refusal_text(candidates, replace(NEED, spec=replace(PLAIN, window=4, sinks=True)), "asked")
-    assert "expected an attention backend for group7 (softmax, sinks, window, torch.float32" in text
+    assert "expected an attention backend for prefill of group7 (softmax, sinks, window, torch.float32" in text
     assert "head dimension 64, page size 16, cpu), got none:" in text
     assert "\n  able: asked was asked for\n" in text
     assert "\n  asked: lacks sinks, window\n" in text
@@ -404,3 +404,11 @@ def test_latent_rows_say_which_heads_they_can_make_from_entries() -> None:
     assert refusals(row, replace(NEED, spec=latent)) == ()
     [reason] = refusals(row, replace(NEED, spec=replace(latent, nope_dim=192, value_dim=256)))
     assert "(256, 256)" in reason
+
+
+def test_a_library_that_is_there_but_broken_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "sightline.attention.backends.flashinfer_backend"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ConfigError, match="expected flashinfer, which backend 'flashinfer' computes with.*mend"):
+        registry.find("flashinfer", BUILT_IN).load()

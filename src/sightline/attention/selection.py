@@ -84,7 +84,7 @@ def select_backend(
         else:
             fitting.append((candidate, capability))
     if not fitting:
-        raise NoBackendError(_no_backend_text(need, group, refused, offer.passed_over))
+        raise NoBackendError(_no_backend_text(need, group, work, refused, offer.passed_over))
     chosen, row = max(fitting, key=lambda each: each[1].ranks.of(work))
     for candidate, capability in fitting:
         if candidate is not chosen:
@@ -110,11 +110,14 @@ def _match(
     return None, nearest or ("declares no capability",)
 
 
-def _no_backend_text(need: Requirement, group: str, refused: Sequence[Refused], passed_over: Sequence[Refused]) -> str:
+def _no_backend_text(
+    need: Requirement, group: str, work: Work, refused: Sequence[Refused], passed_over: Sequence[Refused]
+) -> str:
     wanted = ", ".join(sorted(feature.value for feature in need.features)) or "no special feature"
     lines = [
-        f"expected an attention backend for {group} ({need.spec.kind.value}, {wanted}, {need.dtype}, "
-        f"head dimension {need.spec.head_dim}, page size {need.page_size}, {need.device.kind.value}), got none:"
+        f"expected an attention backend for {work.value} of {group} ({need.spec.kind.value}, {wanted}, {need.dtype}, "
+        f"a cache in {need.cache_dtype}, head dimension {need.spec.head_dim}, page size {need.page_size}, "
+        f"{need.device.kind.value}), got none:"
     ]
     lines += [f"  {name}: {'; '.join(reasons)}" for name, reasons in (*refused, *passed_over)]
     if refused:

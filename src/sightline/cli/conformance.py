@@ -74,7 +74,8 @@ def conformance(
         watch=Watch(_say_row, _say_result),
     )
     click.echo(json.dumps(report.to_data(), indent=2) if as_json else "\n".join(_lines(report, verbose=verbose)))
-    sys.exit(1 if report.failed else 0)
+    # What was asked for by name and could not be tried is no success.
+    sys.exit(1 if report.failed or (backends and not report.tried) else 0)
 
 
 def _say_row(row: RowToTry) -> None:
@@ -87,11 +88,9 @@ def _say_result(row: RowToTry, result: CheckResult) -> None:
 
 
 def _lines(report: ConformanceReport, *, verbose: bool) -> Iterator[str]:
-    from sightline.testing.report import TriedRow
-
     for outcome in report.outcomes:
         yield from _outcome_lines(report, outcome, verbose=verbose)
-    if not any(isinstance(outcome, TriedRow) for outcome in report.outcomes):
+    if not report.tried:
         yield "nothing was tried, so that nothing is proven"
 
 

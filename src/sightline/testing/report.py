@@ -102,6 +102,11 @@ class ConformanceReport:
             for outcome in self.outcomes
         )
 
+    @property
+    def tried(self) -> bool:
+        """True where anything could be."""
+        return any(isinstance(outcome, TriedRow) for outcome in self.outcomes)
+
     def to_data(self) -> dict[str, Any]:
         """In terms of JSON."""
         device = {"kind": self.device.kind.value, "name": self.device.name}

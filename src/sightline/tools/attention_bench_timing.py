@@ -51,7 +51,7 @@ class Clock(ABC):
 
 
 class HostClock(Clock):
-    """RowKind is done when it returns."""
+    """Work is done when it returns."""
 
     def wait(self) -> None:
         """There is nothing to wait for."""

@@ -187,5 +187,5 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 def _filled(name: str, values: Sequence[int], buffers: PlanBuffers) -> Tensor:
     """A plan buffer with these numbers: [len(values)] int32."""
     buffer = buffers.take(name, (len(values),), torch.int32)
-    buffer.copy_(torch.tensor(values, dtype=torch.int32))
+    buffer.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
     return buffer

@@ -66,7 +66,7 @@ class _RaggedKernel:
     ) -> _RaggedCall:
         offsets = buffers.take(f"{name}.offsets", (2, len(query_lens) + 1), torch.int32)
         sums = [list(accumulate(lens, initial=0)) for lens in (query_lens, key_lens)]
-        offsets.copy_(torch.tensor(sums, dtype=torch.int32))
+        offsets.copy_(torch.tensor(sums, dtype=torch.int32), non_blocking=True)
         return _RaggedCall(self.attend, offsets[0], offsets[1], causal)
 
 

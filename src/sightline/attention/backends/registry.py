@@ -70,8 +70,18 @@ def _own(
     rows: tuple[Capability, ...],
     brings: str,
 ) -> Candidate:
-    """One of Sightline's that computes with a library that may not be there."""
-    return Candidate(name, True, "sightline", load, lambda: rows, brings)
+    """One of Sightline's that computes with a library that may not be there, or be broken."""
+
+    def checked() -> type[AttentionBackend[Any, Any]]:
+        try:
+            return load()
+        except ImportError as error:
+            raise ConfigError(
+                f"expected {rows[0].package}, which backend {name!r} computes with, to be importable, got "
+                f"{type(error).__name__}: {error}; mend or uninstall it, or choose another attention backend"
+            ) from error
+
+    return Candidate(name, True, "sightline", checked, lambda: rows, brings)
 
 
 BUILT_IN: tuple[Candidate, ...] = (
