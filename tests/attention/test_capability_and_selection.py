@@ -410,5 +410,5 @@ def test_a_library_that_is_there_but_broken_is_told_with_what_to_do(monkeypatch:
     module = "sightline.attention.backends.flashinfer_backend"
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    with pytest.raises(ConfigError, match="expected flashinfer, which backend 'flashinfer' computes with.*mend"):
+    with pytest.raises(ConfigError, match=r"expected flashinfer, which backend 'flashinfer' computes with.*mend"):
         registry.find("flashinfer", BUILT_IN).load()
