@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from transformers import BertModel
 
-from sightline.attention.capability import Work
-from sightline.attention.spec import group_layers
+from sightline.attention.backends import registry
+from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.capability import Capability, Work
+from sightline.attention.selection import Candidate
+from sightline.attention.spec import Feature, group_layers
 from sightline.core.batch import CAUSAL, RowMask
-from sightline.core.errors import UnsupportedModelError
+from sightline.core.errors import NoBackendError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.embedder import Embedder
 from sightline.layers.mlp import Activation
@@ -233,3 +237,17 @@ def test_what_is_not_as_in_bert_is_refused(values: dict[str, object], said: str)
 def test_a_bert_that_is_to_generate_is_refused_with_the_remedy(folder: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"BertModel.*it embeds: use task embed"):
         define_model(open_checkpoint(folder, Ledger()).config, Ledger())
+
+
+def test_a_backend_that_knows_causal_rows_alone_is_refused_before_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CausalOnly(TorchBackend):
+        capabilities: ClassVar[tuple[Capability, ...]] = tuple(
+            replace(row, features=row.features - {Feature.NON_CAUSAL}) for row in TorchBackend.capabilities
+        )
+
+    candidate = Candidate.of("causal-only", CausalOnly, "a test", by_default=True)
+    monkeypatch.setattr(registry, "installed", lambda: (candidate,))
+    with pytest.raises(NoBackendError, match="causal-only: lacks non-causal"):
+        open_tiny(folder)

@@ -18,7 +18,7 @@ from sightline.attention.contract import BackendContext, Limits
 from sightline.attention.planner import GroupBinding, PartBackend, Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, Selection, no_doubt, select_backend
-from sightline.attention.spec import LayerGroup, group_layers
+from sightline.attention.spec import Feature, LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
@@ -103,7 +103,8 @@ def _build(
     groups = group_layers(definition.attention_specs())
     facts = model_facts(Quantization(config.quantization), checkpoint, definition, groups)
     resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
-    selections = select_backends(resolved, groups, registry.installed())
+    needs = frozenset({Feature.NON_CAUSAL}) if takes_texts_whole else frozenset()
+    selections = select_backends(resolved, groups, registry.installed(), needs)
     reader = WeightReader(
         checkpoint,
         resolved.dtype,
@@ -120,9 +121,12 @@ def _build(
 
 
 def select_backends(
-    config: ResolvedConfig, groups: Sequence[LayerGroup], candidates: Sequence[Candidate]
+    config: ResolvedConfig,
+    groups: Sequence[LayerGroup],
+    candidates: Sequence[Candidate],
+    needs: frozenset[Feature] = frozenset(),
 ) -> tuple[GroupSelection, ...]:
-    """For each group, a backend for each kind of rows: often the same one."""
+    """For each group, a backend for each kind of rows: often the same one. `needs` is what steps will ask for."""
     doubt = ProofBook(proof_folder()).doubts if config.require_proof else no_doubt
     for_all, for_prefill, decode = (
         config.attention_backend,
@@ -137,13 +141,16 @@ def select_backends(
     }
     offers = {work: registry.offer(candidates, names) for work, names in asked.items()}
     return tuple(
-        {work: select_backend(offers[work], _requirement(config, group), group.name, doubt, work) for work in Work}
+        {
+            work: select_backend(offers[work], _requirement(config, group, needs), group.name, doubt, work)
+            for work in Work
+        }
         for group in groups
     )
 
 
-def _requirement(config: ResolvedConfig, group: LayerGroup) -> Requirement:
-    return Requirement(group.spec, config.device, config.dtype, config.cache_dtype, config.page_size)
+def _requirement(config: ResolvedConfig, group: LayerGroup, needs: frozenset[Feature]) -> Requirement:
+    return Requirement(group.spec, config.device, config.dtype, config.cache_dtype, config.page_size, needs)
 
 
 def make_store(
