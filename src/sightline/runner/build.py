@@ -128,17 +128,11 @@ def select_backends(
 ) -> tuple[GroupSelection, ...]:
     """For each group, a backend for each kind of rows: often the same one. `needs` is what steps will ask for."""
     doubt = ProofBook(proof_folder()).doubts if config.require_proof else no_doubt
-    for_all, for_prefill, decode = (
-        config.attention_backend,
-        config.prefill_attention_backend,
-        config.decode_attention_backend,
+    for_prefill, for_decode = (
+        config.attention_backend if names is None else names
+        for names in (config.prefill_attention_backend, config.decode_attention_backend)
     )
-    decode = for_all if decode is None else decode
-    asked = {
-        Work.PREFILL: for_all if for_prefill is None else for_prefill,
-        Work.DECODE: decode,
-        Work.FEW: decode,
-    }
+    asked = {Work.PREFILL: for_prefill, Work.DECODE: for_decode, Work.FEW: for_decode}
     offers = {work: registry.offer(candidates, names) for work, names in asked.items()}
     return tuple(
         {
