@@ -335,7 +335,7 @@ ENVIRONMENT = os.environ | {"NO_COLOR": "1", "COLUMNS": "200", "OMP_NUM_THREADS"
 
 
 def test_ctrl_c_between_slices_leaves_no_file(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "texts.txt").write_text("the cat sat on the mat\n" * 30_000)
+    (tmp_path / "texts.txt").write_text("the cat sat on the mat\n" * 100_000)
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-m", "sightline", "embed", "-m", str(folder), "--device", "cpu"]
     with subprocess.Popen(

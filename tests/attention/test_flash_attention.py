@@ -70,7 +70,13 @@ def latent_backend(room_bytes: int) -> type[AttentionBackend[Any, Any]]:
 
 @pytest.mark.usefixtures("configurations")
 @pytest.mark.parametrize(
-    ("row", "head_dim"), [(PLAIN, 64), (NINETY_SIX, 96), (CAPPED, 128)], ids=["plain", "96", "softcap"]
+    ("row", "head_dim"),
+    [
+        (PLAIN, 64),
+        pytest.param(NINETY_SIX, 96, marks=pytest.mark.slow),
+        pytest.param(CAPPED, 128, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "96", "softcap"],
 )
 def test_the_kit_passes(row: Capability, head_dim: int) -> None:
     narrow = on_cpu(row, head_dims=frozenset({head_dim}), group_sizes=frozenset({1, 2, 3}))
@@ -79,7 +85,7 @@ def test_the_kit_passes(row: Capability, head_dim: int) -> None:
 
 
 @pytest.mark.usefixtures("configurations")
-@pytest.mark.parametrize("room", [1 << 20, 40], ids=["one-shot", "chunks"])
+@pytest.mark.parametrize("room", [pytest.param(1 << 20, marks=pytest.mark.slow), 40], ids=["one-shot", "chunks"])
 def test_the_kit_passes_for_latent_attention(room: int) -> None:
     narrow = on_cpu(LATENT_ROWS[0], group_sizes=frozenset({2}))
     backend = latent_backend(room * 2 * (192 + 128) * 2)

@@ -37,7 +37,7 @@ from sightline.testing.bench import Bench, Layout, Row, Setting, Subject
 from sightline.testing.kit import try_row
 from sightline.testing.steps import Step
 from sightline.testing.trial import Effort
-from support import fake_flashinfer, torch_writes
+from support import fake_flashinfer, torch_kernels
 
 CPU = torch.device("cpu")
 SOFTMAX_NAME = "sightline.attention.backends.flashinfer_backend"
@@ -49,7 +49,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     """The backends' modules, loaded over the stand-in."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         fake_flashinfer.install(monkeypatch)
-        torch_writes.install(monkeypatch)
+        torch_kernels.install(monkeypatch)
         loaded = {name: importlib.import_module(name) for name in (SOFTMAX_NAME, LATENT_NAME)}
         yield loaded
         for name in loaded:
@@ -69,12 +69,17 @@ def narrowed(row: Capability) -> Capability:
     return replace(row, head_dims=frozenset({128}), group_sizes=frozenset({1, 4}))
 
 
-@pytest.mark.parametrize("index", [0, 2, 3], ids=("plain", "window", "softcap"))
+@pytest.mark.parametrize(
+    "index",
+    [0, *(pytest.param(index, marks=pytest.mark.slow) for index in (1, 2, 3))],
+    ids=("plain", "window", "softcap", "8-bit"),
+)
 def test_softmax_rows_conform(modules: dict[str, ModuleType], index: int) -> None:
     report = try_row(softmax_subject(modules, narrowed(ROWS[index])), Effort.QUICK)
     assert {result.check: f"{result.detail} {result.case}" for result in report.failed} == {}
 
 
+@pytest.mark.slow
 def test_latent_rows_conform(modules: dict[str, ModuleType]) -> None:
     row = replace(LATENT_ROWS[0], group_sizes=frozenset({8}))
     report = try_row(latent_subject(modules, row), Effort.QUICK)

@@ -155,8 +155,17 @@ def subject(room: int, dtype: torch.dtype = torch.float32) -> Subject:
     return Subject("varlen", with_room(room), row, CPU)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("room", [1 << 20, 40, 7])
+@pytest.mark.parametrize(
+    ("room", "dtype"),
+    [
+        (7, torch.float32),
+        pytest.param(40, torch.float32, marks=pytest.mark.slow),
+        pytest.param(1 << 20, torch.float32, marks=pytest.mark.slow),
+        pytest.param(7, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(1 << 20, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_kit_passes_with_room_for_so_many_keys(room: int, dtype: torch.dtype) -> None:
     report = try_row(subject(room, dtype), Effort.QUICK)
     assert {result.check: (result.detail, result.case, result.trace) for result in report.failed} == {}

@@ -43,6 +43,8 @@ def narrowed(kind: Kind, dtype: torch.dtype, head_dim: int, groups: set[int], pa
     narrow = replace(
         row,
         devices=frozenset({DeviceKind.CPU}),
+        # Two rows of the backend as one.
+        cache_dtypes=frozenset({dtype, torch.float8_e4m3fn}),
         head_dims=frozenset({head_dim}),
         group_sizes=frozenset(groups),
         page_sizes=frozenset(pages),

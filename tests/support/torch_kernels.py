@@ -1,4 +1,4 @@
-"""The cache write of `kernels/triton/write.py` in torch, for backends that are tried without Triton."""
+"""The cache write and the projection of `kernels/triton` in torch, for backends that are tried without Triton."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts these where the import of the kernels finds them."""
-    module = ModuleType("sightline.kernels.triton.write")
-    vars(module).update(write_keys_values=write_keys_values, write_latents=write_latents)
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name, functions in (("write", (write_keys_values, write_latents)), ("project", (project_real,))):
+        module = ModuleType(f"sightline.kernels.triton.{name}")
+        vars(module).update({function.__name__: function for function in functions})
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def write_keys_values(
@@ -32,6 +33,11 @@ def write_keys_values(
 
 def write_latents(latent: Tensor, k_rope: Tensor, entries: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
     _write(entries, slots, torch.cat((latent, k_rope), dim=-1), scale)
+
+
+def project_real(found: Tensor, value_up: Tensor, num_real: Tensor, out: Tensor) -> None:
+    real = int(num_real)
+    out[:real] = torch.einsum("thl,hvl->thv", found[:real].float(), value_up.float()).to(out.dtype)
 
 
 def _write(plane: Tensor, slots: Tensor, entries: Tensor, scale: Tensor | None) -> None:
