@@ -412,3 +412,11 @@ def test_a_library_that_is_there_but_broken_is_told_with_what_to_do(monkeypatch:
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match=r"expected flashinfer, which backend 'flashinfer' computes with.*mend"):
         registry.find("flashinfer", BUILT_IN).load()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"), [({"window": 0}, "window of at least 1"), ({"softcap": 0.0}, "softcap above 0")]
+)
+def test_a_spec_that_no_kernel_could_mean_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        replace(PLAIN, **changes)

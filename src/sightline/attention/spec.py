@@ -59,6 +59,8 @@ class SoftmaxSpec:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"expected a window of at least 1, got {self.window}")
+        if self.softcap is not None and not self.softcap > 0.0:
+            raise ValueError(f"expected a softcap above 0, got {self.softcap}")
 
     @property
     def kind(self) -> SpecKind:

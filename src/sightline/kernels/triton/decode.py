@@ -18,10 +18,14 @@ from sightline.kernels.triton.decode_shares import (
     DecodeConfig,
     DecodeRows,
     DecodeScratch,
+    block_slots,
     finish,
     fitting_depth,
+    leave_part,
     merge_parts,
+    next_row,
     num_blocks,
+    weighed,
 )
 from sightline.kernels.triton.numbers import as_stored, product, stored_view
 
@@ -186,46 +190,27 @@ def _decode_kernel(
             seen = key < context
             if HAS_WINDOW:
                 seen = seen & (key > context - window)
-            if PAGE_SIZE > 0:
-                # A block lies in one page. A row without context has none, and page 0 stands for it.
-                page = tl.load(table + start // PAGE_SIZE)
-                place = (page * PAGE_SIZE + start % PAGE_SIZE + in_block) * slot_stride
-            else:
-                pages_of_keys = tl.load(table + key // page_size, mask=key < context, other=0)
-                place = (pages_of_keys * page_size + key % page_size) * slot_stride
-            place = (place + kv_head * HEAD_DIM)[:, None] + dim[None, :]
+            slots = block_slots(table, start, in_block, seen, page_size, PAGE_SIZE)
+            place = (slots * slot_stride + kv_head * HEAD_DIM)[:, None] + dim[None, :]
             inside = seen[:, None] & in_dim[None, :]
             k = tl.load(keys + place, mask=inside, other=0.0).to(compute_dtype)
             v = tl.load(values + place, mask=inside, other=0.0).to(compute_dtype)
             scores = product(queries, tl.trans(k), tl.zeros([HEADS, BLOCK], tl.float32), INTERPRETED)
             scores = _capped(scores * (scale * k_scale), softcap, HAS_SOFTCAP)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(largest, tl.max(scores, 1))
-            # A block may hold nothing that is seen: -inf less -inf is no number.
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(largest - base)
-            total = total * shrink + tl.sum(weights, 1)
+            weights, shrink, total, largest = weighed(scores, seen, largest, total)
             gathered = product(weights.to(compute_dtype), v, gathered * shrink[:, None], INTERPRETED)
-            largest = higher
         if count == blocks:
             finish(
                 out, lse, sinks, token, heads, num_q_heads, gathered, largest, total, v_scale, dim, in_heads,
                 SINKS, LSE, HEAD_DIM,
             )  # fmt: skip
         else:
-            part = 2 * program + (block == 0).to(tl.int32)
-            part_place = part_out + (part * HEADS + head_in_unit)[:, None] * HEAD_DIM + dim[None, :]
-            tl.store(part_place, gathered, mask=in_heads[:, None] & in_dim[None, :])
-            tl.store(part_stats + part * 2 * HEADS + head_in_unit, largest)
-            tl.store(part_stats + (part * 2 + 1) * HEADS + head_in_unit, total)
+            leave_part(
+                part_out, part_stats, program, block == 0, head_in_unit, dim, in_heads, gathered, largest, total,
+                HEADS, HEAD_DIM,
+            )  # fmt: skip
         left -= count
         unit += count
         if (unit == blocks * (num_kv_heads * subgroups)) & (left > 0):
-            row += 1
-            while tl.load(query_lens + row) == 0:
-                row += 1
             unit = 0
-            token = tl.load(row_tokens + row)
-            context = tl.load(context_lens + row).to(tl.int32)
-            table_row = tl.load(table_rows + row).to(tl.int32)
+            row, token, context, table_row = next_row(query_lens, row_tokens, context_lens, table_rows, row)

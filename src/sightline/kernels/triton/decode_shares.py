@@ -247,6 +247,55 @@ def _divide_kernel(
 
 
 @triton.jit
+def block_slots(table, start, in_block, seen, page_size, PAGE_SIZE: tl.constexpr):
+    """The slots of a block's keys. A block that lies in one page has one look at the table; a row without context has
+    no page, and page 0 stands for it."""
+    if PAGE_SIZE > 0:
+        page = tl.load(table + start // PAGE_SIZE)
+        slots = page * PAGE_SIZE + start % PAGE_SIZE + in_block
+    else:
+        key = start + in_block
+        pages = tl.load(table + key // page_size, mask=seen, other=0)
+        slots = pages * page_size + key % page_size
+    return slots
+
+
+@triton.jit
+def weighed(scores, seen, largest, total):
+    """A block's weights [heads, block], how much what was found before shrinks, and the new total and largest score."""
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    higher = tl.maximum(largest, tl.max(scores, 1))
+    # A block may hold nothing that is seen: -inf less -inf is no number.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(largest - base)
+    return weights, shrink, total * shrink + tl.sum(weights, 1), higher
+
+
+@triton.jit
+def leave_part(
+    part_out, part_stats, program, begins_here, head_in_unit, value, in_heads, gathered, largest, total,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Puts a program's part of a tile that is cut where the merge finds it."""
+    part = 2 * program + begins_here.to(tl.int32)
+    place = part_out + (part * HEADS + head_in_unit)[:, None] * VALUE_DIM + value[None, :]
+    tl.store(place, gathered, mask=in_heads[:, None] & (value < VALUE_DIM)[None, :])
+    tl.store(part_stats + part * 2 * HEADS + head_in_unit, largest)
+    tl.store(part_stats + (part * 2 + 1) * HEADS + head_in_unit, total)
+
+
+@triton.jit
+def next_row(query_lens, row_tokens, context_lens, table_rows, row):
+    """The next row that has a token, which there is: its number, token, context and page-table row."""
+    row += 1
+    while tl.load(query_lens + row) == 0:
+        row += 1
+    context, table_row = tl.load(context_lens + row), tl.load(table_rows + row)
+    return row, tl.load(row_tokens + row), context.to(tl.int32), table_row.to(tl.int32)
+
+
+@triton.jit
 def finish(
     out, lse, sinks, token, heads, num_heads, values, largest, total, v_scale, value, in_heads,
     SINKS: tl.constexpr, LSE: tl.constexpr, VALUE_DIM: tl.constexpr,
