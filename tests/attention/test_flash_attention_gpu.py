@@ -23,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs flash-attn-4"),
     # Of what the library imports.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),
 ]
 
 

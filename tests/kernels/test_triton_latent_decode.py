@@ -34,13 +34,10 @@ def test_rows_of_one_new_token_equal_the_oracle(case: Case) -> None:
     decode_latents(case).check()
 
 
-@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("num_heads", [3, 40])
-def test_chosen_configurations_compute(dtype: torch.dtype, num_heads: int, few: bool) -> None:
-    chosen = choose_latent_decode(
-        32, 8, num_heads, dtype, few=few, multiprocessors=4, shared_bytes=1 << 17, overlaps=False
-    )
+def test_chosen_configurations_compute(dtype: torch.dtype, num_heads: int) -> None:
+    chosen = choose_latent_decode(32, 8, num_heads, dtype, multiprocessors=4, shared_bytes=1 << 17, overlaps=False)
     case = Case(
         ((70, 1), (3, 1)),
         head_dim=32,

@@ -1,4 +1,4 @@
-"""Values of what heads found of the latents, in Triton's interpreter or on the card."""
+"""Every head's own product, in Triton's interpreter or on the card."""
 
 from __future__ import annotations
 
@@ -36,3 +36,13 @@ def test_what_is_multiplied_may_lie_in_memory_anyhow() -> None:
     value_up = torch.randn(2, 32, 16, device=DEVICE).transpose(1, 2)
     project_real(found, value_up, torch.tensor([4], device=DEVICE), out)
     torch.testing.assert_close(out, torch.einsum("thl,hvl->thv", found, value_up), atol=1e-5, rtol=1e-5)
+
+
+def test_something_is_copied_behind_the_product() -> None:
+    given, beside = torch.randn(5, 3, 40, device=DEVICE), torch.randn(5, 4, 24, device=DEVICE)[:, 1:]
+    up = torch.randn(3, 40, 96, device=DEVICE)
+    out = torch.full((5, 3, 96 + 24), torch.nan, device=DEVICE)
+    project_real(given, up.transpose(1, 2), torch.tensor([4], device=DEVICE), out, beside=beside)
+    expected = torch.cat([torch.einsum("thk,hkn->thn", given, up), beside], dim=-1)
+    torch.testing.assert_close(out[:4], expected[:4], atol=1e-4, rtol=1e-4)
+    assert out[4:].isnan().all()

@@ -204,8 +204,13 @@ def attend_tile(
     if right is not None:
         hidden = hidden | (key > query + right)
     scores = scores.masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(-1)
+    largest = scores.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest.isneginf(), 0.0)
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1)
     if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.float().unsqueeze(1))
-    weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).to(v.dtype).float()
+        # In float32: infinity, where scores are far below.
+        total = total + torch.exp(sinks.float().unsqueeze(1) - largest.squeeze(-1))
+    lse = largest.squeeze(-1) + total.log()
+    weights = (weights / total.masked_fill(total == 0, 1.0).unsqueeze(-1)).to(v.dtype).float()
     return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype), lse

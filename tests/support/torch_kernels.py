@@ -35,9 +35,14 @@ def write_latents(latent: Tensor, k_rope: Tensor, entries: Tensor, slots: Tensor
     _write(entries, slots, torch.cat((latent, k_rope), dim=-1), scale)
 
 
-def project_real(found: Tensor, value_up: Tensor, num_real: Tensor, out: Tensor) -> None:
-    real = int(num_real)
-    out[:real] = torch.einsum("thl,hvl->thv", found[:real].float(), value_up.float()).to(out.dtype)
+def project_real(
+    given: Tensor, up: Tensor, num_real: Tensor, out: Tensor, *, beside: Tensor | None = None, overlaps: bool = False
+) -> None:
+    del overlaps
+    real, outputs = int(num_real), up.shape[1]
+    out[:real, :, :outputs] = torch.einsum("thk,hnk->thn", given[:real].float(), up.float()).to(out.dtype)
+    if beside is not None:
+        out[:real, :, outputs:] = beside[:real]
 
 
 def _write(plane: Tensor, slots: Tensor, entries: Tensor, scale: Tensor | None) -> None:

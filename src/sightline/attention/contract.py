@@ -116,6 +116,16 @@ class LatentInputs:
     value_up: Tensor
     """[num_q_heads, value_dim, latent_dim]: a head's value is value_up @ latent."""
 
+    def whole_queries(self) -> Tensor | None:
+        """[num_tokens, num_q_heads, nope_dim + rope_dim], contiguous, where both parts lie in one tensor like that."""
+        nope, rope = self.q_nope, self.q_rope
+        tokens, heads, nope_dim = nope.shape
+        size = nope_dim + rope.shape[2]
+        strides = (heads * size, size, 1)
+        follows = rope.data_ptr() == nope.data_ptr() + nope_dim * nope.element_size()
+        is_one = follows and nope.stride() == rope.stride() == strides
+        return nope.as_strided((tokens, heads, size), strides) if is_one else None
+
     def part(self, tokens: slice) -> LatentInputs:
         """Those of some tokens, in the same memory."""
         return replace(

@@ -73,7 +73,7 @@ class _Scratch(NamedTuple):
     """A lane's leases."""
 
     queries: Tensor
-    """[max_step_tokens, heads, nope + rope]: of the step."""
+    """[max_step_tokens, heads, nope + rope]: of the step, where their two parts come apart."""
     chosen: Tensor
     """[max_step_tokens, heads, nope + rope]: queries of a call, where they do not lie side by side."""
     stored: Tensor
@@ -99,6 +99,8 @@ class _Run(NamedTuple):
     """[num_slots, latent + rope]."""
     entry_scale: float
     inputs: LatentInputs
+    queries: Tensor
+    """[num_tokens, heads, nope + rope]."""
     out: Tensor
     lse: Tensor | None
     scratch: _Scratch
@@ -116,7 +118,7 @@ class _Call(NamedTuple):
 
     def __call__(self, run: _Run) -> None:
         scratch = run.scratch
-        q = self.tokens.of(scratch.queries, scratch.chosen)
+        q = self.tokens.of(run.queries, scratch.chosen)
         keys, values = scratch.keys[self.keys], scratch.values[self.keys]
         in_place = self.tokens.side_by_side if not self.merges else None
         found = run.out[in_place] if in_place is not None else scratch.found[: self.tokens.count]
@@ -200,21 +202,29 @@ class VarlenPhases:
         """
         if not self.phases:
             return
-        scratch, tokens = self.scratch, self.tokens
-        nope_dim = inputs.q_nope.shape[-1]
-        # Two copies, since joining along the last dimension moves numbers one by one.
-        scratch.queries[tokens, :, :nope_dim] = inputs.q_nope[tokens]
-        scratch.queries[tokens, :, nope_dim:] = inputs.q_rope[tokens]
+        scratch = self.scratch
         for each in self.merged:
             scratch.merged[each] = 0.0
             scratch.merged_lse[each] = -torch.inf
-        run = _Run(self.entries[layer], self.entry_scales[layer], inputs, out, lse, scratch, self.merge)
+        queries = self._queries(inputs)
+        run = _Run(self.entries[layer], self.entry_scales[layer], inputs, queries, out, lse, scratch, self.merge)
         for phase in self.phases:
             phase(run)
         for each in self.merged:
             out[each] = scratch.merged[each]
             if lse is not None:
                 lse[each] = scratch.merged_lse[each]
+
+    def _queries(self, inputs: LatentInputs) -> Tensor:
+        """Both parts of each, as they lie or joined."""
+        whole = inputs.whole_queries()
+        if whole is not None:
+            return whole
+        joined, tokens, nope_dim = self.scratch.queries, self.tokens, inputs.q_nope.shape[-1]
+        # Two copies, since joining along the last dimension moves numbers one by one.
+        joined[tokens, :, :nope_dim] = inputs.q_nope[tokens]
+        joined[tokens, :, nope_dim:] = inputs.q_rope[tokens]
+        return joined
 
 
 class _Piece(NamedTuple):

@@ -15,13 +15,8 @@ def absorb_queries(q_nope: Tensor, q_rope: Tensor, key_up: Tensor, out: Tensor) 
     q_nope [num_tokens, heads, nope], q_rope [num_tokens, heads, rope], key_up [heads, nope, latent].
     """
     latent_dim = key_up.shape[2]
-    into_latents(q_nope, key_up, out[..., :latent_dim])
+    torch.bmm(q_nope.transpose(0, 1), key_up, out=out[..., :latent_dim].transpose(0, 1))
     out[..., latent_dim:] = q_rope
-
-
-def into_latents(q_nope: Tensor, key_up: Tensor, out: Tensor) -> None:
-    """Writes out [num_tokens, heads, latent]: of queries what meets latents."""
-    torch.bmm(q_nope.transpose(0, 1), key_up, out=out.transpose(0, 1))
 
 
 def project_values(latents: Tensor, value_up: Tensor, out: Tensor) -> None:
@@ -78,9 +73,12 @@ def expand_entries(entries: Tensor, key_up: Tensor, value_up: Tensor, keys: Tens
 def expand_latents(
     latents: Tensor, ropes: Tensor, key_up: Tensor, value_up: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    """As `expand_entries`, of latents [num_keys, latent] and rope keys [num_keys, rope]: two products and a copy."""
+    """As `expand_entries`, of latents [num_keys, latent] and rope keys [num_keys, rope]: two products and a copy.
+
+    `values` is contiguous, so that one product makes those of all heads.
+    """
     heads, nope_dim, _ = key_up.shape
     shared = latents.unsqueeze(0).expand(heads, -1, -1)
     torch.bmm(shared, key_up.transpose(1, 2), out=keys[..., :nope_dim].transpose(0, 1))
     keys[..., nope_dim:] = ropes.unsqueeze(1)
-    torch.bmm(shared, value_up.transpose(1, 2), out=values.transpose(0, 1))
+    torch.mm(latents, value_up.flatten(0, 1).T, out=values.view(values.shape[0], -1))

@@ -97,8 +97,8 @@ class Effort:
     """How long measuring goes on."""
 
     rounds: int = 7
-    sample_seconds: float = 0.005
-    """Of one task in one round, about."""
+    sample_seconds: float = 0.02
+    """Of one task in one round, about: so many layers that the first one's launch does not count."""
 
 
 def time_in_turns(tasks: Mapping[_KeyT, Task], clock: Clock, effort: Effort) -> dict[_KeyT, Timing]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from flash_attn.cute.interface import _flash_attn_fwd
 from torch import Tensor
 
@@ -100,4 +101,9 @@ class FlashAttention:
             out=out,
             **keys.places(),
         )
-        return None if lse is None else lse.transpose(0, 1)
+        if lse is None:
+            return None
+        if sinks is not None:
+            # Sinks are added at the scale of the largest score: beside scores that are far below, that overflows.
+            lse = torch.where(lse == torch.inf, sinks.float().unsqueeze(1), lse)
+        return lse.transpose(0, 1)

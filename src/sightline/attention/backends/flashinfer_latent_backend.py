@@ -106,7 +106,11 @@ class _Absorbed(NamedTuple):
     def __call__(self, run: _LayerRun) -> None:
         inputs, scratch, count = run.inputs, run.scratch, self.num_tokens
         q_nope, q_rope = (self._of(each) for each in (inputs.q_nope, inputs.q_rope))
-        absorb_queries(q_nope, q_rope, inputs.key_up, scratch.queries[:count])
+        queries = scratch.queries[:count]
+        if self.num_real is not None:
+            project_real(q_nope, inputs.key_up.transpose(1, 2), self.num_real, queries, beside=q_rope)
+        else:
+            absorb_queries(q_nope, q_rope, inputs.key_up, queries)
         found = scratch.latents[: self.num_queries]
         lse = None
         if run.lse is not None:

@@ -23,7 +23,7 @@ from sightline.attention.backends.triton_plans import (
 )
 from sightline.attention.backends.triton_rows import LATENT_ROWS
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.capability import FEW_ROWS, Capability
+from sightline.attention.capability import Capability
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
@@ -38,7 +38,7 @@ from sightline.attention.latent_varlen import LatentVarlen, VarlenPhases
 from sightline.attention.spec import Feature, LatentSpec
 from sightline.attention.tiles import row_spans
 from sightline.attention.workspace import Lane
-from sightline.kernels.latent_attention import absorb_queries, into_latents, project_values
+from sightline.kernels.latent_attention import absorb_queries, project_values
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, ScoreRule
@@ -61,9 +61,7 @@ from sightline.kernels.triton.write import write_latents
 class _Lane:
     """A lane's leases."""
 
-    few: DecodeScratch
-    """For steps of few rows."""
-    many: DecodeScratch
+    decode: DecodeScratch
     queries: Tensor
     """[max_step_tokens, heads, latent + rope]: taken into the latent's space."""
     found: Tensor
@@ -203,8 +201,10 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     ) -> None:
         # Rows of one token each come first: what is beyond them is padding, and its output stays.
         tokens = min(decode.rows.num_rows, out.shape[0])
+        num_real, overlaps = self.lane.num_real, decode.config.overlaps
         q_latent = self.lane.queries[:tokens, :, : self.spec.latent_dim]
-        into_latents(inputs.q_nope[:tokens], inputs.key_up, q_latent)
+        key_up = inputs.key_up.transpose(1, 2)
+        project_real(inputs.q_nope[:tokens], key_up, num_real, q_latent, overlaps=overlaps)
         decode_latent(
             q_latent,
             inputs.q_rope,
@@ -217,7 +217,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
             self.lane.found[:tokens],
             lse,
         )
-        project_real(self.lane.found[:tokens], inputs.value_up, self.lane.num_real, out[:tokens])
+        project_real(self.lane.found[:tokens], inputs.value_up, num_real, out[:tokens], overlaps=overlaps)
 
     def _absorb(
         self, rows: _Absorbed, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
@@ -268,18 +268,14 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             LatentLayer(entries, scale, spec.scale) for entries, scale in zip(pool.plane("entry"), scales, strict=True)
         )
         self._chip = chip = Chip.of(context.device)
-        self._few, self._many = (
-            choose_latent_decode(
-                spec.latent_dim,
-                spec.rope_dim,
-                spec.num_q_heads,
-                context.dtype,
-                few=few,
-                multiprocessors=chip.multiprocessors,
-                shared_bytes=chip.shared_bytes,
-                overlaps=chip.overlaps,
-            )
-            for few in (True, False)
+        self._config = choose_latent_decode(
+            spec.latent_dim,
+            spec.rope_dim,
+            spec.num_q_heads,
+            context.dtype,
+            multiprocessors=chip.multiprocessors,
+            shared_bytes=chip.shared_bytes,
+            overlaps=chip.overlaps,
         )
         limits = context.limits
 
@@ -289,8 +285,7 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
 
             per_token = (limits.max_step_tokens, spec.num_q_heads)
             return _Lane(
-                lease_decode(lease, self._few, limits.max_rows, spec.latent_dim, "few "),
-                lease_decode(lease, self._many, limits.max_rows, spec.latent_dim, "many "),
+                lease_decode(lease, self._config, limits.max_rows, spec.latent_dim),
                 lease("queries", (*per_token, spec.head_dim)),
                 lease("found", (*per_token, spec.latent_dim)),
                 lease("entries", (limits.max_step_tokens, spec.head_dim)),
@@ -310,9 +305,7 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         transient = step.policy is CachePolicy.TRANSIENT
         decode = absorbed = expanded = None
         if not transient and batch.num_rows and batch.num_decoding() == batch.num_rows:
-            few = batch.num_rows <= FEW_ROWS
-            scratch, config = (lane.few, self._few) if few else (lane.many, self._many)
-            decode = _Decode(decode_rows(batch, batch.num_rows, pool), scratch, config)
+            decode = _Decode(decode_rows(batch, batch.num_rows, pool), lane.decode, self._config)
         elif batch.num_rows:
             absorbed, expanded = self._plan_phases(step, lane, buffers)
         return _TritonLatentPlan(

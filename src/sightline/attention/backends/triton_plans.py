@@ -49,14 +49,14 @@ class Chip:
         )
 
 
-def lease_decode(lease: Lease, config: DecodeConfig, max_rows: int, value_dim: int, prefix: str = "") -> DecodeScratch:
+def lease_decode(lease: Lease, config: DecodeConfig, max_rows: int, value_dim: int) -> DecodeScratch:
     programs = config.num_programs
     return DecodeScratch(
-        starts=lease(f"{prefix}starts", (programs, 8), torch.int32),
-        cuts=lease(f"{prefix}cuts", (programs, 8), torch.int32),
-        row_tokens=lease(f"{prefix}row tokens", (max_rows,), torch.int32),
-        out=lease(f"{prefix}parts", (2 * programs, config.heads, value_dim), torch.float32),
-        stats=lease(f"{prefix}part stats", (2 * programs, 2, config.heads), torch.float32),
+        starts=lease("starts", (programs, 8), torch.int32),
+        cuts=lease("cuts", (programs, 8), torch.int32),
+        row_tokens=lease("row tokens", (max_rows,), torch.int32),
+        out=lease("parts", (2 * programs, config.heads, value_dim), torch.float32),
+        stats=lease("part stats", (2 * programs, 2, config.heads), torch.float32),
     )
 
 

@@ -19,12 +19,14 @@ from sightline.kernels.triton.decode_shares import (
     DecodeRows,
     DecodeScratch,
     block_slots,
+    entries_of,
     finish,
     fitting_depth,
     leave_part,
     merge_parts,
     next_row,
     num_blocks,
+    totals_of_new,
     weighed,
 )
 from sightline.kernels.triton.numbers import as_stored, product, stored_view
@@ -168,7 +170,7 @@ def _decode_kernel(
         q_place = q + token.to(tl.int64) * q_token + heads[:, None] * q_head + dim[None, :]
         queries = tl.load(q_place, mask=in_heads[:, None] & in_dim[None, :], other=0.0)
         largest = tl.full([HEADS], float("-inf"), tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
+        totals = tl.zeros([HEADS, BLOCK], tl.float32)
         gathered = tl.zeros([HEADS, DIMS], tl.float32)
         if block + count == blocks:
             # The new token: written, and seen without being read back.
@@ -182,23 +184,26 @@ def _decode_kernel(
                 tl.store(written_values + slot, kept_value, mask=in_dim)
             score = tl.sum(queries.to(tl.float32) * new_k[None, :], 1)
             largest = _capped(score * (scale * k_scale), softcap, HAS_SOFTCAP)
-            total = tl.full([HEADS], 1.0, tl.float32)
+            totals = totals_of_new(HEADS, BLOCK)
             gathered = gathered + new_v[None, :]
         begin = (first_block + block) * BLOCK
-        for start in tl.range(begin, begin + count * BLOCK, BLOCK, num_stages=STAGES):
+        lowest = 0
+        if HAS_WINDOW:
+            lowest = tl.maximum(context + 1 - window, 0)
+        # Where nothing but the new token is seen, there is no block.
+        stop = tl.minimum(begin + count * BLOCK, tl.where(lowest < context, context, 0))
+        for start in tl.range(begin, stop, BLOCK, num_stages=STAGES):
+            # Of the keys that are not seen nothing is read, not even to be weighed with 0: others stand in their place.
             key = start + in_block
-            seen = key < context
-            if HAS_WINDOW:
-                seen = seen & (key > context - window)
-            slots = block_slots(table, start, in_block, seen, page_size, PAGE_SIZE)
-            place = (slots * slot_stride + kv_head * HEAD_DIM)[:, None] + dim[None, :]
-            inside = seen[:, None] & in_dim[None, :]
-            k = tl.load(keys + place, mask=inside, other=0.0).to(compute_dtype)
-            v = tl.load(values + place, mask=inside, other=0.0).to(compute_dtype)
+            read = tl.minimum(tl.maximum(key, lowest), context - 1)
+            slots = block_slots(table, start, read, page_size, PAGE_SIZE) * slot_stride + kv_head * HEAD_DIM
+            k = entries_of(keys, slots, dim, HEAD_DIM, DIMS).to(compute_dtype)
+            v = entries_of(values, slots, dim, HEAD_DIM, DIMS).to(compute_dtype)
             scores = product(queries, tl.trans(k), tl.zeros([HEADS, BLOCK], tl.float32), INTERPRETED)
             scores = _capped(scores * (scale * k_scale), softcap, HAS_SOFTCAP)
-            weights, shrink, total, largest = weighed(scores, seen, largest, total)
+            weights, shrink, totals, largest = weighed(scores, key == read, largest, totals)
             gathered = product(weights.to(compute_dtype), v, gathered * shrink[:, None], INTERPRETED)
+        total = tl.sum(totals, 1)
         if count == blocks:
             finish(
                 out, lse, sinks, token, heads, num_q_heads, gathered, largest, total, v_scale, dim, in_heads,

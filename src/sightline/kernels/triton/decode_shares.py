@@ -247,29 +247,40 @@ def _divide_kernel(
 
 
 @triton.jit
-def block_slots(table, start, in_block, seen, page_size, PAGE_SIZE: tl.constexpr):
-    """The slots of a block's keys. A block that lies in one page has one look at the table; a row without context has
-    no page, and page 0 stands for it."""
+def block_slots(table, start, key, page_size, PAGE_SIZE: tl.constexpr):
+    """The slots of a block's keys. A block that lies in one page has one look at the table."""
     if PAGE_SIZE > 0:
-        page = tl.load(table + start // PAGE_SIZE)
-        slots = page * PAGE_SIZE + start % PAGE_SIZE + in_block
-    else:
-        key = start + in_block
-        pages = tl.load(table + key // page_size, mask=seen, other=0)
-        slots = pages * page_size + key % page_size
-    return slots
+        return tl.load(table + start // PAGE_SIZE) * PAGE_SIZE + key % PAGE_SIZE
+    return tl.load(table + key // page_size) * page_size + key % page_size
 
 
 @triton.jit
-def weighed(scores, seen, largest, total):
-    """A block's weights [heads, block], how much what was found before shrinks, and the new total and largest score."""
+def entries_of(plane, slots, dim, DIM: tl.constexpr, DIMS: tl.constexpr):
+    """What is cached at `slots`, which are all the row's own: [block, DIMS], zeros beyond DIM."""
+    place = plane + slots[:, None] + dim[None, :]
+    if DIM == DIMS:
+        return tl.load(place)
+    return tl.load(place, mask=(dim < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def weighed(scores, seen, largest, totals):
+    """Weights [heads, block] of a block of which something is seen, how much what was found before shrinks, and the new
+    totals and largest score.
+
+    Totals are kept for each place in a block: the programs' warps add them up once, at the end.
+    """
     scores = tl.where(seen[None, :], scores, float("-inf"))
     higher = tl.maximum(largest, tl.max(scores, 1))
-    # A block may hold nothing that is seen: -inf less -inf is no number.
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(largest - base)
-    return weights, shrink, total * shrink + tl.sum(weights, 1), higher
+    weights = tl.exp2(scores - higher[:, None])
+    shrink = tl.exp2(largest - higher)
+    return weights, shrink, totals * shrink[:, None] + weights, higher
+
+
+@triton.jit
+def totals_of_new(HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Totals [heads, block] where nothing but a row's new token was seen."""
+    return tl.where((tl.arange(0, BLOCK) == 0)[None, :], tl.full([HEADS, BLOCK], 1.0, tl.float32), 0.0)
 
 
 @triton.jit

@@ -20,12 +20,14 @@ from sightline.kernels.triton.decode_shares import (
     DecodeRows,
     DecodeScratch,
     block_slots,
+    entries_of,
     finish,
     fitting_depth,
     leave_part,
     merge_parts,
     next_row,
     num_blocks,
+    totals_of_new,
     weighed,
 )
 from sightline.kernels.triton.numbers import as_stored, product, stored_view
@@ -48,28 +50,22 @@ def choose_latent_decode(
     num_heads: int,
     dtype: torch.dtype,
     *,
-    few: bool,
     multiprocessors: int,
     shared_bytes: int,
     overlaps: bool,
 ) -> DecodeConfig:
-    """A good cut, for few rows or for many.
-
-    Few rows are cut into one share a multiprocessor, with large blocks; many rows run two programs on each, which hide
-    each other's waiting. More heads than 16 keep a multiprocessor busy alone.
-    """
+    """A good cut: one program for each multiprocessor, whose large blocks keep it busy."""
     heads = 16 if num_heads <= 16 else 32
-    block = 64 if few or heads == 32 else 32
+    block = 64
     if dtype is torch.float32:
         # No tensor cores: the product's operands live in registers.
         block, heads = 16, 16
     dims = max(16, triton.next_power_of_2(latent_dim)) + max(16, triton.next_power_of_2(rope_dim))
     room = shared_bytes * 15 // 16 - heads * dims * dtype.itemsize
-    programs = 1 if block == 64 else 2
-    while block > 16 and block * dims * dtype.itemsize > room // programs:
+    while block > 16 and block * dims * dtype.itemsize > room:
         block //= 2
-    depth = 1 if heads == 32 else fitting_depth(block * dims * dtype.itemsize, 2, room // programs)
-    return DecodeConfig(block, heads, programs * multiprocessors, 8 if heads == 32 else 4, depth, overlaps)
+    depth = 1 if heads == 32 else fitting_depth(block * dims * dtype.itemsize, 2, room)
+    return DecodeConfig(block, heads, multiprocessors, 8 if heads == 32 else 4, depth, overlaps)
 
 
 def decode_latent(
@@ -146,7 +142,7 @@ def _latent_kernel(
         q_rope_place = q_rope + token.to(tl.int64) * q_rope_token + heads[:, None] * q_rope_head + rope[None, :]
         rope_queries = tl.load(q_rope_place, mask=in_heads[:, None] & in_rope[None, :], other=0.0)
         largest = tl.full([HEADS], float("-inf"), tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
+        totals = tl.zeros([HEADS, BLOCK], tl.float32)
         gathered = tl.zeros([HEADS, LATENTS], tl.float32)
         if block + count == blocks:
             # The new token: written, and seen without being read back.
@@ -160,20 +156,20 @@ def _latent_kernel(
                 tl.store(new_slot + LATENT_DIM + rope, kept_rope, mask=in_rope)
             score = tl.sum(queries.to(tl.float32) * new[None, :], 1)
             largest = (score + tl.sum(rope_queries.to(tl.float32) * new_rope[None, :], 1)) * factor
-            total = tl.full([HEADS], 1.0, tl.float32)
+            totals = totals_of_new(HEADS, BLOCK)
             gathered = gathered + new[None, :]
-        for start in tl.range(block * BLOCK, (block + count) * BLOCK, BLOCK, num_stages=STAGES):
+        for start in tl.range(block * BLOCK, tl.minimum((block + count) * BLOCK, context), BLOCK, num_stages=STAGES):
+            # Of the keys that are not seen nothing is read, not even to be weighed with 0: another stands in their place.
             key = start + in_block
-            seen = key < context
-            slot = block_slots(table, start, in_block, seen, page_size, PAGE_SIZE) * slot_stride
-            k = tl.load(entries + slot[:, None] + dim[None, :], mask=seen[:, None] & in_dim[None, :], other=0.0)
-            k = k.to(compute_dtype)
-            rope_place = entries + slot[:, None] + LATENT_DIM + rope[None, :]
-            k_rope = tl.load(rope_place, mask=seen[:, None] & in_rope[None, :], other=0.0).to(compute_dtype)
+            read = tl.minimum(key, context - 1)
+            slots = block_slots(table, start, read, page_size, PAGE_SIZE) * slot_stride
+            k = entries_of(entries, slots, dim, LATENT_DIM, LATENTS).to(compute_dtype)
+            k_rope = entries_of(entries + LATENT_DIM, slots, rope, ROPE_DIM, ROPES).to(compute_dtype)
             scores = product(queries, tl.trans(k), tl.zeros([HEADS, BLOCK], tl.float32), INTERPRETED)
             scores = product(rope_queries, tl.trans(k_rope), scores, INTERPRETED) * factor
-            weights, shrink, total, largest = weighed(scores, seen, largest, total)
+            weights, shrink, totals, largest = weighed(scores, key == read, largest, totals)
             gathered = product(weights.to(compute_dtype), k, gathered * shrink[:, None], INTERPRETED)
+        total = tl.sum(totals, 1)
         if count == blocks:
             finish(
                 out, lse, None, token, heads, num_heads, gathered, largest, total, by, dim, in_heads,

@@ -1,4 +1,6 @@
-"""Values of what heads found of the latents, for the tokens that are real: the output of padding stays as it is.
+"""Every head's own product, for the tokens that are real: of padding, the output stays as it is.
+
+    queries ──▶ what meets latents         what heads found of latents ──▶ values
 
 Owns one batched product. How many tokens are real, only the device needs to know.
 """
@@ -7,71 +9,91 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sightline.kernels.triton.numbers import product
 
 _BLOCK = 64
-"""Latents of a step of the product."""
+"""Inputs of a step of the product."""
 
 
-def project_real(found: Tensor, value_up: Tensor, num_real: Tensor, out: Tensor) -> None:
-    """Writes out [num_tokens, heads, value] of found [num_tokens, heads, latent] with value_up [heads, value, latent].
+def project_real(
+    given: Tensor, up: Tensor, num_real: Tensor, out: Tensor, *, beside: Tensor | None = None, overlaps: bool = False
+) -> None:
+    """Writes out [num_tokens, heads, n] of given [num_tokens, heads, k] with up [heads, n, k].
 
-    Only the first `num_real` [1] int64 tokens are read and written. Of `found` and `out` the last dimension is
-    contiguous; value_up may lie in memory anyhow.
+    Only the first `num_real` [1] int64 tokens are read and written. `beside` [num_tokens, heads, m] is copied behind
+    the product; `out` has room for both then. Of all but `up`, which may lie in memory anyhow, the last dimension is
+    contiguous. `overlaps` as in `DecodeConfig`.
     """
-    num_tokens, num_heads, latent_dim = found.shape
+    num_tokens, num_heads, num_inputs = given.shape
     if num_tokens == 0:
         return
-    value_dim = value_up.shape[1]
-    is_wide = found.dtype is torch.float32
+    num_outputs = up.shape[1]
+    is_wide = given.dtype is torch.float32
     # No tensor cores for what is wide: the product's operands live in registers.
     tokens = 16 if is_wide else min(64, max(16, triton.next_power_of_2(num_tokens)))
     # Few tokens: more programs share a head, since one alone waits for its weights most of the time.
     widest = 16 if is_wide else 32 if num_tokens <= 16 else 64
-    values = min(max(16, triton.next_power_of_2(value_dim)), widest)
-    _project_kernel[(num_heads, triton.cdiv(num_tokens, tokens), triton.cdiv(value_dim, values))](
-        found,
-        value_up,
+    outputs = min(max(16, triton.next_power_of_2(num_outputs)), widest)
+    beside_dim = 0 if beside is None else beside.shape[2]
+    _project_kernel[(num_heads, triton.cdiv(num_tokens, tokens), triton.cdiv(num_outputs, outputs))](
+        given,
+        up,
         num_real,
         out,
-        *(*found.stride()[:2], *value_up.stride(), *out.stride()[:2]),
-        LATENT_DIM=latent_dim,
-        VALUE_DIM=value_dim,
+        beside,
+        *(*given.stride()[:2], *up.stride(), *out.stride()[:2], *(given if beside is None else beside).stride()[:2]),
+        INPUTS=num_inputs,
+        OUTPUTS=num_outputs,
+        BESIDE=beside_dim,
         TOKENS=tokens,
-        VALUES=values,
-        BLOCK=min(_BLOCK, max(16, triton.next_power_of_2(latent_dim))),
-        INTERPRETED=found.device.type == "cpu",
+        OUTPUT_BLOCK=outputs,
+        INPUT_BLOCK=min(_BLOCK, max(16, triton.next_power_of_2(num_inputs))),
+        BESIDE_BLOCK=triton.next_power_of_2(max(beside_dim, 1)),
+        OVERLAPS=overlaps,
+        INTERPRETED=given.device.type == "cpu",
         num_warps=4,
         num_stages=1 if is_wide else 4,
+        **({"launch_pdl": True} if overlaps else {}),
     )
 
 
 @triton.jit
 def _project_kernel(
-    found, value_up, num_real, out,
-    found_token, found_head, up_head, up_value, up_latent, out_token, out_head,
-    LATENT_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TOKENS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    given, up, num_real, out, beside,
+    given_token, given_head, up_head, up_output, up_input, out_token, out_head, beside_token, beside_head,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BESIDE: tl.constexpr,
+    TOKENS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr, BESIDE_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens and values of one head."""
+    """Some tokens and outputs of one head."""
     head = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TOKENS
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
     real = tl.load(num_real)
     if first < real:
         token = (first + tl.arange(0, TOKENS)).to(tl.int64)
-        value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-        dim = tl.arange(0, BLOCK)
-        is_real, is_value = token < real, value < VALUE_DIM
-        rows = found + head * found_head + token[:, None] * found_token
-        columns = value_up + head * up_head + value[None, :] * up_value
-        gathered = tl.zeros([TOKENS, VALUES], tl.float32)
-        for start in range(0, LATENT_DIM, BLOCK):
-            inside = start + dim < LATENT_DIM
+        output = tl.program_id(2) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
+        dim = tl.arange(0, INPUT_BLOCK)
+        is_real, is_output = token < real, output < OUTPUTS
+        rows = given + head * given_head + token[:, None] * given_token
+        columns = up + head * up_head + output[None, :] * up_output
+        gathered = tl.zeros([TOKENS, OUTPUT_BLOCK], tl.float32)
+        for start in range(0, INPUTS, INPUT_BLOCK):
+            inside = start + dim < INPUTS
             a = tl.load(rows + start + dim[None, :], mask=is_real[:, None] & inside[None, :], other=0.0)
             b = tl.load(
-                columns + (start + dim)[:, None] * up_latent, mask=inside[:, None] & is_value[None, :], other=0.0
+                columns + (start + dim)[:, None] * up_input, mask=inside[:, None] & is_output[None, :], other=0.0
             )
             gathered = product(a, b, gathered, INTERPRETED)
-        place = out + head * out_head + token[:, None] * out_token + value[None, :]
-        tl.store(place, gathered.to(out.dtype.element_ty), mask=is_real[:, None] & is_value[None, :])
+        place = out + head * out_head + token[:, None] * out_token
+        tl.store(place + output[None, :], gathered.to(out.dtype.element_ty), mask=is_real[:, None] & is_output[None, :])
+        if BESIDE > 0:
+            if tl.program_id(2) == 0:
+                other = tl.arange(0, BESIDE_BLOCK)
+                copied = is_real[:, None] & (other < BESIDE)[None, :]
+                taken = beside + head * beside_head + token[:, None] * beside_token + other[None, :]
+                tl.store(place + OUTPUTS + other[None, :], tl.load(taken, mask=copied, other=0.0), mask=copied)
