@@ -85,6 +85,7 @@ class FlashAttention:
         """
         # Theirs counts the keys beside the query, ours the query too.
         reach = None if self.window is None else self.window - 1
+        lse: Tensor | None
         _, lse, *_ = _flash_attn_fwd(
             q,
             keys.k,

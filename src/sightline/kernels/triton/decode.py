@@ -193,7 +193,7 @@ def _decode_kernel(
         # Where nothing but the new token is seen, there is no block.
         stop = tl.minimum(begin + count * BLOCK, tl.where(lowest < context, context, 0))
         for start in tl.range(begin, stop, BLOCK, num_stages=STAGES):
-            # Of the keys that are not seen nothing is read, not even to be weighed with 0: others stand in their place.
+            # Of keys that are not seen nothing is read, not even to be weighed with 0: another stands in their place.
             key = start + in_block
             read = tl.minimum(tl.maximum(key, lowest), context - 1)
             slots = block_slots(table, start, read, page_size, PAGE_SIZE) * slot_stride + kv_head * HEAD_DIM

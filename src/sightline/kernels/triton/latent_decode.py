@@ -159,7 +159,7 @@ def _latent_kernel(
             totals = totals_of_new(HEADS, BLOCK)
             gathered = gathered + new[None, :]
         for start in tl.range(block * BLOCK, tl.minimum((block + count) * BLOCK, context), BLOCK, num_stages=STAGES):
-            # Of the keys that are not seen nothing is read, not even to be weighed with 0: another stands in their place.
+            # Of keys that are not seen nothing is read, not even to be weighed with 0: another stands in their place.
             key = start + in_block
             read = tl.minimum(key, context - 1)
             slots = block_slots(table, start, read, page_size, PAGE_SIZE) * slot_stride

@@ -91,7 +91,7 @@ def _project_kernel(
             gathered = product(a, b, gathered, INTERPRETED)
         place = out + head * out_head + token[:, None] * out_token
         tl.store(place + output[None, :], gathered.to(out.dtype.element_ty), mask=is_real[:, None] & is_output[None, :])
-        if BESIDE > 0:
+        if BESIDE > 0:  # noqa: SIM102 - what is known when the kernel is compiled, then what is not
             if tl.program_id(2) == 0:
                 other = tl.arange(0, BESIDE_BLOCK)
                 copied = is_real[:, None] & (other < BESIDE)[None, :]
