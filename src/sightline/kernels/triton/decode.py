@@ -18,7 +18,7 @@ from sightline.kernels.triton.decode_shares import (
     DecodeConfig,
     DecodeRows,
     DecodeScratch,
-    block_slots,
+    block_places,
     entries_of,
     finish,
     fitting_depth,
@@ -103,12 +103,12 @@ def decode_softmax(
         layer.k_scale, layer.v_scale, sinks,
         out, lse, rows.write_slots, rows.pages, rows.table_rows, rows.context_lens, rows.query_lens,
         scratch.starts, scratch.row_tokens, scratch.out, scratch.stats,
-        layer.scale, layer.softcap or 1.0, layer.window or 0, rows.page_size,
+        layer.scale, layer.softcap or 1.0, layer.window or 0,
         num_kv_heads, group, config.num_subgroups(group), num_q_heads, rows.pages.stride(0), layer.keys.stride(0),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEAD_DIM=head_dim, DIMS=max(16, triton.next_power_of_2(head_dim)),
         HEADS=config.heads,
-        PAGE_SIZE=rows.page_of_blocks(config.block), BLOCK=config.block, STAGES=2 * config.depth + 1,
+        PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=2 * config.depth + 1,
         HAS_WINDOW=layer.window is not None, HAS_SOFTCAP=layer.softcap is not None,
         SINKS=sinks is not None, LSE=lse is not None, FP8=layer.keys.dtype is torch.float8_e4m3fn,
         INTERPRETED=q.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
@@ -126,7 +126,7 @@ def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["window", "page_size", "num_kv_heads", "group", "subgroups", "num_q_heads"],
+    do_not_specialize=["window", "num_kv_heads", "group", "subgroups", "num_q_heads"],
     do_not_specialize_on_alignment=UNALIGNED,
 )
 def _decode_kernel(
@@ -134,7 +134,7 @@ def _decode_kernel(
     keys, values, written_keys, written_values, k_scales, v_scales, sinks,
     out, lse, write_slots, pages, table_rows, context_lens, query_lens,
     starts, row_tokens, part_out, part_stats,
-    scale, softcap, window, page_size, num_kv_heads, group, subgroups, num_q_heads, max_pages, slot_stride,
+    scale, softcap, window, num_kv_heads, group, subgroups, num_q_heads, max_pages, slot_stride,
     q_token, q_head, k_token, k_head, v_token, v_head,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -196,9 +196,10 @@ def _decode_kernel(
             # Of keys that are not seen nothing is read, not even to be weighed with 0: another stands in their place.
             key = start + in_block
             read = tl.minimum(tl.maximum(key, lowest), context - 1)
-            slots = block_slots(table, start, read, page_size, PAGE_SIZE) * slot_stride + kv_head * HEAD_DIM
-            k = entries_of(keys, slots, dim, HEAD_DIM, DIMS).to(compute_dtype)
-            v = entries_of(values, slots, dim, HEAD_DIM, DIMS).to(compute_dtype)
+            first, places = block_places(table, start, read, slot_stride, PAGE_SIZE, BLOCK)
+            first += kv_head * HEAD_DIM
+            k = entries_of(keys + first, places, dim, HEAD_DIM, DIMS).to(compute_dtype)
+            v = entries_of(values + first, places, dim, HEAD_DIM, DIMS).to(compute_dtype)
             scores = product(queries, tl.trans(k), tl.zeros([HEADS, BLOCK], tl.float32), INTERPRETED)
             scores = _capped(scores * (scale * k_scale), softcap, HAS_SOFTCAP)
             weights, shrink, totals, largest = weighed(scores, key == read, largest, totals)

@@ -96,10 +96,6 @@ class DecodeRows:
     def num_rows(self) -> int:
         return self.query_lens.shape[0]
 
-    def page_of_blocks(self, block: int) -> int:
-        """The size of pages that hold whole blocks, which a kernel is compiled for; 0 where they do not."""
-        return self.page_size if self.page_size % block == 0 else 0
-
 
 def divide(rows: DecodeRows, scratch: DecodeScratch, config: DecodeConfig, num_heads: int, window: int | None) -> None:
     """Deals out the units of a step; `num_heads` are groups of heads of a row."""
@@ -247,17 +243,24 @@ def _divide_kernel(
 
 
 @triton.jit
-def block_slots(table, start, key, page_size, PAGE_SIZE: tl.constexpr):
-    """The slots of a block's keys. A block that lies in one page has one look at the table."""
-    if PAGE_SIZE > 0:
-        return tl.load(table + start // PAGE_SIZE) * PAGE_SIZE + key % PAGE_SIZE
-    return tl.load(table + key // page_size) * page_size + key % page_size
+def block_places(table, start, key, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the entries of a block's keys begin: a number for the block, and one for each key that adds to it.
+
+    A block that lies in one page has one look at the table, and distances in it that are small.
+    """
+    if PAGE_SIZE % BLOCK == 0:
+        first = tl.load(table + start // PAGE_SIZE) * PAGE_SIZE * slot_stride
+        places = (key % PAGE_SIZE) * slot_stride
+    else:
+        first = tl.zeros([], tl.int64)
+        places = (tl.load(table + key // PAGE_SIZE) * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
+    return first, places
 
 
 @triton.jit
-def entries_of(plane, slots, dim, DIM: tl.constexpr, DIMS: tl.constexpr):
-    """What is cached at `slots`, which are all the row's own: [block, DIMS], zeros beyond DIM."""
-    place = plane + slots[:, None] + dim[None, :]
+def entries_of(plane, places, dim, DIM: tl.constexpr, DIMS: tl.constexpr):
+    """What is cached there, all of it the row's own: [block, DIMS], zeros beyond DIM."""
+    place = plane + places[:, None] + dim[None, :]
     if DIM == DIMS:
         return tl.load(place)
     return tl.load(place, mask=(dim < DIM)[None, :], other=0.0)

@@ -19,7 +19,7 @@ from sightline.kernels.triton.decode_shares import (
     DecodeConfig,
     DecodeRows,
     DecodeScratch,
-    block_slots,
+    block_places,
     entries_of,
     finish,
     fitting_depth,
@@ -89,25 +89,25 @@ def decode_latent(
         q_latent, q_rope, latent, k_rope, layer.entries, stored_view(layer.entries), layer.entry_scale,
         out, lse, rows.write_slots, rows.pages, rows.table_rows, rows.context_lens, rows.query_lens,
         scratch.starts, scratch.row_tokens, scratch.out, scratch.stats,
-        layer.scale, rows.page_size, num_heads, config.num_subgroups(num_heads),
+        layer.scale, num_heads, config.num_subgroups(num_heads),
         rows.pages.stride(0), layer.entries.stride(0),
         q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), k_rope.stride(0),
         LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
         LATENTS=max(16, triton.next_power_of_2(latent_dim)), ROPES=max(16, triton.next_power_of_2(rope_dim)),
         HEADS=config.heads,
-        PAGE_SIZE=rows.page_of_blocks(config.block), BLOCK=config.block, STAGES=2 * config.depth + 1,
+        PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=2 * config.depth + 1,
         LSE=lse is not None, FP8=layer.entries.dtype is torch.float8_e4m3fn,
         INTERPRETED=q_latent.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
     )  # fmt: skip
     merge_parts(out, lse, None, layer.entry_scale, scratch, config, rows.num_rows, 1)
 
 
-@triton.jit(do_not_specialize=["page_size", "num_heads", "subgroups"], do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=["num_heads", "subgroups"], do_not_specialize_on_alignment=UNALIGNED)
 def _latent_kernel(
     q, q_rope, latent_new, rope_new, entries, written, entry_scale,
     out, lse, write_slots, pages, table_rows, context_lens, query_lens,
     starts, row_tokens, part_out, part_stats,
-    scale, page_size, num_heads, subgroups, max_pages, slot_stride,
+    scale, num_heads, subgroups, max_pages, slot_stride,
     q_token, q_head, q_rope_token, q_rope_head, latent_token, rope_token,
     LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LATENTS: tl.constexpr, ROPES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -162,9 +162,9 @@ def _latent_kernel(
             # Of keys that are not seen nothing is read, not even to be weighed with 0: another stands in their place.
             key = start + in_block
             read = tl.minimum(key, context - 1)
-            slots = block_slots(table, start, read, page_size, PAGE_SIZE) * slot_stride
-            k = entries_of(entries, slots, dim, LATENT_DIM, LATENTS).to(compute_dtype)
-            k_rope = entries_of(entries + LATENT_DIM, slots, rope, ROPE_DIM, ROPES).to(compute_dtype)
+            first, places = block_places(table, start, read, slot_stride, PAGE_SIZE, BLOCK)
+            k = entries_of(entries + first, places, dim, LATENT_DIM, LATENTS).to(compute_dtype)
+            k_rope = entries_of(entries + first + LATENT_DIM, places, rope, ROPE_DIM, ROPES).to(compute_dtype)
             scores = product(queries, tl.trans(k), tl.zeros([HEADS, BLOCK], tl.float32), INTERPRETED)
             scores = product(rope_queries, tl.trans(k_rope), scores, INTERPRETED) * factor
             weights, shrink, totals, largest = weighed(scores, key == read, largest, totals)
