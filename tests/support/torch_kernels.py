@@ -12,7 +12,8 @@ from torch import Tensor
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts these where the import of the kernels finds them."""
-    for name, functions in (("write", (write_keys_values, write_latents)), ("project", (project_real,))):
+    kernels = {"write": (write_keys_values, write_latents), "project": (project_real,), "pages": (list_pages,)}
+    for name, functions in kernels.items():
         module = ModuleType(f"sightline.kernels.triton.{name}")
         vars(module).update({function.__name__: function for function in functions})
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -43,6 +44,12 @@ def project_real(
     out[:real, :, :outputs] = torch.einsum("thk,hnk->thn", given[:real].float(), up.float()).to(out.dtype)
     if beside is not None:
         out[:real, :, outputs:] = beside[:real]
+
+
+def list_pages(table: Tensor, rows: Tensor, most: int, out: Tensor) -> None:
+    for place, count, start in rows.T.tolist():
+        assert count <= most, "a row has more pages than the launch is for"
+        out[start : start + count] = table[place, :count]
 
 
 def _write(plane: Tensor, slots: Tensor, entries: Tensor, scale: Tensor | None) -> None:

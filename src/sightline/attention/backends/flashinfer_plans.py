@@ -17,6 +17,7 @@ from sightline.attention.buffers import PlanBuffers
 from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
+from sightline.kernels.triton.pages import list_pages
 
 HostInts = npt.NDArray[np.int32]
 
@@ -81,7 +82,7 @@ def last_page_lens(seq_lens: HostInts, page_size: int) -> HostInts:
     return np.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0).astype(np.int32)
 
 
-def on_host(values: HostInts) -> Tensor:
+def on_host(values: npt.NDArray[np.int32 | np.int64]) -> Tensor:
     """The same memory. It is pageable: a copy to a device has left it when the call that made it returns."""
     return torch.from_numpy(values)
 
@@ -93,19 +94,11 @@ def fill_pages(
 
     The device walks the table: the host's work grows with rows, not with pages.
     """
-    total = int(pages.sum())
-    packed = np.empty((2, len(table_rows)), dtype=np.int64)
-    # Where a row's pages begin in the flattened table, less where they go.
-    packed[0] = table_rows.astype(np.int64) * table.max_pages - offsets(pages)[:-1]
-    packed[1] = pages
-    staged = buffers.take(f"{name}.rows", packed.shape, torch.int64)
-    staged.copy_(torch.from_numpy(packed), non_blocking=True)
-    listed = out[:total]
-    if total:
-        places = torch.repeat_interleave(staged[0], staged[1], output_size=total)
-        places += torch.arange(total, device=out.device)
-        listed.copy_(table.pages.view(-1).index_select(0, places))
-    return listed
+    staged = buffers.take(f"{name}.rows", (3, len(table_rows)), torch.int64)
+    starts = offsets(pages)
+    staged.copy_(on_host(np.stack((table_rows, pages, starts[:-1])).astype(np.int64)), non_blocking=True)
+    list_pages(table.pages, staged, int(pages.max(initial=0)), out)
+    return out[: int(starts[-1])]
 
 
 class CopiesInFlight:
