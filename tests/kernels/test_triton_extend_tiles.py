@@ -17,6 +17,7 @@ from sightline.kernels.triton.extend_tiles import (
     prepare_ragged_tiles,
     prepare_tiles,
 )
+from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, lie_on_borders
 from support.extend_cases import DEVICE, empty_tiles
 
 
@@ -101,3 +102,16 @@ def test_tiles_hold_whole_groups_where_they_fit() -> None:
     config = ExtendConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
     assert [config.tile_tokens(group) for group in (1, 3, 64, 100)] == [64, 21, 1, 1]
     assert [config.tile_heads(group) for group in (1, 3, 64, 100)] == [1, 3, 64, 64]
+
+
+@pytest.mark.parametrize(("qk_dim", "v_dim"), [(28, 14), (56, 26), (192, 120), (40, 64)])
+def test_heads_off_the_borders_of_16_get_no_warp_group(qk_dim: int, v_dim: int) -> None:
+    config = choose_config(torch.bfloat16, qk_dim, v_dim, 1, 500, shared_bytes=1 << 17)
+    assert config.block_m < WARP_GROUP_ROWS
+
+
+def test_where_16_bytes_may_be_moved_at_once() -> None:
+    whole = torch.zeros(4, 3, 64)
+    assert lie_on_borders(whole, whole.transpose(0, 2), whole[..., 16:32])
+    assert not lie_on_borders(whole[..., 1:])
+    assert not lie_on_borders(torch.zeros(4, 3, 60))

@@ -60,8 +60,9 @@ def choose_config(
     if dtype is torch.float32:
         # No tensor cores: operands live in registers, and a larger tile would spill them.
         config = ExtendConfig(min(wanted, 32), 16, num_warps=8 if wanted > 16 else 4, num_stages=1)
-    elif wanted <= 32:
-        config = ExtendConfig(wanted, 64 if widest <= 256 else 32, num_warps=4, num_stages=3)
+    elif wanted <= 32 or qk_dim % 16 != 0 or v_dim % 16 != 0:
+        # Heads that do not begin on borders of 16: no warp groups (`numbers.lie_on_borders`).
+        config = ExtendConfig(min(wanted, 32), 64 if widest <= 256 else 32, num_warps=4, num_stages=3)
     elif widest > 256:
         config = ExtendConfig(64, 32, num_warps=8, num_stages=3)
     elif wanted == 64 or 64 < widest <= 128:

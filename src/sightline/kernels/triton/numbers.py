@@ -5,6 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+WARP_GROUP_ROWS = 64
+"""The least rows of a product that four warps of SM90 compute as one group."""
+
 
 @triton.jit
 def product(a: tl.tensor, b: tl.tensor, added: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
@@ -52,3 +55,15 @@ def as_stored(value: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, FP8: tl.c
 def stored_view(plane: Tensor) -> Tensor:
     """What kernels write to: e4m3 as bytes, since the interpreter rounds floats otherwise."""
     return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
+
+
+def lie_on_borders(*tensors: Tensor) -> bool:
+    """Whether heads and entries begin where 16 bytes may be moved at once.
+
+    Where they do not, a kernel must not use warp groups: Triton 3.6 then puts a block into shared memory by way of
+    registers, and the product reads beyond it.
+    """
+    return all(
+        each.data_ptr() % 16 == 0 and all(stride == 1 or stride % 16 == 0 for stride in each.stride())
+        for each in tensors
+    )
