@@ -37,7 +37,7 @@ class Problem(ABC, Generic[SpecT, InputsT]):
     kv_heads: ClassVar[tuple[int, ...]]
     """Numbers of key heads that are tried together with everything else."""
 
-    roundings: ClassVar[int]
+    roundings: ClassVar[float]
     """How often numbers on the way to an output are rounded to the step's dtype; all but the last reach the scores."""
 
     @abstractmethod
