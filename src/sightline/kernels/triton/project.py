@@ -13,6 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, lie_on_borders, product
 
+_BLOCK = 64
+"""Inputs of a step of the product."""
+
 
 def project_real(
     given: Tensor, up: Tensor, num_real: Tensor, out: Tensor, *, beside: Tensor | None = None, overlaps: bool = False
@@ -30,10 +33,8 @@ def project_real(
     is_wide = given.dtype is torch.float32
     # No tensor cores for what is wide: the product's operands live in registers.
     tokens = 16 if is_wide else min(64, max(16, triton.next_power_of_2(num_tokens)))
-    # Few tokens: more programs share a head, and ask for all of their weights at once: they wait most of the time.
-    few = num_tokens <= 16
-    inputs = min(256 if few and not is_wide else 64, max(16, triton.next_power_of_2(num_inputs)))
-    widest = 64 if not few and not is_wide else 16 if num_inputs > inputs or is_wide else 32
+    # Few tokens: more programs share a head, since one alone waits for its weights most of the time.
+    widest = 16 if is_wide else 32 if num_tokens <= 16 else 64
     outputs = min(max(16, triton.next_power_of_2(num_outputs)), widest)
     beside_dim = 0 if beside is None else beside.shape[2]
     _project_kernel[(num_heads, triton.cdiv(num_tokens, tokens), triton.cdiv(num_outputs, outputs))](
@@ -48,13 +49,13 @@ def project_real(
         BESIDE=beside_dim,
         TOKENS=tokens,
         OUTPUT_BLOCK=outputs,
-        INPUT_BLOCK=inputs,
+        INPUT_BLOCK=min(_BLOCK, max(16, triton.next_power_of_2(num_inputs))),
         BESIDE_BLOCK=triton.next_power_of_2(max(beside_dim, 1)),
         OVERLAPS=overlaps,
         INTERPRETED=given.device.type == "cpu",
         # Two warps are no warp group.
         num_warps=4 if tokens < WARP_GROUP_ROWS or lie_on_borders(given, up) else 2,
-        num_stages=1 if is_wide else 4 if inputs == 64 else 2,
+        num_stages=1 if is_wide else 4,
         **({"launch_pdl": True} if overlaps else {}),
     )
 
