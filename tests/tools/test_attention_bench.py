@@ -162,6 +162,19 @@ def test_tasks_take_turns_and_slow_ones_fewer() -> None:
     assert [each or "" for each in rounds] == ["quickslow", "slow", "quickquick", "slow", "quickquick", "quickquick"]
 
 
+def test_rounds_begin_at_different_tasks() -> None:
+    ran: list[str] = []
+
+    class Steady(HostClock):
+        def seconds(self, work: Callable[[], object]) -> float:
+            work()
+            return 0.1
+
+    tasks = {name: Task(lambda count, name=name: ran.append(name), 1) for name in "abc"}  # type: ignore[misc]
+    time_in_turns(tasks, Steady(), Effort(rounds=3, sample_seconds=0.1))
+    assert "".join(ran[6:]) == "abcbcacab"
+
+
 def test_the_report_as_data_says_everything() -> None:
     report = measured("tiny-gqa-3x21", TORCH, peers=PEERS)
     data = json.loads(json.dumps(report.to_data()))

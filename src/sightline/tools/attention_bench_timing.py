@@ -1,4 +1,5 @@
-"""Time on a device, taken in turns: every task once a round, so that a machine that drifts drifts for all.
+"""Time on a device, taken in turns: every task once a round, so that a machine that drifts drifts for all. Rounds begin
+at different tasks: whoever comes first finds a device that has rested.
 
 Owns clocks, rounds, captured graphs and the machine's rates. Does not know what the tasks are.
 """
@@ -112,10 +113,12 @@ def time_in_turns(tasks: Mapping[_KeyT, Task], clock: Clock, effort: Effort) -> 
         counts[key] = task.unit * max(1, round(effort.sample_seconds / first))
         rounds[key] = max(1, min(effort.rounds, int(_SLOW_SECONDS / first)))
     samples: dict[_KeyT, list[float]] = {key: [] for key in tasks}
+    keys = list(tasks)
     for number in range(effort.rounds):
-        for key, task in tasks.items():
+        first = number * len(keys) // effort.rounds
+        for key in (*keys[first:], *keys[:first]):
             if number < rounds[key]:
-                samples[key].append(clock.seconds(partial(task.run, counts[key])) / counts[key])
+                samples[key].append(clock.seconds(partial(tasks[key].run, counts[key])) / counts[key])
     return {key: Timing.of(taken) for key, taken in samples.items()}
 
 
