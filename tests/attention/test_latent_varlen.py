@@ -255,3 +255,20 @@ def test_what_is_kept_in_fewer_bits_is_read_times_its_scale(room: int) -> None:
     projections = (inputs.key_up, inputs.value_up)
     wanted, _ = attend_latent_row(SPEC, inputs.q_nope, inputs.q_rope, kept.float() * scale, *projections, visible)
     torch.testing.assert_close(out, wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_queries_that_are_whole_heads_are_taken_as_they_lie() -> None:
+    whole = torch.randn(5, 3, 12 + 4)
+    rest = (torch.zeros(5, 8), torch.zeros(5, 4), torch.zeros(3, 12, 8), torch.zeros(3, 6, 8))
+    found = LatentInputs(whole[..., :12], whole[..., 12:], *rest).whole_queries()
+    assert found is not None
+    assert found.data_ptr() == whole.data_ptr()
+    assert torch.equal(found, whole)
+    wider = torch.randn(5, 3, 20)
+    for q_nope, q_rope in (
+        (whole[..., :12].contiguous(), whole[..., 12:].contiguous()),
+        (wider[..., :12], wider[..., 12:16]),
+        (wider[..., :12], wider[..., 16:]),
+        (whole[..., 4:], whole[..., :4]),
+    ):
+        assert LatentInputs(q_nope, q_rope, *rest).whole_queries() is None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sightline.kernels.triton.decode import choose_decode
+from sightline.kernels.triton.numbers import WARP_GROUP_ROWS
 from support.decode_cases import FP8, Case, decode
 
 BF16 = torch.bfloat16
@@ -19,6 +20,7 @@ CASES = {
     "page-16": Case(page_size=16),
     "page-64": Case(page_size=64, group_size=1, num_kv_heads=4),
     "pages-of-several-blocks": Case(page_size=48, window=20),
+    "pages-of-one-and-a-half-blocks": Case(page_size=24, window=20),
     "fewer-tiles-than-programs": Case(FEW_ROWS, num_programs=40),
     "as-many-tiles-as-programs": Case(FEW_ROWS, num_programs=6),
     "more-tiles-than-programs": Case(num_programs=3),
@@ -78,6 +80,12 @@ def test_chosen_configurations_compute(dtype: torch.dtype, group_size: int) -> N
         num_programs=chosen.num_programs,
     )
     decode(case).check()
+
+
+@pytest.mark.parametrize(("head_dim", "most"), [(80, WARP_GROUP_ROWS), (72, WARP_GROUP_ROWS // 2)])
+def test_heads_off_the_borders_get_no_warp_group(head_dim: int, most: int) -> None:
+    chosen = choose_decode(head_dim, 100, BF16, BF16, multiprocessors=3, shared_bytes=1 << 17, overlaps=False)
+    assert chosen.heads == most
 
 
 def test_the_oracle_tells_a_window_one_too_wide() -> None:

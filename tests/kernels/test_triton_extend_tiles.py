@@ -17,7 +17,7 @@ from sightline.kernels.triton.extend_tiles import (
     prepare_ragged_tiles,
     prepare_tiles,
 )
-from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, lie_on_borders
+from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, warps_for
 from support.extend_cases import DEVICE, empty_tiles
 
 
@@ -110,8 +110,9 @@ def test_heads_off_the_borders_of_16_get_no_warp_group(qk_dim: int, v_dim: int) 
     assert config.block_m < WARP_GROUP_ROWS
 
 
-def test_where_16_bytes_may_be_moved_at_once() -> None:
+def test_what_does_not_begin_on_borders_is_loaded_by_no_warp_group() -> None:
     whole = torch.zeros(4, 3, 64)
-    assert lie_on_borders(whole, whole.transpose(0, 2), whole[..., 16:32])
-    assert not lie_on_borders(whole[..., 1:])
-    assert not lie_on_borders(torch.zeros(4, 3, 60))
+    assert warps_for(8, 64, whole, whole.transpose(0, 2), whole[..., 16:32]) == 8
+    assert warps_for(8, 64, whole, whole[..., 1:]) == 2
+    assert warps_for(8, 64, torch.zeros(4, 3, 60)) == 2
+    assert warps_for(8, 32, torch.zeros(4, 3, 60)) == 8

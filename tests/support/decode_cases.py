@@ -127,12 +127,14 @@ class Paged:
         )
 
     def cache(self, contexts: Sequence[Tensor], scale: float) -> Tensor:
-        """[num_slots, ...]: contexts where they belong, NaN wherever nobody wrote."""
+        """[num_slots, ...]: what is seen of contexts where it belongs, NaN everywhere else."""
         dtype = self.case.cache_dtype or self.case.dtype
         plane = torch.full((self.num_slots, *contexts[0].shape[1:]), torch.nan).to(dtype)
         for row, context in enumerate(contexts):
-            slots = self.slots(row, torch.arange(context.shape[0]))
-            plane.view(torch.uint8)[slots] = stored_entries(context, dtype, scale).view(torch.uint8)
+            length = context.shape[0]
+            first = 0 if self.case.window is None else max(0, length + 1 - self.case.window)
+            slots = self.slots(row, torch.arange(first, length))
+            plane.view(torch.uint8)[slots] = stored_entries(context[first:], dtype, scale).view(torch.uint8)
         return plane.to(DEVICE)
 
     def require_written(self, plane: Tensor, before: Tensor, new: Tensor, scale: float) -> None:

@@ -75,10 +75,11 @@ def expand_latents(
 ) -> None:
     """As `expand_entries`, of latents [num_keys, latent] and rope keys [num_keys, rope]: two products and a copy.
 
-    `values` is contiguous, so that one product makes those of all heads.
+    `values` is contiguous, so that one product makes those of all heads, without a copy where `value_up` is too.
     """
     heads, nope_dim, _ = key_up.shape
+    value_rows = heads * value_up.shape[1]
     shared = latents.unsqueeze(0).expand(heads, -1, -1)
     torch.bmm(shared, key_up.transpose(1, 2), out=keys[..., :nope_dim].transpose(0, 1))
     keys[..., nope_dim:] = ropes.unsqueeze(1)
-    torch.mm(latents, value_up.flatten(0, 1).T, out=values.view(values.shape[0], -1))
+    torch.mm(latents, value_up.flatten(0, 1).T, out=values.view(-1, value_rows))

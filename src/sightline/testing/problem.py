@@ -37,8 +37,10 @@ class Problem(ABC, Generic[SpecT, InputsT]):
     kv_heads: ClassVar[tuple[int, ...]]
     """Numbers of key heads that are tried together with everything else."""
 
-    roundings: ClassVar[float]
+    roundings: ClassVar[int]
     """How often numbers on the way to an output are rounded to the step's dtype; all but the last reach the scores."""
+    half_slack: ClassVar[float]
+    """How much more the rarest outputs in half precision may be off."""
 
     @abstractmethod
     def plain(self, head_dims: Sequence[int], group_sizes: Sequence[int]) -> SpecT:

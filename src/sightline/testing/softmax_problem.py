@@ -23,7 +23,8 @@ class SoftmaxProblem(Problem[SoftmaxSpec, SoftmaxInputs]):
     per_token: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     more_head_dims: ClassVar[tuple[int, ...]] = ()
     kv_heads: ClassVar[tuple[int, ...]] = (1, 2)
-    roundings: ClassVar[float] = 1
+    roundings: ClassVar[int] = 1
+    half_slack: ClassVar[float] = 1.0
 
     def plain(self, head_dims: Sequence[int], group_sizes: Sequence[int]) -> SoftmaxSpec:
         return self.spec(head_dims[0], group_sizes[0], 2)

@@ -83,10 +83,11 @@ class Trial:
             fail(f"expected a row with one of {_DTYPES} to compute in and to keep, got {self.row}")
         self.dtype = dtype or computed[0]
         self.cache_dtype = cache_dtype or (self.dtype if self.dtype in caches else caches[0])
-        self.tolerance = self.problem.roundings * _TOLERANCE[self.dtype]
+        rounded = self.problem.roundings * _TOLERANCE[self.dtype]
+        self.tolerance = rounded * (self.problem.half_slack if self.dtype.itemsize == 2 else 1.0)
         """Of outputs."""
         exact_scores = self.problem.roundings == 1
-        self.lse_tolerance = _LSE_TOLERANCE if exact_scores else max(_LSE_TOLERANCE, self.tolerance)
+        self.lse_tolerance = _LSE_TOLERANCE if exact_scores else max(_LSE_TOLERANCE, rounded)
         self.page_size = samples.of_page_sizes(self.row)[0]
         self.plain: Any = self.problem.plain(samples.of_head_dims(self.row), samples.of_group_sizes(self.row))
         """A spec of the problem's kind, as plain as the row allows."""

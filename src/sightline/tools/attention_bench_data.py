@@ -147,7 +147,7 @@ def _softmax_inputs(shape: Shape, spec: SoftmaxSpec, normal: _Normal) -> Softmax
 
 
 def _latent_inputs(shape: Shape, spec: LatentSpec, num_layers: int, normal: _Normal) -> tuple[LatentInputs, ...]:
-    """A head's query is one run of numbers, as its projection gives it."""
+    """A head's query is one run of numbers: the cheapest form, which peers get too."""
     factor = _NEW_LATENT_FACTOR if shape.row_kind is RowKind.DECODE else 1.0
     q = normal(shape.num_tokens, spec.num_q_heads, spec.nope_dim + spec.rope_dim)
     latent, k_rope = normal(shape.num_tokens, spec.latent_dim) * factor, normal(shape.num_tokens, spec.rope_dim)

@@ -141,8 +141,9 @@ class ExpandedSurroundings(Surroundings):
         self.inputs = inputs
         tokens, heads, like = data.shape.num_tokens, spec.num_q_heads, inputs[0].q_nope
         head_dim = spec.nope_dim + spec.rope_dim
-        # The inputs' two parts lie side by side in one projection.
-        self.q = like.as_strided((tokens, heads, head_dim), (heads * head_dim, head_dim, 1))
+        whole = inputs[0].whole_queries()
+        assert whole is not None, "the benchmark's queries are whole heads"
+        self.q = whole
         """[num_tokens, num_q_heads, nope_dim + rope_dim]."""
         self.keys = like.new_zeros(tokens, heads, head_dim)
         self.values = like.new_zeros(tokens, heads, spec.value_dim)

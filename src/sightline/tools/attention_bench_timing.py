@@ -115,8 +115,8 @@ def time_in_turns(tasks: Mapping[_KeyT, Task], clock: Clock, effort: Effort) -> 
     samples: dict[_KeyT, list[float]] = {key: [] for key in tasks}
     keys = list(tasks)
     for number in range(effort.rounds):
-        first = number * len(keys) // effort.rounds
-        for key in (*keys[first:], *keys[:first]):
+        begin = number % max(len(keys), 1)
+        for key in (*keys[begin:], *keys[:begin]):
             if number < rounds[key]:
                 samples[key].append(clock.seconds(partial(tasks[key].run, counts[key])) / counts[key])
     return {key: Timing.of(taken) for key, taken in samples.items()}

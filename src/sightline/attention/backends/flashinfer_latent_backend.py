@@ -108,6 +108,7 @@ class _Absorbed(NamedTuple):
         q_nope, q_rope = (self._of(each) for each in (inputs.q_nope, inputs.q_rope))
         queries = scratch.queries[:count]
         if self.num_real is not None:
+            # Of queries beyond them the kernel reads what lies there: what it finds for those, nobody projects.
             project_real(q_nope, inputs.key_up.transpose(1, 2), self.num_real, queries, beside=q_rope)
         else:
             absorb_queries(q_nope, q_rope, inputs.key_up, queries)

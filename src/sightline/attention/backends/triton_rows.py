@@ -74,7 +74,8 @@ _FEW_HEADS = frozenset(range(1, 17))
 """That fit one unit of decode."""
 LATENT_ROWS: tuple[Capability, ...] = (
     *(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10)) for dtype in _DTYPES),
-    # Few rows are where it beats everything else, but only of few heads.
+    # Few rows are where its kernels are the fastest, but only of few heads; at 8 rows others are as fast, which plan
+    # for a millisecond.
     _latent_row(torch.bfloat16, Ranks(prefill=10, decode=20, few=40), _FEW_HEADS),
     *(_narrow(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10))) for dtype in _DTYPES),
 )

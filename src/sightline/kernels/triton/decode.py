@@ -29,7 +29,7 @@ from sightline.kernels.triton.decode_shares import (
     totals_of_new,
     weighed,
 )
-from sightline.kernels.triton.numbers import as_stored, product, stored_view
+from sightline.kernels.triton.numbers import BORDER, WARP_GROUP_ROWS, as_stored, product, stored_view
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,9 @@ def choose_decode(
     dims = max(16, triton.next_power_of_2(head_dim))
     entry_bytes = 2 * dims * cache_dtype.itemsize
     block = min(64, max(16, (1 << 15) // entry_bytes))
-    heads = min(64, max(16, triton.next_power_of_2(group_size)))
+    # Heads that do not begin on borders get no warp group (`numbers.warps_for`).
+    most = WARP_GROUP_ROWS if head_dim % BORDER == 0 else WARP_GROUP_ROWS // 2
+    heads = min(most, max(16, triton.next_power_of_2(group_size)))
     if dtype is torch.float32:
         # No tensor cores: the product's operands live in registers.
         block, heads = min(block, 16 if dims > 128 else 32), 16
@@ -108,7 +110,7 @@ def decode_softmax(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEAD_DIM=head_dim, DIMS=max(16, triton.next_power_of_2(head_dim)),
         HEADS=config.heads,
-        PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=2 * config.depth + 1,
+        PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=config.num_stages,
         HAS_WINDOW=layer.window is not None, HAS_SOFTCAP=layer.softcap is not None,
         SINKS=sinks is not None, LSE=lse is not None, FP8=layer.keys.dtype is torch.float8_e4m3fn,
         INTERPRETED=q.device.type == "cpu", num_warps=config.num_warps, **config.launch(),

@@ -45,7 +45,12 @@ class DecodeConfig:
     depth: int
     """Blocks that are on their way while one is computed."""
     overlaps: bool = False
-    """Launches begin while the one before ends, and wait where they need what it wrote: on SM90 and later."""
+    """Launches begin while the one before ends, and wait where they need what it wrote: on SM90."""
+
+    @property
+    def num_stages(self) -> int:
+        """Of the loop over blocks. Triton halves what is asked for where an address comes of another load."""
+        return 2 * self.depth + 1
 
     def num_subgroups(self, group_size: int) -> int:
         """Units that the query heads of one key head take."""
@@ -360,9 +365,8 @@ def _merge_kernel(
             place = part_out + (part * HEADS + head_in_unit)[:, None] * VALUE_DIM + value[None, :]
             parts = tl.load(place, mask=there[:, None] & (value < VALUE_DIM)[None, :], other=0.0)
             higher = tl.maximum(largest, tl.max(tops, 0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink = tl.exp2(largest - base)
-            weights = tl.exp2(tops - base)
+            shrink = tl.exp2(largest - higher)
+            weights = tl.exp2(tops - higher)
             total = total * shrink + tl.sum(sums * weights, 0)
             gathered = gathered * shrink[:, None] + tl.sum(parts * weights[:, None], 0)[None, :]
             largest = higher

@@ -11,7 +11,7 @@ from torch import Tensor
 from sightline.kernels.triton.extend_kernel import extend_kernel
 from sightline.kernels.triton.extend_rules import ExtendMasks, ScoreRule
 from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, split_dim
-from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, lie_on_borders
+from sightline.kernels.triton.numbers import warps_for
 
 
 def extend_paged(
@@ -121,7 +121,6 @@ def _launch(
         BLOCK_QK=block_qk,
         BLOCK_REST=block_rest,
         BLOCK_V=max(16, triton.next_power_of_2(v_dim)),
-        # Two warps are no warp group.
-        num_warps=config.num_warps if config.block_m < WARP_GROUP_ROWS or lie_on_borders(keys, values) else 2,
+        num_warps=warps_for(config.num_warps, config.block_m, keys, values),
         num_stages=config.num_stages,
     )

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sightline.kernels.triton.numbers import BORDER
+
 FIELDS = 6
 """Of a tile's record, int32 each:
 
@@ -60,8 +62,8 @@ def choose_config(
     if dtype is torch.float32:
         # No tensor cores: operands live in registers, and a larger tile would spill them.
         config = ExtendConfig(min(wanted, 32), 16, num_warps=8 if wanted > 16 else 4, num_stages=1)
-    elif wanted <= 32 or qk_dim % 16 != 0 or v_dim % 16 != 0:
-        # Heads that do not begin on borders of 16: no warp groups (`numbers.lie_on_borders`).
+    elif wanted <= 32 or qk_dim % BORDER != 0 or v_dim % BORDER != 0:
+        # Heads that do not begin on borders get no warp group (`numbers.warps_for`): tiles for that.
         config = ExtendConfig(min(wanted, 32), 64 if widest <= 256 else 32, num_warps=4, num_stages=3)
     elif widest > 256:
         config = ExtendConfig(64, 32, num_warps=8, num_stages=3)

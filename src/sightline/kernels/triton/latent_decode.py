@@ -95,7 +95,7 @@ def decode_latent(
         LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
         LATENTS=max(16, triton.next_power_of_2(latent_dim)), ROPES=max(16, triton.next_power_of_2(rope_dim)),
         HEADS=config.heads,
-        PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=2 * config.depth + 1,
+        PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=config.num_stages,
         LSE=lse is not None, FP8=layer.entries.dtype is torch.float8_e4m3fn,
         INTERPRETED=q_latent.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
     )  # fmt: skip

@@ -7,6 +7,8 @@ from torch import Tensor
 
 WARP_GROUP_ROWS = 64
 """The least rows of a product that four warps of SM90 compute as one group."""
+BORDER = 16
+"""Numbers: what strides are multiples of, if Triton is to move several at once."""
 
 
 @triton.jit
@@ -57,13 +59,15 @@ def stored_view(plane: Tensor) -> Tensor:
     return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
 
 
-def lie_on_borders(*tensors: Tensor) -> bool:
-    """Whether heads and entries begin where 16 bytes may be moved at once.
+def warps_for(wanted: int, rows: int, *loaded: Tensor) -> int:
+    """Warps for a product of so many rows, of what is `loaded`: as many as wanted, or two, which are no warp group.
 
-    Where they do not, a kernel must not use warp groups: Triton 3.6 then puts a block into shared memory by way of
-    registers, and the product reads beyond it.
+    Where Triton does not know that entries begin on borders, it puts a block into shared memory by way of registers,
+    and version 3.6 then makes of a warp group's product one that reads beyond it.
     """
-    return all(
-        each.data_ptr() % 16 == 0 and all(stride == 1 or stride % 16 == 0 for stride in each.stride())
-        for each in tensors
-    )
+    return wanted if rows < WARP_GROUP_ROWS or all(map(_begins_on_borders, loaded)) else 2
+
+
+def _begins_on_borders(tensor: Tensor) -> bool:
+    """Whether Triton knows it: it looks at the address, and at strides one by one."""
+    return tensor.data_ptr() % 16 == 0 and all(stride == 1 or stride % BORDER == 0 for stride in tensor.stride())

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, lie_on_borders, product
+from sightline.kernels.triton.numbers import product, warps_for
 
 _BLOCK = 64
 """Inputs of a step of the product."""
@@ -53,8 +53,7 @@ def project_real(
         BESIDE_BLOCK=triton.next_power_of_2(max(beside_dim, 1)),
         OVERLAPS=overlaps,
         INTERPRETED=given.device.type == "cpu",
-        # Two warps are no warp group.
-        num_warps=4 if tokens < WARP_GROUP_ROWS or lie_on_borders(given, up) else 2,
+        num_warps=warps_for(4, tokens, given, up),
         num_stages=1 if is_wide else 4,
         **({"launch_pdl": True} if overlaps else {}),
     )
