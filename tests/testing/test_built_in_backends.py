@@ -31,7 +31,11 @@ def test_every_declared_capability_is_proven(row: RowToTry) -> None:
     assert sum(result.num_steps for result in report.results) > 500
 
 
-@pytest.mark.parametrize("page_sizes", [{1}, {2}, {256}, {1, 16}], ids=str)
+@pytest.mark.parametrize(
+    "page_sizes",
+    [{1}, {256}, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({2}, {1, 16}))],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", SpecKind, ids=lambda kind: kind.value)
 def test_a_row_of_few_page_sizes_can_be_proven_too(kind: SpecKind, page_sizes: set[int]) -> None:
     row = FIRST_OF_EACH_KIND[kind]
