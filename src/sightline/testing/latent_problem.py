@@ -106,7 +106,7 @@ class LatentProblem(Problem[LatentSpec, LatentInputs]):
         yield "inputs that are parts of one tensor", LatentInputs(q_nope, q_rope, latent, k_rope, key_up, value_up)
         whole = torch.cat((inputs.q_nope, inputs.q_rope), dim=-1).to(device)
         q_nope, q_rope = whole.split_with_sizes([inputs.q_nope.shape[-1], inputs.q_rope.shape[-1]], dim=-1)
-        yield "queries that are whole heads", replace(inputs, q_nope=q_nope, q_rope=q_rope)
+        yield "queries that are whole heads", LatentInputs(q_nope, q_rope, latent, k_rope, key_up, value_up)
         apart = {name: _beside_nan(tensor, device) for name, tensor in vars(inputs).items()}
         yield "heads that lie apart", replace(inputs, **apart)
 
