@@ -111,8 +111,9 @@ def test_heads_off_the_borders_of_16_get_no_warp_group(qk_dim: int, v_dim: int) 
 
 
 def test_what_does_not_begin_on_borders_is_loaded_by_no_warp_group() -> None:
-    whole = torch.zeros(4, 3, 64)
-    assert warps_for(8, 64, whole, whole.transpose(0, 2), whole[..., 16:32]) == 8
+    whole = torch.zeros(4, 32, 64)
+    assert warps_for(8, 64, whole, whole.mT, whole[..., 16:32]) == 8
+    assert warps_for(8, 64, whole[..., :40]) == 2
     assert warps_for(8, 64, whole, whole[..., 1:]) == 2
     assert warps_for(8, 64, torch.zeros(4, 3, 60)) == 2
     assert warps_for(8, 32, torch.zeros(4, 3, 60)) == 8

@@ -69,5 +69,6 @@ def warps_for(wanted: int, rows: int, *loaded: Tensor) -> int:
 
 
 def _begins_on_borders(tensor: Tensor) -> bool:
-    """Whether Triton knows it: it looks at the address, and at strides one by one."""
-    return tensor.data_ptr() % 16 == 0 and all(stride == 1 or stride % BORDER == 0 for stride in tensor.stride())
+    """Whether Triton knows it, by the address and each stride; a mask, too, must end on one."""
+    strides = all(stride == 1 or stride % BORDER == 0 for stride in tensor.stride())
+    return strides and tensor.shape[-1] % BORDER == 0 and tensor.data_ptr() % 16 == 0

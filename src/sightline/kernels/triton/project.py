@@ -53,7 +53,7 @@ def project_real(
         BESIDE_BLOCK=triton.next_power_of_2(max(beside_dim, 1)),
         OVERLAPS=overlaps,
         INTERPRETED=given.device.type == "cpu",
-        num_warps=warps_for(4, tokens, given, up),
+        num_warps=warps_for(4, tokens, given, up, up.mT),
         num_stages=1 if is_wide else 4,
         **({"launch_pdl": True} if overlaps else {}),
     )
