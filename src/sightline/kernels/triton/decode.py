@@ -29,7 +29,7 @@ from sightline.kernels.triton.decode_shares import (
     totals_of_new,
     weighed,
 )
-from sightline.kernels.triton.numbers import BORDER, WARP_GROUP_ROWS, as_stored, product, stored_view
+from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, as_stored, product, stored_view
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +62,8 @@ def choose_decode(
     dims = max(16, triton.next_power_of_2(head_dim))
     entry_bytes = 2 * dims * cache_dtype.itemsize
     block = min(64, max(16, (1 << 15) // entry_bytes))
-    # Heads that do not begin on borders get no warp group (`numbers.warps_for`).
-    most = WARP_GROUP_ROWS if head_dim % BORDER == 0 else WARP_GROUP_ROWS // 2
-    heads = min(most, max(16, triton.next_power_of_2(group_size)))
+    # Never a warp group's rows: memory that is read lies anyhow (`numbers.warps_for`).
+    heads = min(WARP_GROUP_ROWS // 2, max(16, triton.next_power_of_2(group_size)))
     if dtype is torch.float32:
         # No tensor cores: the product's operands live in registers.
         block, heads = min(block, 16 if dims > 128 else 32), 16

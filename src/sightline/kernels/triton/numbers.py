@@ -1,4 +1,7 @@
-"""Numbers inside kernels: products, and what a cache keeps of a value. The same bits on every device as torch's."""
+"""Numbers inside kernels: products, and what a cache keeps of a value. The same bits on every device as torch's.
+
+Owns, too, what a product needs of memory for warps to compute it as a group. Does not know keys, rows or pages.
+"""
 
 import torch
 import triton
