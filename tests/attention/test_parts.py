@@ -46,7 +46,11 @@ class Few(TorchBackend):
     """For few such rows."""
 
 
-THREE = {Work.PREFILL: Prefill, Work.DECODE: Decode, Work.FEW: Few}
+class Alone(TorchBackend):
+    """For one such row."""
+
+
+FOUR = {Work.PREFILL: Prefill, Work.DECODE: Decode, Work.FEW: Few, Work.ALONE: Alone}
 TWO = split_serving(TorchBackend, ReferenceBackend)
 ONES = [Row(5, 1)] * FEW_ROWS
 
@@ -67,42 +71,44 @@ def parts_of(batch: Batch, bench: ServedBench) -> list[tuple[str, tuple[int, int
         ([*ONES, Row(3, 4)], [("Few", (0, 8), (0, 8)), ("Prefill", (8, 9), (8, 12))]),
         ([*ONES, Row(0, 1), Row(3, 4)], [("Decode", (0, 9), (0, 9)), ("Prefill", (9, 10), (9, 13))]),
         (ONES, [("Few", (0, 8), (0, 8))]),
+        (ONES[:2], [("Few", (0, 2), (0, 2))]),
+        (ONES[:1], [("Alone", (0, 1), (0, 1))]),
         ([*ONES, Row(0, 1)], [("Decode", (0, 9), (0, 9))]),
         ([Row(3, 4), Row(9, 1)], [("Prefill", (0, 2), (0, 5))]),
-        ([Row(9, 1), Row(3, 4), Row(9, 1)], [("Few", (0, 1), (0, 1)), ("Prefill", (1, 3), (1, 6))]),
+        ([Row(9, 1), Row(3, 4), Row(9, 1)], [("Alone", (0, 1), (0, 1)), ("Prefill", (1, 3), (1, 6))]),
         ([Row(9, 1, FULL), Row(3, 4)], [("Prefill", (0, 2), (0, 5))]),
-        ([Row(9, 1), Row(9, 1, FULL)], [("Few", (0, 1), (0, 1)), ("Prefill", (1, 2), (1, 2))]),
+        ([Row(9, 1), Row(9, 1, FULL)], [("Alone", (0, 1), (0, 1)), ("Prefill", (1, 2), (1, 2))]),
         ([Row(4, 0), Row(9, 1), Row(3, 2)], [("Few", (0, 2), (0, 1)), ("Prefill", (2, 3), (1, 3))]),
         ([], [("Prefill", (0, 0), (0, 0))]),
     ],
     ids=[
-        "decode-first", "few", "many", "few-alone", "many-alone", "prefill-first", "decode-behind", "full-mask",
-        "full-mask-behind", "row-of-none", "idle",
+        "decode-first", "few", "many", "few-alone", "two-alone", "one-alone", "many-alone", "prefill-first",
+        "decode-behind", "full-mask", "full-mask-behind", "row-of-none", "idle",
     ],
 )  # fmt: skip
 def test_rows_that_decode_first_are_a_part_of_their_own(
     rows: Sequence[Row], wanted: list[tuple[str, tuple[int, int], tuple[int, int]]]
 ) -> None:
-    bench = ServedBench([SPEC], THREE)
+    bench = ServedBench([SPEC], FOUR)
     assert parts_of(Step(bench, rows).batch, bench) == wanted
 
 
 def test_padding_goes_with_the_rows_behind() -> None:
-    bench = ServedBench([SPEC], THREE)
+    bench = ServedBench([SPEC], FOUR)
     batch = Step(bench, [Row(9, 1), Row(3, 4)]).batch.pad(4, 9)
-    assert parts_of(batch, bench) == [("Few", (0, 1), (0, 1)), ("Prefill", (1, 4), (1, 9))]
+    assert parts_of(batch, bench) == [("Alone", (0, 1), (0, 1)), ("Prefill", (1, 4), (1, 9))]
     alone = Step(bench, [Row(9, 1), Row(3, 1)]).batch.pad(4, 9)
     assert parts_of(alone, bench) == [("Few", (0, 4), (0, 9))]
 
 
 def test_a_step_without_a_cache_is_served_whole() -> None:
-    bench = ServedBench([SPEC], THREE)
+    bench = ServedBench([SPEC], FOUR)
     batch = Step(bench, [Row(0, 1), Row(0, 4)], transient=True).batch
     assert parts_of(batch, bench) == [("Prefill", (0, 2), (0, 5))]
 
 
 def test_lengths_that_only_the_device_knows_are_served_whole() -> None:
-    bench = ServedBench([SPEC], THREE)
+    bench = ServedBench([SPEC], FOUR)
     for rows, serves in ((MIXED, "Prefill"), (ONES, "Few")):
         batch = Step(bench, rows).batch
         unknown = replace(batch, query_lens=replace(batch.query_lens, host=None))
@@ -238,7 +244,7 @@ def test_an_engine_of_two_backends_gives_the_same_tokens_and_says_who_serves_wha
     )
     assert answers(split) == answers(plain)
     assert [serving_text(selection) for selection in plain.engine.runtime.selections] == ["torch", "torch"]
-    told = "torch (prefill), reference (decode and decode of few rows)"
+    told = "torch (prefill), reference (decode, decode of few rows, decode of one row)"
     assert [serving_text(selection) for selection in split.engine.runtime.selections] == [told, told]
     assert sum(told in line for line in startup_report(split.engine.runtime)) == 2
     assert [len(binding.parts) for binding in split.engine.runtime.bindings] == [2, 2]
@@ -254,6 +260,7 @@ def test_one_of_the_two_may_be_named_alone(gemma: Path) -> None:
         Work.PREFILL: "torch",
         Work.DECODE: "reference",
         Work.FEW: "reference",
+        Work.ALONE: "reference",
     }
 
 
@@ -283,9 +290,9 @@ def test_an_engine_puts_rows_that_decode_first(gemma: Path, monkeypatch: pytest.
 def test_each_part_is_held_to_the_row_by_which_it_was_chosen() -> None:
     bench = ServedBench([SPEC], TWO)
     [binding] = bench.bindings
-    decode = binding.serving[Work.FEW]
+    decode = binding.serving[Work.ALONE]
     causal_only = replace(decode, capability=replace(decode.capability, features=frozenset({Feature.WINDOW})))
-    serving = {**binding.serving, Work.DECODE: causal_only, Work.FEW: causal_only}
+    serving = {**binding.serving, Work.ALONE: causal_only}
     bench.planner._bindings = (replace(binding, serving=serving),)
     mixed = Step(bench, [Row(9, 1), Row(3, 4, FULL)])
     assert len(mixed.plan().plan.groups[0]) == 2, "the mask is the prefill part's matter"

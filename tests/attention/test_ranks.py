@@ -31,8 +31,8 @@ def ranked(name: str, *rows: Capability, by_default: bool = True) -> Candidate:
     return Candidate(name, by_default, "a test", never_loaded, lambda: rows)
 
 
-def with_ranks(prefill: int = 0, decode: int = 0, few: int = 0) -> Capability:
-    return replace(ROW, ranks=Ranks(prefill, decode, few))
+def with_ranks(prefill: int = 0, decode: int = 0, few: int = 0, alone: int = 0) -> Capability:
+    return replace(ROW, ranks=Ranks(prefill, decode, few, alone))
 
 
 def choose(candidates: list[Candidate], work: Work, asked: str | None = None, need: Requirement = NEED) -> Selection:
@@ -42,11 +42,14 @@ def choose(candidates: list[Candidate], work: Work, asked: str | None = None, ne
 FIRST = ranked("first", with_ranks(prefill=1))
 SECOND = ranked("second", with_ranks(decode=5, few=5))
 THIRD = ranked("third", with_ranks(few=9))
-ALL = [FIRST, SECOND, THIRD]
+FOURTH = ranked("fourth", with_ranks(alone=2))
+ALL = [FIRST, SECOND, THIRD, FOURTH]
 
 
 @pytest.mark.parametrize(
-    ("work", "wanted"), [(Work.PREFILL, "first"), (Work.DECODE, "second"), (Work.FEW, "third")], ids=str
+    ("work", "wanted"),
+    [(Work.PREFILL, "first"), (Work.DECODE, "second"), (Work.FEW, "third"), (Work.ALONE, "fourth")],
+    ids=str,
 )
 def test_the_highest_rank_for_the_work_wins(work: Work, wanted: str) -> None:
     selection = choose(ALL, work)

@@ -20,6 +20,8 @@ CASES = {
     "more-tiles-than-programs": Case(group_size=20, num_programs=3),
     "one-program": Case(group_size=4, num_programs=1),
     "without-lse": Case(group_size=4, lse=False, num_programs=14),
+    "half-a-half": Case(head_dim=20, rope_dim=4, group_size=5),
+    "less-than-a-half": Case(head_dim=12, rope_dim=4, group_size=5, num_programs=14),
     "long-heads": Case(((33, 1), (0, 0), (7, 1)), head_dim=136, rope_dim=16, group_size=2, num_programs=7),
     "bf16": Case(dtype=BF16, group_size=6, num_programs=14),
     "fp16": Case(dtype=torch.float16, group_size=6),

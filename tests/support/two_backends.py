@@ -18,7 +18,7 @@ Serving = Mapping[Work, type[AttentionBackend[Any, Any]]]
 
 def split_serving(prefill: type[AttentionBackend[Any, Any]], decode: type[AttentionBackend[Any, Any]]) -> Serving:
     """One for rows of many new tokens, one for rows of one."""
-    return {Work.PREFILL: prefill, Work.DECODE: decode, Work.FEW: decode}
+    return {work: prefill if work is Work.PREFILL else decode for work in Work}
 
 
 class ServedBench(Bench):

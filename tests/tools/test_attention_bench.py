@@ -138,8 +138,8 @@ def test_a_kernel_of_ours_is_the_layer_less_what_surrounds_it() -> None:
 
 
 def test_selection_is_asked_for_the_kind_of_rows() -> None:
-    shapes = find_shapes(["gqa-1x8192", "gqa-256x2048", "prefill-gqa-1x8192"])
-    assert [work_of(shape) for shape in shapes] == [Work.FEW, Work.DECODE, Work.PREFILL]
+    shapes = find_shapes(["gqa-1x8192", "mla16-8x2048", "gqa-256x2048", "prefill-gqa-1x8192"])
+    assert [work_of(shape) for shape in shapes] == [Work.ALONE, Work.FEW, Work.DECODE, Work.PREFILL]
     assert selected((TORCH, TORCH_LATENT), SHAPE_SETS["tiny"][0], CPU) == "torch"
     assert selected((TORCH_LATENT,), SHAPE_SETS["tiny"][0], CPU) is None
 

@@ -65,7 +65,7 @@ def test_the_page_says_everything_that_rows_declare() -> None:
     for line in (
         "## mine",
         "|  | float32 |",
-        "| ranks for prefill, decode, few rows | 0, 0, 0 |",
+        "| ranks for prefill, decode, few rows, one row | 0, 0, 0, 0 |",
         "| attention | softmax |",
         "| devices | cpu, cuda |",
         "| compute capabilities | 9.0, 12.1 |",

@@ -57,9 +57,18 @@ class Work(Enum):
     """Rows of one new token under a causal mask."""
     FEW = "decode of few rows"
     """As `DECODE`, at most `FEW_ROWS` of them: a context must be cut up to keep a device busy."""
+    ALONE = "decode of one row"
+    """As `FEW`, a single one: launches and what they wait for count as much as what is read."""
 
 
 FEW_ROWS = 8
+
+
+def decode_work(num_rows: int) -> Work:
+    """What so many rows that decode are."""
+    if num_rows == 1:
+        return Work.ALONE
+    return Work.FEW if num_rows <= FEW_ROWS else Work.DECODE
 
 
 @dataclass(frozen=True)
@@ -69,9 +78,11 @@ class Ranks:
     prefill: int = 0
     decode: int = 0
     few: int = 0
+    alone: int = 0
 
     def of(self, work: Work) -> int:
-        return {Work.PREFILL: self.prefill, Work.DECODE: self.decode, Work.FEW: self.few}[work]
+        ranks = {Work.PREFILL: self.prefill, Work.DECODE: self.decode, Work.FEW: self.few, Work.ALONE: self.alone}
+        return ranks[work]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.capability import FEW_ROWS, Capability, HostLengths, Work
+from sightline.attention.capability import Capability, HostLengths, Work, decode_work
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionInputs,
@@ -384,7 +384,7 @@ def divide(batch: Batch, serving: Mapping[Work, PartBackend]) -> tuple[tuple[Par
     prefill = serving[Work.PREFILL]
     rows, tokens = slice(0, batch.num_rows), slice(0, batch.num_tokens)
     decoding = batch.num_decoding() if batch.pools else 0
-    decode = serving[Work.FEW if decoding <= FEW_ROWS else Work.DECODE]
+    decode = serving[decode_work(decoding)]
     if decoding == batch.num_rows > 0:
         return ((decode, rows, tokens),)
     if not decoding or decode.backend is prefill.backend or batch.query_lens.host is None:

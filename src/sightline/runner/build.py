@@ -132,8 +132,9 @@ def select_backends(
         config.attention_backend if names is None else names
         for names in (config.prefill_attention_backend, config.decode_attention_backend)
     )
-    asked = {Work.PREFILL: for_prefill, Work.DECODE: for_decode, Work.FEW: for_decode}
-    offers = {work: registry.offer(candidates, names) for work, names in asked.items()}
+    offers = {
+        work: registry.offer(candidates, for_prefill if work is Work.PREFILL else for_decode) for work in Work
+    }
     return tuple(
         {
             work: select_backend(offers[work], _requirement(config, group, needs), group.name, doubt, work)

@@ -11,7 +11,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from sightline.attention.capability import FEW_ROWS, Capability, GraphLevel, Requirement, Work, refusals
+from sightline.attention.capability import Capability, GraphLevel, Requirement, Work, decode_work, refusals
 from sightline.attention.contract import BackendContext, Limits
 from sightline.attention.planner import GroupBinding, Planner
 from sightline.attention.selection import Candidate, Offer, select_backend
@@ -72,7 +72,7 @@ def work_of(shape: Shape) -> Work:
     """What selection takes the shape's rows for."""
     if shape.row_kind is RowKind.PREFILL:
         return Work.PREFILL
-    return Work.FEW if shape.num_rows <= FEW_ROWS else Work.DECODE
+    return decode_work(shape.num_rows)
 
 
 def selected(candidates: Sequence[Candidate], shape: Shape, device: Device) -> str | None:

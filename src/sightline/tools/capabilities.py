@@ -167,7 +167,7 @@ def _backend_table(candidate: Candidate) -> str:
 def _declared_cells(capability: Capability) -> dict[str, str]:
     """By title, in order."""
     cells = {title: _declared_text(capability, column) for column, title in _COLUMNS.items()}
-    cells["ranks for prefill, decode, few rows"] = ", ".join(str(capability.ranks.of(work)) for work in Work)
+    cells["ranks for prefill, decode, few rows, one row"] = ", ".join(str(capability.ranks.of(work)) for work in Work)
     return cells | {feature.value: "declared" if feature in capability.features else "no" for feature in Feature}
 
 

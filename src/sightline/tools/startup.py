@@ -41,7 +41,7 @@ def serving_text(selection: GroupSelection) -> str:
     if len(set(names.values())) == 1:
         return names[Work.PREFILL]
     works = {name: [work.value for work, other in names.items() if other == name] for name in names.values()}
-    return ", ".join(f"{name} ({' and '.join(each)})" for name, each in works.items())
+    return ", ".join(f"{name} ({', '.join(each)})" for name, each in works.items())
 
 
 def _mebibytes(num_bytes: int) -> str:

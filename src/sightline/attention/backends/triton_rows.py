@@ -40,7 +40,7 @@ def _row(dtype: torch.dtype) -> Capability:
         host_lengths=HostLengths.BOUND,
         graph=GraphLevel.FULL,
         package="triton",
-        ranks=Ranks(prefill=10, decode=40, few=40),
+        ranks=Ranks(prefill=10, decode=40, few=40, alone=40),
     )
 
 
@@ -73,9 +73,8 @@ ROWS: tuple[Capability, ...] = (
 _FEW_HEADS = frozenset(range(1, 17))
 """That fit one unit of decode."""
 LATENT_ROWS: tuple[Capability, ...] = (
-    *(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10)) for dtype in _DTYPES),
-    # Few rows are where its kernels are the fastest, but only of few heads; at 8 rows others are as fast, which plan
-    # for a millisecond.
-    _latent_row(torch.bfloat16, Ranks(prefill=10, decode=20, few=40), _FEW_HEADS),
-    *(_narrow(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10))) for dtype in _DTYPES),
+    *(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10, alone=40)) for dtype in _DTYPES),
+    # One row is where its kernels are the fastest; several, only of few heads.
+    _latent_row(torch.bfloat16, Ranks(prefill=10, decode=20, few=40, alone=40), _FEW_HEADS),
+    *(_narrow(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10, alone=10))) for dtype in _DTYPES),
 )

@@ -264,9 +264,9 @@ def block_places(table, start, key, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK:
 
 @triton.jit
 def entries_of(plane, places, dim, DIM: tl.constexpr, DIMS: tl.constexpr):
-    """What is cached there, all of it the row's own: [block, DIMS], zeros beyond DIM."""
+    """What is cached there, all of it the row's own: [block, DIMS], zeros from DIM on."""
     place = plane + places[:, None] + dim[None, :]
-    if DIM == DIMS:
+    if DIM >= DIMS:
         return tl.load(place)
     return tl.load(place, mask=(dim < DIM)[None, :], other=0.0)
 
@@ -345,8 +345,8 @@ def _merge_kernel(
     head_in_unit = tl.program_id(1)
     value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     if OVERLAPS:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     cut = cuts + tl.program_id(0) * FIELDS
     is_cut, token, heads_index = tl.load(cut), tl.load(cut + 1), tl.load(cut + 2)
     first, last = tl.load(cut + 3), tl.load(cut + 4)

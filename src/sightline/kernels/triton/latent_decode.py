@@ -1,7 +1,8 @@
 """Latent attention of rows of one new token over a paged cache: one launch that writes the cache too, one that merges.
 
 Entries are [latent | rope], which all heads share, and their values are the latents: each is read once for all heads of
-a unit. Who computes what is `decode_shares`' matter. Knows tensors. Does not know plans or pools.
+a unit. Latents are taken in two halves, of which neither's products wait for the other's. Who computes what is
+`decode_shares`' matter. Knows tensors. Does not know plans or pools.
 """
 
 from dataclasses import dataclass
@@ -60,12 +61,17 @@ def choose_latent_decode(
     if dtype is torch.float32:
         # No tensor cores: the product's operands live in registers.
         block, heads = 16, 16
-    dims = max(16, triton.next_power_of_2(latent_dim)) + max(16, triton.next_power_of_2(rope_dim))
+    dims = 2 * _half(latent_dim) + max(16, triton.next_power_of_2(rope_dim))
     room = shared_bytes * 15 // 16 - heads * dims * dtype.itemsize
     while block > 16 and block * dims * dtype.itemsize > room:
         block //= 2
-    depth = 1 if heads == 32 else fitting_depth(block * dims * dtype.itemsize, 2, room)
-    return DecodeConfig(block, heads, multiprocessors, 8 if heads == 32 else 4, depth, overlaps)
+    depth = fitting_depth(block * dims * dtype.itemsize, 2, room)
+    return DecodeConfig(block, heads, multiprocessors, 4, depth, overlaps)
+
+
+def _half(latent_dim: int) -> int:
+    """Latents of a half; the second may have less."""
+    return max(16, triton.next_power_of_2(latent_dim) // 2)
 
 
 def decode_latent(
@@ -93,7 +99,7 @@ def decode_latent(
         rows.pages.stride(0), layer.entries.stride(0),
         q_latent.stride(0), q_latent.stride(1), q_rope.stride(0), q_rope.stride(1), latent.stride(0), k_rope.stride(0),
         LATENT_DIM=latent_dim, ROPE_DIM=rope_dim,
-        LATENTS=max(16, triton.next_power_of_2(latent_dim)), ROPES=max(16, triton.next_power_of_2(rope_dim)),
+        HALF=_half(latent_dim), ROPES=max(16, triton.next_power_of_2(rope_dim)),
         HEADS=config.heads,
         PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=config.num_stages,
         LSE=lse is not None, FP8=layer.entries.dtype is torch.float8_e4m3fn,
@@ -109,7 +115,7 @@ def _latent_kernel(
     starts, row_tokens, part_out, part_stats,
     scale, num_heads, subgroups, max_pages, slot_stride,
     q_token, q_head, q_rope_token, q_rope_head, latent_token, rope_token,
-    LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, LATENTS: tl.constexpr, ROPES: tl.constexpr,
+    LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, HALF: tl.constexpr, ROPES: tl.constexpr,
     HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     LSE: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -117,8 +123,9 @@ def _latent_kernel(
     """One program's share of a step's units, tile by tile."""
     program = tl.program_id(0)
     compute_dtype = q.dtype.element_ty
-    dim, rope = tl.arange(0, LATENTS), tl.arange(0, ROPES)
-    in_dim, in_rope = dim < LATENT_DIM, rope < ROPE_DIM
+    dim, rope = tl.arange(0, HALF), tl.arange(0, ROPES)
+    dim_2 = dim + HALF
+    in_dim, in_dim_2, in_rope = dim < LATENT_DIM, dim_2 < LATENT_DIM, rope < ROPE_DIM
     head_in_unit, in_block = tl.arange(0, HEADS), tl.arange(0, BLOCK)
     if OVERLAPS:
         gdc_wait()
@@ -139,45 +146,67 @@ def _latent_kernel(
         in_heads = heads < num_heads
         q_place = q + token.to(tl.int64) * q_token + heads[:, None] * q_head + dim[None, :]
         queries = tl.load(q_place, mask=in_heads[:, None] & in_dim[None, :], other=0.0)
+        queries_2 = tl.load(q_place + HALF, mask=in_heads[:, None] & in_dim_2[None, :], other=0.0)
         q_rope_place = q_rope + token.to(tl.int64) * q_rope_token + heads[:, None] * q_rope_head + rope[None, :]
         rope_queries = tl.load(q_rope_place, mask=in_heads[:, None] & in_rope[None, :], other=0.0)
         largest = tl.full([HEADS], float("-inf"), tl.float32)
         totals = tl.zeros([HEADS, BLOCK], tl.float32)
-        gathered = tl.zeros([HEADS, LATENTS], tl.float32)
+        gathered = tl.zeros([HEADS, HALF], tl.float32)
+        gathered_2 = tl.zeros([HEADS, HALF], tl.float32)
         if block + count == blocks:
             # The new token: written, and seen without being read back.
             new_slot = written + tl.load(write_slots + token) * slot_stride
-            new = tl.load(latent_new + token.to(tl.int64) * latent_token + dim, mask=in_dim, other=0.0)
+            latent_place = latent_new + token.to(tl.int64) * latent_token
+            new = tl.load(latent_place + dim, mask=in_dim, other=0.0)
+            new_2 = tl.load(latent_place + dim_2, mask=in_dim_2, other=0.0)
             new_rope = tl.load(rope_new + token.to(tl.int64) * rope_token + rope, mask=in_rope, other=0.0)
             new, kept = as_stored(new, by, entries.dtype.element_ty, FP8)
+            new_2, kept_2 = as_stored(new_2, by, entries.dtype.element_ty, FP8)
             new_rope, kept_rope = as_stored(new_rope, by, entries.dtype.element_ty, FP8)
             if subgroup == 0:
                 tl.store(new_slot + dim, kept, mask=in_dim)
+                tl.store(new_slot + dim_2, kept_2, mask=in_dim_2)
                 tl.store(new_slot + LATENT_DIM + rope, kept_rope, mask=in_rope)
             score = tl.sum(queries.to(tl.float32) * new[None, :], 1)
+            score += tl.sum(queries_2.to(tl.float32) * new_2[None, :], 1)
             largest = (score + tl.sum(rope_queries.to(tl.float32) * new_rope[None, :], 1)) * factor
             totals = totals_of_new(HEADS, BLOCK)
-            gathered = gathered + new[None, :]
+            gathered += new[None, :]
+            gathered_2 += new_2[None, :]
         for start in tl.range(block * BLOCK, tl.minimum((block + count) * BLOCK, context), BLOCK, num_stages=STAGES):
             # Of keys that are not seen nothing is read, not even to be weighed with 0: another stands in their place.
             key = start + in_block
             read = tl.minimum(key, context - 1)
             first, places = block_places(table, start, read, slot_stride, PAGE_SIZE, BLOCK)
-            k = entries_of(entries + first, places, dim, LATENT_DIM, LATENTS).to(compute_dtype)
+            k = entries_of(entries + first, places, dim, LATENT_DIM, HALF).to(compute_dtype)
+            k_2 = entries_of(entries + first + HALF, places, dim, LATENT_DIM - HALF, HALF).to(compute_dtype)
             k_rope = entries_of(entries + first + LATENT_DIM, places, rope, ROPE_DIM, ROPES).to(compute_dtype)
-            scores = product(queries, tl.trans(k), tl.zeros([HEADS, BLOCK], tl.float32), INTERPRETED)
-            scores = product(rope_queries, tl.trans(k_rope), scores, INTERPRETED) * factor
+            none = tl.zeros([HEADS, BLOCK], tl.float32)
+            scores = product(queries, tl.trans(k), none, INTERPRETED)
+            scores_2 = product(rope_queries, tl.trans(k_rope), none, INTERPRETED)
+            scores_2 = product(queries_2, tl.trans(k_2), scores_2, INTERPRETED)
+            scores = (scores + scores_2) * factor
             weights, shrink, totals, largest = weighed(scores, key == read, largest, totals)
-            gathered = product(weights.to(compute_dtype), k, gathered * shrink[:, None], INTERPRETED)
+            weights = weights.to(compute_dtype)
+            gathered = product(weights, k, gathered * shrink[:, None], INTERPRETED)
+            gathered_2 = product(weights, k_2, gathered_2 * shrink[:, None], INTERPRETED)
         total = tl.sum(totals, 1)
         if count == blocks:
             finish(
                 out, lse, None, token, heads, num_heads, gathered, largest, total, by, dim, in_heads,
                 False, LSE, LATENT_DIM,
             )  # fmt: skip
+            finish(
+                out, lse, None, token, heads, num_heads, gathered_2, largest, total, by, dim_2, in_heads,
+                False, LSE, LATENT_DIM,
+            )  # fmt: skip
         else:
             leave_part(
                 part_out, part_stats, program, block == 0, head_in_unit, dim, in_heads, gathered, largest, total,
+                HEADS, LATENT_DIM,
+            )  # fmt: skip
+            leave_part(
+                part_out, part_stats, program, block == 0, head_in_unit, dim_2, in_heads, gathered_2, largest, total,
                 HEADS, LATENT_DIM,
             )  # fmt: skip
         left -= count

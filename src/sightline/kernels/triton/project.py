@@ -15,6 +15,8 @@ from sightline.kernels.triton.numbers import product, warps_for
 
 _BLOCK = 64
 """Inputs of a step of the product."""
+_HELD = 16384
+"""Weights that a program holds at once."""
 
 
 def project_real(
@@ -24,7 +26,8 @@ def project_real(
 
     Only the first `num_real` [1] int64 tokens are read and written. `beside` [num_tokens, heads, m] is copied behind
     the product; `out` has room for both then. Of all but `up`, which may lie in memory anyhow, the last dimension is
-    contiguous. `overlaps` as in `DecodeConfig`.
+    contiguous. `overlaps` as in `DecodeConfig`: `up` may then be read while earlier launches still run, of which none
+    may write it.
     """
     num_tokens, num_heads, num_inputs = given.shape
     if num_tokens == 0:
@@ -33,8 +36,10 @@ def project_real(
     is_wide = given.dtype is torch.float32
     # No tensor cores for what is wide: the product's operands live in registers.
     tokens = 16 if is_wide else min(64, max(16, triton.next_power_of_2(num_tokens)))
-    # Few tokens: more programs share a head, since one alone waits for its weights most of the time.
-    widest = 16 if is_wide else 32 if num_tokens <= 16 else 64
+    # Few tokens, that others still compute: each program has all of its weights before it waits for them.
+    whole = max(16, triton.next_power_of_2(num_inputs))
+    holds = num_tokens <= 16 and not is_wide and 32 * whole <= _HELD
+    widest = 16 if is_wide else min(64, _HELD // whole) if holds else 64
     outputs = min(max(16, triton.next_power_of_2(num_outputs)), widest)
     beside_dim = 0 if beside is None else beside.shape[2]
     _project_kernel[(num_heads, triton.cdiv(num_tokens, tokens), triton.cdiv(num_outputs, outputs))](
@@ -49,7 +54,8 @@ def project_real(
         BESIDE=beside_dim,
         TOKENS=tokens,
         OUTPUT_BLOCK=outputs,
-        INPUT_BLOCK=min(_BLOCK, max(16, triton.next_power_of_2(num_inputs))),
+        INPUT_BLOCK=whole if holds else min(_BLOCK, whole),
+        HOLDS=holds,
         BESIDE_BLOCK=triton.next_power_of_2(max(beside_dim, 1)),
         OVERLAPS=overlaps,
         INTERPRETED=given.device.type == "cpu",
@@ -65,30 +71,38 @@ def _project_kernel(
     given_token, given_head, up_head, up_output, up_input, out_token, out_head, beside_token, beside_head,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BESIDE: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr, BESIDE_BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr, INTERPRETED: tl.constexpr,
+    HOLDS: tl.constexpr, OVERLAPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Some tokens and outputs of one head."""
     head = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TOKENS
+    output = tl.program_id(2) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
+    dim = tl.arange(0, INPUT_BLOCK)
+    is_output = output < OUTPUTS
+    columns = up + head * up_head + output[None, :] * up_output
+    if OVERLAPS:
+        gdc_launch_dependents()
+    if HOLDS:
+        held = tl.load(columns + dim[:, None] * up_input, mask=(dim < INPUTS)[:, None] & is_output[None, :], other=0.0)
     if OVERLAPS:
         gdc_wait()
-        gdc_launch_dependents()
     real = tl.load(num_real)
     if first < real:
         token = (first + tl.arange(0, TOKENS)).to(tl.int64)
-        output = tl.program_id(2) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
-        dim = tl.arange(0, INPUT_BLOCK)
-        is_real, is_output = token < real, output < OUTPUTS
+        is_real = token < real
         rows = given + head * given_head + token[:, None] * given_token
-        columns = up + head * up_head + output[None, :] * up_output
         gathered = tl.zeros([TOKENS, OUTPUT_BLOCK], tl.float32)
-        for start in range(0, INPUTS, INPUT_BLOCK):
-            inside = start + dim < INPUTS
-            a = tl.load(rows + start + dim[None, :], mask=is_real[:, None] & inside[None, :], other=0.0)
-            b = tl.load(
-                columns + (start + dim)[:, None] * up_input, mask=inside[:, None] & is_output[None, :], other=0.0
-            )
-            gathered = product(a, b, gathered, INTERPRETED)
+        if HOLDS:
+            a = tl.load(rows + dim[None, :], mask=is_real[:, None] & (dim < INPUTS)[None, :], other=0.0)
+            gathered = product(a, held, gathered, INTERPRETED)
+        else:
+            for start in range(0, INPUTS, INPUT_BLOCK):
+                inside = start + dim < INPUTS
+                a = tl.load(rows + start + dim[None, :], mask=is_real[:, None] & inside[None, :], other=0.0)
+                b = tl.load(
+                    columns + (start + dim)[:, None] * up_input, mask=inside[:, None] & is_output[None, :], other=0.0
+                )
+                gathered = product(a, b, gathered, INTERPRETED)
         place = out + head * out_head + token[:, None] * out_token
         tl.store(place + output[None, :], gathered.to(out.dtype.element_ty), mask=is_real[:, None] & is_output[None, :])
         if BESIDE > 0:  # noqa: SIM102 - what is known when the kernel is compiled, then what is not
