@@ -132,9 +132,7 @@ def select_backends(
         config.attention_backend if names is None else names
         for names in (config.prefill_attention_backend, config.decode_attention_backend)
     )
-    offers = {
-        work: registry.offer(candidates, for_prefill if work is Work.PREFILL else for_decode) for work in Work
-    }
+    offers = {work: registry.offer(candidates, for_prefill if work is Work.PREFILL else for_decode) for work in Work}
     return tuple(
         {
             work: select_backend(offers[work], _requirement(config, group, needs), group.name, doubt, work)
