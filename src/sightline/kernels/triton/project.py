@@ -36,10 +36,12 @@ def project_real(
     is_wide = given.dtype is torch.float32
     # No tensor cores for what is wide: the product's operands live in registers.
     tokens = 16 if is_wide else min(64, max(16, triton.next_power_of_2(num_tokens)))
-    # Few tokens, that others still compute: each program has all of its weights before it waits for them.
     whole = max(16, triton.next_power_of_2(num_inputs))
-    holds = num_tokens <= 16 and not is_wide and 32 * whole <= _HELD
-    widest = 16 if is_wide else min(64, _HELD // whole) if holds else 64
+    # Few tokens: while others still compute them, each program takes all of its weights. Where nobody does, more programs
+    # share a head, since one alone waits for its weights most of the time.
+    are_few = num_tokens <= 16 and not is_wide
+    holds = are_few and overlaps and 32 * whole <= _HELD
+    widest = 16 if is_wide else min(64, _HELD // whole) if holds else 32 if are_few else 64
     outputs = min(max(16, triton.next_power_of_2(num_outputs)), widest)
     beside_dim = 0 if beside is None else beside.shape[2]
     _project_kernel[(num_heads, triton.cdiv(num_tokens, tokens), triton.cdiv(num_outputs, outputs))](

@@ -135,7 +135,7 @@ CHECKS = (
         "captured-decode",
         "a captured step of rows of one new token, replayed with other rows and lengths, equals the oracle",
         captured_decode,
-        ("stable-addresses", "read-back", "padding", "idle", "lse"),
+        ("stable-addresses", "read-back", "padding", "idle", "lse", "host-bounds"),
         _not_captured(frozenset({GraphLevel.DECODE, GraphLevel.FULL})),
     ),
     Check(

@@ -1,0 +1,72 @@
+"""CUDA graphs where there is no CUDA: what torch is asked for is written down, and a replay asks for it again.
+
+As on a device, a replay reads and writes the memory that was captured, whatever it holds by then, and the host decides
+nothing in it; what would wait for the device cannot be captured. Serves backends of torch's operations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sightline.core.device import Device, DeviceKind
+
+RECORDING = Device(DeviceKind.CUDA, torch.device("cpu"), "a recording", (9, 0))
+_WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+class RecordedGraph:
+    """Stands for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+
+    def record(self, call: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if call in _WAITING:
+            raise RuntimeError(f"expected operations that wait for nothing, got {call}")
+        given = call(*args, **kwargs)
+        self._calls.append((call, args, kwargs, _tensors(given)))
+        return given
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for call, args, kwargs, kept in self._calls:
+            for target, given in zip(kept, _tensors(call(*args, **kwargs)), strict=True):
+                if target.data_ptr() != given.data_ptr():
+                    target.copy_(given)
+
+
+class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._graph = graph
+
+    def __torch_dispatch__(
+        self, call: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        return self._graph.record(call, args, kwargs or {})
+
+
+@contextmanager
+def _recorded(graph: RecordedGraph) -> Iterator[None]:
+    with _Recording(graph):
+        yield
+
+
+def _tensors(given: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", _recorded)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 36, 1 << 36))
