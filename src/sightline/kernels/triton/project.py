@@ -37,8 +37,8 @@ def project_real(
     # No tensor cores for what is wide: the product's operands live in registers.
     tokens = 16 if is_wide else min(64, max(16, triton.next_power_of_2(num_tokens)))
     whole = max(16, triton.next_power_of_2(num_inputs))
-    # Few tokens: while others still compute them, each program takes all of its weights. Where nobody does, more programs
-    # share a head, since one alone waits for its weights most of the time.
+    # Few tokens: while others still compute them, each program takes all of its weights. Where nobody does, more
+    # programs share a head, since one alone waits for its weights most of the time.
     are_few = num_tokens <= 16 and not is_wide
     holds = are_few and overlaps and 32 * whole <= _HELD
     widest = 16 if is_wide else min(64, _HELD // whole) if holds else 32 if are_few else 64
