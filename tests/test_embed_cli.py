@@ -348,7 +348,7 @@ def test_ctrl_c_between_slices_leaves_no_file(folder: Path, tmp_path: Path) -> N
             time.sleep(0.005)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 1, said
     assert b"Traceback" not in said
     assert list((tmp_path / "out").iterdir()) == []
 

@@ -49,6 +49,12 @@ GRAPHS = ["captured-decode", "captured-replay"]
 """Checks that a CPU excuses."""
 
 
+EFFORTS = [
+    pytest.param(effort, id=effort.value, marks=(pytest.mark.slow,) if effort is Effort.FULL else ())
+    for effort in Effort
+]
+
+
 def on_cpu() -> list[Mutant | LatentMutant]:
     return [mutant for mutant in ALL_MUTANTS if not mutant.cuda_only]
 
@@ -60,14 +66,14 @@ def is_caught(mutant: Mutant | LatentMutant, subject: Subject) -> bool:
 
 
 def some_with_the_whole_kit() -> list[ParameterSet]:
-    """The whole kit takes seconds: a third of the mutants get it in every run, the others where tests may be slow."""
+    """The whole kit takes seconds: a sixth of the mutants get it in every run, the others where tests may be slow."""
     return [
-        pytest.param(mutant, id=mutant.name, marks=() if index % 3 == 0 else (pytest.mark.slow,))
+        pytest.param(mutant, id=mutant.name, marks=() if index % 6 == 0 else (pytest.mark.slow,))
         for index, mutant in enumerate(on_cpu())
     ]
 
 
-@pytest.mark.parametrize("effort", list(Effort), ids=lambda effort: effort.value)
+@pytest.mark.parametrize("effort", EFFORTS)
 def test_the_correct_parts_pass_every_check(effort: Effort) -> None:
     report = try_row(Subject("parts", make_backend(), EVERYTHING, CPU), effort)
     assert {result.check: result.detail for result in report.failed} == {}
@@ -75,7 +81,7 @@ def test_the_correct_parts_pass_every_check(effort: Effort) -> None:
     assert excused == GRAPHS
 
 
-@pytest.mark.parametrize("effort", list(Effort), ids=lambda effort: effort.value)
+@pytest.mark.parametrize("effort", EFFORTS)
 def test_the_correct_latent_parts_pass_every_check(effort: Effort) -> None:
     report = try_row(Subject("latent parts", make_latent_backend(), LATENT, CPU), effort)
     assert {result.check: result.detail for result in report.failed} == {}

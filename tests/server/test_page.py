@@ -245,7 +245,7 @@ def test_a_conversation_too_long_to_keep_loses_its_oldest_part_and_says_so(chat:
         site.answers(answer)
         chat.ask("Say")
         expect(chat.page.locator(".facts")).to_have_count(len(site.bodies), timeout=15000)
-    expect(chat.page.locator(".notice")).to_contain_text("only its latest 2 exchanges")
+    expect(chat.page.locator(".notice")).to_contain_text("only its latest 2 exchanges", timeout=15000)
     kept = json.loads(chat.page.evaluate("localStorage.getItem('sightline.conversation')"))
     assert [len(exchange["answer"]["text"]) for exchange in kept["exchanges"]] == [len(long), len("short")]
 
