@@ -31,7 +31,7 @@ def ranked(name: str, *rows: Capability, by_default: bool = True) -> Candidate:
     return Candidate(name, by_default, "a test", never_loaded, lambda: rows)
 
 
-def with_ranks(prefill: int = 0, decode: int = 0, few: int = 0, alone: int = 0) -> Capability:
+def with_ranks(prefill: int = 0, decode: int = 0, few: int = 0, alone: int | None = None) -> Capability:
     return replace(ROW, ranks=Ranks(prefill, decode, few, alone))
 
 
@@ -42,7 +42,7 @@ def choose(candidates: list[Candidate], work: Work, asked: str | None = None, ne
 FIRST = ranked("first", with_ranks(prefill=1))
 SECOND = ranked("second", with_ranks(decode=5, few=5))
 THIRD = ranked("third", with_ranks(few=9))
-FOURTH = ranked("fourth", with_ranks(alone=2))
+FOURTH = ranked("fourth", with_ranks(alone=12))
 ALL = [FIRST, SECOND, THIRD, FOURTH]
 
 
@@ -57,6 +57,10 @@ def test_the_highest_rank_for_the_work_wins(work: Work, wanted: str) -> None:
     others = dict(selection.refused)
     assert others.keys() == {each.name for each in ALL} - {wanted}
     assert all(reasons == (f"{wanted} is faster at {work.value}",) for reasons in others.values())
+
+
+def test_one_row_is_few_rows_to_a_backend_that_does_not_say() -> None:
+    assert choose([FIRST, SECOND, THIRD], Work.ALONE).candidate.name == "third"
 
 
 def test_of_equals_the_first_wins_and_the_others_are_told_so() -> None:

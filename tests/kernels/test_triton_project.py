@@ -5,25 +5,31 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sightline.attention.backends.triton_plans import Chip
 from sightline.kernels.triton.project import project_real
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+OVERLAPS = Chip.of(DEVICE).overlaps
+
+
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("num_tokens", "num_real", "heads", "latent", "value"),
-    [(5, 3, 3, 40, 24), (1, 0, 4, 32, 16), (20, 20, 2, 96, 128), (70, 65, 2, 64, 34)],
+    [(5, 3, 3, 40, 24), (1, 0, 4, 32, 16), (20, 20, 2, 96, 128), (70, 65, 2, 64, 34), (16, 15, 2, 600, 48)],
 )
 def test_real_tokens_are_projected_and_padding_stays(
-    num_tokens: int, num_real: int, heads: int, latent: int, value: int, dtype: torch.dtype
+    num_tokens: int, num_real: int, heads: int, latent: int, value: int, dtype: torch.dtype, early: bool
 ) -> None:
     generator = torch.Generator().manual_seed(num_tokens)
     found = torch.randn(num_tokens, heads, latent, generator=generator).to(dtype)
     found[num_real:] = torch.nan
     value_up = (torch.randn(heads, value, latent, generator=generator) * latent**-0.5).to(dtype)
     out = torch.full((num_tokens, heads, value), torch.nan, dtype=dtype, device=DEVICE)
-    project_real(found.to(DEVICE), value_up.to(DEVICE), torch.tensor([num_real], device=DEVICE), out)
+    real = torch.tensor([num_real], device=DEVICE)
+    project_real(found.to(DEVICE), value_up.to(DEVICE), real, out, overlaps=OVERLAPS, early=early)
     expected = torch.einsum("thl,hvl->thv", found[:num_real].float(), value_up.float())
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(out[:num_real].cpu().float(), expected, atol=tolerance, rtol=tolerance)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sightline.attention.backends.triton_plans import Chip
 from sightline.attention.reference import (
     attend_latent_row,
     attend_row,
@@ -56,7 +57,8 @@ class Case:
 
     @property
     def config(self) -> DecodeConfig:
-        return DecodeConfig(self.block, self.heads, self.num_programs, num_warps=4, depth=1)
+        overlaps = Chip.of(DEVICE).overlaps
+        return DecodeConfig(self.block, self.heads, self.num_programs, num_warps=4, depth=1, overlaps=overlaps)
 
     @property
     def spec(self) -> SoftmaxSpec:

@@ -1,7 +1,9 @@
 """CUDA graphs where there is no CUDA: what torch is asked for is written down, and a replay asks for it again.
 
 As on a device, a replay reads and writes the memory that was captured, whatever it holds by then, and the host decides
-nothing in it; what would wait for the device cannot be captured. Serves backends of torch's operations alone.
+nothing in it. Operations whose result's shape depends on numbers, or that give the host one, cannot be captured; what
+copies a whole tensor to the host, as `tolist` does, a device would refuse and this does not. Serves backends of torch's
+operations alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from torch.utils._pytree import tree_leaves
 from sightline.core.device import Device, DeviceKind
 
 RECORDING = Device(DeviceKind.CUDA, torch.device("cpu"), "a recording", (9, 0))
-_WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+_WAITING = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+    torch.ops.aten.equal.default,
+)
 
 
 class RecordedGraph:
@@ -29,7 +37,7 @@ class RecordedGraph:
         self._calls: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
 
     def record(self, call: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        if call in _WAITING:
+        if call in _WAITING or (call is torch.ops.aten.index.Tensor and _has_mask(args[1])):
             raise RuntimeError(f"expected operations that wait for nothing, got {call}")
         given = call(*args, **kwargs)
         self._calls.append((call, args, kwargs, _tensors(given)))
@@ -58,6 +66,10 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _recorded(graph: RecordedGraph) -> Iterator[None]:
     with _Recording(graph):
         yield
+
+
+def _has_mask(indices: list[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype is torch.bool for index in indices)
 
 
 def _tensors(given: object) -> list[Tensor]:

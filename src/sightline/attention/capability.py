@@ -78,11 +78,12 @@ class Ranks:
     prefill: int = 0
     decode: int = 0
     few: int = 0
-    alone: int = 0
+    alone: int | None = None
+    """None: as `few`."""
 
     def of(self, work: Work) -> int:
-        ranks = {Work.PREFILL: self.prefill, Work.DECODE: self.decode, Work.FEW: self.few, Work.ALONE: self.alone}
-        return ranks[work]
+        alone = self.few if self.alone is None else self.alone
+        return {Work.PREFILL: self.prefill, Work.DECODE: self.decode, Work.FEW: self.few, Work.ALONE: alone}[work]
 
 
 @dataclass(frozen=True)

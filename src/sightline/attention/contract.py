@@ -112,9 +112,10 @@ class LatentInputs:
     k_rope: Tensor
     """[num_tokens, rope_dim]."""
     key_up: Tensor
-    """[num_q_heads, nope_dim, latent_dim]: a head's key is key_up @ latent."""
+    """[num_q_heads, nope_dim, latent_dim]: a head's key is key_up @ latent. A weight: nothing of a step writes it, and
+    it may be read before what was launched earlier has ended."""
     value_up: Tensor
-    """[num_q_heads, value_dim, latent_dim]: a head's value is value_up @ latent."""
+    """[num_q_heads, value_dim, latent_dim]: a head's value is value_up @ latent. A weight, as `key_up`."""
 
     def whole_queries(self) -> Tensor | None:
         """[num_tokens, num_q_heads, nope_dim + rope_dim], contiguous, where both parts lie in one tensor like that."""

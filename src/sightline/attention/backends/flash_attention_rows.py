@@ -44,7 +44,7 @@ def _softmax_row(dtype: torch.dtype, head_dims: frozenset[int], features: frozen
         # A grid is made of the numbers of tokens and rows; prompts without context take another call than others.
         graph=GraphLevel.DECODE,
         package=PACKAGE,
-        ranks=Ranks(prefill=25, decode=2, few=1, alone=1),
+        ranks=Ranks(prefill=25, decode=2, few=1),
     )
 
 
@@ -64,7 +64,7 @@ def _latent_row(dtype: torch.dtype) -> Capability:
         graph=GraphLevel.NONE,
         package=PACKAGE,
         # Makes every head's keys and values of the whole context at every step: below anything that absorbs.
-        ranks=Ranks(prefill=25, decode=-1, few=-1, alone=-1),
+        ranks=Ranks(prefill=25, decode=-1, few=-1),
     )
 
 

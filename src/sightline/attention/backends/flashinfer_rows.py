@@ -30,7 +30,7 @@ _PLAIN = Capability(
     host_lengths=HostLengths.EXACT,
     graph=GraphLevel.DECODE,
     package="flashinfer",
-    ranks=Ranks(prefill=30, decode=30, few=20, alone=20),
+    ranks=Ranks(prefill=30, decode=30, few=20),
 )
 
 ROWS: tuple[Capability, ...] = (
@@ -58,7 +58,7 @@ _LATENT = replace(
     group_sizes=frozenset({8, 16, 32, 64, 128}),
     expanded_dims=frozenset({(192, 128)}),
     features=frozenset({Feature.LSE, Feature.DETERMINISTIC}),
-    ranks=Ranks(prefill=30, decode=30, few=20, alone=20),
+    ranks=Ranks(prefill=30, decode=30, few=20),
 )
 
 LATENT_ROWS: tuple[Capability, ...] = (

@@ -217,7 +217,9 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
             self.lane.found[:tokens],
             lse,
         )
-        project_real(self.lane.found[:tokens], inputs.value_up, num_real, out[:tokens], overlaps=overlaps)
+        project_real(
+            self.lane.found[:tokens], inputs.value_up, num_real, out[:tokens], overlaps=overlaps, early=overlaps
+        )
 
     def _absorb(
         self, rows: _Absorbed, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None

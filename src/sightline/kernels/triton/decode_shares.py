@@ -45,7 +45,7 @@ class DecodeConfig:
     depth: int
     """Blocks that are on their way while one is computed."""
     overlaps: bool = False
-    """Launches begin while the one before ends, and wait where they need what it wrote: on SM90."""
+    """Launches begin while the ones before still run, and wait where they need what those wrote: on SM90."""
 
     @property
     def num_stages(self) -> int:

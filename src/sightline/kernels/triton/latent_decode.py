@@ -70,7 +70,7 @@ def choose_latent_decode(
 
 
 def _half(latent_dim: int) -> int:
-    """Latents of a half; the second may have less."""
+    """Room for latents in a half; the second is not full, or empty, where they are not a power of two."""
     return max(16, triton.next_power_of_2(latent_dim) // 2)
 
 
@@ -198,13 +198,14 @@ def _latent_kernel(
             )  # fmt: skip
             finish(
                 out, lse, None, token, heads, num_heads, gathered_2, largest, total, by, dim_2, in_heads,
-                False, LSE, LATENT_DIM,
+                False, False, LATENT_DIM,
             )  # fmt: skip
         else:
             leave_part(
                 part_out, part_stats, program, block == 0, head_in_unit, dim, in_heads, gathered, largest, total,
                 HEADS, LATENT_DIM,
             )  # fmt: skip
+            # The statistics once more, alike.
             leave_part(
                 part_out, part_stats, program, block == 0, head_in_unit, dim_2, in_heads, gathered_2, largest, total,
                 HEADS, LATENT_DIM,

@@ -20,14 +20,21 @@ _HELD = 16384
 
 
 def project_real(
-    given: Tensor, up: Tensor, num_real: Tensor, out: Tensor, *, beside: Tensor | None = None, overlaps: bool = False
+    given: Tensor,
+    up: Tensor,
+    num_real: Tensor,
+    out: Tensor,
+    *,
+    beside: Tensor | None = None,
+    overlaps: bool = False,
+    early: bool = False,
 ) -> None:
     """Writes out [num_tokens, heads, n] of given [num_tokens, heads, k] with up [heads, n, k].
 
     Only the first `num_real` [1] int64 tokens are read and written. `beside` [num_tokens, heads, m] is copied behind
     the product; `out` has room for both then. Of all but `up`, which may lie in memory anyhow, the last dimension is
-    contiguous. `overlaps` as in `DecodeConfig`: `up` may then be read while earlier launches still run, of which none
-    may write it.
+    contiguous. `overlaps` as in `DecodeConfig`. `early`: a launch of ours computes what is given, and where it is
+    little, weights are read meanwhile; no launch that may still run writes `up`.
     """
     num_tokens, num_heads, num_inputs = given.shape
     if num_tokens == 0:
@@ -37,10 +44,10 @@ def project_real(
     # No tensor cores for what is wide: the product's operands live in registers.
     tokens = 16 if is_wide else min(64, max(16, triton.next_power_of_2(num_tokens)))
     whole = max(16, triton.next_power_of_2(num_inputs))
-    # Few tokens: while others still compute them, each program takes all of its weights. Where nobody does, more
-    # programs share a head, since one alone waits for its weights most of the time.
+    # Few tokens: more programs share a head, since one alone waits for its weights most of the time; unless it has all
+    # of them before there are tokens.
     are_few = num_tokens <= 16 and not is_wide
-    holds = are_few and overlaps and 32 * whole <= _HELD
+    holds = are_few and early and 32 * whole <= _HELD
     widest = 16 if is_wide else min(64, _HELD // whole) if holds else 32 if are_few else 64
     outputs = min(max(16, triton.next_power_of_2(num_outputs)), widest)
     beside_dim = 0 if beside is None else beside.shape[2]
