@@ -1,7 +1,7 @@
 """One thread a test process: the tests' tensors are tiny, and the processes run side by side.
 
-Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports triton. A shell that
-runs the tests in the background has them, and every process that they start, ignore Ctrl-C: they must not.
+Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports triton. A shell
+that runs the tests in the background has them, and every process that they start, ignore Ctrl-C: they must not.
 """
 
 import os
