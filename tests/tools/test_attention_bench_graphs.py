@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from sightline.tools import attention_bench_surroundings as surroundings_module
 from sightline.tools.attention_bench import Field, measure_shape
 from sightline.tools.attention_bench_results import Mode, Part, ShapeResult, State
 from sightline.tools.attention_bench_shapes import SHAPE_SETS
-from sightline.tools.attention_bench_timing import Captured, HostClock
+from sightline.tools.attention_bench_timing import Between, Captured, HostClock
 from sightline.tools.attention_peers import AttentionPeer
 from support.attention_contenders import (
     MEASURED,
@@ -42,9 +43,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], obje
     """A device that can capture; what is done to the output of every replay is under "fault"."""
     faults: dict[str, Callable[[Tensor], object]] = {"fault": lambda out: out}
 
-    def capture(layer: Callable[[int], Tensor], num_layers: int) -> Captured:
+    def capture(layer: Callable[[int], Tensor], num_layers: int, between: Between) -> Captured:
         def layers() -> Tensor:
-            return [layer(index) for index in range(num_layers)][-1]
+            for index in range(num_layers):
+                out = layer(index)
+                between.launch()
+            return out
 
         graph: Any = ReplayedLayers(layers, faults["fault"])
         return Captured(graph, layers(), num_layers)
@@ -94,8 +98,8 @@ def test_a_wrong_answer_in_a_graph_is_red(graphs: dict[str, Callable[[Tensor], o
 
 
 def test_a_capture_that_fails_leaves_the_other_times(monkeypatch: pytest.MonkeyPatch, graphs: object) -> None:
-    def refuse(layer: Callable[[int], Tensor], num_layers: int) -> Captured:
-        if "alone" in layer.__qualname__:
+    def refuse(layer: Callable[[int], Tensor], num_layers: int, between: Between) -> Captured:
+        if layer.__qualname__.split(".")[-1] in ("alone", "no_layer"):
             return Captured(cast("Any", ReplayedLayers(lambda: layer(0), lambda out: out)), layer(0), num_layers)
         raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -105,3 +109,13 @@ def test_a_capture_that_fails_leaves_the_other_times(monkeypatch: pytest.MonkeyP
     assert contender.no_graph is not None
     assert "capture failed: RuntimeError: operation not permitted" in contender.no_graph
     assert contender.time(Part.LAYER, Mode.EAGER) is not None
+
+
+@pytest.mark.usefixtures("graphs")
+def test_what_stands_between_layers_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of 20 ms behind a layer of much less."""
+    monkeypatch.setattr(Between, "launch", lambda self: time.sleep(0.02))
+    [contender] = captured_result(GraphLevel.FULL).contenders
+    taken = contender.time(Part.LAYER, Mode.GRAPH)
+    assert taken is not None
+    assert taken < 0.01

@@ -32,6 +32,7 @@ from sightline.tools.attention_bench_results import (
 from sightline.tools.attention_bench_shapes import Shape
 from sightline.tools.attention_bench_surroundings import surround
 from sightline.tools.attention_bench_timing import (
+    Between,
     Captured,
     Effort,
     Rates,
@@ -50,6 +51,8 @@ from sightline.tools.environment import collect_environment
 _PLANS = 21
 _SURROUNDINGS = ""
 """Stands where a contender's name would: the write and the products alone."""
+_BETWEEN = " "
+"""So does this: what a graph has between layers, alone."""
 
 
 @dataclass(frozen=True)
@@ -120,36 +123,37 @@ def measure_attention(
 def measure_shape(shape: Shape, entrants: Field, rates: Rates) -> ShapeResult:
     """All that serve the shape, on the same tensors."""
     data = build_data(shape, entrants.device, count_layers(shape, entrants.device))
-    entries = [_enter_ours(candidate, data) for candidate in entrants.candidates]
-    entries += [_enter_peer(peer, data) for peer in entrants.peers]
-    times = time_in_turns(_tasks(entries, data), clock_of(entrants.device), entrants.effort)
+    between = Between(entrants.device.torch_device)
+    entries = [_enter_ours(candidate, data, between) for candidate in entrants.candidates]
+    entries += [_enter_peer(peer, data, between) for peer in entrants.peers]
+    times = _apart(time_in_turns(_tasks(entries, data, between), clock_of(entrants.device), entrants.effort))
     chosen = selected(entrants.installed, shape, entrants.device)
     results = tuple(_timed(entry, times, entrants, chosen) for entry in entries)
     return ShapeResult(shape, data.num_layers, rates, data.tolerance, results)
 
 
-def _enter_ours(candidate: Candidate, data: ShapeData) -> _Entry:
+def _enter_ours(candidate: Candidate, data: ShapeData, between: Between) -> _Entry:
     blank = ContenderResult(candidate.name, Origin.OURS, State.RIGHT)
     capability, reasons = fitting_row(candidate, data.shape, data.device)
     if capability is None:
         return _Entry(replace(blank, state=State.SKIPPED, detail="; ".join(reasons)))
-    return _try(blank, lambda: build_ours(candidate, capability, data), data)
+    return _try(blank, lambda: build_ours(candidate, capability, data), data, between)
 
 
-def _enter_peer(peer: AttentionPeer, data: ShapeData) -> _Entry:
+def _enter_peer(peer: AttentionPeer, data: ShapeData, between: Between) -> _Entry:
     blank = ContenderResult(peer.name, Origin.PEER, State.RIGHT)
     refusal = peer.refuses(data.shape, data.device)
     if refusal is not None:
         return _Entry(replace(blank, state=State.SKIPPED, detail=refusal))
-    return _try(blank, lambda: peer.build(data), data)
+    return _try(blank, lambda: peer.build(data), data, between)
 
 
-def _try(blank: ContenderResult, build: Callable[[], Contender], data: ShapeData) -> _Entry:
+def _try(blank: ContenderResult, build: Callable[[], Contender], data: ShapeData, between: Between) -> _Entry:
     """Builds a contender and compares what it gives with the oracle, launched and captured."""
     try:
         contender = build()
         error = _check(lambda: _all_layers(contender, data), data, "")
-        tasks, no_graph = _contender_tasks(contender, data)
+        tasks, no_graph = _contender_tasks(contender, data, between)
     except _WrongAnswer as wrong:
         return _Entry(replace(blank, state=State.WRONG, detail=str(wrong)))
     except Exception as raised:  # the border to other people's code: whatever it raises is its result
@@ -174,7 +178,9 @@ def _check(run: Callable[[], Tensor], data: ShapeData, where: str) -> float:
     return error
 
 
-def _contender_tasks(contender: Contender, data: ShapeData) -> tuple[dict[tuple[Part, Mode], Task], str | None]:
+def _contender_tasks(
+    contender: Contender, data: ShapeData, between: Between
+) -> tuple[dict[tuple[Part, Mode], Task], str | None]:
     """What it can be timed as, and why not in a graph. Raises `_WrongAnswer` where a graph gives another answer."""
     tasks = {(Part.LAYER, Mode.EAGER): eager_task(contender.layer, data.num_layers)}
     if contender.kernel is not None:
@@ -184,11 +190,11 @@ def _contender_tasks(contender: Contender, data: ShapeData) -> tuple[dict[tuple[
     if contender.no_graph is not None:
         return tasks, contender.no_graph
     try:
-        layers = capture(contender.layer, data.num_layers)
+        layers = capture(contender.layer, data.num_layers, between)
         _check(lambda: _replayed(layers), data, " in a graph")
         tasks[Part.LAYER, Mode.GRAPH] = layers.task()
         if contender.kernel is not None:
-            tasks[Part.KERNEL, Mode.GRAPH] = capture(contender.kernel, data.num_layers).task()
+            tasks[Part.KERNEL, Mode.GRAPH] = capture(contender.kernel, data.num_layers, between).task()
     except _WrongAnswer:
         raise
     except Exception as raised:  # the border to other people's code: it runs, though a graph cannot hold it
@@ -203,16 +209,23 @@ def _replayed(captured: Captured) -> Tensor:
     return captured.out
 
 
-def _tasks(entries: Sequence[_Entry], data: ShapeData) -> dict[tuple[str, Part, Mode], Task]:
-    """Everybody's, and those of what surrounds a kernel."""
+def _tasks(entries: Sequence[_Entry], data: ShapeData, between: Between) -> dict[tuple[str, Part, Mode], Task]:
+    """Everybody's, and those of what surrounds a kernel and of what is between layers."""
     tasks = {(entry.result.name, *key): task for entry in entries for key, task in entry.tasks.items()}
     if not tasks:
         return {}
     alone = surround(data).alone
     tasks[_SURROUNDINGS, Part.LAYER, Mode.EAGER] = eager_task(alone, data.num_layers)
     if data.device.kind is DeviceKind.CUDA:
-        tasks[_SURROUNDINGS, Part.LAYER, Mode.GRAPH] = capture(alone, data.num_layers).task()
+        tasks[_SURROUNDINGS, Part.LAYER, Mode.GRAPH] = capture(alone, data.num_layers, between).task()
+        tasks[_BETWEEN, Part.LAYER, Mode.GRAPH] = capture(between.no_layer, data.num_layers, between).task()
     return tasks
+
+
+def _apart(times: Mapping[tuple[str, Part, Mode], Timing]) -> dict[tuple[str, Part, Mode], Timing]:
+    """All but what is between layers, without it."""
+    around = {mode: timing.median for (name, _, mode), timing in times.items() if name == _BETWEEN}
+    return {key: timing.less(around.get(key[2], 0.0)) for key, timing in times.items() if key[0] != _BETWEEN}
 
 
 def _timed(
@@ -241,12 +254,7 @@ def _differences(
 ) -> dict[tuple[Part, Mode], Timing]:
     """A kernel's times: the layer's less those of what surrounds it, where something is left."""
     return {
-        (Part.KERNEL, mode): Timing(
-            timing.median - around[mode].median,
-            max(timing.low - around[mode].median, 0.0),
-            timing.high - around[mode].median,
-            timing.num_samples,
-        )
+        (Part.KERNEL, mode): timing.less(around[mode].median)
         for (_, mode), timing in own.items()
         if timing.median > around[mode].median
     }

@@ -14,6 +14,8 @@ from sightline.tools.attention_bench_timing import Rates, Timing
 LEGEND = (
     "Times are of one layer: medians of rounds in which all contenders take turns, layer after layer over pools "
     "that hold twice the device's cache or more; that cache is not flushed.",
+    "In a graph an ordinary launch of nothing stands behind each layer, as in a model something would; its own time, "
+    "measured alone, is taken off.",
     "layer: the cache write, a latent's projections and attention. A peer's has the same write and products around it.",
     "kernel: attention alone. Of a backend it is a difference: its layer less a write and products, timed alone the "
     "same way.",

@@ -38,6 +38,11 @@ class Timing:
     def of(samples: list[float]) -> Timing:
         return Timing(statistics.median(samples), min(samples), max(samples), len(samples))
 
+    def less(self, seconds: float) -> Timing:
+        """What is left without something that each run did, too."""
+        median, low, high = (max(each - seconds, 0.0) for each in (self.median, self.low, self.high))
+        return Timing(median, low, high, self.num_samples)
+
 
 class Clock(ABC):
     """Takes the time of work on one kind of device."""
@@ -149,7 +154,25 @@ class Captured:
         return Task(run, self.num_layers)
 
 
-def capture(layer: Callable[[int], Tensor], num_layers: int) -> Captured:
+class Between:
+    """What stands behind each layer in a graph: an ordinary launch, as of a norm, which waits for all before it.
+
+    Without it, launches that may begin early would begin under the layer before, as in no model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._count = torch.zeros(1, device=device)
+
+    def launch(self) -> None:
+        self._count.add_(1)
+
+    def no_layer(self, layer: int) -> Tensor:
+        """Stands for a layer where only what is between them is timed."""
+        del layer
+        return self._count
+
+
+def capture(layer: Callable[[int], Tensor], num_layers: int, between: Between) -> Captured:
     """Runs all layers once beside the current stream, then captures them."""
     current = torch.cuda.current_stream()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -163,6 +186,7 @@ def capture(layer: Callable[[int], Tensor], num_layers: int) -> Captured:
     with torch.cuda.graph(graph):
         for index in range(num_layers):
             out = layer(index)
+            between.launch()
     return Captured(graph, out, num_layers)
 
 
