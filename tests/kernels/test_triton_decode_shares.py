@@ -1,4 +1,4 @@
-"""How the work of decode is dealt out: every unit to one program, to each as many as to any other but for rounding."""
+"""How the work of decode is dealt out: every unit to one program, to each as many as to any other, or one more."""
 
 from __future__ import annotations
 
@@ -36,35 +36,55 @@ def test_every_unit_belongs_to_one_program(
     tokens = [sum(query_len for _, query_len in rows[:row]) for row in range(len(rows))]
     assert scratch.row_tokens.tolist() == tokens
     blocks = [blocks_of(case, context) * query_len for context, query_len in rows]
-    units = [(row, unit) for row, count in enumerate(blocks) for unit in range(count * num_heads)]
+    share, apart = share_wanted(blocks, num_heads, num_programs)
+    wanted = pieces_wanted(blocks, num_heads, share, apart=apart)
     starts = scratch.starts.tolist()
-    counts = [start[0] for start in starts]
-    assert sum(counts) == len(units)
-    # As many as the others, but for the last programs, which may have fewer or none.
-    share = max(1, -(-len(units) // num_programs))
-    assert counts == [max(0, min(share, len(units) - program * share)) for program in range(num_programs)]
-    first = 0
-    for count, row, unit, token, context, table_row, *_ in starts:
-        if count:
-            assert (row, unit) == units[first]
-            assert (token, context, table_row) == (tokens[row], rows[row][0], int(paged.table_rows[row]))
-        first += count
-    assert cuts_told(scratch.cuts) == cuts_wanted(blocks, tokens, num_heads, share)
+    assert [start[0] for start in starts] == [*(count for _, _, count in wanted), *[0] * (num_programs - len(wanted))]
+    for (_, row, unit, token, context, table_row, *_), piece in zip(starts, wanted, strict=False):
+        assert (row, unit) == piece[:2]
+        assert (token, context, table_row) == (tokens[row], rows[row][0], int(paged.table_rows[row]))
+    assert cuts_told(scratch.cuts) == cuts_wanted(blocks, tokens, num_heads, share, apart=apart)
+
+
+def share_wanted(blocks: list[int], num_heads: int, num_programs: int) -> tuple[int, bool]:
+    """Units of a program at most, and whether each tile begins with one: where there are as many programs as tiles, and
+    shares that are larger by one at most are enough for it."""
+    share = max(1, -(-sum(blocks) * num_heads // num_programs))
+    if len(blocks) * num_heads <= num_programs:
+        for larger in (share, share + 1):
+            if sum(-(-count // larger) for count in blocks) * num_heads <= num_programs:
+                return larger, True
+    return share, False
+
+
+def pieces_wanted(blocks: list[int], num_heads: int, share: int, *, apart: bool) -> list[tuple[int, int, int]]:
+    """Of each program that has any: the row and the unit in it that it begins with, and how many it has."""
+    if apart:
+        return [
+            (row, heads * count + block, min(share, count - block))
+            for row, count in enumerate(blocks)
+            for heads in range(num_heads)
+            for block in range(0, count, share)
+        ]
+    units = [(row, unit) for row, count in enumerate(blocks) for unit in range(count * num_heads)]
+    return [(*units[first], len(units[first : first + share])) for first in range(0, len(units), share)]
 
 
 def cuts_told(cuts: torch.Tensor) -> list[tuple[int, ...]]:
     return sorted(tuple(cut[1:5]) for cut in cuts.tolist() if cut[0])
 
 
-def cuts_wanted(blocks: list[int], tokens: list[int], num_heads: int, share: int) -> list[tuple[int, ...]]:
-    """Of each tile that lies in several shares: token, group of heads, first and last program."""
+def cuts_wanted(
+    blocks: list[int], tokens: list[int], num_heads: int, share: int, *, apart: bool
+) -> list[tuple[int, ...]]:
+    """Of each tile that several programs have: token, group of heads, first and last program."""
     wanted, begin = [], 0
     for row, count in enumerate(blocks):
         for heads in range(num_heads if count else 0):
             first, last = begin // share, (begin + count - 1) // share
             if first != last:
                 wanted.append((tokens[row], heads, first, last))
-            begin += count
+            begin += -(-count // share) * share if apart else count
     return sorted(wanted)
 
 

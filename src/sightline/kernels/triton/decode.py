@@ -26,7 +26,7 @@ from sightline.kernels.triton.decode_shares import (
     merge_parts,
     next_row,
     num_blocks,
-    totals_of_new,
+    weigh_new,
     weighed,
 )
 from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, as_stored, product, stored_view
@@ -173,20 +173,13 @@ def _decode_kernel(
         largest = tl.full([HEADS], float("-inf"), tl.float32)
         totals = tl.zeros([HEADS, BLOCK], tl.float32)
         gathered = tl.zeros([HEADS, DIMS], tl.float32)
-        if block + count == blocks:
-            # The new token: written, and seen without being read back.
-            slot = tl.load(write_slots + token) * slot_stride + kv_head * HEAD_DIM + dim
-            new_k = tl.load(k_new + token.to(tl.int64) * k_token + kv_head * k_head + dim, mask=in_dim, other=0.0)
-            new_v = tl.load(v_new + token.to(tl.int64) * v_token + kv_head * v_head + dim, mask=in_dim, other=0.0)
-            new_k, kept_key = as_stored(new_k, k_scale, keys.dtype.element_ty, FP8)
-            new_v, kept_value = as_stored(new_v, v_scale, values.dtype.element_ty, FP8)
-            if subgroup == 0:
-                tl.store(written_keys + slot, kept_key, mask=in_dim)
-                tl.store(written_values + slot, kept_value, mask=in_dim)
-            score = tl.sum(queries.to(tl.float32) * new_k[None, :], 1)
-            largest = _capped(score * (scale * k_scale), softcap, HAS_SOFTCAP)
-            totals = totals_of_new(HEADS, BLOCK)
-            gathered = gathered + new_v[None, :]
+        # The new token's: asked for before the keys, needed after them.
+        sees_new = block + count == blocks
+        new_slot = tl.load(write_slots + token, mask=sees_new, other=0)
+        new_k_place = k_new + token.to(tl.int64) * k_token + kv_head * k_head + dim
+        new_k = tl.load(new_k_place, mask=dim < tl.where(sees_new, HEAD_DIM, 0), other=0.0)
+        new_v_place = v_new + token.to(tl.int64) * v_token + kv_head * v_head + dim
+        new_v = tl.load(new_v_place, mask=dim < tl.where(sees_new, HEAD_DIM, 0), other=0.0)
         begin = (first_block + block) * BLOCK
         lowest = 0
         if HAS_WINDOW:
@@ -206,6 +199,18 @@ def _decode_kernel(
             weights, shrink, totals, largest = weighed(scores, key == read, largest, totals)
             gathered = product(weights.to(compute_dtype), v, gathered * shrink[:, None], INTERPRETED)
         total = tl.sum(totals, 1)
+        if sees_new:
+            # Written, and seen without being read back.
+            seen_k, kept_key = as_stored(new_k, k_scale, keys.dtype.element_ty, FP8)
+            seen_v, kept_value = as_stored(new_v, v_scale, values.dtype.element_ty, FP8)
+            slot = new_slot * slot_stride + kv_head * HEAD_DIM + dim
+            if subgroup == 0:
+                tl.store(written_keys + slot, kept_key, mask=in_dim)
+                tl.store(written_values + slot, kept_value, mask=in_dim)
+            score = tl.sum(queries.to(tl.float32) * seen_k[None, :], 1)
+            score = _capped(score * (scale * k_scale), softcap, HAS_SOFTCAP)
+            weight, shrink, total, largest = weigh_new(score, largest, total)
+            gathered = gathered * shrink[:, None] + weight[:, None] * seen_v[None, :]
         if count == blocks:
             finish(
                 out, lse, sinks, token, heads, num_q_heads, gathered, largest, total, v_scale, dim, in_heads,

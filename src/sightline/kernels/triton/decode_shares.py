@@ -26,10 +26,9 @@ UNALIGNED = ("query_lens", "context_lens", "table_rows", "write_slots")
 """What lies at any place of a batch's memory: a kernel must not be compiled again for where."""
 FIELDS = tl.constexpr(8)
 """Of a record."""
-MERGED_AT_ONCE = 8192
-"""Numbers of parts that a program of the merge reads together."""
-FEW_MERGED = 128
-"""Values of a head that one program merges where there are few programs: a long head is then merged by several."""
+MERGED_AT_ONCE = 2048
+"""Numbers of parts that a program of the merge reads together: few, so that one warp holds them, and all programs find
+room beside those of decode, before these end."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +137,7 @@ def merge_parts(
     group = num_q_heads // num_kv_heads
     tiles = num_rows * num_kv_heads * config.num_subgroups(group)
     merged, heads = min(tiles, config.num_programs), min(config.heads, group)
-    values = triton.next_power_of_2(value_dim)
-    if merged * heads < 4 * config.num_programs:
-        values = min(values, FEW_MERGED)
+    parts, values = _merge_sizes(tiles, value_dim, config.num_programs)
     _merge_kernel[(merged, heads, triton.cdiv(value_dim, values))](
         out,
         lse,
@@ -155,13 +152,19 @@ def merge_parts(
         VALUE_DIM=value_dim,
         VALUES=values,
         HEADS=config.heads,
-        PARTS=max(1, min(64, MERGED_AT_ONCE // values)),
+        PARTS=parts,
         SINKS=sinks is not None,
         LSE=lse is not None,
         FP8=v_scale is not None,
-        num_warps=4,
+        num_warps=1,
         **config.launch(),
     )
+
+
+def _merge_sizes(num_tiles: int, value_dim: int, num_programs: int) -> tuple[int, int]:
+    """How many parts and values a program of the merge reads together: of tiles that are alike, all parts or nearly."""
+    parts = 1 << (max(8, num_programs // max(num_tiles, 1)).bit_length() - 1)
+    return parts, min(triton.next_power_of_2(value_dim), max(32, MERGED_AT_ONCE // parts))
 
 
 @triton.jit
@@ -177,6 +180,12 @@ def num_blocks(context, window, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
 def _at(values, row, wanted):
     """One of a vector's values."""
     return tl.sum(tl.where(row == wanted, values, 0), 0)
+
+
+@triton.jit
+def _shares(blocks, share):
+    """Programs that tiles of so many blocks take, each of which begins with a program."""
+    return tl.sum((blocks + share - 1) // share, 0)
 
 
 @triton.jit(
@@ -209,18 +218,30 @@ def _divide_kernel(
     token = tl.cumsum(query, 0) - query
     blocks, _ = num_blocks(context, window, HAS_WINDOW, BLOCK)
     blocks = tl.where(query > 0, blocks, 0)
-    units = blocks * num_heads
-    ends = tl.cumsum(units, 0)
-    begins = ends - units
-    total = tl.sum(units, 0)
+    total = tl.sum(blocks, 0) * num_heads
     share = tl.maximum((total + num_programs - 1) // num_programs, 1)
-    first = tl.minimum(program * share, total)
-    stop = tl.minimum(first + share, total)
+    # Places that a tile takes of shares: its blocks, or so many that the next tile begins with a program. One that has
+    # the end of a tile and the beginning of another waits twice for its first keys, which costs about a block: tiles
+    # are set apart where shares that are larger by one are enough for it.
+    length, apart = blocks, 0
+    if BY_TILE:
+        larger = share + (_shares(blocks, share) * num_heads > num_programs).to(tl.int32)
+        apart = (_shares(blocks, larger) * num_heads <= num_programs).to(tl.int32)
+        share = tl.where(apart == 1, larger, share)
+        length = tl.where(apart == 1, (blocks + share - 1) // share * share, blocks)
+    places = length * num_heads
+    ends = tl.cumsum(places, 0)
+    begins = ends - places
+    first = program * share
     start_row = tl.sum(((ends <= first) & here).to(tl.int32), 0)
+    row_length, row_blocks = tl.maximum(_at(length, row, start_row), 1), _at(blocks, row, start_row)
+    place = first - _at(begins, row, start_row)
+    start_heads, start_block = place // row_length, place % row_length
+    left = tl.minimum(share, tl.where(apart == 1, row_blocks - start_block, total - first))
     start = starts + program * FIELDS
-    tl.store(start, stop - first)
+    tl.store(start, tl.maximum(left, 0))
     tl.store(start + 1, start_row)
-    tl.store(start + 2, first - _at(begins, row, start_row))
+    tl.store(start + 2, start_heads * row_blocks + start_block)
     tl.store(start + 3, _at(token, row, start_row))
     tl.store(start + 4, _at(context, row, start_row))
     tl.store(start + 5, _at(table_row, row, start_row))
@@ -228,15 +249,16 @@ def _divide_kernel(
     if BY_TILE:
         cut_row, heads = program // num_heads, program % num_heads
     else:
+        stop = tl.minimum(first + share, total)
         cut_row = tl.sum(((ends <= stop - 1) & here).to(tl.int32), 0)
         heads = (stop - 1 - _at(begins, row, cut_row)) // tl.maximum(_at(blocks, row, cut_row), 1)
-    length = _at(blocks, row, cut_row)
-    begin = _at(begins, row, cut_row) + heads * length
-    first_program, last_program = begin // share, (begin + length - 1) // share
-    is_cut = (length > 0) & (first_program != last_program)
+    cut_blocks = _at(blocks, row, cut_row)
+    begin = _at(begins, row, cut_row) + heads * _at(length, row, cut_row)
+    first_program, last_program = begin // share, (begin + cut_blocks - 1) // share
+    is_cut = (cut_blocks > 0) & (first_program != last_program)
     if not BY_TILE:
         # A tile that ends several shares is the matter of the program in which it begins.
-        is_cut = is_cut & (first_program == program) & (stop > first)
+        is_cut = is_cut & (first_program == program) & (left > 0)
     cut = cuts + program * FIELDS
     tl.store(cut, is_cut.to(tl.int32))
     tl.store(cut + 1, _at(token, row, cut_row))
@@ -289,6 +311,14 @@ def weighed(scores, seen, largest, totals):
 def totals_of_new(HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """Totals [heads, block] where nothing but a row's new token was seen."""
     return tl.where((tl.arange(0, BLOCK) == 0)[None, :], tl.full([HEADS, BLOCK], 1.0, tl.float32), 0.0)
+
+
+@triton.jit
+def weigh_new(score, largest, total):
+    """The weight [heads] of one more key, how much what was found before shrinks, the new total and largest score."""
+    higher = tl.maximum(largest, score)
+    weight, shrink = tl.exp2(score - higher), tl.exp2(largest - higher)
+    return weight, shrink, total * shrink + weight, higher
 
 
 @triton.jit
@@ -360,10 +390,11 @@ def _merge_kernel(
             program = start + tl.arange(0, PARTS)
             there = program <= last
             part = 2 * program + (program == first).to(tl.int32)
-            tops = tl.load(part_stats + part * 2 * HEADS + head_in_unit, mask=there, other=float("-inf"))
-            sums = tl.load(part_stats + (part * 2 + 1) * HEADS + head_in_unit, mask=there, other=0.0)
+            # What is waited for last is asked for first.
             place = part_out + (part * HEADS + head_in_unit)[:, None] * VALUE_DIM + value[None, :]
             parts = tl.load(place, mask=there[:, None] & (value < VALUE_DIM)[None, :], other=0.0)
+            tops = tl.load(part_stats + part * 2 * HEADS + head_in_unit, mask=there, other=float("-inf"))
+            sums = tl.load(part_stats + (part * 2 + 1) * HEADS + head_in_unit, mask=there, other=0.0)
             higher = tl.maximum(largest, tl.max(tops, 0))
             shrink = tl.exp2(largest - higher)
             weights = tl.exp2(tops - higher)

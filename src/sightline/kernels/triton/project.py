@@ -15,7 +15,7 @@ from sightline.kernels.triton.numbers import product, warps_for
 
 _BLOCK = 64
 """Inputs of a step of the product."""
-_HELD = 16384
+_HELD = 32768
 """Weights that a program holds at once."""
 
 
@@ -31,10 +31,10 @@ def project_real(
 ) -> None:
     """Writes out [num_tokens, heads, n] of given [num_tokens, heads, k] with up [heads, n, k].
 
-    Only the first `num_real` [1] int64 tokens are read and written. `beside` [num_tokens, heads, m] is copied behind
-    the product; `out` has room for both then. Of all but `up`, which may lie in memory anyhow, the last dimension is
-    contiguous. `overlaps` as in `DecodeConfig`. `early`: a launch of ours computes what is given, and where it is
-    little, weights are read meanwhile; no launch that may still run writes `up`.
+    Only the first `num_real` [1] int64 tokens are written, and nothing of others comes into them. `beside` [num_tokens,
+    heads, m] is copied behind the product; `out` has room for both then. Of all but `up`, which may lie in memory
+    anyhow, the last dimension is contiguous. `overlaps` as in `DecodeConfig`. `early`: a launch of ours computes what
+    is given, and where it is little, weights are read meanwhile; no launch that may still run writes `up`.
     """
     num_tokens, num_heads, num_inputs = given.shape
     if num_tokens == 0:
@@ -44,12 +44,8 @@ def project_real(
     # No tensor cores for what is wide: the product's operands live in registers.
     tokens = 16 if is_wide else min(64, max(16, triton.next_power_of_2(num_tokens)))
     whole = max(16, triton.next_power_of_2(num_inputs))
-    # Few tokens: more programs share a head, since one alone waits for its weights most of the time; unless it has all
-    # of them before there are tokens.
-    are_few = num_tokens <= 16 and not is_wide
-    holds = are_few and early and 32 * whole <= _HELD
-    widest = 16 if is_wide else min(64, _HELD // whole) if holds else 32 if are_few else 64
-    outputs = min(max(16, triton.next_power_of_2(num_outputs)), widest)
+    outputs = min(max(16, triton.next_power_of_2(num_outputs)), 16 if is_wide else 64)
+    holds = early and num_tokens <= 16 and not is_wide and outputs * whole <= _HELD
     beside_dim = 0 if beside is None else beside.shape[2]
     _project_kernel[(num_heads, triton.cdiv(num_tokens, tokens), triton.cdiv(num_outputs, outputs))](
         given,
@@ -57,6 +53,7 @@ def project_real(
         num_real,
         out,
         beside,
+        num_tokens,
         *(*given.stride()[:2], *up.stride(), *out.stride()[:2], *(given if beside is None else beside).stride()[:2]),
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
@@ -65,6 +62,7 @@ def project_real(
         OUTPUT_BLOCK=outputs,
         INPUT_BLOCK=whole if holds else min(_BLOCK, whole),
         HOLDS=holds,
+        FEW=num_tokens <= tokens,
         BESIDE_BLOCK=triton.next_power_of_2(max(beside_dim, 1)),
         OVERLAPS=overlaps,
         INTERPRETED=given.device.type == "cpu",
@@ -74,13 +72,13 @@ def project_real(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _project_kernel(
-    given, up, num_real, out, beside,
+    given, up, num_real, out, beside, num_tokens,
     given_token, given_head, up_head, up_output, up_input, out_token, out_head, beside_token, beside_head,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, BESIDE: tl.constexpr,
     TOKENS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr, BESIDE_BLOCK: tl.constexpr,
-    HOLDS: tl.constexpr, OVERLAPS: tl.constexpr, INTERPRETED: tl.constexpr,
+    HOLDS: tl.constexpr, FEW: tl.constexpr, OVERLAPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Some tokens and outputs of one head."""
     head = tl.program_id(0).to(tl.int64)
@@ -89,25 +87,31 @@ def _project_kernel(
     dim = tl.arange(0, INPUT_BLOCK)
     is_output = output < OUTPUTS
     columns = up + head * up_head + output[None, :] * up_output
-    if OVERLAPS:
-        gdc_launch_dependents()
     if HOLDS:
+        if OVERLAPS:
+            gdc_launch_dependents()
         held = tl.load(columns + dim[:, None] * up_input, mask=(dim < INPUTS)[:, None] & is_output[None, :], other=0.0)
-    if OVERLAPS:
+        if OVERLAPS:
+            gdc_wait()
+    elif OVERLAPS:
         gdc_wait()
+        gdc_launch_dependents()
+    # What is not real is read where it lies, and nothing comes of it: rows of a product do not meet.
     real = tl.load(num_real)
-    if first < real:
+    if FEW or first < real:
         token = (first + tl.arange(0, TOKENS)).to(tl.int64)
-        is_real = token < real
+        is_real, is_token = token < real, token < num_tokens
         rows = given + head * given_head + token[:, None] * given_token
         gathered = tl.zeros([TOKENS, OUTPUT_BLOCK], tl.float32)
         if HOLDS:
-            a = tl.load(rows + dim[None, :], mask=is_real[:, None] & (dim < INPUTS)[None, :], other=0.0)
+            a = tl.load(rows + dim[None, :], mask=is_token[:, None] & (dim < INPUTS)[None, :], other=0.0)
+            # A choice that takes what was waited for, or the weights would be waited for first, some after others.
+            held = tl.where(real > 0, held, 0.0)
             gathered = product(a, held, gathered, INTERPRETED)
         else:
             for start in range(0, INPUTS, INPUT_BLOCK):
                 inside = start + dim < INPUTS
-                a = tl.load(rows + start + dim[None, :], mask=is_real[:, None] & inside[None, :], other=0.0)
+                a = tl.load(rows + start + dim[None, :], mask=is_token[:, None] & inside[None, :], other=0.0)
                 b = tl.load(
                     columns + (start + dim)[:, None] * up_input, mask=inside[:, None] & is_output[None, :], other=0.0
                 )
