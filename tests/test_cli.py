@@ -265,6 +265,32 @@ def test_conformance_of_all_backends_is_one_json_object_on_request(
     assert {row["backend"] for row in told["rows"]} >= {"torch", "reference"}
 
 
+def test_conformance_side_by_side_is_one_json_object_and_names_the_row_of_each_check(proofs: Path) -> None:
+    asked = ["--device", "cpu", "--backend", "reference", "--quick", "--check", "built", "--check", "cache-write"]
+    result = CliRunner().invoke(app, ["conformance", *asked, "--jobs", "2", "--json"])
+    assert result.exit_code == 0
+    [row] = json.loads(result.stdout)["rows"]
+    assert [(check["check"], check["verdict"]) for check in row["checks"]] == [
+        ("built", "passed"),
+        ("cache-write", "passed"),
+    ]
+    assert "reference · float32+bfloat16+float16: cache-write: passed (" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("jobs", "message"),
+    [
+        ("0", "expected a whole number of at least 1, got '0'"),
+        ("-2", "expected a whole number such as 4096 or 4k, got '-2'"),
+        ("many", "expected a whole number such as 4096 or 4k, got 'many'"),
+    ],
+)
+def test_conformance_in_no_process_is_refused(jobs: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["conformance", "--jobs", jobs])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
 def test_files_that_are_no_proofs_are_named(monkeypatch: pytest.MonkeyPatch, proofs: Path) -> None:
     proofs.mkdir(parents=True)
     (proofs / "foreign.json").write_text("{}")

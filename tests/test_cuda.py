@@ -14,7 +14,7 @@ from sightline.attention.backends import registry
 from sightline.core.device import detect_device
 from sightline.llm import TokensPrompt
 from sightline.testing.kit import Verdict, checks_of, try_check
-from sightline.testing.report import RowToTry, list_rows
+from sightline.testing.rows import RowToTry, list_rows
 from sightline.testing.samples import Samples
 from sightline.testing.trial import Effort
 from support.engines import is_at_rest

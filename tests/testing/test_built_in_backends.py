@@ -16,7 +16,7 @@ from sightline.core.batch import MaskKind
 from sightline.core.device import detect_device
 from sightline.testing.checks import CHECKS
 from sightline.testing.kit import Verdict, try_check, try_row
-from sightline.testing.report import RowToTry, list_rows
+from sightline.testing.rows import RowToTry, list_rows
 from sightline.testing.samples import Samples
 from sightline.testing.trial import Effort
 

@@ -19,20 +19,11 @@ from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import Device, DeviceKind, detect_device
 from sightline.core.errors import ConfigError
 from sightline.testing.kit import Verdict
-from sightline.testing.report import (
-    ConformanceReport,
-    RowToTry,
-    SkippedRow,
-    TriedRow,
-    Unloadable,
-    Watch,
-    list_rows,
-    more_samples,
-    row_labels,
-    run_conformance,
-)
+from sightline.testing.report import ConformanceReport, TriedRow, more_samples, run_conformance
+from sightline.testing.rows import RowToTry, SkippedRow, Unloadable, list_rows, row_labels
 from sightline.testing.samples import Samples
 from sightline.testing.trial import Check, Effort, Trial, fail
+from sightline.testing.trying import Watch
 
 CPU = detect_device("cpu")
 SM120 = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (12, 0))

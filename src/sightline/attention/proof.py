@@ -131,7 +131,8 @@ class ProofBook:
                 "set XDG_CACHE_HOME to another folder"
             ) from error
 
-    def identify(self, candidate: Candidate, capability: Capability, device: Device) -> Identity:
+    @staticmethod
+    def identify(candidate: Candidate, capability: Capability, device: Device) -> Identity:
         """What a proof made now would be a proof of."""
         return Identity(
             backend=candidate.name,

@@ -11,11 +11,13 @@ import click
 from rich.markup import escape
 
 from sightline.cli.console import notes, print_distrusted
-from sightline.cli.options import json_option, parse_positive_count
+from sightline.cli.options import json_option, measure_option, parse_positive_count
 
 if TYPE_CHECKING:
     from sightline.testing.kit import CheckResult
-    from sightline.testing.report import ConformanceReport, Outcome, RowToTry, TriedRow
+    from sightline.testing.report import ConformanceReport, Outcome, TriedRow
+    from sightline.testing.rows import RowToTry
+    from sightline.testing.trying import Watch
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 
@@ -41,6 +43,7 @@ def _more_option(name: str, column: str) -> Callable[[_CommandT], _CommandT]:
 @_more_option("--page-size", "page size")
 @_more_option("--head-dim", "head dimension")
 @_more_option("--group-size", "number of query heads on a key head")
+@measure_option("--jobs", default=1, help="Processes that try checks side by side: up to one for each core.")
 @json_option
 def conformance(
     backends: tuple[str, ...],
@@ -51,6 +54,7 @@ def conformance(
     page_size: tuple[int, ...],
     head_dim: tuple[int, ...],
     group_size: tuple[int, ...],
+    jobs: int,
     as_json: bool,
 ) -> None:
     """Try attention backends against the oracle, row by row; a full run that passes is kept as a proof.
@@ -59,7 +63,7 @@ def conformance(
     """
     from sightline.attention.proof import ProofBook
     from sightline.core.environment import proof_folder
-    from sightline.testing.report import Watch, more_samples, run_conformance
+    from sightline.testing.report import more_samples, run_conformance
     from sightline.testing.trial import Effort
 
     book = ProofBook(proof_folder())
@@ -71,20 +75,39 @@ def conformance(
         samples=more_samples(head_dim, group_size, page_size),
         only=names,
         book=book,
-        watch=Watch(_say_row, _say_result),
+        watch=_watch_in_turn() if jobs == 1 else _watch_side_by_side(),
+        jobs=jobs,
     )
     click.echo(json.dumps(report.to_data(), indent=2) if as_json else "\n".join(_lines(report, verbose=verbose)))
     # What was asked for by name and could not be tried is no success.
     sys.exit(1 if report.failed or (backends and not report.tried) else 0)
 
 
-def _say_row(row: RowToTry) -> None:
-    notes.print(f"[dim]{escape(row.candidate.name)} · {escape(row.label)} on {escape(row.subject.device.name)}[/]")
+def _watch_in_turn() -> Watch:
+    """A row, then its checks below it."""
+    from sightline.testing.trying import Watch
+
+    return Watch(
+        lambda row: notes.print(f"[dim]{_told_row(row)} on {escape(row.subject.device.name)}[/]"),
+        lambda _row, result: notes.print(f"[dim]  {_told_result(result)}[/]", soft_wrap=True),
+    )
 
 
-def _say_result(row: RowToTry, result: CheckResult) -> None:
-    del row
-    notes.print(f"[dim]  {escape(result.check)}: {result.verdict.value} ({result.seconds:.1f} s)[/]", soft_wrap=True)
+def _watch_side_by_side() -> Watch:
+    """Each check with its row, as they come: those of many rows are under way at once."""
+    from sightline.testing.trying import Watch
+
+    return Watch(
+        on_result=lambda row, result: notes.print(f"[dim]{_told_row(row)}: {_told_result(result)}[/]", soft_wrap=True)
+    )
+
+
+def _told_row(row: RowToTry) -> str:
+    return f"{escape(row.candidate.name)} · {escape(row.label)}"
+
+
+def _told_result(result: CheckResult) -> str:
+    return f"{escape(result.check)}: {result.verdict.value} ({result.seconds:.1f} s)"
 
 
 def _lines(report: ConformanceReport, *, verbose: bool) -> Iterator[str]:
@@ -95,7 +118,8 @@ def _lines(report: ConformanceReport, *, verbose: bool) -> Iterator[str]:
 
 
 def _outcome_lines(report: ConformanceReport, outcome: Outcome, *, verbose: bool) -> Iterator[str]:
-    from sightline.testing.report import SkippedRow, TriedRow, Unloadable
+    from sightline.testing.report import TriedRow
+    from sightline.testing.rows import SkippedRow, Unloadable
 
     match outcome:
         case Unloadable(backend, reason):

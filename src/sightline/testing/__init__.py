@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sightline.testing.bench import Subject
     from sightline.testing.kit import CheckResult, RowReport, Verdict, try_check, try_row
-    from sightline.testing.report import ConformanceReport, list_rows, more_samples, run_conformance
+    from sightline.testing.report import ConformanceReport, more_samples, run_conformance
+    from sightline.testing.rows import list_rows
     from sightline.testing.samples import Samples
     from sightline.testing.trial import Check, CheckFailed, Effort
 
@@ -48,7 +49,7 @@ _HOMES = {
     "Samples": "samples",
     "Subject": "bench",
     "Verdict": "kit",
-    "list_rows": "report",
+    "list_rows": "rows",
     "more_samples": "report",
     "run_conformance": "report",
     "try_check": "kit",

@@ -100,13 +100,26 @@ def try_check(
     excuse = check.excused(subject)
     if excuse is not None:
         return CheckResult(check.name, Verdict.EXCUSED, excuse, "", "", 0, 0.0)
+    return _blocked(check, earlier) or _run(check, subject, effort, samples)
+
+
+def settled(check: Check, tried: CheckResult, earlier: Iterable[CheckResult]) -> CheckResult:
+    """What comes of a check that was tried before those that it builds on were done: what `try_check` says after."""
+    return tried if tried.verdict is Verdict.EXCUSED else _blocked(check, earlier) or tried
+
+
+def _blocked(check: Check, earlier: Iterable[CheckResult]) -> CheckResult | None:
     missing = [
         result.check
         for result in earlier
         if result.check in check.after and result.verdict in (Verdict.FAILED, Verdict.BLOCKED)
     ]
-    if missing:
-        return CheckResult(check.name, Verdict.BLOCKED, f"builds on {', '.join(missing)}", "", "", 0, 0.0)
+    if not missing:
+        return None
+    return CheckResult(check.name, Verdict.BLOCKED, f"builds on {', '.join(missing)}", "", "", 0, 0.0)
+
+
+def _run(check: Check, subject: Subject, effort: Effort, samples: Samples) -> CheckResult:
     started = time.perf_counter()
     verdict, detail, trace, progress = Verdict.PASSED, "", "", Progress()
     try:

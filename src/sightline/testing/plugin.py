@@ -16,7 +16,7 @@ import pytest
 
 if TYPE_CHECKING:
     from sightline.testing.kit import CheckResult
-    from sightline.testing.report import RowToTry, SkippedRow, Unloadable
+    from sightline.testing.rows import RowToTry, SkippedRow, Unloadable
     from sightline.testing.trial import Check
 
 
@@ -62,7 +62,7 @@ def _rows(config: pytest.Config) -> Sequence[RowToTry | SkippedRow | Unloadable]
     from sightline.attention.backends import registry
     from sightline.core.device import detect_device
     from sightline.core.errors import ConfigError
-    from sightline.testing.report import list_rows
+    from sightline.testing.rows import list_rows
 
     try:
         installed = registry.installed()
@@ -81,7 +81,7 @@ class _Conformance(pytest.Collector):
 
     def collect(self) -> Iterator[pytest.Item]:
         from sightline.testing.kit import checks_of
-        from sightline.testing.report import SkippedRow, Unloadable
+        from sightline.testing.rows import SkippedRow, Unloadable
 
         for row in self._rows:
             match row:

@@ -5,53 +5,26 @@ Owns the way from backends' names to a report. Does not know the checks, and pri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from sightline.attention.backends import registry
-from sightline.attention.capability import Capability, device_refusals
-from sightline.attention.proof import Proof, ProofBook, declared, dtype_name, utc_now
+from sightline.attention.proof import Proof, ProofBook, declared, utc_now
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import SpecKind
 from sightline.core.device import Device, detect_device
 from sightline.core.environment import proof_folder
 from sightline.core.errors import ConfigError
-from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
-from sightline.testing.kit import CheckResult, RowReport, Verdict, try_row
+from sightline.testing.crew import SideBySide
+from sightline.testing.errands import Brief
+from sightline.testing.kit import CheckResult, RowReport, Verdict
 from sightline.testing.proving import coverage, passed_checks, with_proven
+from sightline.testing.rows import RowToTry, SkippedRow, Unloadable, list_rows
 from sightline.testing.samples import Samples
-from sightline.testing.trial import Check, Effort, cache_dtypes, compute_dtypes
-
-
-@dataclass(frozen=True)
-class RowToTry:
-    """A capability row that can be tried here, for one kind of attention."""
-
-    candidate: Candidate
-    label: str
-    """Tells the row from the backend's others: its dtypes, and the kind where it has several."""
-    subject: Subject
-    is_whole: bool = True
-    """No other kind of the row is tried after this one: what is proven is all of a row."""
-
-
-@dataclass(frozen=True)
-class SkippedRow:
-    """A capability row that cannot be tried here: neither proven nor refuted."""
-
-    backend: str
-    label: str
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Unloadable:
-    """A backend that cannot even be imported, which is a failure."""
-
-    backend: str
-    reason: str
+from sightline.testing.trial import Check, Effort
+from sightline.testing.trying import InTurn, PreparedRow, Trier, Watch
 
 
 @dataclass(frozen=True)
@@ -139,14 +112,6 @@ class ConformanceReport:
                 }
 
 
-@dataclass(frozen=True)
-class Watch:
-    """Who is told while a run is on its way."""
-
-    on_row: Callable[[RowToTry], None] = lambda _row: None
-    on_result: Callable[[RowToTry, CheckResult], None] = lambda _row, _result: None
-
-
 def run_conformance(
     backends: Sequence[str] = (),
     *,
@@ -158,27 +123,37 @@ def run_conformance(
     book: ProofBook | None = None,
     candidates: Sequence[Candidate] | None = None,
     watch: Watch | None = None,
+    jobs: int = 1,
 ) -> ConformanceReport:
     """Every check of every row of the backends of these names, or of all that are installed, on one device.
 
     A full run that passes is recorded as a proof in `book`, the user's own by default; one that fails voids the proof
     that there was. A quick run, and one of `only` some checks, proves nothing; `checks` stand for the whole kit.
+    Above one, so many `jobs` are processes that try checks side by side, and the report is the same; `candidates` and
+    `checks` must then be made of what other processes can import.
     """
+    if jobs < 1:
+        raise ConfigError(f"expected at least 1 job, got {jobs}; 1 tries one check after the other")
     there = registry.installed() if candidates is None else candidates
     chosen = [registry.find(name, there) for name in dict.fromkeys(backends)] or there
     target = detect_device(device)
-    book = book or ProofBook(proof_folder())
-    if effort is Effort.FULL and not only:
-        book.prepare()
+    proofs = None if only or effort is not Effort.FULL else book or ProofBook(proof_folder())
+    if proofs is not None:
+        proofs.prepare()
     samples, watch = samples or Samples(), watch or Watch()
     tried = _chosen(CHECKS if checks is None else checks, only)
+    # Before anything is tried: a proof is of the sources that were there when the run began.
+    rows = [_prepared(row, samples, proofs) if isinstance(row, RowToTry) else row for row in list_rows(chosen, target)]
+    brief = Brief(
+        target, effort, None if candidates is None else tuple(candidates), None if checks is None else tuple(checks)
+    )
     outcomes: list[Outcome] = []
-    for row in list_rows(chosen, target):
-        if isinstance(row, RowToTry):
-            watch.on_row(row)
-            outcomes.append(_try(row, effort, samples, tried, None if only else book, watch, _reports(row, outcomes)))
-        else:
-            outcomes.append(row)
+    with closing(_trier(jobs, brief, rows, tried, watch)) as trier:
+        for row in rows:
+            if isinstance(row, PreparedRow):
+                outcomes.append(_concluded(row, trier.report(row), proofs, _reports(row, outcomes)))
+            else:
+                outcomes.append(row)
     proves = {check.name: check.proves for check in tried}
     return ConformanceReport(target, effort, not only, proves, tuple(outcomes))
 
@@ -198,102 +173,50 @@ def more_samples(
     return Samples().and_more(head_dims, group_sizes, page_sizes)
 
 
-def list_rows(candidates: Sequence[Candidate], device: Device) -> tuple[RowToTry | SkippedRow | Unloadable, ...]:
-    """Every row of every backend, each with why it cannot be tried on the device if it cannot."""
-    listed: list[RowToTry | SkippedRow | Unloadable] = []
-    for candidate in candidates:
-        try:
-            listed += _rows_of(candidate, device)
-        except ConfigError as error:
-            listed.append(Unloadable(candidate.name, str(error)))
-    return tuple(listed)
+def _trier(
+    jobs: int,
+    brief: Brief,
+    rows: Sequence[PreparedRow | SkippedRow | Unloadable],
+    checks: Sequence[Check],
+    watch: Watch,
+) -> Trier:
+    if jobs == 1:
+        return InTurn(brief.effort, checks, watch)
+    return SideBySide(brief, [row for row in rows if isinstance(row, PreparedRow)], checks, jobs, watch)
 
 
-def _rows_of(candidate: Candidate, device: Device) -> list[RowToTry | SkippedRow | Unloadable]:
-    """A backend none of whose rows can be tried here is not loaded."""
-    rows = candidate.rows()
-    if not rows:
-        return [SkippedRow(candidate.name, "no row", ("declares no capability",))]
-    listed: list[RowToTry | SkippedRow | Unloadable] = []
-    for label, capability in zip(row_labels(rows), rows, strict=True):
-        reasons = not_here(capability, device)
-        if reasons:
-            listed.append(SkippedRow(candidate.name, label, reasons))
-        else:
-            listed += _each_kind(candidate, label, Subject(candidate.name, candidate.load(), capability, device))
-    return listed
+def _prepared(row: RowToTry, samples: Samples, book: ProofBook | None) -> PreparedRow:
+    """`book` is where a proof would go, None where there can be none."""
+    subject = row.subject
+    not_listed = samples.not_listed(subject.capability)
+    samples = samples.for_problem(subject.problem)
+    if book is None:
+        return PreparedRow(row, samples, not_listed, None)
+    identity = book.identify(row.candidate, subject.capability, subject.device)
+    wider = with_proven(samples, book.find(row.candidate, subject.capability, subject.device))
+    return PreparedRow(row, wider, not_listed, identity)
 
 
-def _each_kind(candidate: Candidate, label: str, subject: Subject) -> list[RowToTry]:
-    """A row is tried once for each kind of attention that it declares."""
-    kinds = [kind for kind in SpecKind if kind in subject.capability.spec_kinds]
-    return [
-        RowToTry(
-            candidate,
-            label if len(kinds) == 1 else f"{label} {kind.value}",
-            replace(subject, named_kind=kind),
-            is_whole=kind is kinds[-1],
-        )
-        for kind in kinds
-    ]
-
-
-def row_labels(rows: Sequence[Capability]) -> tuple[str, ...]:
-    """A short name for each row of a backend: its dtypes, and a number where others have the same."""
-    names = ["+".join(sorted(map(dtype_name, row.dtypes), key=_by_width)) or "no dtype" for row in rows]
-    return tuple(
-        name if names.count(name) == 1 else f"{name}#{names[: index + 1].count(name)}"
-        for index, name in enumerate(names)
-    )
-
-
-def not_here(capability: Capability, device: Device) -> tuple[str, ...]:
-    """Why a row cannot be tried on a device, whatever is asked of it."""
-    if not capability.spec_kinds:
-        return ("declares no kind of attention",)
-    if not compute_dtypes(capability) or not cache_dtypes(capability):
-        return ("the kit has no oracle for its dtypes",)
-    return device_refusals(capability, device)
-
-
-def _reports(row: RowToTry, outcomes: Sequence[Outcome]) -> tuple[RowReport, ...]:
+def _reports(prepared: PreparedRow, outcomes: Sequence[Outcome]) -> tuple[RowReport, ...]:
     """What came of the same row for other kinds of attention."""
     return tuple(
         outcome.report
         for outcome in outcomes
-        if isinstance(outcome, TriedRow) and outcome.report.capability is row.subject.capability
+        if isinstance(outcome, TriedRow) and outcome.report.capability is prepared.row.subject.capability
     )
 
 
-def _try(
-    row: RowToTry,
-    effort: Effort,
-    samples: Samples,
-    checks: Sequence[Check],
-    book: ProofBook | None,
-    watch: Watch,
-    others: Sequence[RowReport],
+def _concluded(
+    prepared: PreparedRow, report: RowReport, book: ProofBook | None, others: Sequence[RowReport]
 ) -> TriedRow:
-    """`book` is where a proof goes, None where there can be none; `others` are the row's for other kinds."""
-    subject = row.subject
-    not_listed = samples.not_listed(subject.capability)
-    samples = samples.for_problem(subject.problem)
-    if book is None or effort is not Effort.FULL:
-        report = try_row(subject, effort, samples, checks, lambda result: watch.on_result(row, result))
-        return TriedRow(row.candidate.name, row.label, report, None, False, not_listed)
-    # Identified before it is tried: a proof is of the sources that were there when the run began.
-    identity = book.identify(row.candidate, subject.capability, subject.device)
-    wider = with_proven(samples, book.find(row.candidate, subject.capability, subject.device))
-    report = try_row(subject, effort, wider, checks, lambda result: watch.on_result(row, result))
+    """Keeps or voids what a run proves; `others` are the row's for other kinds."""
+    row, identity = prepared.row, prepared.identity
     proof, voided = None, False
-    passed = passed_checks((*others, report))
-    if not report.passed:
-        voided = book.void(identity)
-    elif passed and row.is_whole:
-        proof = Proof(identity, coverage(subject.capability, (*others, report)), passed, utc_now())
-        book.record(proof)
-    return TriedRow(row.candidate.name, row.label, report, proof, voided, not_listed)
-
-
-def _by_width(dtype: str) -> tuple[int, str]:
-    return (-int("".join(filter(str.isdigit, dtype)) or 0), dtype)
+    if book is not None and identity is not None:
+        passed = passed_checks((*others, report))
+        if not report.passed:
+            voided = book.void(identity)
+        elif passed and row.is_whole:
+            proof = Proof(identity, coverage(row.subject.capability, (*others, report)), passed, utc_now())
+            book.record(proof)
+    return TriedRow(row.candidate.name, row.label, report, proof, voided, prepared.not_listed)

@@ -280,6 +280,8 @@ class Check:
     """Why a subject need not pass: it declares no such thing, or the device cannot hold it."""
     kinds: frozenset[SpecKind] = frozenset(SpecKind)
     """The kinds of attention that it is about: rows of others do not have it."""
+    alone: bool = False
+    """It takes so much of a device that no other process may try anything on it meanwhile."""
 
 
 def needs_feature(feature: Feature) -> Callable[[Subject], str | None]:

@@ -15,7 +15,7 @@ from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
-from sightline.testing.report import Unloadable, not_here, row_labels
+from sightline.testing.rows import Unloadable, not_here, row_labels
 from sightline.tools.missing import MissingPackage, missing_packages
 
 _COLUMNS = {

@@ -102,5 +102,6 @@ CHECKS = (
         large_pool,
         ("pairs", "page-sharing", "accumulation"),
         _too_large,
+        alone=True,
     ),
 )

@@ -1,0 +1,112 @@
+"""Checks and a backend that other processes can import, some of which no process survives."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from sightline.attention.backends.reference_backend import ReferenceBackend
+from sightline.attention.capability import ANY, Capability, HostLengths
+from sightline.attention.contract import AttentionBackend
+from sightline.attention.selection import Candidate
+from sightline.attention.spec import Feature, SpecKind
+from sightline.core.device import DeviceKind
+from sightline.testing.bench import Subject
+from sightline.testing.trial import Check, Trial, fail
+
+SINGLE = Capability(
+    spec_kinds=frozenset({SpecKind.SOFTMAX}),
+    devices=frozenset({DeviceKind.CPU}),
+    compute_capabilities=ANY,
+    dtypes=frozenset({torch.float32}),
+    cache_dtypes=frozenset({torch.float32}),
+    head_dims=ANY,
+    group_sizes=ANY,
+    page_sizes=ANY,
+    features=frozenset({Feature.WINDOW}),
+    host_lengths=HostLengths.EXACT,
+)
+HALF = replace(SINGLE, dtypes=frozenset({torch.float16}))
+_BROKEN = "SIGHTLINE_TESTS_BROKEN"
+
+
+class Stub(ReferenceBackend):
+    capabilities: ClassVar[tuple[Capability, ...]] = (SINGLE, HALF)
+
+
+def _load() -> type[AttentionBackend[Any, Any]]:
+    return Stub
+
+
+def _rows() -> tuple[Capability, ...]:
+    return Stub.capabilities
+
+
+STUB = Candidate("stub", False, "a-package", _load, _rows)
+
+
+def _passes(trial: Trial) -> None:
+    trial.progress.num_steps += 1
+
+
+def _speaks(trial: Trial) -> None:
+    print("noise", flush=True)
+    trial.progress.num_steps += max(trial.samples.page_sizes)
+
+
+def _fails_in_half(trial: Trial) -> None:
+    trial.progress.case = "a case"
+    if trial.dtype is torch.float16:
+        fail("expected more, got half")
+
+
+def _raises_in_half(trial: Trial) -> None:
+    if trial.dtype is torch.float16:
+        raise RuntimeError("out of luck")
+
+
+def _no_sky(subject: Subject) -> str:
+    return f"no sky is declared in {subject.name}"
+
+
+def _exits(trial: Trial) -> None:
+    os._exit(3)
+
+
+def _is_killed(trial: Trial) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _breaks_its_process(trial: Trial) -> None:
+    os.environ[_BROKEN] = "yes"
+    fail("expected care, got none")
+
+
+def _needs_a_whole_process(trial: Trial) -> None:
+    trial.require(_BROKEN not in os.environ, "expected a process that nothing broke, got one that a check did")
+
+
+def _has_one_thread(trial: Trial) -> None:
+    got = (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
+    trial.require(got == (1, "1"), f"expected one thread, got {got}")
+
+
+BUILDING = (
+    Check("ground", "there is ground", _fails_in_half),
+    Check("house", "a house stands", _raises_in_half, ("ground",)),
+    Check("roof", "it does not rain in", _passes, ("house",)),
+    Check("sky", "there is a sky", _passes, ("ground",), excused=_no_sky),
+    Check("room", "there is room", _passes, alone=True),
+    Check("sound", "it is heard", _speaks),
+)
+DEADLY = (
+    Check("ground", "there is ground", _needs_a_whole_process),
+    Check("threads", "there is one", _has_one_thread, ("ground",)),
+    Check("cliff", "one does not fall", _exits, ("threads",)),
+    Check("storm", "one is not struck", _is_killed, ("cliff",)),
+    Check("china", "nothing breaks", _breaks_its_process, ("storm",)),
+)
