@@ -27,6 +27,7 @@ CASES = {
     "one-program": Case(num_programs=1),
     "a-tile-that-several-programs-share": Case(((200, 1),), num_kv_heads=1, num_programs=7),
     "tiles-longer-than-shares": Case(((40, 1), (60, 1), (50, 1)), num_kv_heads=4, group_size=1, num_programs=10),
+    "more-parts-than-are-merged-at-once": Case(((600, 1), (3, 1), (0, 1)), group_size=1, num_programs=24, sinks=True),
     "more-heads-than-a-unit": Case(FEW_ROWS, num_kv_heads=1, group_size=20, sinks=True),
     "more-heads-than-a-unit-cut": Case(FEW_ROWS, group_size=20, sinks=True, num_programs=14),
     "window-1": Case(window=1, page_size=7),
@@ -58,6 +59,14 @@ def test_both_ways_of_recording_cuts_are_tried() -> None:
     assert CASES["fewer-tiles-than-programs"].tiles < 40
     assert CASES["as-many-tiles-as-programs"].tiles == 6
     assert CASES["more-tiles-than-programs"].tiles > 3
+
+
+def test_a_merge_of_several_rounds_is_tried() -> None:
+    """The long row's 38 blocks of each group of heads are more than 8 programs'."""
+    case = CASES["more-parts-than-are-merged-at-once"]
+    assert case.num_programs // case.tiles <= 8
+    units = (38 + 2) * case.num_kv_heads
+    assert 38 // -(-units // case.num_programs) > 8
 
 
 def test_what_is_beyond_an_fp8_caches_range_is_its_largest_number() -> None:

@@ -18,6 +18,7 @@ CASES = {
     "more-heads-than-a-unit": Case(group_size=40),
     "fewer-tiles-than-programs": Case(head_dim=40, group_size=4, num_programs=14),
     "more-tiles-than-programs": Case(group_size=20, num_programs=3),
+    "more-parts-than-are-merged-at-once": Case(((600, 1), (3, 1)), group_size=2, num_programs=15),
     "one-program": Case(group_size=4, num_programs=1),
     "without-lse": Case(group_size=4, lse=False, num_programs=14),
     "second-half-not-full": Case(head_dim=20, rope_dim=4, group_size=5),

@@ -8,8 +8,13 @@ fixed number of programs:
 
 However many rows there are and however long, every program reads as many keys as every other. A tile, which is all
 keys of one row and one group of heads, is answered by the program that has it whole; of a tile that is cut, each
-program leaves its part in scratch memory, and a second launch merges the parts. The dealing is device work, once a
-step (`divide`), from lengths that only the device needs to know: nothing that is launched depends on them.
+program leaves its part in scratch memory, and a second launch merges the parts. Where tiles are few, each begins with
+a program, and programs may have one unit more:
+
+    programs  |- 0 -|- 1 -|- 2-|- 3 -|- 4 -|- 5-|--- 6 ---|--- 7 ---|-- 8 --| ...
+
+The dealing is device work, once a step (`divide`), from lengths that only the device needs to know: nothing that is
+launched depends on them.
 
 Knows lengths, shares and parts. Does not know keys.
 """
