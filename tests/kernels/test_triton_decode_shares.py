@@ -14,9 +14,9 @@ ROW = st.tuples(st.integers(0, 200), st.integers(0, 1)).map(lambda row: (row[0] 
 
 
 def blocks_of(case: Case, context: int) -> int:
-    """Blocks of keys that hold something that a query after such a context sees; one at least."""
+    """Blocks of keys that hold something that a query after such a context sees, and one for the new token."""
     first = 0 if case.window is None else max(0, context + 1 - case.window)
-    return max(1, len({key // case.block for key in range(first, context)})) if context else 1
+    return 1 + len({key // case.block for key in range(first, context)})
 
 
 @settings(max_examples=20, deadline=None)
@@ -36,56 +36,42 @@ def test_every_unit_belongs_to_one_program(
     tokens = [sum(query_len for _, query_len in rows[:row]) for row in range(len(rows))]
     assert scratch.row_tokens.tolist() == tokens
     blocks = [blocks_of(case, context) * query_len for context, query_len in rows]
-    share, apart = share_wanted(blocks, num_heads, num_programs)
-    wanted = pieces_wanted(blocks, num_heads, share, apart=apart)
-    starts = scratch.starts.tolist()
-    assert [start[0] for start in starts] == [*(count for _, _, count in wanted), *[0] * (num_programs - len(wanted))]
-    for (_, row, unit, token, context, table_row, *_), piece in zip(starts, wanted, strict=False):
-        assert (row, unit) == piece[:2]
-        assert (token, context, table_row) == (tokens[row], rows[row][0], int(paged.table_rows[row]))
-    assert cuts_told(scratch.cuts) == cuts_wanted(blocks, tokens, num_heads, share, apart=apart)
+    dealt: list[list[tuple[int, int]]] = []
+    for count, row, unit, token, context, table_row, *_ in scratch.starts.tolist():
+        if count:
+            assert (token, context, table_row) == (tokens[row], rows[row][0], int(paged.table_rows[row]))
+        following = [(each, place) for each in range(row, len(rows)) for place in range(blocks[each] * num_heads)]
+        dealt.append(following[unit : unit + count] if count else [])
+    assert [each for units in dealt for each in units] == [
+        (row, place) for row in range(len(rows)) for place in range(blocks[row] * num_heads)
+    ]
+    # As many as if all had the same; or one more, and with it the new token.
+    assert max(map(len, dealt)) <= -(-sum(blocks) * num_heads // num_programs) + 2
+    programs_of: dict[tuple[int, int], list[int]] = {}
+    for program, units in enumerate(dealt):
+        for tile in dict.fromkeys((row, place // blocks[row]) for row, place in units):
+            programs_of.setdefault(tile, []).append(program)
+    assert cuts_told(scratch.cuts) == sorted(
+        (tokens[row], heads, programs[0], programs[-1])
+        for (row, heads), programs in programs_of.items()
+        if len(programs) > 1
+    )
+    if can_be_apart(blocks, num_heads, num_programs):
+        held = [program for programs in programs_of.values() for program in programs]
+        assert len(held) == len(set(held))
 
 
-def share_wanted(blocks: list[int], num_heads: int, num_programs: int) -> tuple[int, bool]:
-    """Units of a program at most, and whether each tile begins with one: where there are as many programs as tiles, and
-    shares that are larger by one at most are enough for it."""
-    share = max(1, -(-sum(blocks) * num_heads // num_programs))
-    if len(blocks) * num_heads <= num_programs:
-        for larger in (share, share + 1):
-            if sum(-(-count // larger) for count in blocks) * num_heads <= num_programs:
-                return larger, True
-    return share, False
-
-
-def pieces_wanted(blocks: list[int], num_heads: int, share: int, *, apart: bool) -> list[tuple[int, int, int]]:
-    """Of each program that has any: the row and the unit in it that it begins with, and how many it has."""
-    if apart:
-        return [
-            (row, heads * count + block, min(share, count - block))
-            for row, count in enumerate(blocks)
-            for heads in range(num_heads)
-            for block in range(0, count, share)
-        ]
-    units = [(row, unit) for row, count in enumerate(blocks) for unit in range(count * num_heads)]
-    return [(*units[first], len(units[first : first + share])) for first in range(0, len(units), share)]
+def can_be_apart(blocks: list[int], num_heads: int, num_programs: int) -> bool:
+    """Whether each tile can begin with a program, with shares of keys that are larger by one at most."""
+    keyed = [max(count - 1, 1) for count in blocks if count]
+    share = max(1, -(-sum(keyed) * num_heads // num_programs)) + 1
+    return len(blocks) * num_heads <= num_programs and (
+        sum(-(-count // share) for count in keyed) * num_heads <= num_programs
+    )
 
 
 def cuts_told(cuts: torch.Tensor) -> list[tuple[int, ...]]:
     return sorted(tuple(cut[1:5]) for cut in cuts.tolist() if cut[0])
-
-
-def cuts_wanted(
-    blocks: list[int], tokens: list[int], num_heads: int, share: int, *, apart: bool
-) -> list[tuple[int, ...]]:
-    """Of each tile that several programs have: token, group of heads, first and last program."""
-    wanted, begin = [], 0
-    for row, count in enumerate(blocks):
-        for heads in range(num_heads if count else 0):
-            first, last = begin // share, (begin + count - 1) // share
-            if first != last:
-                wanted.append((tokens[row], heads, first, last))
-            begin += -(-count // share) * share if apart else count
-    return sorted(wanted)
 
 
 @pytest.mark.parametrize(("block_bytes", "wanted"), [(1, 3), (40, 2), (90, 1), (1000, 1)])

@@ -1,7 +1,7 @@
 """How the work of rows of one new token is dealt out, and how what was cut is put together again.
 
-A unit is one block of keys of one row and one group of heads. The units of a step, in order, are dealt out evenly to a
-fixed number of programs:
+A unit is one block of keys of one row and one group of heads, or the row's new token behind them. The units of a step,
+in order, are dealt out evenly to a fixed number of programs:
 
     units     | row 0, heads 0 | row 0, heads 1 | row 1, heads 0        | row 1, heads 1        | ...
     programs  |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|
@@ -9,7 +9,7 @@ fixed number of programs:
 However many rows there are and however long, every program reads as many keys as every other. A tile, which is all
 keys of one row and one group of heads, is answered by the program that has it whole; of a tile that is cut, each
 program leaves its part in scratch memory, and a second launch merges the parts. Where tiles are few, each begins with
-a program, and programs may have one unit more:
+a program, and programs may have one block more:
 
     programs  |- 0 -|- 1 -|- 2-|- 3 -|- 4 -|- 5-|--- 6 ---|--- 7 ---|-- 8 --| ...
 
@@ -174,11 +174,14 @@ def _merge_sizes(num_tiles: int, value_dim: int, num_programs: int) -> tuple[int
 
 @triton.jit
 def num_blocks(context, window, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Blocks of a row's keys that its query sees, and the first of them; the new token is not counted among keys."""
+    """Blocks of a row's keys that its query sees, and one for its new token, the last; and the first of them."""
     first = 0
+    seen = (context + BLOCK - 1) // BLOCK
     if HAS_WINDOW:
-        first = tl.maximum(context + 1 - window, 0) // BLOCK
-    return tl.maximum((context + BLOCK - 1) // BLOCK - first, 1), first
+        lowest = tl.maximum(context + 1 - window, 0)
+        first = lowest // BLOCK
+        seen = tl.where(lowest < context, seen - first, 0)
+    return seen + 1, first
 
 
 @triton.jit
@@ -227,13 +230,16 @@ def _divide_kernel(
     share = tl.maximum((total + num_programs - 1) // num_programs, 1)
     # Places that a tile takes of shares: its blocks, or so many that the next tile begins with a program. One that has
     # the end of a tile and the beginning of another waits twice for its first keys, which costs about a block: tiles
-    # are set apart where shares that are larger by one are enough for it.
-    length, apart = blocks, 0
+    # are set apart where shares that are larger by one are enough for it. The new token then goes with the last keys.
+    placed, length, apart = blocks, blocks, 0
     if BY_TILE:
-        larger = share + (_shares(blocks, share) * num_heads > num_programs).to(tl.int32)
-        apart = (_shares(blocks, larger) * num_heads <= num_programs).to(tl.int32)
+        keyed = tl.where(query > 0, tl.maximum(blocks - 1, 1), 0)
+        even = tl.maximum((tl.sum(keyed, 0) * num_heads + num_programs - 1) // num_programs, 1)
+        larger = even + (_shares(keyed, even) * num_heads > num_programs).to(tl.int32)
+        apart = (_shares(keyed, larger) * num_heads <= num_programs).to(tl.int32)
         share = tl.where(apart == 1, larger, share)
-        length = tl.where(apart == 1, (blocks + share - 1) // share * share, blocks)
+        placed = tl.where(apart == 1, keyed, blocks)
+        length = tl.where(apart == 1, (keyed + share - 1) // share * share, blocks)
     places = length * num_heads
     ends = tl.cumsum(places, 0)
     begins = ends - places
@@ -242,7 +248,10 @@ def _divide_kernel(
     row_length, row_blocks = tl.maximum(_at(length, row, start_row), 1), _at(blocks, row, start_row)
     place = first - _at(begins, row, start_row)
     start_heads, start_block = place // row_length, place % row_length
-    left = tl.minimum(share, tl.where(apart == 1, row_blocks - start_block, total - first))
+    left = tl.minimum(share, total - first)
+    if BY_TILE:
+        is_last = start_block + share >= _at(placed, row, start_row)
+        left = tl.where(apart == 1, tl.where(is_last, row_blocks - start_block, share), left)
     start = starts + program * FIELDS
     tl.store(start, tl.maximum(left, 0))
     tl.store(start + 1, start_row)
@@ -257,10 +266,10 @@ def _divide_kernel(
         stop = tl.minimum(first + share, total)
         cut_row = tl.sum(((ends <= stop - 1) & here).to(tl.int32), 0)
         heads = (stop - 1 - _at(begins, row, cut_row)) // tl.maximum(_at(blocks, row, cut_row), 1)
-    cut_blocks = _at(blocks, row, cut_row)
+    cut_placed = _at(placed, row, cut_row)
     begin = _at(begins, row, cut_row) + heads * _at(length, row, cut_row)
-    first_program, last_program = begin // share, (begin + cut_blocks - 1) // share
-    is_cut = (cut_blocks > 0) & (first_program != last_program)
+    first_program, last_program = begin // share, (begin + cut_placed - 1) // share
+    is_cut = (cut_placed > 0) & (first_program != last_program)
     if not BY_TILE:
         # A tile that ends several shares is the matter of the program in which it begins.
         is_cut = is_cut & (first_program == program) & (left > 0)
