@@ -1,0 +1,31 @@
+"""Every kernel compiles for SM90: the interpreter, which the other tests use, accepts what the compiler refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sightline.kernels.triton
+
+pytest.importorskip("triton")
+KERNELS = Path(next(iter(sightline.kernels.triton.__path__)))
+
+
+def test_every_kernel_compiles_for_sm90(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(KERNELS.parents[2]), str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command = [sys.executable, "-m", "support.sm90_launches"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert set(run.stdout.split()) == launched_kernels()
+
+
+def launched_kernels() -> set[str]:
+    """Names that stand before a grid."""
+    return {name for file in KERNELS.glob("*.py") for name in re.findall(r"(\w+)\[\(", file.read_text("utf-8"))}

@@ -1,0 +1,140 @@
+"""Compiles for SM90 what the Triton backends launch there, on a machine that need not have a GPU. A script.
+
+Triton's interpreter accepts what its compiler refuses: a variable that changes its type in a branch, for one. Tensors
+of the meta device stand for those of a GPU, and a launch ends where the compiled kernel would be started. Prints each
+kernel's name once for each time that it was compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction, KernelInterface
+
+from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
+from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
+from sightline.kernels.triton.extend import extend_contiguous, extend_paged
+from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, ScoreRule
+from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, choose_config, prepare_tiles
+from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
+from sightline.kernels.triton.merge import merge_states
+from sightline.kernels.triton.pages import list_pages
+from sightline.kernels.triton.project import project_real
+from sightline.kernels.triton.write import write_keys_values, write_latents
+
+BF16, FP8, INT64 = torch.bfloat16, torch.float8_e4m3fn, torch.int64
+CHIP: dict[str, Any] = {"multiprocessors": 132, "shared_bytes": 232_448, "overlaps": True}
+"""An H200."""
+SLOTS, PAGE_SIZE, TOKENS = 1024, 64, 4
+
+
+class CompileOnly:
+    """Stands for the driver of a GPU of compute capability 9.0."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def compiled_instead(self: JITFunction[Any], grid: object) -> Any:
+    """In place of a launch."""
+
+    def compile_it(*arguments: object, **settings: object) -> object:
+        print(self.fn.__name__)
+        return self.run(*arguments, grid=grid, warmup=True, **settings)
+
+    return compile_it
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def scale_for(dtype: torch.dtype) -> Tensor | None:
+    return meta(1, dtype=torch.float32) if dtype is FP8 else None
+
+
+def decode_rows() -> DecodeRows:
+    queries, contexts, table_rows, slots = (meta(TOKENS, dtype=INT64) for _ in range(4))
+    return DecodeRows(queries, contexts, table_rows, slots, meta(9, SLOTS // PAGE_SIZE, dtype=INT64), PAGE_SIZE)
+
+
+def decode_scratch(config: DecodeConfig, value_dim: int) -> DecodeScratch:
+    programs = config.num_programs
+    starts, cuts = (meta(programs, 8, dtype=torch.int32) for _ in range(2))
+    out = meta(2 * programs, config.heads, value_dim, dtype=torch.float32)
+    stats = meta(2 * programs, 2, config.heads, dtype=torch.float32)
+    return DecodeScratch(starts, cuts, meta(TOKENS, dtype=torch.int32), out, stats)
+
+
+def compile_softmax_decode(cache_dtype: torch.dtype, *, with_everything: bool) -> None:
+    """32 heads on 8, 128 wide."""
+    config = choose_decode(128, 4, cache_dtype, BF16, **CHIP)
+    rows, scratch = decode_rows(), decode_scratch(config, 128)
+    window, softcap = (64, 30.0) if with_everything else (None, None)
+    keys, values = meta(SLOTS, 8, 128, dtype=cache_dtype), meta(SLOTS, 8, 128, dtype=cache_dtype)
+    layer = DecodeLayer(keys, values, scale_for(cache_dtype), scale_for(cache_dtype), 0.1, window, softcap)
+    q, k, v = meta(TOKENS, 32, 128), meta(TOKENS, 8, 128), meta(TOKENS, 8, 128)
+    sinks, lse = (meta(32), meta(TOKENS, 32, dtype=torch.float32)) if with_everything else (None, None)
+    divide(rows, scratch, config, 8, window)
+    decode_softmax(q, k, v, sinks, layer, rows, scratch, config, meta(TOKENS, 32, 128), lse)
+
+
+def compile_latent_decode(num_heads: int, cache_dtype: torch.dtype) -> None:
+    """DeepSeek's sizes, with the products before and behind."""
+    config = choose_latent_decode(512, 64, num_heads, BF16, **CHIP)
+    real, q_latent, found = meta(1, dtype=INT64), meta(TOKENS, num_heads, 512), meta(TOKENS, num_heads, 512)
+    key_up, value_up = meta(num_heads, 128, 512).transpose(1, 2), meta(num_heads, 128, 512)
+    project_real(meta(TOKENS, num_heads, 128), key_up, real, q_latent, overlaps=True)
+    layer = LatentLayer(meta(SLOTS, 576, dtype=cache_dtype), scale_for(cache_dtype), 0.1)
+    new = (meta(TOKENS, num_heads, 64), meta(TOKENS, 512), meta(TOKENS, 64))
+    decode_latent(q_latent, *new, layer, decode_rows(), decode_scratch(config, 512), config, found, None)
+    project_real(found, value_up, real, meta(TOKENS, num_heads, 128), overlaps=True, early=True)
+
+
+def tiles_for(config: ExtendConfig, group_size: int) -> Tiles:
+    return Tiles(meta(8, FIELDS, dtype=torch.int32), config.tile_tokens(group_size))
+
+
+def compile_extend() -> None:
+    """Grouped queries over pages, and a latent's expanded heads side by side."""
+    query_lens, context_lens, table_rows = (meta(2, dtype=INT64) for _ in range(3))
+    config = choose_config(BF16, 128, 128, 4, 64, shared_bytes=CHIP["shared_bytes"])
+    tiles, rule = tiles_for(config, 4), ScoreRule(0.1)
+    prepare_tiles(query_lens, context_lens, table_rows, 64, meta(3, dtype=INT64), tiles)
+    plane, pages = meta(SLOTS, 8, 128), meta(3, SLOTS // PAGE_SIZE, dtype=INT64)
+    write_keys_values(meta(64, 8, 128), meta(64, 8, 128), plane, plane, meta(64, dtype=INT64))
+    q, out = meta(64, 32, 128), meta(64, 32, 128)
+    extend_paged(q, plane, plane, pages, PAGE_SIZE, tiles, out, rule=rule, masks=CAUSAL_ROWS, config=config)
+    config = choose_config(BF16, 192, 128, 1, 64, shared_bytes=CHIP["shared_bytes"])
+    write_latents(meta(64, 512), meta(64, 64), meta(SLOTS, 576), meta(64, dtype=INT64))
+    q, k, out, lse = meta(64, 16, 192), meta(64, 16, 192), meta(64, 16, 128), meta(64, 16, dtype=torch.float32)
+    settings: dict[str, Any] = {"rule": rule, "masks": CAUSAL_ROWS, "config": config, "lse": lse}
+    extend_contiguous(q, k, meta(64, 16, 128), tiles_for(config, 1), out, **settings)
+    merge_states(out, lse, meta(64, 16, 128), lse)
+    list_pages(pages, meta(3, 2, dtype=INT64), 8, meta(16, dtype=torch.int32))
+
+
+def main() -> None:
+    assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing"
+    driver.set_active(CompileOnly())
+    KernelInterface.__getitem__ = compiled_instead
+    compile_softmax_decode(BF16, with_everything=False)
+    compile_softmax_decode(FP8, with_everything=True)
+    compile_latent_decode(128, BF16)
+    compile_latent_decode(16, FP8)
+    compile_extend()
+
+
+if __name__ == "__main__":
+    main()
