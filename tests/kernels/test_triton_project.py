@@ -26,6 +26,7 @@ def test_real_tokens_are_projected_and_padding_stays(
     generator = torch.Generator().manual_seed(num_tokens)
     found = torch.randn(num_tokens, heads, latent, generator=generator).to(dtype)
     found[num_real:] = torch.nan
+    found[num_real:, :, ::2] = torch.finfo(dtype).max
     value_up = (torch.randn(heads, value, latent, generator=generator) * latent**-0.5).to(dtype)
     out = torch.full((num_tokens, heads, value), torch.nan, dtype=dtype, device=DEVICE)
     real = torch.tensor([num_real], device=DEVICE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -77,6 +78,13 @@ def _exits(trial: Trial) -> None:
     os._exit(3)
 
 
+def _forks_and_exits(trial: Trial) -> None:
+    """What is forked holds on to whatever its parent had open."""
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(4)
+
+
 def _is_killed(trial: Trial) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -107,6 +115,7 @@ DEADLY = (
     Check("ground", "there is ground", _needs_a_whole_process),
     Check("threads", "there is one", _has_one_thread, ("ground",)),
     Check("cliff", "one does not fall", _exits, ("threads",)),
-    Check("storm", "one is not struck", _is_killed, ("cliff",)),
+    Check("child", "nothing is left behind", _forks_and_exits, ("cliff",)),
+    Check("storm", "one is not struck", _is_killed, ("child",)),
     Check("china", "nothing breaks", _breaks_its_process, ("storm",)),
 )

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from sightline.attention.proof import ProofBook
-from sightline.core.device import detect_device
+from sightline.core.device import DeviceKind, detect_device
 from sightline.core.errors import ConfigError
 from sightline.testing.crew import SideBySide
-from sightline.testing.errands import Brief, Desk, Errand
+from sightline.testing.errands import Brief, Desk, Errand, packed, unpacked
 from sightline.testing.kit import CheckResult, RowReport, Verdict
 from sightline.testing.report import more_samples, run_conformance
 from sightline.testing.rows import RowToTry, list_rows
@@ -86,7 +86,7 @@ def prepared() -> PreparedRow:
 def alone(checks: tuple[Check, ...], row: PreparedRow) -> tuple[list[CheckResult], RowReport]:
     """What one process after the other said, and what came of it."""
     came: list[CheckResult] = []
-    brief = Brief(CPU, Effort.QUICK, (STUB,), checks)
+    brief = Brief.of(CPU, Effort.QUICK, (STUB,), checks)
     watch = Watch(on_result=lambda _row, result: came.append(result))
     with closing(SideBySide(brief, [row], checks, 1, watch)) as trier:
         return came, trier.report(row)
@@ -94,16 +94,31 @@ def alone(checks: tuple[Check, ...], row: PreparedRow) -> tuple[list[CheckResult
 
 def test_a_process_that_dies_or_is_broken_fails_its_own_check_alone() -> None:
     came, report = alone(DEADLY, prepared())
-    assert [result.check for result in came] == ["china", "storm", "cliff", "threads", "ground"], "the deepest first"
+    assert [result.check for result in came] == ["china", "storm", "child", "cliff", "threads", "ground"], (
+        "the deepest first"
+    )
     told = "expected the check to end, got the end of its process:"
     assert [(result.verdict, result.detail) for result in came] == [
         (Verdict.FAILED, "expected care, got none"),
         (Verdict.FAILED, f"{told} signal 9 (Killed)"),
+        (Verdict.FAILED, f"{told} exit code 4"),
         (Verdict.FAILED, f"{told} exit code 3"),
         (Verdict.PASSED, ""),
         (Verdict.PASSED, ""),
     ]
-    assert [result.verdict.value for result in report.results] == ["passed", "passed", "failed", "blocked", "blocked"]
+    verdicts = [result.verdict.value for result in report.results]
+    assert verdicts == ["passed", "passed", "failed", "blocked", "blocked", "blocked"]
+
+
+def test_a_process_that_cannot_begin_ends_the_run_and_fails_no_check() -> None:
+    """A device that is not there, as one whose memory other processes hold."""
+    row = prepared()
+    brief = replace(Brief.of(CPU, Effort.QUICK, (STUB,), BUILDING), device_kind=DeviceKind.CUDA, device_index=97)
+    with (
+        closing(SideBySide(brief, [row], BUILDING, 1, Watch())) as trier,
+        pytest.raises(ConfigError, match="expected a process that can try checks, got "),
+    ):
+        trier.report(row)
 
 
 def test_sources_that_changed_since_the_run_began_end_it() -> None:
@@ -114,24 +129,40 @@ def test_sources_that_changed_since_the_run_began_end_it() -> None:
 
 
 def test_a_row_that_is_there_no_more_is_no_row_of_the_run() -> None:
-    desk = Desk(Brief(CPU, Effort.QUICK, (STUB,), BUILDING))
+    desk = Desk(Brief.of(CPU, Effort.QUICK, (STUB,), BUILDING))
     with pytest.raises(ConfigError, match=r"expected stub · float64 as it was when the run began, got it changed"):
         desk.attempt(Errand("stub", "float64", "ground", Samples(), None))
 
 
 def test_what_cannot_travel_is_refused_with_what_to_do(tmp_path: Path) -> None:
     here = replace(STUB, rows=lambda: (SINGLE,))
-    expected = "expected candidates and checks that other processes can import, got .* or leave jobs at 1"
+    expected = "expected candidates and checks whose functions other processes can import, got .* or leave jobs at 1"
     with pytest.raises(ConfigError, match=expected):
         run_conformance(device="cpu", book=ProofBook(tmp_path), candidates=[here], checks=BUILDING, jobs=2)
+    brief = Brief.of(CPU, Effort.QUICK, (STUB,), BUILDING)
+    assert brief.candidates is not None
+    elsewhere = replace(brief.candidates[0], load="no_such_module:load")
     with pytest.raises(ConfigError, match=expected):
-        Brief.unpacked(b"cno_such_module\nthing\n.")
+        Desk(replace(brief, candidates=(elsewhere,)))
+
+
+def test_what_travels_arrives_as_it_was() -> None:
+    brief = Brief.of(CPU, Effort.FULL, (STUB,), BUILDING)
+    assert unpacked(packed(brief), Brief) == brief
+    row = prepared()
+    errand = Errand("stub", "float32", "ground", row.samples, row.identity)
+    assert unpacked(packed(errand), Errand) == errand
 
 
 @pytest.mark.parametrize("jobs", [0, -3])
 def test_less_than_one_job_is_refused(jobs: int) -> None:
     with pytest.raises(ConfigError, match=f"expected at least 1 job, got {jobs}"):
         run_conformance(device="cpu", jobs=jobs)
+
+
+def test_more_jobs_than_cores_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected at most \d+ jobs on \d+ cores, got 5000"):
+        run_conformance(device="cpu", jobs=5000)
 
 
 def is_running(pid: int) -> bool:

@@ -9,8 +9,9 @@ import torch
 
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
+from sightline.tools import floor as floor_module
 from sightline.tools.bench_work import load_subject
-from sightline.tools.floor import CacheReads, Floor, Machine, ModelSize, model_size
+from sightline.tools.floor import CacheReads, Floor, Machine, ModelSize, measure_machine, model_size
 from support.gguf_files import tiny_llama, write_llama
 from support.tiny_models import make_model
 
@@ -27,6 +28,14 @@ def test_a_step_takes_its_bytes_over_the_read_rate_or_its_operations_over_the_pr
 
 def test_the_better_of_two_measurements_counts() -> None:
     assert MACHINE.best(Machine(5e9, 200e9)) == Machine(10e9, 200e9)
+
+
+def test_a_machine_without_instructions_for_the_dtype_is_measured_by_a_small_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(floor_module, "_timed", lambda run: 0.5)
+    slow = measure_machine(torch.bfloat16, torch.device("cpu"))
+    assert slow.operations_per_second == 2 * 128**3 / 0.5
 
 
 def test_every_rows_cache_is_read_up_to_the_window() -> None:

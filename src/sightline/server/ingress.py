@@ -215,14 +215,17 @@ class Exchange:
         return b"".join(pieces)
 
     async def while_connected(self, work: Awaitable[None]) -> None:
-        """Does the work, and cancels it when the client goes away."""
+        """Does the work, and cancels it when the client goes away, or sends a body without end."""
         working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(self._disconnected())
+        # Taken note of, also where the work ends at the same time and nobody asks for it.
+        leaving.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 working.cancel()
                 await asyncio.wait({working})
+                leaving.result()
                 raise DisconnectedError
             working.result()
         finally:
@@ -265,8 +268,12 @@ class Exchange:
         await self._send_event(event)
 
     async def _disconnected(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        """Raises where more of a body comes meanwhile than may, though nobody wants it."""
+        size = 0
+        while (event := await self._receive())["type"] != "http.disconnect":
+            size += len(event.get("body", b""))
+            if size > self._limits.max_body_bytes:
+                raise _too_large(self._limits.max_body_bytes)
 
 
 def _check_content(headers: Mapping[bytes, bytes]) -> None:

@@ -10,21 +10,19 @@ a fork, which no CUDA context survives. Does not know how a check is tried.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from sightline.core.errors import ConfigError
-from sightline.testing.errands import Brief, Errand, Refusal
+from sightline.testing.errands import Answer, Brief, Errand, packed, unpacked
 from sightline.testing.kit import CheckResult, RowReport, Verdict, checks_of, settled
+from sightline.testing.line import Line, wait_for_any
 from sightline.testing.rows import RowToTry
 from sightline.testing.trial import Check
 from sightline.testing.trying import PreparedRow, Trier, Watch
@@ -55,8 +53,7 @@ class SideBySide(Trier):
     def __init__(
         self, brief: Brief, rows: Sequence[PreparedRow], checks: Sequence[Check], num_workers: int, watch: Watch
     ) -> None:
-        """Raises `ConfigError` where the brief cannot travel."""
-        self._brief = brief.packed()
+        self._brief = packed(brief)
         self._effort = brief.effort
         self._checks = tuple(checks)
         self._num_workers = num_workers
@@ -104,7 +101,7 @@ class SideBySide(Trier):
 
     def _collect(self) -> None:
         """Waits until something has come of one errand at least, or a while."""
-        wait([worker.connection for worker in self._workers if worker.job is not None], _LOOK_SECONDS)
+        wait_for_any([worker.line for worker in self._workers if worker.job is not None], _LOOK_SECONDS)
         for worker in tuple(self._workers):
             job = worker.job
             result = worker.collect()
@@ -132,8 +129,8 @@ class _Worker:
     def __init__(self, brief: bytes) -> None:
         self.job: _Job | None = None
         self._begun = 0.0
-        self.connection, theirs = Pipe()
-        with theirs:
+        self.line, theirs = Line.pair()
+        with closing(theirs):
             self._process = Popen(
                 (*_COMMAND, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
@@ -153,7 +150,7 @@ class _Worker:
 
     def begin(self, job: _Job) -> None:
         self.job, self._begun = job, time.perf_counter()
-        self._send(pickle.dumps(job.errand))
+        self._send(packed(job.errand))
 
     def collect(self) -> CheckResult | None:
         """What came of the job, which is then done; None where nothing has. Raises `ConfigError` for a refusal."""
@@ -162,29 +159,30 @@ class _Worker:
         # Asked first: what it sent before it ended is there by then.
         is_there = self.is_there
         try:
-            if is_there and not self.connection.poll():
-                return None
-            answer: CheckResult | Refusal = self.connection.recv()
+            if not wait_for_any([self.line], 0.0):
+                if is_there:
+                    return None
+                # Gone, though what it forked may hold its end open.
+                raise EOFError
+            answer = unpacked(self.line.receive(), Answer)
         except (EOFError, OSError):
-            answer = self._lost(self.job)
+            answer = Answer(self._lost(self.job), None)
         self.job = None
-        match answer:
-            case Refusal(reason):
-                raise ConfigError(reason)
-            case CheckResult():
-                return answer
+        if answer.refusal is not None:
+            raise ConfigError(answer.refusal)
+        return answer.result
 
     def end(self) -> None:
-        self.connection.close()
-        if self.is_there:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self.line.close()
+        # Also of a process that is gone: its group lives while anything does that it started.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _send(self, message: bytes) -> None:
         # Where nobody is left to read it, `collect` tells.
         with suppress(OSError):
-            self.connection.send_bytes(message)
+            self.line.send(message)
 
     def _lost(self, job: _Job) -> CheckResult:
         with suppress(TimeoutExpired):
@@ -208,8 +206,10 @@ def _in_order(rows: Sequence[PreparedRow], checks: Sequence[Check]) -> list[_Job
         for prepared in rows
         for check in checks_of(prepared.row.subject, checks)
     ]
-    # What builds on most others takes longest: begun last, it would go on when there is nothing left for the others.
-    return sorted(jobs, key=lambda job: (job.check.alone, -len(_ground(job.check, by_name))))
+    # Row after row, so that a run that is cut off has come to the end of some. In a row those first that build on most
+    # others, which take longest: begun last, one would go on when there is nothing left for the others.
+    places = {id(prepared.row): place for place, prepared in enumerate(rows)}
+    return sorted(jobs, key=lambda job: (job.check.alone, places[id(job.row)], -len(_ground(job.check, by_name))))
 
 
 def _ground(check: Check, by_name: Mapping[str, Check]) -> set[str]:

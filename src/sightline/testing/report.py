@@ -5,6 +5,7 @@ Owns the way from backends' names to a report. Does not know the checks, and pri
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -134,6 +135,9 @@ def run_conformance(
     """
     if jobs < 1:
         raise ConfigError(f"expected at least 1 job, got {jobs}; 1 tries one check after the other")
+    cores = os.cpu_count() or 1
+    if jobs > max(cores, 2):
+        raise ConfigError(f"expected at most {max(cores, 2)} jobs on {cores} cores, got {jobs}; each keeps one busy")
     there = registry.installed() if candidates is None else candidates
     chosen = [registry.find(name, there) for name in dict.fromkeys(backends)] or there
     target = detect_device(device)
@@ -144,11 +148,12 @@ def run_conformance(
     tried = _chosen(CHECKS if checks is None else checks, only)
     # Before anything is tried: a proof is of the sources that were there when the run began.
     rows = [_prepared(row, samples, proofs) if isinstance(row, RowToTry) else row for row in list_rows(chosen, target)]
-    brief = Brief(
-        target, effort, None if candidates is None else tuple(candidates), None if checks is None else tuple(checks)
-    )
+    trier: Trier = InTurn(effort, tried, watch)
+    if jobs > 1:
+        ready = [row for row in rows if isinstance(row, PreparedRow)]
+        trier = SideBySide(Brief.of(target, effort, candidates, checks), ready, tried, jobs, watch)
     outcomes: list[Outcome] = []
-    with closing(_trier(jobs, brief, rows, tried, watch)) as trier:
+    with closing(trier):
         for row in rows:
             if isinstance(row, PreparedRow):
                 outcomes.append(_concluded(row, trier.report(row), proofs, _reports(row, outcomes)))
@@ -171,18 +176,6 @@ def more_samples(
 ) -> Samples:
     """The usual samples, and then these."""
     return Samples().and_more(head_dims, group_sizes, page_sizes)
-
-
-def _trier(
-    jobs: int,
-    brief: Brief,
-    rows: Sequence[PreparedRow | SkippedRow | Unloadable],
-    checks: Sequence[Check],
-    watch: Watch,
-) -> Trier:
-    if jobs == 1:
-        return InTurn(brief.effort, checks, watch)
-    return SideBySide(brief, [row for row in rows if isinstance(row, PreparedRow)], checks, jobs, watch)
 
 
 def _prepared(row: RowToTry, samples: Samples, book: ProofBook | None) -> PreparedRow:

@@ -6,42 +6,44 @@ python -m sightline.testing.worker FD        FD is this end of the connection
 from __future__ import annotations
 
 import os
-import pickle
 import sys
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
 
 import torch
 
-from sightline.core.device import DeviceKind
 from sightline.core.errors import ConfigError
-from sightline.testing.errands import Brief, Desk, Refusal
+from sightline.testing.errands import Answer, Brief, Desk, Errand, packed, unpacked
+from sightline.testing.line import Line
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    connection = Connection(int(sys.argv[1]))
-    # What a backend starts in turn must not keep the connection open.
-    os.set_inheritable(connection.fileno(), False)
+    line = Line.at(int(sys.argv[1]))
     received: SimpleQueue[bytes] = SimpleQueue()
-    Thread(target=_receive, args=(connection, received), daemon=True).start()
+    Thread(target=_receive, args=(line, received), daemon=True).start()
     try:
-        brief = Brief.unpacked(received.get())
-        if brief.device.kind is DeviceKind.CUDA:
-            torch.cuda.set_device(brief.device.torch_device)
-        desk = Desk(brief)
+        desk = Desk(unpacked(received.get(), Brief))
+    except Exception as error:  # the border to other people's code: what cannot begin says nothing about a backend
+        line.send(packed(Answer(None, f"expected a process that can try checks, got {_told(error)}")))
+        return
+    try:
         while True:
-            connection.send(desk.attempt(pickle.loads(received.get())))
+            line.send(packed(Answer(desk.attempt(unpacked(received.get(), Errand)), None)))
     except ConfigError as error:
-        connection.send(Refusal(str(error)))
+        line.send(packed(Answer(None, str(error))))
 
 
-def _receive(connection: Connection, received: SimpleQueue[bytes]) -> None:
-    """Ends the process with the connection, also in the middle of a check: whoever would read its result is gone."""
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}; try fewer jobs"
+
+
+def _receive(line: Line, received: SimpleQueue[bytes]) -> None:
+    """Ends the process with the connection, also in the middle of a check, as soon as that lets another thread run:
+    whoever would read its result is gone."""
     try:
         while True:
-            received.put(connection.recv_bytes())
+            received.put(line.receive())
     except (EOFError, OSError):
         os._exit(0)
 

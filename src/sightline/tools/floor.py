@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -16,6 +17,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from sightline.core.config import Quantization
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.runner.build import Runtime
+
+_PRODUCT_SIZES = (128, 512, 2048)
+_AT_ONCE_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,19 @@ class Floor:
 def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
     """Rates of this machine now, with torch's threads."""
     matrix, vector = torch.ones(1 << 14, 1 << 13, device=device), torch.ones(1 << 13, device=device)
-    square = torch.ones(2048, 2048, dtype=dtype, device=device)
     read = min(_timed(lambda: matrix @ vector) for _ in range(5))
-    product = min(_timed(lambda: square @ square) for _ in range(5))
-    return Machine(matrix.nbytes / read, 2 * 2048**3 / product)
+    return Machine(matrix.nbytes / read, _product_rate(dtype, device))
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Of the largest square product that this machine computes at once: where it has no instructions for the dtype, one
+    of 2048³ takes minutes."""
+    for size in _PRODUCT_SIZES:
+        square = torch.ones(size, size, dtype=dtype, device=device)
+        taken = min(_timed(partial(torch.mm, square, square)) for _ in range(5))
+        if taken > _AT_ONCE_SECONDS:
+            break
+    return 2 * size**3 / taken
 
 
 def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> ModelSize:

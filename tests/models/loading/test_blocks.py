@@ -108,5 +108,5 @@ def test_the_default_models_weights_are_multiplied_as_they_are_stored() -> None:
         some = blocks.take_rows(torch.arange(320))
         x = torch.randn(5, some.in_features, generator=torch.Generator().manual_seed(0))
         expected = x @ weights[:320].t()
-        for product, tolerance in ((Int4PackProduct, 0.004), (DynamicInt4Product, 0.012)):
+        for product, tolerance in ((Int4PackProduct, 0.005), (DynamicInt4Product, 0.012)):
             assert (product(some)(x) - expected).norm() < tolerance * expected.norm()

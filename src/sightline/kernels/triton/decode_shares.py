@@ -6,7 +6,7 @@ in order, are dealt out evenly to a fixed number of programs:
     units     | row 0, heads 0 | row 0, heads 1 | row 1, heads 0        | row 1, heads 1        | ...
     programs  |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|
 
-However many rows there are and however long, every program reads as many keys as every other. A tile, which is all
+However many rows there are and however long, every program has as many as every other. A tile, which is all
 keys of one row and one group of heads, is answered by the program that has it whole; of a tile that is cut, each
 program leaves its part in scratch memory, and a second launch merges the parts. Where tiles are few, each begins with
 a program, and programs may have one block more:
@@ -168,7 +168,7 @@ def merge_parts(
 
 def _merge_sizes(num_tiles: int, value_dim: int, num_programs: int) -> tuple[int, int]:
     """How many parts and values a program of the merge reads together: of tiles that are alike, all parts or nearly."""
-    parts = 1 << (max(8, num_programs // max(num_tiles, 1)).bit_length() - 1)
+    parts = 1 << (min(128, max(8, num_programs // max(num_tiles, 1))).bit_length() - 1)
     return parts, min(triton.next_power_of_2(value_dim), max(32, MERGED_AT_ONCE // parts))
 
 

@@ -98,20 +98,21 @@ def _project_kernel(
         gdc_launch_dependents()
     # What is not real is read where it lies, and nothing comes of it: rows of a product do not meet.
     real = tl.load(num_real)
+    read = real if INTERPRETED else num_tokens  # numpy warns of what overflows, even in rows that nobody keeps
     if FEW or first < real:
         token = (first + tl.arange(0, TOKENS)).to(tl.int64)
-        is_real, is_token = token < real, token < num_tokens
+        is_real, is_read = token < real, token < read
         rows = given + head * given_head + token[:, None] * given_token
         gathered = tl.zeros([TOKENS, OUTPUT_BLOCK], tl.float32)
         if HOLDS:
-            a = tl.load(rows + dim[None, :], mask=is_token[:, None] & (dim < INPUTS)[None, :], other=0.0)
+            a = tl.load(rows + dim[None, :], mask=is_read[:, None] & (dim < INPUTS)[None, :], other=0.0)
             # A choice that takes what was waited for, or the weights would be waited for first, some after others.
             held = tl.where(real > 0, held, 0.0)
             gathered = product(a, held, gathered, INTERPRETED)
         else:
             for start in range(0, INPUTS, INPUT_BLOCK):
                 inside = start + dim < INPUTS
-                a = tl.load(rows + start + dim[None, :], mask=is_token[:, None] & inside[None, :], other=0.0)
+                a = tl.load(rows + start + dim[None, :], mask=is_read[:, None] & inside[None, :], other=0.0)
                 b = tl.load(
                     columns + (start + dim)[:, None] * up_input, mask=inside[:, None] & is_output[None, :], other=0.0
                 )
