@@ -84,6 +84,9 @@ def test_the_kit_passes(row: Capability, head_dim: int) -> None:
     assert {result.check: (result.detail, result.case, result.trace) for result in report.failed} == {}
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="a CPU without instructions for bf16 takes minutes"
+)
 @pytest.mark.usefixtures("configurations")
 @pytest.mark.parametrize("room", [pytest.param(1 << 20, marks=pytest.mark.slow), 40], ids=["one-shot", "chunks"])
 def test_the_kit_passes_for_latent_attention(room: int) -> None:

@@ -13,29 +13,34 @@ from sightline.testing.checks.features import LSE, tree_row
 from sightline.testing.steps import Step
 from sightline.testing.trial import Check, CheckFailed, Effort, Trial, compute_dtypes, fail, scaled_dtypes
 
-_NUM_SEEDS = {Effort.QUICK: 8, Effort.FULL: 120}
+_NUM_SPECS = {Effort.QUICK: 8, Effort.FULL: 40}
+_SEEDS_OF_A_SPEC = {Effort.QUICK: 1, Effort.FULL: 3}
+"""A backend may compile kernels for a spec, which takes seconds: each is tried with several seeds."""
 
 
 def random_steps(trial: Trial) -> None:
-    for seed in range(_NUM_SEEDS[trial.effort]):
-        try:
-            _try_seed(trial, seed)
-        except CheckFailed as failure:
-            fail(f"seed {seed}: {failure}")
+    count = _SEEDS_OF_A_SPEC[trial.effort]
+    for number in range(_NUM_SPECS[trial.effort]):
+        for seed in range(number * count, (number + 1) * count):
+            try:
+                _try_seed(trial, number, seed)
+            except CheckFailed as failure:
+                fail(f"spec {number}, seed {seed}: {failure}")
 
 
-def _try_seed(trial: Trial, seed: int) -> None:
+def _try_seed(trial: Trial, number: int, seed: int) -> None:
     """A few steps in turn on one bench, the same rows going on between them."""
-    draw = random.Random(seed)
+    of_spec, draw = random.Random(f"spec {number}"), random.Random(f"steps {seed}")
     # Every fourth on a cache with scales, where one is declared.
-    cache_dtype = next(iter(scaled_dtypes(trial.row)), None) if seed % 4 == 3 else None
-    other = trial.in_dtype(draw.choice(compute_dtypes(trial.row)), cache_dtype)
-    spec, setting = _spec(other, draw), _setting(other, draw)
+    cache_dtype = next(iter(scaled_dtypes(trial.row)), None) if number % 4 == 3 else None
+    other = trial.in_dtype(of_spec.choice(compute_dtypes(trial.row)), cache_dtype)
+    spec = _spec(other, of_spec)
+    setting = _setting(other, draw, of_spec.choice(trial.samples.of_page_sizes(trial.row)))
     bench = other.bench(spec, setting=setting)
-    needs = LSE & trial.features if draw.random() < 0.3 else frozenset[Feature]()
+    needs = LSE & trial.features if of_spec.random() < 0.3 else frozenset[Feature]()
     step = Step(bench, _rows(trial, draw, setting.page_size), seed=seed)
     for _ in range(draw.randint(1, 3)):
-        if draw.random() < 0.4:
+        if draw.random() < 0.6:
             step.pad(draw.randint(0, 2), draw.randint(0, 5), float("nan"))
         other.try_step(step, needs)
         step = step.next_step(draw.choice([1, 1, 1, 2, 5]), seed=seed + 1000)
@@ -62,8 +67,7 @@ def _spec(trial: Trial, draw: random.Random) -> Any:
     return replace(spec, sinks=True) if wants(Feature.SINKS) else spec
 
 
-def _setting(trial: Trial, draw: random.Random) -> Setting:
-    page_size = draw.choice(trial.samples.of_page_sizes(trial.row))
+def _setting(trial: Trial, draw: random.Random, page_size: int) -> Setting:
     return replace(
         trial.setting,
         page_size=page_size,
@@ -80,7 +84,7 @@ def _rows(trial: Trial, draw: random.Random, page: int) -> list[Row]:
     rows = []
     for _ in range(draw.randint(1, 9)):
         context_len = draw.choice([0, 0, 1, page - 1, page, page + 1, draw.randint(0, 120)])
-        if Feature.TREE_MASK in trial.features and draw.random() < 0.15:
+        if Feature.TREE_MASK in trial.features and draw.random() < 0.3:
             rows.append(tree_row(context_len, [draw.randint(-1, index - 1) for index in range(draw.randint(1, 7))]))
             continue
         rows.append(Row(context_len, draw.choice([1, 1, 1, 2, 7, draw.randint(1, 30)]), _mask(trial, draw)))
