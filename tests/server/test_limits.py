@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from msgspec import Struct
 
 from sightline.server.errors import ApiError
-from sightline.server.limits import MAX_CONTAINERS, MAX_DEPTH, check_cost, check_nesting, parse
+from sightline.server.ingress import Exchange
+from sightline.server.limits import MAX_CONTAINERS, MAX_DEPTH, Limits, check_cost, check_nesting, parse
 from sightline.server.schema import ChatRequest, CompletionRequest
 
 
@@ -138,3 +141,23 @@ def test_the_cost_of_a_request_is_its_product() -> None:
     with pytest.raises(ApiError, match="got 750") as caught:
         check_cost(prompts=2, n=3, tokens=5, logprobs=6, most=749)
     assert caught.value.code == "cost_exceeded"
+
+
+def test_a_body_that_nobody_wants_has_an_end_however_long_the_answer_takes() -> None:
+    received = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal received
+        received += 100
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": b" " * 100, "more_body": True}
+
+    async def send(event: object) -> None:
+        raise AssertionError(f"expected no answer yet, got {event}")
+
+    scope = {"method": "GET", "raw_path": b"/ready", "headers": [(b"transfer-encoding", b"chunked")]}
+    exchange = Exchange(scope, receive, send, Limits(max_body_bytes=1_000))
+    with pytest.raises(ApiError, match="expected a body of at most 1,000 bytes, got more") as caught:
+        asyncio.run(asyncio.wait_for(exchange.while_connected(asyncio.sleep(60)), 10))
+    assert caught.value.status == 413
+    assert received == 1_100

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -98,6 +99,16 @@ def _needs_a_whole_process(trial: Trial) -> None:
     trial.require(_BROKEN not in os.environ, "expected a process that nothing broke, got one that a check did")
 
 
+def _takes_a_while(trial: Trial) -> None:
+    time.sleep(1.0)
+
+
+def _has_no_neighbour(trial: Trial) -> None:
+    parent = os.getppid()
+    workers = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    trial.require(workers == [str(os.getpid())], f"expected no process beside this one, got {len(workers)} in all")
+
+
 def _has_one_thread(trial: Trial) -> None:
     got = (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"])
     trial.require(got == (1, "1"), f"expected one thread, got {got}")
@@ -110,6 +121,10 @@ BUILDING = (
     Check("sky", "there is a sky", _passes, ("ground",), excused=_no_sky),
     Check("room", "there is room", _passes, alone=True),
     Check("sound", "it is heard", _speaks),
+)
+SHY = (
+    *(Check(f"crowd-{number}", "there are others", _takes_a_while) for number in range(2)),
+    Check("hermit", "nobody else is there", _has_no_neighbour, alone=True),
 )
 DEADLY = (
     Check("ground", "there is ground", _needs_a_whole_process),

@@ -26,7 +26,7 @@ from sightline.testing.rows import RowToTry, list_rows
 from sightline.testing.samples import Samples
 from sightline.testing.trial import Check, Effort
 from sightline.testing.trying import PreparedRow, Watch
-from support.crew_checks import BUILDING, DEADLY, HALF, SINGLE, STUB
+from support.crew_checks import BUILDING, DEADLY, HALF, SHY, SINGLE, STUB
 
 CPU = detect_device("cpu")
 
@@ -119,6 +119,14 @@ def test_a_process_that_cannot_begin_ends_the_run_and_fails_no_check() -> None:
         pytest.raises(ConfigError, match="expected a process that can try checks, got "),
     ):
         trier.report(row)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's account of processes")
+def test_a_check_that_wants_the_device_to_itself_has_it() -> None:
+    row = prepared()
+    with closing(SideBySide(Brief.of(CPU, Effort.QUICK, (STUB,), SHY), [row], SHY, 2, Watch())) as trier:
+        results = trier.report(row).results
+    assert [(result.verdict, result.detail) for result in results] == [(Verdict.PASSED, "")] * 3
 
 
 def test_sources_that_changed_since_the_run_began_end_it() -> None:

@@ -12,10 +12,10 @@ import torch
 
 import sightline.testing
 from sightline.attention.backends.reference_backend import ReferenceBackend
-from sightline.attention.capability import ANY, Capability, HostLengths
+from sightline.attention.capability import ANY, Capability
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.spec import SpecKind
 from sightline.core.device import Device, DeviceKind, detect_device
 from sightline.core.errors import ConfigError
 from sightline.testing.kit import Verdict
@@ -24,21 +24,10 @@ from sightline.testing.rows import RowToTry, SkippedRow, Unloadable, list_rows, 
 from sightline.testing.samples import Samples
 from sightline.testing.trial import Check, Effort, Trial, fail
 from sightline.testing.trying import Watch
+from support.crew_checks import SINGLE as ROW
 
 CPU = detect_device("cpu")
 SM120 = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (12, 0))
-ROW = Capability(
-    spec_kinds=frozenset({SpecKind.SOFTMAX}),
-    devices=frozenset({DeviceKind.CPU}),
-    compute_capabilities=ANY,
-    dtypes=frozenset({torch.float32}),
-    cache_dtypes=frozenset({torch.float32}),
-    head_dims=ANY,
-    group_sizes=ANY,
-    page_sizes=ANY,
-    features=frozenset({Feature.WINDOW}),
-    host_lengths=HostLengths.EXACT,
-)
 
 
 def candidate(name: str, *rows: Capability) -> Candidate:

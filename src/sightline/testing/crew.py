@@ -187,7 +187,8 @@ class _Worker:
     def _lost(self, job: _Job) -> CheckResult:
         with suppress(TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        self.end()
+        self._process.kill()
+        self._process.wait()
         detail = f"expected the check to end, got the end of its process: {_told(self._process.returncode)}"
         seconds = time.perf_counter() - self._begun
         return CheckResult(job.check.name, Verdict.FAILED, detail, "", "", 0, seconds)

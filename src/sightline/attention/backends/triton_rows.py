@@ -74,7 +74,7 @@ _FEW_HEADS = frozenset(range(1, 17))
 """That fit one unit of decode."""
 LATENT_ROWS: tuple[Capability, ...] = (
     # One row is where its kernels are the fastest: measured in bf16 at 8,192 tokens, and of many heads by extrapolation
-    # up to some 14,000, or twice as many where the milliseconds count that others plan for.
+    # up to some 16,000.
     *(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10, alone=40)) for dtype in _DTYPES),
     # Several rows: only of few heads.
     _latent_row(torch.bfloat16, Ranks(prefill=10, decode=20, few=40), _FEW_HEADS),
