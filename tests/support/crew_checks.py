@@ -107,7 +107,9 @@ def _has_no_neighbour(trial: Trial) -> None:
     """Other tests may have left children of another kind to the process that runs them."""
     parent = os.getppid()
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    workers = [child for child in children if b"sightline.testing.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    workers = [
+        child for child in children if b"sightline.testing.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
     trial.require(workers == [str(os.getpid())], f"expected no process beside this one, got {len(workers)} in all")
 
 
