@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sightline import LLM, SamplingParams
+from support.greedy import greedy_tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -51,27 +52,20 @@ def prompts(llm: LLM) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def expected(path: Path, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def alone(llm: LLM, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for ids in prompts]
+
+
+@pytest.fixture(scope="module")
+def expected(path: Path, prompts: list[tuple[int, ...]], alone: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     assert model.config.sliding_window == WINDOW
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            min_new_tokens=NEW_TOKENS,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        answers.append(tuple(generated[0, ids.shape[1] :].tolist()))
-    return answers
+    return [
+        greedy_tokens(model, prompt, draft, NEW_TOKENS, eos=()) for prompt, draft in zip(prompts, alone, strict=True)
+    ]
 
 
-def test_each_prompt_alone(llm: LLM, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> None:
-    alone = [llm.generate({"prompt_token_ids": ids}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for ids in prompts]
+def test_each_prompt_alone(alone: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> None:
     assert alone == expected
 
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sightline import LLM, SamplingParams
 from sightline.launch import Choices, LaunchedStep
 from sightline.models.loading.default_model import default_model_path
+from support.greedy import greedy_tokens
 
 NEW_TOKENS = 64
 PROMPTS = [
@@ -30,27 +31,23 @@ def llm() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def expected(llm: LLM) -> list[tuple[int, ...]]:
+def alone(llm: LLM) -> list[tuple[int, ...]]:
+    return [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM, alone: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """What transformers generates, from the ids that Sightline's tokenizer gives."""
     path = default_model_path()
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([llm.tokenizer.encode_prompt(prompt)])
-        generated = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=sorted(llm.engine.generation.eos_token_ids),
-            pad_token_id=0,
-        )
-        answers.append(tuple(generated[0, ids.shape[1] :].tolist()))
-    return answers
+    eos = llm.engine.generation.eos_token_ids
+    return [
+        greedy_tokens(model, llm.tokenizer.encode_prompt(prompt), draft, NEW_TOKENS, eos)
+        for prompt, draft in zip(PROMPTS, alone, strict=True)
+    ]
 
 
-def test_each_prompt_alone(llm: LLM, expected: list[tuple[int, ...]]) -> None:
-    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+def test_each_prompt_alone(alone: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> None:
     assert alone == expected
 
 

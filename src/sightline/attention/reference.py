@@ -1,4 +1,4 @@
-"""The oracle: attention for one row in fp32, one head at a time, written to be read.
+"""The oracle: attention for one row in fp32, with every score in memory, written to be read.
 
 Every backend is compared with this. It knows a row's keys and values as dense tensors and nothing of pages, and what
 is left of an entry that went through a cache.
@@ -55,22 +55,14 @@ def attend_row(
 
     Returns the output [query_len, q_heads, d] and the natural log-sum-exp [query_len, q_heads], fp32.
     """
-    out = torch.zeros(q.shape[0], spec.num_q_heads, spec.head_dim, device=q.device)
-    lse = torch.full((q.shape[0], spec.num_q_heads), -torch.inf, device=q.device)
-    for query in range(q.shape[0]):
-        seen = visible[query].nonzero().squeeze(1).to(q.device)
-        for head in range(spec.num_q_heads):
-            keys = k[seen, head // spec.group_size].float()
-            values = v[seen, head // spec.group_size].float()
-            scores = keys @ q[query, head].float() * spec.scale
-            if spec.softcap is not None:
-                scores = spec.softcap * torch.tanh(scores / spec.softcap)
-            logits = scores if sinks is None else torch.cat([scores, sinks[head].float().view(1)])
-            if logits.numel() == 0:
-                continue
-            lse[query, head] = torch.logsumexp(logits, dim=0)
-            out[query, head] = torch.exp(scores - lse[query, head]) @ values
-    return out, lse
+    # Each group of query heads shares one head of keys and values.
+    groups = q.float().unflatten(1, (spec.num_kv_heads, spec.group_size))
+    scores = torch.einsum("qkgd,skd->qkgs", groups, k.float()).flatten(1, 2) * spec.scale
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    weights, lse = _weigh(scores, visible, sinks)
+    out = torch.einsum("qkgs,skd->qkgd", weights.unflatten(1, groups.shape[1:3]), v.float())
+    return out.flatten(1, 2), lse
 
 
 def attend_latent_row(
@@ -88,18 +80,22 @@ def attend_latent_row(
     [heads, nope, latent], value_up [heads, value, latent], visible [query_len, seq_len]. Returns the output
     [query_len, heads, value] and the natural log-sum-exp [query_len, heads], fp32.
     """
-    out = torch.zeros(q_nope.shape[0], spec.num_q_heads, spec.value_dim, device=q_nope.device)
-    lse = torch.full((q_nope.shape[0], spec.num_q_heads), -torch.inf, device=q_nope.device)
     latents, ropes = entries[:, : spec.latent_dim].float(), entries[:, spec.latent_dim :].float()
-    for head in range(spec.num_q_heads):
-        keys = torch.cat([latents @ key_up[head].float().T, ropes], dim=-1)
-        values = latents @ value_up[head].float().T
-        for query in range(q_nope.shape[0]):
-            seen = visible[query].nonzero().squeeze(1).to(q_nope.device)
-            if seen.numel() == 0:
-                continue
-            q = torch.cat([q_nope[query, head], q_rope[query, head]]).float()
-            scores = keys[seen] @ q * spec.scale
-            lse[query, head] = torch.logsumexp(scores, dim=0)
-            out[query, head] = torch.exp(scores - lse[query, head]) @ values[seen]
-    return out, lse
+    keys = torch.einsum("sl,hnl->shn", latents, key_up.float())
+    values = torch.einsum("sl,hvl->shv", latents, value_up.float())
+    scores = torch.einsum("qhn,shn->qhs", q_nope.float(), keys) + torch.einsum("qhr,sr->qhs", q_rope.float(), ropes)
+    weights, lse = _weigh(scores * spec.scale, visible, None)
+    return torch.einsum("qhs,shv->qhv", weights, values), lse
+
+
+def _weigh(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What each key weighs for each query and head [query_len, heads, seq_len], and the log-sum-exp.
+
+    A sink takes its share of the sum and gives nothing. A query that sees nothing gets nothing, and -inf.
+    """
+    seen = visible.to(scores.device)[:, None, :]
+    logits = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.float().view(1, -1, 1).expand(*logits.shape[:2], 1)], dim=-1)
+    lse = torch.logsumexp(logits, dim=-1)
+    return torch.exp(scores - lse[..., None]).masked_fill(~seen, 0.0), lse

@@ -268,7 +268,7 @@ def fill_pools(store: CacheStore, unused: Unused) -> None:
             chosen = torch.arange(entries.shape[1], device=entries.device) % _NOISE_ENTRIES
             for layer, scale in enumerate(pool.scales(plane.name)):
                 stored = stored_entries(noise, entries.dtype, scale).to(entries.device)
-                as_bytes(entries[layer]).copy_(as_bytes(stored)[chosen])
+                as_bytes(entries[layer]).copy_(as_bytes(stored).index_select(0, chosen))
 
 
 def as_bytes(plane: Tensor) -> Tensor:

@@ -152,10 +152,11 @@ class Step:
     def write_contexts(self) -> None:
         """Puts each row's context where an earlier step would have."""
         for table_row, entries in zip(self.table_rows, self.contexts, strict=True):
-            slots = walk_slots(self.pool, table_row, entries[0].shape[0])
+            slots = torch.tensor(walk_slots(self.pool, table_row, entries[0].shape[0]), dtype=torch.int64)
             for plane, values in zip(self.planes, entries, strict=True):
-                target = self.pool.plane(plane.name)[self.layer_in_group]
-                as_bytes(target)[slots] = as_bytes(self.stored(plane, values)).to(target.device)
+                target = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])
+                stored = as_bytes(self.stored(plane, values)).to(target.device)
+                target.index_copy_(0, slots.to(target.device), stored)
 
     def unwritten(self) -> str | None:
         """What of which new token is not in its slot, in the step's layer; None where all of all is."""
@@ -163,7 +164,12 @@ class Step:
         for row, table_row in zip(self.rows, self.table_rows, strict=True):
             slots = walk_slots(self.pool, table_row, row.seq_len)[row.context_len :]
             for plane, values in zip(self.planes, new, strict=True):
-                got = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])[slots].cpu().view(plane.dtype)
+                held = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])
+                got = (
+                    held.index_select(0, torch.tensor(slots, dtype=torch.int64, device=held.device))
+                    .cpu()
+                    .view(plane.dtype)
+                )
                 wanted = self.stored(plane, values[start : start + row.query_len])
                 if not torch.equal(got.float(), wanted.float()):
                     return (
