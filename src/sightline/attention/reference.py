@@ -56,12 +56,12 @@ def attend_row(
     Returns the output [query_len, q_heads, d] and the natural log-sum-exp [query_len, q_heads], fp32.
     """
     # Each group of query heads shares one head of keys and values.
-    groups = q.float().unflatten(1, (spec.num_kv_heads, spec.group_size))
+    groups = q.float().reshape(q.shape[0], spec.num_kv_heads, spec.group_size, spec.head_dim)
     scores = torch.einsum("qkgd,skd->qkgs", groups, k.float()).flatten(1, 2) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     weights, lse = _weigh(scores, visible, sinks)
-    out = torch.einsum("qkgs,skd->qkgd", weights.unflatten(1, groups.shape[1:3]), v.float())
+    out = torch.einsum("qkgs,skd->qkgd", weights.reshape(*groups.shape[:3], k.shape[0]), v.float())
     return out.flatten(1, 2), lse
 
 
