@@ -17,7 +17,7 @@ from sightline.attention.contract import AttentionBackend
 from sightline.attention.merge import merge_states
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import FULL
-from sightline.core.device import Device, DeviceKind
+from sightline.core.device import Device, DeviceKind, lacks_products
 from sightline.testing.bench import Bench, Row, Setting, Subject
 from sightline.testing.kit import try_row
 from sightline.testing.samples import Samples
@@ -84,9 +84,7 @@ def test_the_kit_passes(row: Capability, head_dim: int) -> None:
     assert {result.check: (result.detail, result.case, result.trace) for result in report.failed} == {}
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="a CPU without instructions for bf16 takes minutes"
-)
+@pytest.mark.skipif(lacks_products(CPU, torch.bfloat16), reason="a CPU without instructions for bf16 takes minutes")
 @pytest.mark.usefixtures("configurations")
 @pytest.mark.parametrize("room", [pytest.param(1 << 20, marks=pytest.mark.slow), 40], ids=["one-shot", "chunks"])
 def test_the_kit_passes_for_latent_attention(room: int) -> None:

@@ -29,8 +29,9 @@ def resolved(config: EngineConfig, facts: ModelFacts = FACTS, device: Device = C
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Plenty of memory, whatever the machine and the device, until a test says how much there is."""
+    """Plenty of memory, and instructions for every dtype, whatever the machine, until a test says otherwise."""
     monkeypatch.setattr(resolution_module, "available_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     return monkeypatch
 
 
@@ -234,6 +235,17 @@ def test_a_cache_dtype_where_nothing_is_cached_is_told() -> None:
     ledger = Ledger()
     resolve(EngineConfig(task="embed", kv_cache_dtype="fp8"), FACTS, CPU, ledger)
     assert [entry.subject for entry in ledger] == ["kv_cache_dtype"]
+
+
+@pytest.mark.parametrize(("dtype", "told"), [("bfloat16", ["dtype"]), ("float32", []), ("auto", [])])
+def test_a_dtype_that_the_cpu_has_no_instructions_for_is_told(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, told: list[str]
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    ledger = Ledger()
+    resolve(EngineConfig(dtype=dtype), FACTS, CPU, ledger)
+    assert [entry.subject for entry in ledger] == told
+    resolved(EngineConfig(dtype="bfloat16"), device=CUDA)
 
 
 def test_a_smaller_dtype_makes_room_for_more_pages(memory: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from sightline.core.config import CACHE_DTYPE_NAMES, DTYPE_NAMES, PADDING_PAGES, EngineConfig, Quantization, Task
-from sightline.core.device import Device, DeviceKind, available_bytes
+from sightline.core.device import Device, DeviceKind, available_bytes, lacks_products
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 
@@ -75,6 +75,12 @@ class ResolvedConfig:
 def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
     """Decides everything that the config left open. Raises `ConfigError` for what cannot work."""
     dtype = _resolve_dtype(config.dtype, device)
+    if lacks_products(device, dtype):
+        ledger.record(
+            "dtype",
+            f"{config.dtype} is computed without instructions of its own, which this CPU lacks: very slowly",
+            "use float32",
+        )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else CACHE_DTYPES[config.kv_cache_dtype]
     asked_len = config.max_model_len
     if asked_len is not None and asked_len > facts.max_positions:
