@@ -180,6 +180,24 @@ def test_a_plan_whose_buffers_one_part_lost_is_made_again() -> None:
         require_oracle(step, again)
 
 
+class CausalOnly(TorchBackend):
+    capabilities = tuple(
+        replace(row, features=row.features - {Feature.NON_CAUSAL, Feature.TREE_MASK})
+        for row in TorchBackend.capabilities
+    )
+
+
+def test_a_plan_that_is_made_again_asks_no_part_for_the_other_parts_masks() -> None:
+    bench = ServedBench([SPEC], split_serving(TorchBackend, CausalOnly))
+    step = Step(bench, [Row(9, 1), Row(3, 4, FULL)])
+    planned = bench.planner.plan(step.batch, needs=frozenset({Feature.LSE}))
+    bench.planner.plan(replace(step.batch))
+    again = bench.planner.ensure(planned)
+    assert bench.planner.num_rebuilt == 1
+    assert [part.tokens for part in again.plan.groups[0]] == [part.tokens for part in planned.plan.groups[0]]
+    assert again.plan.asked == {Feature.LSE}
+
+
 @pytest.mark.parametrize("row", [0, 4], ids=["decode", "prefill"])
 def test_pages_that_changed_owner_in_either_part_raise(row: int) -> None:
     bench = ServedBench([SPEC], TWO)

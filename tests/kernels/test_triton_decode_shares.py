@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sightline.kernels.triton.decode_shares import divide, fitting_depth
+from sightline.kernels.triton.decode_shares import block_places, divide, fitting_depth
 from support.decode_cases import Case, Paged, make_scratch
 
 ROW = st.tuples(st.integers(0, 200), st.integers(0, 1)).map(lambda row: (row[0] * row[1], row[1]))
@@ -77,3 +79,19 @@ def cuts_told(cuts: torch.Tensor) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(("block_bytes", "wanted"), [(1, 3), (40, 2), (90, 1), (1000, 1)])
 def test_as_many_blocks_are_on_their_way_as_fit(block_bytes: int, wanted: int) -> None:
     assert fitting_depth(block_bytes, 3, 100) == wanted
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _places_of(table, out, start, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    key = start + tl.arange(0, BLOCK)
+    first, places = block_places(table, start, key, slot_stride, PAGE_SIZE, BLOCK)
+    tl.store(out + tl.arange(0, BLOCK), first + places)
+
+
+@pytest.mark.parametrize("start", [0, 64, 1 << 19, (1 << 20) + 64])
+def test_places_in_pages_of_a_million_tokens_are_beyond_31_bits(start: int) -> None:
+    page_size, slot_stride, block = 1 << 20, 32 * 128, 64
+    table, out = torch.tensor([7, 3]), torch.zeros(block, dtype=torch.int64)
+    _places_of[(1,)](table, out, start, slot_stride, PAGE_SIZE=page_size, BLOCK=block)
+    page, offset = int(table[start // page_size]), start % page_size
+    assert out.tolist() == [(page * page_size + offset + key) * slot_stride for key in range(block)]

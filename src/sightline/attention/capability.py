@@ -36,8 +36,9 @@ class HostLengths(Enum):
 class GraphLevel(Enum):
     """Of which steps a captured CUDA graph may hold `prepare` and `run`.
 
-    Replayed after another plan of as many rows and tokens and the same `query_lens.bound`, they serve that plan's
-    lengths: a graph's bucket fixes those three, and nothing that is launched may depend on anything else.
+    Of steps that have a cache and whose masks are all causal. Captured on one without padding, and replayed after
+    another plan of at most as many rows and tokens, padded to them, with the same `query_lens.bound` and needs, they
+    serve that plan's lengths: a graph's bucket fixes those, and nothing that is launched may depend on anything else.
     """
 
     NONE = "none"

@@ -128,7 +128,8 @@ class StepPlan:
 
     certificate: Certificate
     policy: CachePolicy
-    needs: frozenset[Feature]
+    asked: frozenset[Feature]
+    """Beyond what masks need."""
     groups: tuple[tuple[PartPlan, ...], ...]
     """Every group is planned, always, in one part or two: rows that decode, and the others."""
     places: tuple[LayerPlace, ...]
@@ -155,7 +156,7 @@ class PlannedBatch:
         if len(parts) == 1:
             return parts[0].plan.run(place.layer, inputs, out)
         found = [part.plan.run(place.layer, inputs.part(part.tokens), out[part.tokens]) for part in parts]
-        return torch.cat([lse for lse in found if lse is not None]) if Feature.LSE in self.plan.needs else None
+        return torch.cat([lse for lse in found if lse is not None]) if Feature.LSE in self.plan.asked else None
 
 
 class Staleness(NamedTuple):
@@ -208,11 +209,10 @@ class Planner:
         if changes:
             raise StalePlanError(changes, REBUILD_BATCH)
         self._check_step(batch, lane)
-        asked, needs = needs, needs | _mask_features(batch)
         policy = CachePolicy.PAGED if batch.pools else CachePolicy.TRANSIENT
-        step = StepView(batch, policy, lane, needs)
+        step = StepView(batch, policy, lane, needs | _mask_features(batch))
         records: list[PartRecord] = []
-        plans = tuple(self._plan_group(group, step, asked, records) for group in range(len(self._bindings)))
+        plans = tuple(self._plan_group(group, step, needs, records) for group in range(len(self._bindings)))
         certificate = Certificate(
             batch_id=batch.batch_id,
             num_rows=batch.num_rows,
@@ -270,7 +270,7 @@ class Planner:
                 if not stale.plan:
                     return work
                 self.num_rebuilt += 1
-                return self.plan(work.batch, needs=work.plan.needs, lane=work.plan.certificate.lane)
+                return self.plan(work.batch, needs=work.plan.asked, lane=work.plan.certificate.lane)
             case _:
                 raise UnplannedBatchError(
                     f"expected a Batch or a PlannedBatch, got {type(work).__name__}; assemble a Batch first"

@@ -95,6 +95,12 @@ def decode_softmax(
 
     `lse` [num_tokens, num_q_heads] fp32 where it is wanted. `scratch` holds the rows' shares.
     """
+    if (
+        not out.is_contiguous()
+        or layer.keys.stride() != layer.values.stride()
+        or (sinks is not None and sinks.stride(0) != 1)
+    ):
+        raise ValueError("expected out and sinks without gaps, and keys and values that lie alike, got others")
     _, num_kv_heads, head_dim = layer.keys.shape
     num_q_heads = q.shape[1]
     group = num_q_heads // num_kv_heads

@@ -287,11 +287,12 @@ def _divide_kernel(
 def block_places(table, start, key, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Where the entries of a block's keys begin: a number for the block, and one for each key that adds to it.
 
-    A block that lies in one page has one look at the table, and distances in it that are small.
+    A block that lies in one page has one look at the table, and distances from its own beginning, which are small
+    however large a page is.
     """
     if PAGE_SIZE % BLOCK == 0:
-        first = tl.load(table + start // PAGE_SIZE) * PAGE_SIZE * slot_stride
-        places = (key % PAGE_SIZE) * slot_stride
+        first = (tl.load(table + start // PAGE_SIZE) * PAGE_SIZE + start % PAGE_SIZE) * slot_stride
+        places = (key - start) * slot_stride
     else:
         first = tl.zeros([], tl.int64)
         places = (tl.load(table + key // PAGE_SIZE) * PAGE_SIZE + key % PAGE_SIZE) * slot_stride
