@@ -132,7 +132,7 @@ def test_chat_talks_until_the_input_ends_and_remembers() -> None:
         (["generate", "x", "--model", "no/such/folder"], "expected a folder with config.json"),
         (
             ["generate", "x", "--attention-backend", "flash"],
-            "expected an attention backend out of triton, triton-latent, ",
+            "expected attention_backend out of triton, triton-latent, ",
         ),
         (["generate", "x", "--top-p", "3"], "expected top_p between 0 and 1, got 3.0"),
         (["generate", "x", "--min-tokens", "200"], "expected min_tokens of at most max_tokens, 128, got 200"),
@@ -246,6 +246,12 @@ def test_conformance_of_what_cannot_be_tried_here_is_no_success(monkeypatch: pyt
     result = conformance(monkeypatch, PASSING, "--backend", "triton")
     assert result.exit_code == 1
     assert "nothing was tried" in result.stdout
+
+
+def test_conformance_by_a_check_of_another_kind_of_attention_is_no_success(proofs: Path) -> None:
+    result = CliRunner().invoke(app, ["conformance", "--device", "cpu", "--backend", "torch", "--check", "heads"])
+    assert result.exit_code == 1
+    assert "nothing was tried" in result.stdout
     assert "runs on cuda, not cpu" in result.stdout
 
 
@@ -305,7 +311,7 @@ def test_files_that_are_no_proofs_are_named(monkeypatch: pytest.MonkeyPatch, pro
 def test_an_unknown_backend_is_refused_by_name(proofs: Path) -> None:
     result = sightline("conformance", "--backend", "flash")
     assert result.returncode == 1
-    assert "expected an attention backend out of triton, triton-latent, " in result.stderr
+    assert "expected attention_backend out of triton, triton-latent, " in result.stderr
     assert "Traceback" not in result.stderr
 
 

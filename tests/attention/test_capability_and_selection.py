@@ -15,7 +15,7 @@ import torch
 from sightline.attention.backends import registry
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.capability import ANY, Capability, HostLengths, Requirement, lacks_package, refusals
+from sightline.attention.capability import ANY, Capability, HostLengths, Ranks, Requirement, lacks_package, refusals
 from sightline.attention.contract import AttentionBackend, SoftmaxInputs
 from sightline.attention.selection import Candidate, Selection, select_backend
 from sightline.attention.spec import Feature, LatentSpec, SoftmaxSpec, SpecKind
@@ -194,14 +194,42 @@ def test_an_explicit_choice_is_never_replaced_and_the_error_names_every_backend(
     text = refusal_text(candidates, replace(NEED, spec=replace(PLAIN, window=4, sinks=True)), "asked")
     assert "expected an attention backend for prefill of group7 (softmax, sinks, window, torch.float32" in text
     assert "head dimension 64, page size 16, cpu), got none:" in text
-    assert "\n  able: asked was asked for\n" in text
     assert "\n  asked: lacks sinks, window\n" in text
+    assert text.endswith("\n  not asked for: able\nAsk for able, or for none by name.")
 
 
 def test_the_nearest_to_an_explicit_choice_is_that_choice() -> None:
-    candidates = [candidate("able", replace(ROW, features=frozenset(Feature))), candidate("asked", ROW)]
+    candidates = [candidate("unable", replace(ROW, features=frozenset({Feature.LSE}))), candidate("asked", ROW)]
     text = refusal_text(candidates, replace(NEED, spec=replace(PLAIN, window=4)), "asked")
     assert "The nearest is asked:" in text
+
+
+def test_what_another_setting_would_mend_is_nearer_than_what_another_machine_would() -> None:
+    elsewhere = candidate("elsewhere", CUDA_ROW)
+    text = refusal_text([elsewhere, candidate("here", replace(ROW, page_sizes=frozenset({3})))], NEED)
+    assert "The nearest is here:" in text
+    gone = candidate("gone", replace(ROW, package="a_package_that_is_not_there"))
+    other = replace(ROW, page_sizes=frozenset({3}), head_dims=frozenset({8}))
+    assert "The nearest is here:" in refusal_text([gone, candidate("here", other)], NEED)
+
+
+def test_of_rows_as_near_as_each_other_the_reasons_are_those_of_the_one_that_computes_so() -> None:
+    half = replace(ROW, dtypes=frozenset({torch.float16}))
+    full = replace(ROW, dtypes=frozenset({torch.float32}), page_sizes=frozenset({3}))
+    assert "  both: does not list page size 16\n" in refusal_text([candidate("both", half, full)], NEED)
+
+
+def test_faster_kernels_for_such_devices_that_do_not_serve_are_told_apart() -> None:
+    fast = replace(CUDA_ROW, ranks=Ranks(prefill=5), page_sizes=frozenset({64}))
+    portable = replace(CUDA_ROW, compute_capabilities=ANY)
+    card = replace(NEED, device=replace(SM120, compute_capability=(9, 0)))
+    latent = replace(fast, spec_kinds=frozenset({SpecKind.LATENT}))
+    slower = replace(fast, ranks=Ranks())
+    others = [candidate("fast", fast), candidate("latent", latent), candidate("slower", slower)]
+    selection = select([*others, candidate("portable", portable)], card)
+    assert selection.candidate.name == "portable"
+    assert [name for name, _ in selection.forgone] == ["fast"]
+    assert select([candidate("fast", fast), candidate("here", ROW)], NEED).forgone == ()
 
 
 def test_an_unknown_choice_lists_the_known_ones() -> None:
@@ -275,7 +303,7 @@ def test_the_portable_backends_serve_every_card(capability: tuple[int, int]) -> 
 def test_the_default_order_is_the_order_of_the_list() -> None:
     offered = registry.offer(BUILT_IN, None)
     assert offered.candidates == tuple(each for each in BUILT_IN if each.by_default)
-    assert {name for name, _ in offered.passed_over} == {each.name for each in BUILT_IN if not each.by_default}
+    assert {each.name for each in offered.passed_over} == {each.name for each in BUILT_IN if not each.by_default}
 
 
 def test_a_doubt_about_a_row_that_serves_is_a_reason_like_any_other() -> None:

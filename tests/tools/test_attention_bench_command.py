@@ -16,8 +16,9 @@ from sightline.attention.backends import registry
 from sightline.cli import app
 from sightline.core.device import detect_device
 from sightline.core.errors import SightlineError
+from sightline.tools import attention_bench
 from sightline.tools.attention_bench import Field, measure_attention
-from sightline.tools.attention_bench_shapes import find_shapes
+from sightline.tools.attention_bench_shapes import Shape, find_shapes
 from support.attention_contenders import (
     QUICK,
     TORCH,
@@ -71,6 +72,58 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str], text: str, mon
     result = run(*arguments)
     assert isinstance(result.exception, SightlineError)
     assert text in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--shapes", ""], "expected names with commas between them, got ''; leave the option out for all"),
+        (["--backends", " ,"], "expected names with commas between them"),
+        (["--plot", "curves.png"], "expected a file that ends in .svg, got 'curves.png'"),
+        (["--json", "none/file.json"], "Invalid value for '--json': expected a file in a folder that exists"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments: list[str], text: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert text in " ".join(result.output.split())
+
+
+def test_a_run_that_measures_nothing_fails() -> None:
+    result = run("--shapes", "tiny-gqa-3x21", "--backends", "torch-latent")
+    assert result.exit_code == 1
+    assert "nothing was measured" in result.stderr
+
+
+def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measure, saved = attention_bench.measure_shape, tmp_path / "attention.json"
+
+    def interrupted(shape: Any, *rest: Any) -> Any:
+        if shape.name == "tiny-mla-3x21":
+            raise KeyboardInterrupt
+        return measure(shape, *rest)
+
+    monkeypatch.setattr(attention_bench, "measure_shape", interrupted)
+    names = ["tiny-gqa-3x21", "tiny-mla-3x21", "prefill-tiny-gqa-2x10"]
+    result = run("--shapes", ",".join(names), "--backends", "torch,torch-latent", "--json", str(saved))
+    assert result.exit_code == 130
+    told = json.loads(saved.read_text())
+    assert [each["shape"] for each in told["shapes"]] == names[:1]
+    assert told["skipped_shapes"] == dict.fromkeys(names[1:], "interrupted")
+
+
+def test_a_sweep_on_a_cpu_is_of_tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Shape] = []
+    measure = attention_bench.measure_shape
+
+    def first_of_all(shape: Shape, *rest: Any) -> Any:
+        asked.append(shape)
+        return measure(find_shapes(["tiny-gqa-3x21"])[0], *rest)
+
+    monkeypatch.setattr(attention_bench, "measure_shape", first_of_all)
+    assert run("--sweep", "--backends", "torch", "--device", "cpu").exit_code == 0
+    assert any(shape.is_swept for shape in asked)
+    assert max(shape.num_rows * shape.length for shape in asked) <= 4096
 
 
 def test_a_file_in_no_folder_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

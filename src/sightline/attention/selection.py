@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sightline.attention.capability import Capability, Requirement, Work, refusals
+from sightline.attention.capability import Capability, HostLengths, Requirement, Work, device_refusals, refusals
 from sightline.attention.contract import AttentionBackend
 from sightline.core.errors import NoBackendError
 
@@ -47,8 +47,15 @@ class Offer:
 
     candidates: tuple[Candidate, ...]
     """In order of preference."""
-    passed_over: tuple[Refused, ...]
+    passed_over: tuple[Candidate, ...] = ()
     """Backends that are not asked."""
+    asked: str | None = None
+    """The names by which the candidates were asked for; None where they are those that serve by default."""
+
+    @property
+    def not_asked(self) -> tuple[Refused, ...]:
+        reason = "serves only when asked for by name" if self.asked is None else f"{self.asked} was asked for"
+        return tuple((candidate.name, (reason,)) for candidate in self.passed_over)
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Selection:
     capability: Capability
     refused: tuple[Refused, ...]
     """Every backend that was not chosen."""
+    forgone: tuple[Refused, ...] = ()
+    """Those of them that have kernels for such devices and rows, of a higher rank, which do not serve the need."""
 
 
 Doubt = Callable[[Candidate, Capability, Requirement], tuple[str, ...]]
@@ -75,43 +84,92 @@ def select_backend(
     offer: Offer, need: Requirement, group: str, doubt: Doubt = no_doubt, work: Work = Work.PREFILL
 ) -> Selection:
     """The highest in rank of those that serve the need, the first of equals; else an error with every reason."""
-    fitting: list[tuple[Candidate, Capability]] = []
-    refused: list[Refused] = []
-    for candidate in offer.candidates:
-        capability, reasons = _match(candidate, need, doubt, work)
-        if capability is None:
-            refused.append((candidate.name, reasons))
-        else:
-            fitting.append((candidate, capability))
+    matches = [_match(candidate, need, doubt, work) for candidate in offer.candidates]
+    fitting = [match for match in matches if not match.reasons]
+    refused = [match for match in matches if match.reasons]
     if not fitting:
-        raise NoBackendError(_no_backend_text(need, group, work, refused, offer.passed_over))
-    chosen, row = max(fitting, key=lambda each: each[1].ranks.of(work))
-    for candidate, capability in fitting:
-        if candidate is not chosen:
-            behind = "comes first" if capability.ranks.of(work) == row.ranks.of(work) else f"is faster at {work.value}"
-            refused.append((candidate.name, (f"{chosen.name} {behind}",)))
-    return Selection(chosen, row, (*refused, *offer.passed_over))
+        # Rows of those that serve only by name may be in packages that would have to be imported.
+        others = [each for each in offer.passed_over if each.by_default]
+        would = [each.name for each in others if not _match(each, need, doubt, work).reasons]
+        raise NoBackendError(_no_backend_text(offer, need, group, work, refused, would))
+    chosen = max(fitting, key=lambda match: match.rank)
+    behind = [
+        (match.name, (f"{chosen.name} {'comes first' if match.rank == chosen.rank else f'is faster at {work.value}'}",))
+        for match in fitting
+        if match is not chosen
+    ]
+    return Selection(
+        chosen.candidate,
+        chosen.row,
+        (*(match.told for match in refused), *behind, *offer.not_asked),
+        tuple(match.told for match in refused if match.is_for_such and match.rank > chosen.rank),
+    )
 
 
-def _match(
-    candidate: Candidate, need: Requirement, doubt: Doubt, work: Work
-) -> tuple[Capability | None, tuple[str, ...]]:
-    """The row that fits and is highest in rank, or the reasons of the row that comes nearest."""
-    fitting: list[Capability] = []
-    nearest: tuple[str, ...] | None = None
-    for capability in candidate.rows():
-        reasons = refusals(capability, need) or doubt(candidate, capability, need)
-        if not reasons:
-            fitting.append(capability)
-        elif nearest is None or len(reasons) < len(nearest):
-            nearest = reasons
+_NO_ROW = Capability(
+    spec_kinds=frozenset(),
+    devices=frozenset(),
+    compute_capabilities=frozenset(),
+    dtypes=frozenset(),
+    cache_dtypes=frozenset(),
+    head_dims=frozenset(),
+    group_sizes=frozenset(),
+    page_sizes=frozenset(),
+    features=frozenset(),
+    host_lengths=HostLengths.BOUND,
+)
+"""Of a backend that declares none."""
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A backend's row that serves a need, the highest in rank of several; or the one that comes nearest to it."""
+
+    candidate: Candidate
+    row: Capability
+    reasons: tuple[str, ...]
+    """Why it does not serve; empty where it does."""
+    distance: tuple[int, int, bool]
+    """Reasons that only another machine, package or backend would mend, all reasons, and whether the dtype is one."""
+    is_for_such: bool
+    """The row is for such devices and attention."""
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return self.candidate.name
+
+    @property
+    def told(self) -> Refused:
+        return self.name, self.reasons
+
+
+def _match(candidate: Candidate, need: Requirement, doubt: Doubt, work: Work) -> _Match:
+    matches = [_match_row(candidate, row, need, doubt, work) for row in candidate.rows()]
+    fitting = [match for match in matches if not match.reasons]
     if fitting:
-        return max(fitting, key=lambda capability: capability.ranks.of(work)), ()
-    return None, nearest or ("declares no capability",)
+        return max(fitting, key=lambda match: match.rank)
+    if matches:
+        return min(matches, key=lambda match: match.distance)
+    return _Match(candidate, _NO_ROW, ("declares no capability",), (1, 1, True), is_for_such=False, rank=0)
+
+
+def _match_row(candidate: Candidate, row: Capability, need: Requirement, doubt: Doubt, work: Work) -> _Match:
+    reasons = refusals(row, need) or doubt(candidate, row, need)
+    has_kind = need.spec.kind in row.spec_kinds
+    hard = len(device_refusals(row, need.device)) + (not has_kind)
+    return _Match(
+        candidate,
+        row,
+        reasons,
+        (hard, len(reasons), need.dtype not in row.dtypes),
+        is_for_such=has_kind and need.device.kind in row.devices,
+        rank=row.ranks.of(work),
+    )
 
 
 def _no_backend_text(
-    need: Requirement, group: str, work: Work, refused: Sequence[Refused], passed_over: Sequence[Refused]
+    offer: Offer, need: Requirement, group: str, work: Work, refused: Sequence[_Match], would: Sequence[str]
 ) -> str:
     wanted = ", ".join(sorted(feature.value for feature in need.features)) or "no special feature"
     lines = [
@@ -119,10 +177,16 @@ def _no_backend_text(
         f"a cache in {need.cache_dtype}, head dimension {need.spec.head_dim}, page size {need.page_size}, "
         f"{need.device.kind.value}), got none:"
     ]
-    lines += [f"  {name}: {'; '.join(reasons)}" for name, reasons in (*refused, *passed_over)]
-    if refused:
-        nearest = min(refused, key=lambda entry: len(entry[1]))[0]
-        lines.append(f"The nearest is {nearest}: mend what it says, or choose another device or dtype.")
+    lines += [f"  {match.name}: {'; '.join(match.reasons)}" for match in refused]
+    if offer.asked is None:
+        lines += [f"  {name}: {reason}" for name, (reason,) in offer.not_asked]
+    elif offer.passed_over:
+        lines.append(f"  not asked for: {', '.join(each.name for each in offer.passed_over)}")
+    if would:
+        lines.append(f"Ask for {' or '.join(would)}, or for none by name.")
+    elif refused:
+        nearest = min(refused, key=lambda match: match.distance)
+        lines.append(f"The nearest is {nearest.name}: mend what it says, or choose another device or dtype.")
     else:
         lines.append("Ask for one of them by name.")
     return "\n".join(lines)

@@ -20,15 +20,29 @@ if TYPE_CHECKING:
     from sightline.tools.attention_bench_shapes import Shape
 
 _STANDARD_OUTPUT = "-"
+_INTERRUPTED = 130
+"""The exit code that shells know for Ctrl-C."""
 
 
 def _parse_names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise click.BadParameter(f"expected names with commas between them, got {text!r}; leave the option out for all")
+    return names
+
+
+def _parse_drawing(text: str) -> Path:
+    if not text.endswith(".svg"):
+        raise click.BadParameter(f"expected a file that ends in .svg, got {text!r}")
+    return parse_target(text)
 
 
 def _parse_json_target(text: str) -> Path | None:
     """A file; None is standard output."""
-    return None if text == _STANDARD_OUTPUT else parse_target(text)
+    try:
+        return None if text == _STANDARD_OUTPUT else parse_target(text)
+    except click.BadParameter as error:
+        raise click.BadParameter(error.message, param_hint="'--json'") from error
 
 
 @click.command()
@@ -41,7 +55,7 @@ def _parse_json_target(text: str) -> Path | None:
     metavar="[FILE]",
     help="Write one JSON object here; without FILE, in place of the table.",
 )
-@click.option("--plot", type=parse_target, metavar="FILE.svg", help="Draw the curves here.")
+@click.option("--plot", type=_parse_drawing, metavar="FILE.svg", help="Draw the curves here.")
 @click.option(
     "--shapes",
     type=_parse_names,
@@ -49,7 +63,7 @@ def _parse_json_target(text: str) -> Path | None:
     help="Sets or single shapes: decode,prefill,tiny,sweep-gqa,gqa-64x4096; on a CPU tiny, else decode,prefill.",
 )
 @click.option("--backends", type=_parse_names, metavar="NAMES", help="Only these, also such as serve only when asked.")
-@click.option("--sweep", is_flag=True, help="Add a sweep over rows and lengths.")
+@click.option("--sweep", is_flag=True, help="Add a sweep over rows and lengths, on a CPU of tiny shapes.")
 @measure_option("--rounds", default=7, help="Rounds that count; medians are told.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 def attention(
@@ -64,7 +78,8 @@ def attention(
 ) -> None:
     """Time attention backends on fixed shapes, with the floor: the cache write and attention of one layer.
 
-    Each answer is compared with the oracle first. Exits with 1 where one is wrong; such a contender has no times.
+    Each answer is compared with the oracle first. Exits with 1 where one is wrong, which then has no times, or nothing
+    could be measured. Ctrl-C ends it with what was measured by then.
     """
     from sightline.attention.backends.registry import installed
     from sightline.core.device import detect_device
@@ -80,15 +95,19 @@ def attention(
         _say_shape,
     )
     _tell(report, in_place=json_target == _STANDARD_OUTPUT, target=target, plot=plot)
-    sys.exit(1 if report.is_red else 0)
+    if not report.is_measured:
+        notes.print("[yellow]nothing was measured: the table says why[/]")
+    sys.exit(_INTERRUPTED if report.is_interrupted else 1 if report.is_red or not report.is_measured else 0)
 
 
 def _shapes(names: list[str] | None, device: Device, *, sweep: bool) -> tuple[Shape, ...]:
     from sightline.core.device import DeviceKind
-    from sightline.tools.attention_bench_shapes import SWEEP_SETS, find_shapes
+    from sightline.tools.attention_bench_shapes import SWEEP_SETS, TINY_SWEEP, find_shapes
 
-    by_default = ["tiny"] if device.kind is DeviceKind.CPU else ["decode", "prefill"]
-    return find_shapes([*(names or by_default), *(SWEEP_SETS if sweep else ())])
+    on_cpu = device.kind is DeviceKind.CPU
+    by_default = ["tiny"] if on_cpu else ["decode", "prefill"]
+    sweeps = (TINY_SWEEP,) if on_cpu else SWEEP_SETS
+    return find_shapes([*(names or by_default), *(sweeps if sweep else ())])
 
 
 def _backends(names: list[str] | None) -> tuple[Candidate, ...]:

@@ -80,7 +80,7 @@ def conformance(
     )
     click.echo(json.dumps(report.to_data(), indent=2) if as_json else "\n".join(_lines(report, verbose=verbose)))
     # What was asked for by name and could not be tried is no success.
-    sys.exit(1 if report.failed or (backends and not report.tried) else 0)
+    sys.exit(1 if report.failed or ((backends or names) and not report.tried) else 0)
 
 
 def _watch_in_turn() -> Watch:

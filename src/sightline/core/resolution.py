@@ -99,6 +99,12 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
             f"{config.cache_tokens} are not set aside: texts are embedded without a cache",
             "leave it out, or ask for prefix_caching",
         )
+    if sizes.is_transient and config.decode_attention_backend is not None:
+        ledger.record(
+            "decode_attention_backend",
+            f"{config.decode_attention_backend} serves nothing: texts are embedded without a cache",
+            "leave it out, or ask for prefix_caching",
+        )
     if sizes.is_transient and config.kv_cache_dtype != "auto":
         ledger.record(
             "kv_cache_dtype",

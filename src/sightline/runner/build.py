@@ -105,6 +105,11 @@ def _build(
     resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
     needs = frozenset({Feature.NON_CAUSAL}) if takes_texts_whole else frozenset()
     selections = select_backends(resolved, groups, registry.installed(), needs)
+    tell_choices(resolved, groups, selections, ledger)
+    for selection in selections:
+        for each in selection.values():
+            # What is broken is found here, before the weights are read.
+            each.candidate.load()
     reader = WeightReader(
         checkpoint,
         resolved.dtype,
@@ -128,11 +133,10 @@ def select_backends(
 ) -> tuple[GroupSelection, ...]:
     """For each group, a backend for each kind of rows: often the same one. `needs` is what steps will ask for."""
     doubt = ProofBook(proof_folder()).doubts if config.require_proof else no_doubt
-    for_prefill, for_decode = (
-        config.attention_backend if names is None else names
-        for names in (config.prefill_attention_backend, config.decode_attention_backend)
-    )
-    offers = {work: registry.offer(candidates, for_prefill if work is Work.PREFILL else for_decode) for work in Work}
+    offers = {}
+    for work in Work:
+        setting = _setting_for(config, work)
+        offers[work] = registry.offer(candidates, _settings(config)[setting], setting)
     return tuple(
         {
             work: select_backend(offers[work], _requirement(config, group, needs), group.name, doubt, work)
@@ -140,6 +144,44 @@ def select_backends(
         }
         for group in groups
     )
+
+
+def _settings(config: ResolvedConfig) -> Mapping[str, str | None]:
+    """Those that name backends, and the names."""
+    return {
+        "attention_backend": config.attention_backend,
+        "prefill_attention_backend": config.prefill_attention_backend,
+        "decode_attention_backend": config.decode_attention_backend,
+    }
+
+
+def _setting_for(config: ResolvedConfig, work: Work) -> str:
+    """The setting that says who serves a kind of rows."""
+    own = "prefill_attention_backend" if work is Work.PREFILL else "decode_attention_backend"
+    return "attention_backend" if _settings(config)[own] is None else own
+
+
+def tell_choices(
+    config: ResolvedConfig, groups: Sequence[LayerGroup], selections: Sequence[GroupSelection], ledger: Ledger
+) -> None:
+    """What was asked for and serves nothing; and what no kernel for the device serves, though there are some."""
+    for setting, names in _settings(config).items():
+        chosen = [each[work] for each in selections for work in Work if _setting_for(config, work) == setting]
+        for name in registry.names_in(names or ""):
+            if all(each.candidate.name != name for each in chosen):
+                reasons = dict(chosen[0].refused)[name] if chosen else ("the other two settings name who does",)
+                ledger.record(setting, f"{name} serves nothing: {'; '.join(reasons)}", "leave it out")
+    for group, selection in zip(groups, selections, strict=True):
+        slow = {work: each for work, each in selection.items() if each.forgone and not each.capability.ranks.of(work)}
+        if slow:
+            kinds, first = ", ".join(work.value for work in slow), next(iter(slow.values()))
+            others = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in first.forgone)
+            ledger.record(
+                "attention backend",
+                f"{kinds} of {group.name} is served by {first.candidate.name}, which has no kernels for this device "
+                f"alone; {others}",
+                f"mend what they say, or ask for {first.candidate.name} by name",
+            )
 
 
 def _requirement(config: ResolvedConfig, group: LayerGroup, needs: frozenset[Feature]) -> Requirement:

@@ -79,7 +79,7 @@ class ConformanceReport:
     @property
     def tried(self) -> bool:
         """True where anything could be."""
-        return any(isinstance(outcome, TriedRow) for outcome in self.outcomes)
+        return any(isinstance(outcome, TriedRow) and outcome.report.results for outcome in self.outcomes)
 
     def to_data(self) -> dict[str, Any]:
         """In terms of JSON."""

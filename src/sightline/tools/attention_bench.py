@@ -95,7 +95,11 @@ def measure_attention(
     results: list[ShapeResult] = []
     skipped: dict[str, str] = {}
     broken: dict[str, str] = {}
+    is_interrupted = False
     for shape in shapes:
+        if is_interrupted:
+            skipped[shape.name] = "interrupted"
+            continue
         num_bytes = pool_bytes(shape, count_layers(shape, entrants.device))
         if num_bytes > limit:
             skipped[shape.name] = f"its cache takes {num_bytes / 2**30:.1f} GiB of the {limit / 2**30:.1f} allowed"
@@ -107,6 +111,10 @@ def measure_attention(
         except RuntimeError as error:  # a device that failed, or is full: what was measured before it is still told
             broken[shape.name] = _told(error)
             continue
+        except KeyboardInterrupt:  # what was measured before it is still told
+            skipped[shape.name] = "interrupted"
+            is_interrupted = True
+            continue
         on_shape(results[-1], time.perf_counter() - began)
     return AttentionReport(
         environment=collect_environment(),
@@ -116,6 +124,7 @@ def measure_attention(
         skipped_shapes=skipped,
         broken_shapes=broken,
         missing_peers=missing,
+        is_interrupted=is_interrupted,
         seconds=time.perf_counter() - started,
     )
 

@@ -77,7 +77,7 @@ def work_of(shape: Shape) -> Work:
 
 def selected(candidates: Sequence[Candidate], shape: Shape, device: Device) -> str | None:
     """The backend that an engine would use for such rows; None where it has none."""
-    offered = Offer(tuple(candidate for candidate in candidates if candidate.by_default), ())
+    offered = Offer(tuple(candidate for candidate in candidates if candidate.by_default))
     try:
         return select_backend(offered, requirement(shape, device), shape.name, work=work_of(shape)).candidate.name
     except NoBackendError:

@@ -189,7 +189,14 @@ class AttentionReport:
     """By name: what the device raised."""
     missing_peers: Mapping[str, str]
     """By name: what is not installed."""
+    is_interrupted: bool
+    """By Ctrl-C, with shapes left."""
     seconds: float
+
+    @property
+    def is_measured(self) -> bool:
+        """Anybody was, on any shape."""
+        return any(contender.times for result in self.shapes for contender in result.contenders)
 
     @property
     def is_red(self) -> bool:
@@ -207,6 +214,7 @@ class AttentionReport:
             },
             "legend": list(LEGEND),
             "is_red": self.is_red,
+            "is_interrupted": self.is_interrupted,
             "seconds": self.seconds,
             "skipped_shapes": dict(self.skipped_shapes),
             "broken_shapes": dict(self.broken_shapes),

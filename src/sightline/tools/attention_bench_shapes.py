@@ -178,15 +178,25 @@ def _swept(family: str) -> tuple[Shape, ...]:
     )
 
 
+def _swept_tiny() -> Iterator[Shape]:
+    """What a CPU does in a minute."""
+    for family, spec in _TINY.items():
+        for rows in (1, 4, 16):
+            for length in (16, 64, 256):
+                yield Shape(family, RowKind.DECODE, spec, rows, length, torch.float32, 16, is_swept=True)
+
+
+TINY_SWEEP = "sweep-tiny"
 SHAPE_SETS: Mapping[str, tuple[Shape, ...]] = MappingProxyType(
     {
         "decode": _listed(RowKind.DECODE, _DECODE),
         "prefill": _listed(RowKind.PREFILL, _PREFILL),
         "tiny": tuple(_tiny()),
         **{f"sweep-{family}": _swept(family) for family in _SPECS},
+        TINY_SWEEP: tuple(_swept_tiny()),
     }
 )
-SWEEP_SETS = tuple(name for name in SHAPE_SETS if name.startswith("sweep-"))
+SWEEP_SETS = tuple(f"sweep-{family}" for family in _SPECS)
 
 
 def find_shapes(names: Sequence[str]) -> tuple[Shape, ...]:

@@ -75,7 +75,7 @@ def _own(
     def checked() -> type[AttentionBackend[Any, Any]]:
         try:
             return load()
-        except ImportError as error:
+        except Exception as error:  # the border to other people's code: a broken library may raise anything
             raise ConfigError(
                 f"expected {rows[0].package}, which backend {name!r} computes with, to be importable, got "
                 f"{type(error).__name__}: {error}; mend or uninstall it, or choose another attention backend"
@@ -118,31 +118,27 @@ def installed() -> tuple[Candidate, ...]:
     return tuple(candidates.values())
 
 
-def find(name: str, candidates: Sequence[Candidate]) -> Candidate:
-    """The backend of that name. Raises `ConfigError` with the names that there are."""
+def find(name: str, candidates: Sequence[Candidate], what: str = "an attention backend") -> Candidate:
+    """The backend of that name. Raises `ConfigError` with the names that there are; `what` asked for it."""
     for candidate in candidates:
         if candidate.name == name:
             return candidate
     names = ", ".join(candidate.name for candidate in candidates)
-    raise ConfigError(f"expected an attention backend out of {names}, got {name!r}")
+    raise ConfigError(f"expected {what} out of {names}, got {name!r}")
 
 
-def offer(candidates: Sequence[Candidate], requested: str | None) -> Offer:
-    """Those that were asked for, by name or names with commas between them, or all that serve by default."""
-    if requested is not None:
-        asked = tuple(find(name.strip(), candidates) for name in requested.split(","))
-        others = tuple(
-            (candidate.name, (f"{requested} was asked for",)) for candidate in candidates if candidate not in asked
-        )
-        return Offer(asked, others)
-    return Offer(
-        tuple(candidate for candidate in candidates if candidate.by_default),
-        tuple(
-            (candidate.name, ("serves only when asked for by name",))
-            for candidate in candidates
-            if not candidate.by_default
-        ),
-    )
+def offer(candidates: Sequence[Candidate], requested: str | None, what: str = "an attention backend") -> Offer:
+    """Those that `what` asks for, by name or names with commas between them, or all that serve by default."""
+    if requested is None:
+        by_default = tuple(candidate for candidate in candidates if candidate.by_default)
+        return Offer(by_default, tuple(candidate for candidate in candidates if not candidate.by_default))
+    asked = tuple(find(name, candidates, what) for name in names_in(requested) or [requested])
+    return Offer(asked, tuple(candidate for candidate in candidates if candidate not in asked), requested)
+
+
+def names_in(requested: str) -> list[str]:
+    """Names with commas between them; none of nothing."""
+    return [name.strip() for name in requested.split(",")] if requested else []
 
 
 def _rows_of(load: Callable[[], type[AttentionBackend[Any, Any]]]) -> Callable[[], tuple[Capability, ...]]:

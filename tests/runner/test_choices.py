@@ -1,0 +1,120 @@
+"""What was asked for and serves nothing is told, and so is a GPU on which no kernel made for GPUs serves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sightline.attention import capability
+from sightline.attention.backends import registry
+from sightline.attention.backends.registry import BUILT_IN
+from sightline.attention.spec import SoftmaxSpec, group_layers
+from sightline.core import resolution
+from sightline.core.config import EngineConfig
+from sightline.core.device import Device, DeviceKind, detect_device
+from sightline.core.errors import ConfigError
+from sightline.core.ledger import Ledger
+from sightline.core.resolution import ModelFacts, resolve
+from sightline.models.loading.opening import open_checkpoint
+from sightline.runner.build import build_runtime, select_backends, tell_choices
+from support.tiny_models import make_model
+
+FACTS = ModelFacts(max_positions=1000, weight_elements=500, quantised_bytes=0, cache_elements_per_token=10)
+GROUPS = group_layers([SoftmaxSpec(4, 2, 64, 0.125)] * 2)
+CPU = detect_device("cpu")
+
+
+def card(*compute_capability: int) -> Device:
+    major, minor = compute_capability
+    return Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (major, minor))
+
+
+def told(device: Device = CPU, **settings: Any) -> list[str]:
+    ledger = Ledger()
+    config = resolve(EngineConfig(**settings), FACTS, device, ledger)
+    selections = select_backends(config, GROUPS, BUILT_IN)
+    tell_choices(config, GROUPS, selections, ledger)
+    return [str(entry) for entry in ledger]
+
+
+@pytest.fixture(autouse=True)
+def _every_package_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "_is_installed", lambda package: True)
+    monkeypatch.setattr(resolution, "available_bytes", lambda device: 1 << 40)
+
+
+def test_what_serves_is_not_told() -> None:
+    assert told() == []
+    assert told(attention_backend="torch") == []
+    assert told(attention_backend="torch", decode_attention_backend="reference") == []
+    assert told(card(9, 0)) == []
+    assert told(card(8, 0), attention_backend="torch") == []
+
+
+def test_a_name_that_serves_nothing_is_told_with_the_reason() -> None:
+    assert told(attention_backend="torch,triton") == [
+        "attention_backend: triton serves nothing: runs on cuda, not cpu (leave it out)"
+    ]
+    assert told(prefill_attention_backend="reference, torch") == [
+        "prefill_attention_backend: torch serves nothing: reference comes first (leave it out)"
+    ]
+
+
+def test_a_setting_that_two_others_leave_nothing_to_is_told() -> None:
+    settings = {"prefill_attention_backend": "reference", "decode_attention_backend": "reference"}
+    assert told(attention_backend="torch", **settings) == [
+        "attention_backend: torch serves nothing: the other two settings name who does (leave it out)"
+    ]
+
+
+@pytest.mark.parametrize("compute_capability", [(7, 5), (8, 7), (12, 1)])
+def test_a_card_that_no_kernel_lists_is_told(compute_capability: tuple[int, int]) -> None:
+    [entry] = told(card(*compute_capability))
+    assert entry.startswith("attention backend: prefill, decode, decode of few rows, decode of one row of group0 is ")
+    assert f"triton: does not list compute capability {compute_capability}" in entry
+    assert "or ask for torch by name" in entry
+
+
+def test_a_cache_that_no_kernel_reads_on_a_card_is_told() -> None:
+    [entry] = told(card(8, 0), kv_cache_dtype="fp8")
+    assert "is served by torch" in entry
+
+
+def test_a_setting_for_decode_where_nothing_is_decoded_is_told() -> None:
+    [entry] = told(task="embed", max_model_len=100, decode_attention_backend="reference")
+    assert entry.startswith("decode_attention_backend: reference serves nothing: texts are embedded without a cache")
+
+
+@pytest.mark.parametrize("setting", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
+@pytest.mark.parametrize("names", ["nonsense", "torch,,reference", ""])
+def test_an_unknown_name_is_refused_with_the_setting_that_has_it(setting: str, names: str) -> None:
+    with pytest.raises(ConfigError, match=f"expected {setting} out of triton, "):
+        told(**{setting: names})
+
+
+def test_a_library_that_breaks_with_anything_is_a_config_error() -> None:
+    def broken() -> Any:
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    own = registry._own("own", broken, registry.find("triton", BUILT_IN).rows(), "speed")
+    with pytest.raises(
+        ConfigError, match=r"expected triton, which backend 'own' computes with, to be importable, got "
+    ):
+        own.load()
+
+
+def test_a_broken_library_is_found_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise ConfigError("the library is broken")
+
+    make_model("llama").save_pretrained(tmp_path)
+    torch_backend = replace(registry.find("torch", BUILT_IN), load=broken)
+    monkeypatch.setattr(registry, "installed", lambda: (torch_backend,))
+    ledger, read = Ledger(), list[int]()
+    with pytest.raises(ConfigError, match="the library is broken"):
+        build_runtime(EngineConfig(), open_checkpoint(tmp_path, ledger), ledger, lambda done, total: read.append(done))
+    assert read == []
