@@ -65,7 +65,7 @@ def test_a_name_that_serves_nothing_is_told_with_the_reason() -> None:
 
 
 def test_a_setting_that_two_others_leave_nothing_to_is_told() -> None:
-    settings = {"prefill_attention_backend": "reference", "decode_attention_backend": "reference"}
+    settings: dict[str, Any] = {"prefill_attention_backend": "reference", "decode_attention_backend": "reference"}
     assert told(attention_backend="torch", **settings) == [
         "attention_backend: torch serves nothing: the other two settings name who does (leave it out)"
     ]
@@ -92,8 +92,9 @@ def test_a_setting_for_decode_where_nothing_is_decoded_is_told() -> None:
 @pytest.mark.parametrize("setting", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
 @pytest.mark.parametrize("names", ["nonsense", "torch,,reference", ""])
 def test_an_unknown_name_is_refused_with_the_setting_that_has_it(setting: str, names: str) -> None:
+    settings: dict[str, Any] = {setting: names}
     with pytest.raises(ConfigError, match=f"expected {setting} out of triton, "):
-        told(**{setting: names})
+        told(**settings)
 
 
 def test_a_library_that_breaks_with_anything_is_a_config_error() -> None:
