@@ -332,6 +332,17 @@ def test_generation_that_asks_for_proof_is_refused_without_and_runs_with_it(proo
     assert "page size 48 is declared, not proven; run: sightline conformance --backend torch" in uncovered.stderr
 
 
+def test_capabilities_of_one_backend_alone(proofs: Path) -> None:
+    result = CliRunner().invoke(app, ["capabilities", "--backend", "triton", "--json"])
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["backend"] for row in rows} == {"triton"}
+    assert rows[0]["ranks"]["decode of few rows"] > rows[0]["ranks"]["prefill"]
+    assert "40 for decode of one row" in CliRunner().invoke(app, ["capabilities", "--backend", "triton"]).stdout
+    assert CliRunner().invoke(app, ["capabilities", "--backend", "triton", "--markdown"]).exit_code == 2
+    unknown = CliRunner().invoke(app, ["capabilities", "--backend", "none"]).exception
+    assert "expected an attention backend out of" in str(unknown)
+
+
 def test_capabilities_are_told_as_text_json_and_markdown(proofs: Path) -> None:
     text, data, page = (CliRunner().invoke(app, ["capabilities", *flags]) for flags in ([], ["--json"], ["--markdown"]))
     assert "torch · float32 (sightline)" in text.stdout

@@ -273,6 +273,8 @@ def test_a_feature_that_no_backend_has_is_an_error_that_names_it(feature: Featur
 def test_a_missing_package_is_named() -> None:
     gone = candidate("gone", replace(ROW, package="a_package_that_is_not_there"))
     assert "  gone: package a_package_that_is_not_there is not installed\n" in refusal_text([gone], NEED)
+    told = replace(gone, brings="speed; pip install it")
+    assert "is not installed (it brings speed; pip install it)\n" in refusal_text([told], NEED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "int8"}, "expected dtype auto, float32, bfloat16, float16, got 'int8'"),
     "cache dtype": (
         {"kv_cache_dtype": "int8"},
-        "expected kv_cache_dtype auto, float32, bfloat16, float16, fp8, fp8_e4m3, got 'int8'",
+        "expected kv_cache_dtype auto, float32, bfloat16, float16, fp8, fp8_e4m3, float8_e4m3fn, got 'int8'",
     ),
     "the other 8-bit float": (
         {"kv_cache_dtype": "fp8_e5m2"},
@@ -214,6 +214,7 @@ def test_the_cache_takes_its_share_of_what_the_weights_leave(memory: pytest.Monk
         ("float16", torch.float16),
         ("fp8", torch.float8_e4m3fn),
         ("fp8_e4m3", torch.float8_e4m3fn),
+        ("float8_e4m3fn", torch.float8_e4m3fn),
     ],
 )
 def test_the_cache_is_in_the_dtype_that_is_asked_for_and_auto_is_the_compute_dtype(
@@ -233,8 +234,9 @@ def test_a_narrower_cache_has_room_for_more_pages(memory: pytest.MonkeyPatch) ->
 
 def test_a_cache_dtype_where_nothing_is_cached_is_told() -> None:
     ledger = Ledger()
-    resolve(EngineConfig(task="embed", kv_cache_dtype="fp8"), FACTS, CPU, ledger)
+    config = resolve(EngineConfig(task="embed", kv_cache_dtype="fp8"), FACTS, CPU, ledger)
     assert [entry.subject for entry in ledger] == ["kv_cache_dtype"]
+    assert config.cache_dtype is config.dtype
 
 
 @pytest.mark.parametrize(("dtype", "told"), [("bfloat16", ["dtype"]), ("float32", []), ("auto", [])])

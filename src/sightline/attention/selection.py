@@ -10,7 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sightline.attention.capability import Capability, HostLengths, Requirement, Work, device_refusals, refusals
+from sightline.attention.capability import (
+    Capability,
+    HostLengths,
+    Requirement,
+    Work,
+    device_refusals,
+    lacks_package,
+    refusals,
+)
 from sightline.attention.contract import AttentionBackend
 from sightline.core.errors import NoBackendError
 
@@ -143,6 +151,11 @@ class _Match:
     def told(self) -> Refused:
         return self.name, self.reasons
 
+    @property
+    def gain(self) -> str:
+        """Where a package is missing, what it would bring, and how to get it."""
+        return f" (it brings {self.candidate.brings})" if lacks_package(self.row) and self.candidate.brings else ""
+
 
 def _match(candidate: Candidate, need: Requirement, doubt: Doubt, work: Work) -> _Match:
     matches = [_match_row(candidate, row, need, doubt, work) for row in candidate.rows()]
@@ -177,7 +190,7 @@ def _no_backend_text(
         f"a cache in {need.cache_dtype}, head dimension {need.spec.head_dim}, page size {need.page_size}, "
         f"{need.device.kind.value}), got none:"
     ]
-    lines += [f"  {match.name}: {'; '.join(match.reasons)}" for match in refused]
+    lines += [f"  {match.name}: {'; '.join(match.reasons)}{match.gain}" for match in refused]
     if offer.asked is None:
         lines += [f"  {name}: {reason}" for name, (reason,) in offer.not_asked]
     elif offer.passed_over:

@@ -30,7 +30,7 @@ class Quantization(Enum):
 
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
-CACHE_DTYPE_NAMES = (*DTYPE_NAMES, "fp8", "fp8_e4m3")
+CACHE_DTYPE_NAMES = (*DTYPE_NAMES, "fp8", "fp8_e4m3", "float8_e4m3fn")
 """`fp8` is e4m3, the more precise of the two 8-bit floats."""
 PADDING_PAGES = 1
 """Pages of every pool that no sequence ever owns: padding tokens write there, nobody reads."""

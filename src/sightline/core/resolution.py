@@ -16,7 +16,7 @@ from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
-CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), torch.float8_e4m3fn, torch.float8_e4m3fn), strict=True))
+CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
 ROWS, EMBEDDING_ROWS = 64, 1024
 STEP_TOKENS, EMBEDDING_STEP_TOKENS = 512, 4096
 SCRATCH_SHARE = 8
@@ -111,6 +111,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
             f"{config.kv_cache_dtype} changes nothing: texts are embedded without a cache",
             "leave it out, or ask for prefix_caching",
         )
+        cache_dtype = dtype
     if not sizes.is_transient:
         useful = sizes.max_rows * -(-model_len // config.page_size)
         num_pages = PADDING_PAGES + _resolve_pages(config, facts, cache_dtype, left - scratch_bytes, useful)
