@@ -311,7 +311,7 @@ def test_files_that_are_no_proofs_are_named(monkeypatch: pytest.MonkeyPatch, pro
 def test_an_unknown_backend_is_refused_by_name(proofs: Path) -> None:
     result = sightline("conformance", "--backend", "flash")
     assert result.returncode == 1
-    assert "expected attention_backend out of triton, triton-latent, " in result.stderr
+    assert "expected an attention backend out of triton, triton-latent, " in result.stderr
     assert "Traceback" not in result.stderr
 
 

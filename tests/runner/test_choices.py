@@ -20,7 +20,8 @@ from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ModelFacts, resolve
 from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.build import build_runtime, select_backends, tell_choices
+from sightline.runner.build import build_runtime, select_backends
+from sightline.runner.choices import tell_choices
 from support.tiny_models import make_model
 
 FACTS = ModelFacts(max_positions=1000, weight_elements=500, quantised_bytes=0, cache_elements_per_token=10)
@@ -86,7 +87,7 @@ def test_a_cache_that_no_kernel_reads_on_a_card_is_told() -> None:
 
 def test_a_setting_for_decode_where_nothing_is_decoded_is_told() -> None:
     [entry] = told(task="embed", max_model_len=100, decode_attention_backend="reference")
-    assert entry.startswith("decode_attention_backend: reference serves nothing: texts are embedded without a cache")
+    assert entry.startswith("decode_attention_backend: reference changes nothing: texts are embedded without a cache")
 
 
 @pytest.mark.parametrize("setting", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])

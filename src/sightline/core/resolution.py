@@ -74,13 +74,7 @@ class ResolvedConfig:
 
 def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
     """Decides everything that the config left open. Raises `ConfigError` for what cannot work."""
-    dtype = _resolve_dtype(config.dtype, device)
-    if lacks_products(device, dtype):
-        ledger.record(
-            "dtype",
-            f"{config.dtype} is computed without instructions of its own, which this CPU lacks: very slowly",
-            "use float32",
-        )
+    dtype = _resolve_dtype(config.dtype, device, ledger)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else CACHE_DTYPES[config.kv_cache_dtype]
     asked_len = config.max_model_len
     if asked_len is not None and asked_len > facts.max_positions:
@@ -93,26 +87,10 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     left = available_bytes(device) - facts.weight_elements * dtype.itemsize - facts.quantised_bytes
     scratch_bytes = max(0, left) // SCRATCH_SHARE
     num_pages = 0
-    if sizes.is_transient and config.cache_tokens is not None:
-        ledger.record(
-            "cache_tokens",
-            f"{config.cache_tokens} are not set aside: texts are embedded without a cache",
-            "leave it out, or ask for prefix_caching",
-        )
-    if sizes.is_transient and config.decode_attention_backend is not None:
-        ledger.record(
-            "decode_attention_backend",
-            f"{config.decode_attention_backend} serves nothing: texts are embedded without a cache",
-            "leave it out, or ask for prefix_caching",
-        )
-    if sizes.is_transient and config.kv_cache_dtype != "auto":
-        ledger.record(
-            "kv_cache_dtype",
-            f"{config.kv_cache_dtype} changes nothing: texts are embedded without a cache",
-            "leave it out, or ask for prefix_caching",
-        )
+    if sizes.is_transient:
+        _tell_what_a_cache_would_need(config, ledger)
         cache_dtype = dtype
-    if not sizes.is_transient:
+    else:
         useful = sizes.max_rows * -(-model_len // config.page_size)
         num_pages = PADDING_PAGES + _resolve_pages(config, facts, cache_dtype, left - scratch_bytes, useful)
         model_len = _fitting_len(config, (num_pages - PADDING_PAGES) * config.page_size, model_len, ledger)
@@ -194,10 +172,32 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
     return capacity
 
 
-def _resolve_dtype(name: str, device: Device) -> torch.dtype:
-    if name != "auto":
-        return DTYPES[name]
-    return torch.float32 if device.kind is DeviceKind.CPU else torch.bfloat16
+def _tell_what_a_cache_would_need(config: EngineConfig, ledger: Ledger) -> None:
+    """Of an engine that has none."""
+    asked = {
+        "cache_tokens": config.cache_tokens,
+        "kv_cache_dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        "decode_attention_backend": config.decode_attention_backend,
+    }
+    for setting, value in asked.items():
+        if value is not None:
+            ledger.record(
+                setting,
+                f"{value} changes nothing: texts are embedded without a cache",
+                "leave it out, or ask for prefix_caching",
+            )
+
+
+def _resolve_dtype(name: str, device: Device, ledger: Ledger) -> torch.dtype:
+    if name == "auto":
+        return torch.float32 if device.kind is DeviceKind.CPU else torch.bfloat16
+    if lacks_products(device, DTYPES[name]):
+        ledger.record(
+            "dtype",
+            f"{name} is computed without instructions of its own, which this CPU lacks: very slowly",
+            "use float32",
+        )
+    return DTYPES[name]
 
 
 def _resolve_pages(config: EngineConfig, facts: ModelFacts, cache_dtype: torch.dtype, left: int, useful: int) -> int:

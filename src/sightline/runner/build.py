@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from sightline.attention.capability import Requirement, Work
 from sightline.attention.contract import BackendContext, Limits
 from sightline.attention.planner import GroupBinding, PartBackend, Planner
 from sightline.attention.proof import ProofBook
-from sightline.attention.selection import Candidate, Selection, no_doubt, select_backend
+from sightline.attention.selection import Candidate, no_doubt, select_backend
 from sightline.attention.spec import Feature, LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pages import PageAllocator
@@ -37,10 +37,8 @@ from sightline.models.contract import Definition, EmbedderDefinition, Model
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader, choose_kept_product
+from sightline.runner.choices import GroupSelection, import_chosen, make_offers, tell_choices
 from sightline.runner.runner import Runner
-
-GroupSelection: TypeAlias = Mapping[Work, Selection]
-"""By kind of rows."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +104,7 @@ def _build(
     needs = frozenset({Feature.NON_CAUSAL}) if takes_texts_whole else frozenset()
     selections = select_backends(resolved, groups, registry.installed(), needs)
     tell_choices(resolved, groups, selections, ledger)
-    for selection in selections:
-        for each in selection.values():
-            # What is broken is found here, before the weights are read.
-            each.candidate.load()
+    import_chosen(selections)
     reader = WeightReader(
         checkpoint,
         resolved.dtype,
@@ -133,10 +128,7 @@ def select_backends(
 ) -> tuple[GroupSelection, ...]:
     """For each group, a backend for each kind of rows: often the same one. `needs` is what steps will ask for."""
     doubt = ProofBook(proof_folder()).doubts if config.require_proof else no_doubt
-    offers = {}
-    for work in Work:
-        setting = _setting_for(config, work)
-        offers[work] = registry.offer(candidates, _settings(config)[setting], setting)
+    offers = make_offers(config, candidates)
     return tuple(
         {
             work: select_backend(offers[work], _requirement(config, group, needs), group.name, doubt, work)
@@ -144,44 +136,6 @@ def select_backends(
         }
         for group in groups
     )
-
-
-def _settings(config: ResolvedConfig) -> Mapping[str, str | None]:
-    """Those that name backends, and the names."""
-    return {
-        "attention_backend": config.attention_backend,
-        "prefill_attention_backend": config.prefill_attention_backend,
-        "decode_attention_backend": config.decode_attention_backend,
-    }
-
-
-def _setting_for(config: ResolvedConfig, work: Work) -> str:
-    """The setting that says who serves a kind of rows."""
-    own = "prefill_attention_backend" if work is Work.PREFILL else "decode_attention_backend"
-    return "attention_backend" if _settings(config)[own] is None else own
-
-
-def tell_choices(
-    config: ResolvedConfig, groups: Sequence[LayerGroup], selections: Sequence[GroupSelection], ledger: Ledger
-) -> None:
-    """What was asked for and serves nothing; and what no kernel for the device serves, though there are some."""
-    for setting, names in _settings(config).items():
-        chosen = [each[work] for each in selections for work in Work if _setting_for(config, work) == setting]
-        for name in registry.names_in(names or ""):
-            if all(each.candidate.name != name for each in chosen):
-                reasons = dict(chosen[0].refused)[name] if chosen else ("the other two settings name who does",)
-                ledger.record(setting, f"{name} serves nothing: {'; '.join(reasons)}", "leave it out")
-    for group, selection in zip(groups, selections, strict=True):
-        slow = {work: each for work, each in selection.items() if each.forgone and not each.capability.ranks.of(work)}
-        if slow:
-            kinds, first = ", ".join(work.value for work in slow), next(iter(slow.values()))
-            others = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in first.forgone)
-            ledger.record(
-                "attention backend",
-                f"{kinds} of {group.name} is served by {first.candidate.name}, which has no kernels for this device "
-                f"alone; {others}",
-                f"mend what they say, or ask for {first.candidate.name} by name",
-            )
 
 
 def _requirement(config: ResolvedConfig, group: LayerGroup, needs: frozenset[Feature]) -> Requirement:

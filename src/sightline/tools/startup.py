@@ -5,7 +5,8 @@ from __future__ import annotations
 from sightline.attention.backends import registry
 from sightline.attention.capability import Work
 from sightline.core.config import Quantization
-from sightline.runner.build import GroupSelection, Runtime
+from sightline.runner.build import Runtime
+from sightline.runner.choices import GroupSelection
 from sightline.tools.missing import missing_packages
 
 
