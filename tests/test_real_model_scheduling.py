@@ -20,7 +20,7 @@ from sightline.core.request import RequestOutput, Terms
 from sightline.llm import EngineSettings, TokensPrompt
 from support.engines import is_at_rest
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 CLEAR = 1e-3
 """Two best tokens whose logits differ by more are no tie."""
 SHARED = (
@@ -37,7 +37,7 @@ PROMPTS = [
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 SCORED = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
-SMALL_POOL = 256
+SMALL_POOL = 160
 """Tokens of the cache: fewer than half of the requests fit at their ends."""
 URGENT = Terms(priority=-1)
 GAINED_BEFORE_URGENT = 9
