@@ -139,10 +139,10 @@ computing_options = {
         "--attention-backend", help="Force a backend, or one for each kind of layer: torch,torch-latent."
     ),
     "prefill_attention_backend": click.option(
-        "--prefill-attention-backend", help="Force a backend for rows of many new tokens."
+        "--prefill-attention-backend", help="For rows of many new tokens, in place of --attention-backend."
     ),
     "decode_attention_backend": click.option(
-        "--decode-attention-backend", help="Force a backend for rows of one new token."
+        "--decode-attention-backend", help="For rows of one new token, in place of --attention-backend."
     ),
     "require_proof": click.option(
         "--require-proof", is_flag=True, help="Refuse backends that `sightline conformance` has not proven here."
