@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sightline.kernels.triton.decode import choose_decode
+from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
 from sightline.kernels.triton.numbers import WARP_GROUP_ROWS
-from support.decode_cases import FP8, Case, decode
+from support.decode_cases import DEVICE, FP8, Case, Paged, decode, make_scratch
 
 BF16 = torch.bfloat16
 FEW_ROWS = ((3, 1), (40, 1), (0, 0))
@@ -53,6 +53,26 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_rows_of_one_new_token_equal_the_oracle(case: Case) -> None:
     decode(case).check()
+
+
+@pytest.mark.parametrize("apart", ["out", "sinks", "values"])
+def test_layouts_that_it_would_read_or_write_wrongly_are_refused(apart: str) -> None:
+    case = Case(sinks=True)
+    spec, rows, scratch = case.spec, Paged.shuffled(case).rows, make_scratch(case, case.head_dim)
+    shapes = {
+        "out": (case.num_tokens, spec.num_q_heads, case.head_dim),
+        "sinks": (spec.num_q_heads,),
+        "values": (64, spec.num_kv_heads, case.head_dim),
+    }
+    given = {name: torch.zeros(shape, device=DEVICE) for name, shape in shapes.items()}
+    given[apart] = torch.zeros(*shapes[apart], 2, device=DEVICE).select(-1, 0)
+    layer = DecodeLayer(torch.zeros(shapes["values"], device=DEVICE), given["values"], None, None, 0.1, None, None)
+    q, new = (
+        torch.zeros(shapes["out"], device=DEVICE),
+        torch.zeros(case.num_tokens, *shapes["values"][1:], device=DEVICE),
+    )
+    with pytest.raises(ValueError, match="expected out and sinks without gaps, and keys and values that lie alike"):
+        decode_softmax(q, new, new, given["sinks"], layer, rows, scratch, case.config, given["out"], None)
 
 
 def test_both_ways_of_recording_cuts_are_tried() -> None:
