@@ -92,13 +92,13 @@ def select_backend(
     offer: Offer, need: Requirement, group: str, doubt: Doubt = no_doubt, work: Work = Work.PREFILL
 ) -> Selection:
     """The highest in rank of those that serve the need, the first of equals; else an error with every reason."""
-    matches = [_match(candidate, need, doubt, work) for candidate in offer.candidates]
+    matches = [match_backend(candidate, need, work, doubt) for candidate in offer.candidates]
     fitting = [match for match in matches if not match.reasons]
     refused = [match for match in matches if match.reasons]
     if not fitting:
         # Rows of those that serve only by name may be in packages that would have to be imported.
         others = [each for each in offer.passed_over if each.by_default]
-        would = [each.name for each in others if not _match(each, need, doubt, work).reasons]
+        would = [each.name for each in others if not match_backend(each, need, work, doubt).reasons]
         raise NoBackendError(_no_backend_text(offer, need, group, work, refused, would))
     chosen = max(fitting, key=lambda match: match.rank)
     behind = [
@@ -130,7 +130,7 @@ _NO_ROW = Capability(
 
 
 @dataclass(frozen=True)
-class _Match:
+class Match:
     """A backend's row that serves a need, the highest in rank of several; or the one that comes nearest to it."""
 
     candidate: Candidate
@@ -157,21 +157,22 @@ class _Match:
         return f" (it brings {self.candidate.brings})" if lacks_package(self.row) and self.candidate.brings else ""
 
 
-def _match(candidate: Candidate, need: Requirement, doubt: Doubt, work: Work) -> _Match:
+def match_backend(candidate: Candidate, need: Requirement, work: Work, doubt: Doubt = no_doubt) -> Match:
+    """The row of a backend that would serve the need, or the one that comes nearest."""
     matches = [_match_row(candidate, row, need, doubt, work) for row in candidate.rows()]
     fitting = [match for match in matches if not match.reasons]
     if fitting:
         return max(fitting, key=lambda match: match.rank)
     if matches:
         return min(matches, key=lambda match: match.distance)
-    return _Match(candidate, _NO_ROW, ("declares no capability",), (1, 1, True), is_for_such=False, rank=0)
+    return Match(candidate, _NO_ROW, ("declares no capability",), (1, 1, True), is_for_such=False, rank=0)
 
 
-def _match_row(candidate: Candidate, row: Capability, need: Requirement, doubt: Doubt, work: Work) -> _Match:
+def _match_row(candidate: Candidate, row: Capability, need: Requirement, doubt: Doubt, work: Work) -> Match:
     reasons = refusals(row, need) or doubt(candidate, row, need)
     has_kind = need.spec.kind in row.spec_kinds
     hard = len(device_refusals(row, need.device)) + (not has_kind)
-    return _Match(
+    return Match(
         candidate,
         row,
         reasons,
@@ -182,7 +183,7 @@ def _match_row(candidate: Candidate, row: Capability, need: Requirement, doubt: 
 
 
 def _no_backend_text(
-    offer: Offer, need: Requirement, group: str, work: Work, refused: Sequence[_Match], would: Sequence[str]
+    offer: Offer, need: Requirement, group: str, work: Work, refused: Sequence[Match], would: Sequence[str]
 ) -> str:
     wanted = ", ".join(sorted(feature.value for feature in need.features)) or "no special feature"
     lines = [

@@ -30,7 +30,7 @@ def tell_choices(
     for setting, names in _names(config).items():
         chosen = [each[work] for each in selections for work in Work if _setting_for(config, work) == setting]
         serving = {each.candidate.name for each in chosen}
-        for name in registry.names_in(names or ""):
+        for name in () if names is None else registry.names_in(names):
             if name not in serving:
                 reasons = dict(chosen[0].refused)[name] if chosen else ("the other two settings name who does",)
                 ledger.record(setting, f"{name} serves nothing: {'; '.join(reasons)}", "leave it out")

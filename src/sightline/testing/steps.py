@@ -165,11 +165,8 @@ class Step:
             slots = walk_slots(self.pool, table_row, row.seq_len)[row.context_len :]
             for plane, values in zip(self.planes, new, strict=True):
                 held = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])
-                got = (
-                    held.index_select(0, torch.tensor(slots, dtype=torch.int64, device=held.device))
-                    .cpu()
-                    .view(plane.dtype)
-                )
+                places = torch.tensor(slots, dtype=torch.int64, device=held.device)
+                got = held.index_select(0, places).cpu().view(plane.dtype)
                 wanted = self.stored(plane, values[start : start + row.query_len])
                 if not torch.equal(got.float(), wanted.float()):
                     return (

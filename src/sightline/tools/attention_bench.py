@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sightline.attention.selection import Candidate
+from sightline.attention.selection import Candidate, match_backend
 from sightline.core.device import Device, DeviceKind, available_bytes
-from sightline.tools.attention_bench_contenders import Contender, Origin, build_ours, fitting_row, selected
+from sightline.tools.attention_bench_contenders import Contender, Origin, build_ours, requirement, selected, work_of
 from sightline.tools.attention_bench_data import ShapeData, build_data, count_layers, pool_bytes
 from sightline.tools.attention_bench_results import (
     AttentionReport,
@@ -96,10 +96,7 @@ def measure_attention(
     skipped: dict[str, str] = {}
     broken: dict[str, str] = {}
     is_interrupted = False
-    for shape in shapes:
-        if is_interrupted:
-            skipped[shape.name] = "interrupted"
-            continue
+    for place, shape in enumerate(shapes):
         num_bytes = pool_bytes(shape, count_layers(shape, entrants.device))
         if num_bytes > limit:
             skipped[shape.name] = f"its cache takes {num_bytes / 2**30:.1f} GiB of the {limit / 2**30:.1f} allowed"
@@ -112,9 +109,9 @@ def measure_attention(
             broken[shape.name] = _told(error)
             continue
         except KeyboardInterrupt:  # what was measured before it is still told
-            skipped[shape.name] = "interrupted"
+            skipped |= {left.name: "interrupted" for left in shapes[place:]}
             is_interrupted = True
-            continue
+            break
         on_shape(results[-1], time.perf_counter() - began)
     return AttentionReport(
         environment=collect_environment(),
@@ -143,10 +140,10 @@ def measure_shape(shape: Shape, entrants: Field, rates: Rates) -> ShapeResult:
 
 def _enter_ours(candidate: Candidate, data: ShapeData, between: Between) -> _Entry:
     blank = ContenderResult(candidate.name, Origin.OURS, State.RIGHT)
-    capability, reasons = fitting_row(candidate, data.shape, data.device)
-    if capability is None:
-        return _Entry(replace(blank, state=State.SKIPPED, detail="; ".join(reasons)))
-    return _try(blank, lambda: build_ours(candidate, capability, data), data, between)
+    match = match_backend(candidate, requirement(data.shape, data.device), work_of(data.shape))
+    if match.reasons:
+        return _Entry(replace(blank, state=State.SKIPPED, detail="; ".join(match.reasons)))
+    return _try(blank, lambda: build_ours(candidate, match.row, data), data, between)
 
 
 def _enter_peer(peer: AttentionPeer, data: ShapeData, between: Between) -> _Entry:

@@ -11,7 +11,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from sightline.attention.capability import Capability, GraphLevel, Requirement, Work, decode_work, refusals
+from sightline.attention.capability import Capability, GraphLevel, Requirement, Work, decode_work
 from sightline.attention.contract import BackendContext, Limits
 from sightline.attention.planner import GroupBinding, Planner
 from sightline.attention.selection import Candidate, Offer, select_backend
@@ -52,20 +52,6 @@ class Contender:
 def requirement(shape: Shape, device: Device) -> Requirement:
     """What the shape needs of a backend."""
     return Requirement(shape.spec, device, shape.dtype, shape.dtype, shape.page_size)
-
-
-def fitting_row(candidate: Candidate, shape: Shape, device: Device) -> tuple[Capability | None, tuple[str, ...]]:
-    """The capability row that would serve the shape, or the reasons of the row that comes nearest."""
-    need, fitting, refused = requirement(shape, device), [], []
-    for capability in candidate.rows():
-        reasons = refusals(capability, need)
-        if reasons:
-            refused.append(reasons)
-        else:
-            fitting.append(capability)
-    if fitting:
-        return max(fitting, key=lambda capability: capability.ranks.of(work_of(shape))), ()
-    return None, min(refused, key=len, default=("declares no capability",))
 
 
 def work_of(shape: Shape) -> Work:

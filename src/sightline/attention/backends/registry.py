@@ -132,13 +132,13 @@ def offer(candidates: Sequence[Candidate], requested: str | None, what: str = "a
     if requested is None:
         by_default = tuple(candidate for candidate in candidates if candidate.by_default)
         return Offer(by_default, tuple(candidate for candidate in candidates if not candidate.by_default))
-    asked = tuple(find(name, candidates, what) for name in names_in(requested) or [requested])
+    asked = tuple(find(name, candidates, what) for name in names_in(requested))
     return Offer(asked, tuple(candidate for candidate in candidates if candidate not in asked), requested)
 
 
 def names_in(requested: str) -> list[str]:
-    """Names with commas between them; none of nothing."""
-    return [name.strip() for name in requested.split(",")] if requested else []
+    """Names with commas between them."""
+    return [name.strip() for name in requested.split(",")]
 
 
 def _rows_of(load: Callable[[], type[AttentionBackend[Any, Any]]]) -> Callable[[], tuple[Capability, ...]]:
