@@ -84,6 +84,21 @@ def test_latent() -> None:
     assert_alike(attend_latent_row(LATENT, q_nope, q_rope, entries, key_up, value_up, sight()), wanted)
 
 
+def test_what_is_not_seen_may_be_anything() -> None:
+    torch.manual_seed(4)
+    visible = sight()
+    visible[:, 3] = False
+    q, k, v = torch.randn(QUERIES, 6, 8), torch.randn(KEYS, 2, 8), torch.randn(KEYS, 2, 8)
+    entries, parts = torch.randn(KEYS, 20), (torch.randn(QUERIES, 3, 8), torch.randn(QUERIES, 3, 4))
+    up = torch.randn(3, 8, 16), torch.randn(3, 6, 16)
+    wanted = attend_row(SPEC, q, k, v, visible, None), attend_latent_row(LATENT, *parts, entries, *up, visible)
+    for tensor in (k, v, entries):
+        tensor[3] = torch.nan
+    found = attend_row(SPEC, q, k, v, visible, None), attend_latent_row(LATENT, *parts, entries, *up, visible)
+    for one, other in zip(found, wanted, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 4), (3, 0), (3, 4)])
 def test_nothing_asked_and_nothing_seen(queries: int, keys: int) -> None:
     visible, k = torch.zeros(queries, keys, dtype=torch.bool), torch.randn(keys, 2, 8)

@@ -98,7 +98,21 @@ def test_an_unknown_name_is_refused_with_the_setting_that_has_it(setting: str, n
         told(**settings)
 
 
-def test_a_library_that_breaks_with_anything_is_a_config_error() -> None:
+@pytest.mark.parametrize("names", ["nonsense", "torch,,", ""])
+def test_an_unknown_name_is_refused_also_where_it_would_serve_nothing(names: str) -> None:
+    with pytest.raises(ConfigError, match="expected attention_backend out of triton, "):
+        told(attention_backend=names, prefill_attention_backend="torch", decode_attention_backend="torch")
+
+
+def test_an_engine_tells_its_choices(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    ledger = Ledger()
+    config = EngineConfig(attention_backend="torch,triton", cache_tokens=64, max_model_len=64)
+    build_runtime(config, open_checkpoint(tmp_path, ledger), ledger, lambda done, total: None)
+    assert [entry.subject for entry in ledger] == ["attention_backend"]
+
+
+def test_a_library_that_cannot_be_loaded_is_a_config_error_and_a_bug_of_ours_is_none() -> None:
     def broken() -> Any:
         raise OSError("libcudart.so.13: cannot open shared object file")
 
@@ -107,6 +121,12 @@ def test_a_library_that_breaks_with_anything_is_a_config_error() -> None:
         ConfigError, match=r"expected triton, which backend 'own' computes with, to be importable, got "
     ):
         own.load()
+
+    def wrong() -> Any:
+        raise NameError("a name that is not there")
+
+    with pytest.raises(NameError):
+        registry._own("own", wrong, own.rows(), "speed").load()
 
 
 def test_a_broken_library_is_found_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

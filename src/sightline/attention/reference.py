@@ -60,9 +60,7 @@ def attend_row(
     scores = torch.einsum("qkgd,skd->qkgs", groups, k.float()).flatten(1, 2) * spec.scale
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    weights, lse = _weigh(scores, visible, sinks)
-    out = torch.einsum("qkgs,skd->qkgd", weights.reshape(*groups.shape[:3], k.shape[0]), v.float())
-    return out.flatten(1, 2), lse
+    return _gather(scores, v.float().repeat_interleave(spec.group_size, dim=1), visible, sinks)
 
 
 def attend_latent_row(
@@ -84,18 +82,22 @@ def attend_latent_row(
     keys = torch.einsum("sl,hnl->shn", latents, key_up.float())
     values = torch.einsum("sl,hvl->shv", latents, value_up.float())
     scores = torch.einsum("qhn,shn->qhs", q_nope.float(), keys) + torch.einsum("qhr,sr->qhs", q_rope.float(), ropes)
-    weights, lse = _weigh(scores * spec.scale, visible, None)
-    return torch.einsum("qhs,shv->qhv", weights, values), lse
+    return _gather(scores * spec.scale, values, visible, None)
 
 
-def _weigh(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What each key weighs for each query and head [query_len, heads, seq_len], and the log-sum-exp.
+def _gather(scores: Tensor, values: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax of scores [query_len, heads, seq_len] over what is seen, and values [seq_len, heads, ...] by it.
 
-    A sink takes its share of the sum and gives nothing. A query that sees nothing gets nothing, and -inf.
+    What is not seen is of no matter, and be it NaN. A sink takes its share of the sum and gives nothing. A query that
+    sees nothing gets nothing, and -inf.
     """
-    seen = visible.to(scores.device)[:, None, :]
-    logits = scores.masked_fill(~seen, -torch.inf)
+    visible = visible.to(scores.device)
+    logits = scores.masked_fill(~visible[:, None, :], -torch.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.float().view(1, -1, 1).expand(*logits.shape[:2], 1)], dim=-1)
     lse = torch.logsumexp(logits, dim=-1)
-    return torch.exp(scores - lse[..., None]).masked_fill(~seen, 0.0), lse
+    out = scores.new_zeros(*scores.shape[:2], values.shape[-1])
+    for query, seen in enumerate(visible):
+        weights = torch.exp(scores[query][:, seen] - lse[query, :, None])
+        out[query] = torch.einsum("hs,shd->hd", weights, values[seen])
+    return out, lse

@@ -79,7 +79,7 @@ def attention(
     """Time attention backends on fixed shapes, with the floor: the cache write and attention of one layer.
 
     Each answer is compared with the oracle first. Exits with 1 where one is wrong, which then has no times, or nothing
-    could be measured. Ctrl-C ends it with what was measured by then.
+    could be measured. Ctrl-C ends it with what was measured by then, and 130.
     """
     from sightline.attention.backends.registry import installed
     from sightline.core.device import detect_device

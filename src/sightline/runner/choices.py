@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from sightline.attention.backends import registry
-from sightline.attention.capability import Work
+from sightline.attention.capability import ANY, Work
 from sightline.attention.selection import Candidate, Offer, Selection
 from sightline.attention.spec import LayerGroup
 from sightline.core.ledger import Ledger
@@ -17,10 +17,9 @@ GroupSelection: TypeAlias = Mapping[Work, Selection]
 
 
 def make_offers(config: ResolvedConfig, candidates: Sequence[Candidate]) -> Mapping[Work, Offer]:
-    """For each kind of rows. Raises `ConfigError` for a name that nobody has."""
-    names = _names(config)
-    settings = {work: _setting_for(config, work) for work in Work}
-    return {work: registry.offer(candidates, names[setting], setting) for work, setting in settings.items()}
+    """For each kind of rows. Raises `ConfigError` for a name that nobody has, also where other settings go before."""
+    offers = {setting: registry.offer(candidates, names, setting) for setting, names in _names(config).items()}
+    return {work: offers[_setting_for(config, work)] for work in Work}
 
 
 def tell_choices(
@@ -35,7 +34,11 @@ def tell_choices(
                 reasons = dict(chosen[0].refused)[name] if chosen else ("the other two settings name who does",)
                 ledger.record(setting, f"{name} serves nothing: {'; '.join(reasons)}", "leave it out")
     for group, selection in zip(groups, selections, strict=True):
-        slow = {work: each for work, each in selection.items() if each.forgone and not each.capability.ranks.of(work)}
+        slow = {
+            work: each
+            for work, each in selection.items()
+            if each.forgone and each.capability.compute_capabilities is ANY
+        }
         if slow:
             kinds, first = ", ".join(work.value for work in slow), next(iter(slow.values()))
             others = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in first.forgone)

@@ -75,7 +75,7 @@ def _own(
     def checked() -> type[AttentionBackend[Any, Any]]:
         try:
             return load()
-        except Exception as error:  # the border to other people's code: a broken library may raise anything
+        except (ImportError, OSError) as error:
             raise ConfigError(
                 f"expected {rows[0].package}, which backend {name!r} computes with, to be importable, got "
                 f"{type(error).__name__}: {error}; mend or uninstall it, or choose another attention backend"
