@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.statistics import SMALLEST_P_VALUE, p_value
 from sightline.core.request import EffectiveParams
 from sightline.runner.drawing import Choice, draw, truncated_probabilities
 from sightline.runner.noise import key_words, noise, noise_key
 from sightline.runner.nucleus import outside_top_p
+from support.distributions import SMALLEST_P_VALUE, p_value
 
 VOCAB = 3000
 PLAIN = EffectiveParams(1.0, 1.0, 0, 0.0, 5, 16, frozenset(), True)

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.statistics import SMALLEST_P_VALUE, p_value
 from sightline.core.request import MAX_SEED
 from sightline.runner.noise import coarse_noise, derived_seed, key_words, noise, noise_key, token_words
+from support.distributions import SMALLEST_P_VALUE, p_value
 
 CPU = torch.device("cpu")
 SAMPLES = 6000

@@ -20,11 +20,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from runner.statistics import SMALLEST_P_VALUE, p_value
 from sightline.core.request import MAX_SEED, EffectiveParams
 from sightline.runner.adjustment import TokenAdjustment
 from sightline.runner.drawing import truncated_probabilities
 from sightline.runner.sampler import RowSampling
+from support.distributions import SMALLEST_P_VALUE, p_value
 from support.sampling import sample
 
 DRAWS = 6000
