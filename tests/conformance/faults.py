@@ -18,6 +18,7 @@ from conformance.parts import (
     add_sinks,
     cap,
     get_entries,
+    hide,
     put_entries,
     read_plane,
     sees,
@@ -248,6 +249,15 @@ def hide_beyond_last_page(values: Tensor, visible: Tensor, tokens: Tokens, keys:
     return values.masked_fill((keys.entry >= end)[:, :, None, None], 0.0)
 
 
+def neighbours_of_chunks_times_nought(
+    values: Tensor, visible: Tensor, tokens: Tokens, keys: Keys, page_size: int
+) -> Tensor:
+    """A token of a chunk takes what the token before it sees, too, with weight 0."""
+    own = hide(values, visible, tokens, keys, page_size)
+    in_chunk = (tokens.query_len > 1)[:, :, None, None]
+    return own + 0.0 * own.roll(1, 0).masked_fill(~in_chunk, 0.0)
+
+
 def taken_by_batch(
     buffers: PlanBuffers, step: StepView, kept: Kept, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
@@ -371,6 +381,12 @@ def offsets_of_32_bits(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
     del kept
     stride = planes.pool[0].numel()
     return read_plane(planes, (slots * stride).to(torch.int32).to(torch.int64) // stride, {})
+
+
+def offsets_of_32_bits_unsigned(planes: Planes, slots: Tensor, kept: Kept) -> Tensor:
+    del kept
+    stride = planes.pool[0].numel()
+    return read_plane(planes, slots * stride % (1 << 32) // stride, {})
 
 
 class UnwrittenAfterTransient:

@@ -162,6 +162,13 @@ MUTANTS: tuple[Mutant, ...] = (
         replace(CORRECT, hide=faults.hide_beyond_last_page),
     ),
     Mutant(
+        "nought-times-a-neighbours-nan",
+        "Where a row has several new tokens, each also takes the values of the token before it, of whatever row, with "
+        "weight 0.",
+        "unused-slots",
+        replace(CORRECT, hide=faults.neighbours_of_chunks_times_nought),
+    ),
+    Mutant(
         "own-scale",
         "Scores are scaled by the head dimension, whatever the spec says.",
         "scale",
@@ -264,6 +271,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "Offsets into the pool are computed in 32 bits.",
         "large-pool",
         replace(CORRECT, read=faults.offsets_of_32_bits),
+    ),
+    Mutant(
+        "offsets-of-32-bits-unsigned",
+        "Offsets into the pool are computed in 32 bits without a sign.",
+        "large-pool",
+        replace(CORRECT, read=faults.offsets_of_32_bits_unsigned),
+        cuda_only=True,
     ),
     Mutant(
         "unwritten-after-transient",

@@ -71,6 +71,18 @@ def _raises_in_half(trial: Trial) -> None:
         raise RuntimeError("out of luck")
 
 
+def _counts_bricks(trial: Trial) -> None:
+    trial.progress.num_steps += sum(trial.share.of(range(100)))
+
+
+def _finds_a_crack_in_half(trial: Trial) -> None:
+    for brick in trial.share.of(range(5)):
+        trial.progress.num_steps += 1
+        trial.progress.case = f"brick {brick}"
+        if trial.dtype is torch.float16 and brick == 4:
+            fail("expected it whole, got a crack")
+
+
 def _no_sky(subject: Subject) -> str:
     return f"no sky is declared in {subject.name}"
 
@@ -124,6 +136,8 @@ BUILDING = (
     Check("roof", "it does not rain in", _passes, ("house",)),
     Check("sky", "there is a sky", _passes, ("ground",), excused=_no_sky),
     Check("room", "there is room", _passes, alone=True),
+    Check("bricks", "all are there", _counts_bricks, num_shares=3),
+    Check("cracks", "there is none", _finds_a_crack_in_half, num_shares=2),
     Check("sound", "it is heard", _speaks),
 )
 SHY = (

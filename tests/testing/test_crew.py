@@ -24,7 +24,7 @@ from sightline.testing.kit import CheckResult, RowReport, Verdict
 from sightline.testing.report import more_samples, run_conformance
 from sightline.testing.rows import RowToTry, list_rows
 from sightline.testing.samples import Samples
-from sightline.testing.trial import Check, Effort
+from sightline.testing.trial import WHOLE, Check, Effort, Share
 from sightline.testing.trying import PreparedRow, Watch
 from support.crew_checks import BUILDING, DEADLY, HALF, SHY, SINGLE, STUB
 
@@ -69,12 +69,34 @@ def test_the_report_is_the_same_and_nothing_else_comes_to_standard_output(
         "sky": "excused",
         "room": "passed",
         "sound": "passed",
+        "bricks": "passed",
+        "cracks": "failed",
     }
     assert sorted(said) == sorted(
         f"{label}{check}"
         for label in ("float32", "float16")
         for check in ("", *(f" {check.name} came" for check in BUILDING))
     )
+
+
+def test_the_shares_of_a_check_are_all_of_it_in_whatever_process() -> None:
+    """Each process lists the cases for itself, and Python orders a set in each of them otherwise."""
+    told = [
+        subprocess.run(
+            [sys.executable, "-m", "support.shared_cases"],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert set(json.loads(told[0])) == {"pairs", "random-steps"}
+    for shares in json.loads(told[0]).values():
+        [whole] = shares["1"]
+        assert len(shares) == 2
+        assert sorted(case for share in [*shares.values()][1] for case in share) == sorted(whole)
 
 
 def prepared() -> PreparedRow:
@@ -139,7 +161,7 @@ def test_sources_that_changed_since_the_run_began_end_it() -> None:
 def test_a_row_that_is_there_no_more_is_no_row_of_the_run() -> None:
     desk = Desk(Brief.of(CPU, Effort.QUICK, (STUB,), BUILDING))
     with pytest.raises(ConfigError, match=r"expected stub · float64 as it was when the run began, got it changed"):
-        desk.attempt(Errand("stub", "float64", "ground", Samples(), None))
+        desk.attempt(Errand("stub", "float64", "ground", WHOLE, Samples(), None))
 
 
 def test_what_cannot_travel_is_refused_with_what_to_do(tmp_path: Path) -> None:
@@ -158,7 +180,7 @@ def test_what_travels_arrives_as_it_was() -> None:
     brief = Brief.of(CPU, Effort.FULL, (STUB,), BUILDING)
     assert unpacked(packed(brief), Brief) == brief
     row = prepared()
-    errand = Errand("stub", "float32", "ground", row.samples, row.identity)
+    errand = Errand("stub", "float32", "ground", Share(1, 3), row.samples, row.identity)
     assert unpacked(packed(errand), Errand) == errand
 
 

@@ -1,4 +1,4 @@
-"""Processes that try checks side by side, all rows' checks mixed.
+"""Processes that try checks side by side, all rows' checks mixed, and the shares of the long ones.
 
     SideBySide ── a brief, then one errand at a time ─▶ worker       and so for each worker,
                ◀─ a result for each, or a refusal ────               over a connection of its own
@@ -21,10 +21,10 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from sightline.core.errors import ConfigError
 from sightline.testing.errands import Answer, Brief, Errand, packed, unpacked
-from sightline.testing.kit import CheckResult, RowReport, Verdict, checks_of, settled
+from sightline.testing.kit import CheckResult, RowReport, Verdict, checks_of, joined, settled
 from sightline.testing.line import Line, wait_for_any
 from sightline.testing.rows import RowToTry
-from sightline.testing.trial import Check
+from sightline.testing.trial import Check, Share
 from sightline.testing.trying import PreparedRow, Trier, Watch
 
 _COMMAND = (sys.executable, "-P", "-m", "sightline.testing.worker")
@@ -42,6 +42,8 @@ class _Job:
     errand: Errand
     row: RowToTry
     check: Check
+    shares: tuple[Errand, ...]
+    """All of the check, in order, this errand among them."""
 
 
 class SideBySide(Trier):
@@ -67,11 +69,11 @@ class SideBySide(Trier):
         subject = prepared.row.subject
         results: dict[str, CheckResult] = {}
         for check in checks_of(subject, self._checks):
-            errand = _errand(prepared, check)
-            while errand not in self._results:
+            shares = _errands(prepared, check)
+            while (tried := self._joined(shares)) is None:
                 self._deal()
                 self._collect()
-            results[check.name] = settled(check, self._results[errand], results.values())
+            results[check.name] = settled(check, tried, results.values())
         return RowReport(subject.name, subject.capability, self._effort, prepared.samples, tuple(results.values()))
 
     def close(self) -> None:
@@ -108,10 +110,18 @@ class SideBySide(Trier):
             if job is None or result is None:
                 continue
             self._results[job.errand] = result
-            self._watch.on_result(job.row, result)
+            whole = self._joined(job.shares)
+            if whole is not None:
+                self._watch.on_result(job.row, whole)
             # After an illegal access nothing on the device works in that process: no other check shall fail for it.
             if result.verdict is Verdict.FAILED:
                 self._dismiss(worker)
+
+    def _joined(self, shares: Sequence[Errand]) -> CheckResult | None:
+        """What came of a check; None before all of it has been tried."""
+        if any(share not in self._results for share in shares):
+            return None
+        return joined([self._results[share] for share in shares])
 
     def _hire(self) -> _Worker:
         worker = _Worker(self._brief)
@@ -203,9 +213,11 @@ def _in_order(rows: Sequence[PreparedRow], checks: Sequence[Check]) -> list[_Job
     """All checks of all rows, as they are dealt out."""
     by_name = {check.name: check for check in checks}
     jobs = [
-        _Job(_errand(prepared, check), prepared.row, check)
+        _Job(errand, prepared.row, check, shares)
         for prepared in rows
         for check in checks_of(prepared.row.subject, checks)
+        for shares in [_errands(prepared, check)]
+        for errand in shares
     ]
     # Row after row, so that a run that is cut off has come to the end of some. In a row those first that build on most
     # others, which take longest: begun last, one would go on when there is nothing left for the others.
@@ -225,6 +237,8 @@ def _ground(check: Check, by_name: Mapping[str, Check]) -> set[str]:
     return found
 
 
-def _errand(prepared: PreparedRow, check: Check) -> Errand:
-    row = prepared.row
-    return Errand(row.candidate.name, row.label, check.name, prepared.samples, prepared.identity)
+def _errands(prepared: PreparedRow, check: Check) -> tuple[Errand, ...]:
+    """One for each share."""
+    row, samples, identity = prepared.row, prepared.samples, prepared.identity
+    shares = [Share(number, check.num_shares) for number in range(check.num_shares)]
+    return tuple(Errand(row.candidate.name, row.label, check.name, share, samples, identity) for share in shares)

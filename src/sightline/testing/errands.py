@@ -1,4 +1,4 @@
-"""Errands: one check of one row, named so that another process can find it again and try it.
+"""Errands: one check of one row, or a share of it, named so that another process can find it again and try it.
 
 Knows what goes between the processes, as data and as bytes, and how names become backends and checks: functions travel
 by the place where they can be imported, nothing else as code. Does not know processes.
@@ -24,7 +24,7 @@ from sightline.testing.checks import CHECKS
 from sightline.testing.kit import CheckResult, try_check
 from sightline.testing.rows import RowToTry, Unloadable, list_rows
 from sightline.testing.samples import Samples
-from sightline.testing.trial import Check, Effort
+from sightline.testing.trial import Check, Effort, Share
 
 _MessageT = TypeVar("_MessageT")
 
@@ -63,15 +63,18 @@ class NamedCheck:
     excused: str
     kinds: frozenset[SpecKind]
     alone: bool
+    num_shares: int
 
     @staticmethod
     def of(check: Check) -> NamedCheck:
         run, excused = _place(check.run), _place(check.excused)
-        return NamedCheck(check.name, check.proves, run, check.after, excused, check.kinds, check.alone)
+        return NamedCheck(
+            check.name, check.proves, run, check.after, excused, check.kinds, check.alone, check.num_shares
+        )
 
     def found(self) -> Check:
         run, excused = _at(self.run), _at(self.excused)
-        return Check(self.name, self.proves, run, self.after, excused, self.kinds, self.alone)
+        return Check(self.name, self.proves, run, self.after, excused, self.kinds, self.alone, self.num_shares)
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,13 @@ class Brief:
 
 @dataclass(frozen=True)
 class Errand:
-    """One check of one row."""
+    """One check of one row, or a share of it."""
 
     backend: str
     row: str
     """The row's label."""
     check: str
+    share: Share
     samples: Samples
     identity: Identity | None
     """What a proof would be of; None where the run proves nothing."""
@@ -150,11 +154,12 @@ class Desk:
         self._rows: dict[tuple[str, str], RowToTry] = {}
 
     def attempt(self, errand: Errand) -> CheckResult:
-        """What comes of the check by itself. Raises `ConfigError` where the row is not that of the run."""
+        """What comes of it by itself. Raises `ConfigError` where the row is not that of the run."""
         key = (errand.backend, errand.row)
         if key not in self._rows:
             self._rows[key] = self._find(errand)
-        return try_check(self._checks[errand.check], self._rows[key].subject, self._effort, errand.samples)
+        check, subject = self._checks[errand.check], self._rows[key].subject
+        return try_check(check, subject, self._effort, errand.samples, share=errand.share)
 
     def _find(self, errand: Errand) -> RowToTry:
         """This process may have begun long after the run: what was edited in between is not what would be proven."""

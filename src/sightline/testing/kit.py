@@ -13,14 +13,14 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from sightline.attention.capability import Capability
 from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
 from sightline.testing.samples import Samples
-from sightline.testing.trial import Check, CheckFailed, Effort, Progress, Trial
+from sightline.testing.trial import WHOLE, Check, CheckFailed, Effort, Progress, Share, Trial
 
 
 class Verdict(Enum):
@@ -94,13 +94,26 @@ def try_row(
 
 
 def try_check(
-    check: Check, subject: Subject, effort: Effort, samples: Samples, earlier: Iterable[CheckResult] = ()
+    check: Check,
+    subject: Subject,
+    effort: Effort,
+    samples: Samples,
+    earlier: Iterable[CheckResult] = (),
+    share: Share = WHOLE,
 ) -> CheckResult:
-    """One check, unless it is excused or one that it builds on did not pass."""
+    """One check or a share of it, unless it is excused or one that it builds on did not pass."""
     excuse = check.excused(subject)
     if excuse is not None:
         return CheckResult(check.name, Verdict.EXCUSED, excuse, "", "", 0, 0.0)
-    return _blocked(check, earlier) or _run(check, subject, effort, samples)
+    return _blocked(check, earlier) or _run(check, subject, effort, samples, share)
+
+
+def joined(shares: Sequence[CheckResult]) -> CheckResult:
+    """What comes of a check whose shares were tried apart: the first failure, if there is one."""
+    worst = next((share for share in shares if share.verdict is Verdict.FAILED), shares[0])
+    return replace(
+        worst, num_steps=sum(share.num_steps for share in shares), seconds=sum(share.seconds for share in shares)
+    )
 
 
 def settled(check: Check, tried: CheckResult, earlier: Iterable[CheckResult]) -> CheckResult:
@@ -119,11 +132,11 @@ def _blocked(check: Check, earlier: Iterable[CheckResult]) -> CheckResult | None
     return CheckResult(check.name, Verdict.BLOCKED, f"builds on {', '.join(missing)}", "", "", 0, 0.0)
 
 
-def _run(check: Check, subject: Subject, effort: Effort, samples: Samples) -> CheckResult:
+def _run(check: Check, subject: Subject, effort: Effort, samples: Samples, share: Share) -> CheckResult:
     started = time.perf_counter()
     verdict, detail, trace, progress = Verdict.PASSED, "", "", Progress()
     try:
-        check.run(Trial(subject, effort, samples, progress=progress))
+        check.run(Trial(subject, effort, samples, progress=progress, share=share))
     except CheckFailed as failure:
         verdict, detail = Verdict.FAILED, str(failure)
     except Exception as error:  # the border to other people's code: whatever it raises is its result

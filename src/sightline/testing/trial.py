@@ -57,8 +57,23 @@ class Progress:
     """What is being tried, for whoever has to find out why it failed."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """Every so many-th case of a check, so that several processes can try it together."""
+
+    number: int
+    """Counted from 0."""
+    count: int
+
+    def of(self, cases: Sequence[_T]) -> Sequence[_T]:
+        return cases[self.number :: self.count]
+
+
+WHOLE = Share(0, 1)
+
+
 class Trial:
-    """One check of one subject."""
+    """One check of one subject, or a share of it."""
 
     def __init__(
         self,
@@ -68,6 +83,7 @@ class Trial:
         dtype: torch.dtype | None = None,
         cache_dtype: torch.dtype | None = None,
         progress: Progress | None = None,
+        share: Share = WHOLE,
     ) -> None:
         """In the row's first dtype, unless another is named; the cache is in the same where it can be."""
         self.subject = subject
@@ -78,6 +94,8 @@ class Trial:
         self.effort = effort
         self.samples = samples
         self.progress = progress or Progress()
+        self.share = share
+        """Of the cases, for a check that can be shared out."""
         caches, computed = cache_dtypes(self.row), compute_dtypes(self.row)
         if not caches or not computed:
             fail(f"expected a row with one of {_DTYPES} to compute in and to keep, got {self.row}")
@@ -98,7 +116,7 @@ class Trial:
 
     def in_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Trial:
         """The same trial in another dtype; what it does counts here."""
-        return Trial(self.subject, self.effort, self.samples, dtype, cache_dtype, self.progress)
+        return Trial(self.subject, self.effort, self.samples, dtype, cache_dtype, self.progress, self.share)
 
     def some(self, values: Sequence[_T], quick: int = 2) -> tuple[_T, ...]:
         """All of the values, or the first few."""
@@ -282,6 +300,8 @@ class Check:
     """The kinds of attention that it is about: rows of others do not have it."""
     alone: bool = False
     """It takes so much of a device that no other process may try anything on it meanwhile."""
+    num_shares: int = 1
+    """Into how many it can be cut: more than one where it asks the trial for its share of the cases."""
 
 
 def needs_feature(feature: Feature) -> Callable[[Subject], str | None]:

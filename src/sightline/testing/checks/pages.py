@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from sightline.core.device import DeviceKind, available_bytes
+from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.testing.bench import Layout, Row, Subject, Unused
 from sightline.testing.steps import Step
 from sightline.testing.trial import Check, Trial, compute_dtypes, ragged_rows
@@ -75,25 +75,34 @@ def unused_slots(trial: Trial) -> None:
             trial.compare(answer.out[tokens], expected.out[tokens], f"the output of the row {name} one with NaN")
 
 
-def _pool_bytes(subject: Subject, numbers: int) -> int:
+def _pool_bytes(itemsize: int, numbers: int) -> int:
     """Of keys and values, and room for the rest."""
-    return 2 * compute_dtypes(subject.capability)[-1].itemsize * numbers + (1 << 30)
+    return 2 * itemsize * numbers + (1 << 30)
 
 
 def _too_large(subject: Subject) -> str | None:
     """Of the pool's memory only what is used is touched on a CPU; a GPU has to have it."""
-    needed = _pool_bytes(subject, _SIGNED)
+    needed = _pool_bytes(_large_dtype(subject).itemsize, _SIGNED)
     if subject.device.kind is DeviceKind.CUDA and available_bytes(subject.device) < needed:
         return f"expected {needed >> 30} GiB free for a large pool, got {available_bytes(subject.device) >> 30}"
     return None
 
 
+def _large_dtype(subject: Subject) -> torch.dtype:
+    return compute_dtypes(subject.capability)[-1]
+
+
+def large_numbers(device: Device, itemsize: int, free_bytes: int) -> int:
+    """How many numbers the pages in use shall lie beyond: 2^31 on a CPU, which may not even promise more memory, and on
+    a small GPU."""
+    has_room = device.kind is DeviceKind.CUDA and free_bytes >= _pool_bytes(itemsize, _UNSIGNED)
+    return _UNSIGNED if has_room else _SIGNED
+
+
 def large_pool(trial: Trial) -> None:
-    # The pages in use lie beyond what 32 bits, and page numbers beyond what 16 bits can count: 31 bits on a CPU, which
-    # may not even promise more memory, and on a small GPU.
-    dtype, subject = compute_dtypes(trial.row)[-1], trial.subject
-    has_room = available_bytes(subject.device) >= _pool_bytes(subject, _UNSIGNED)
-    numbers = _UNSIGNED if subject.device.kind is DeviceKind.CUDA and has_room else _SIGNED
+    # The pages in use lie beyond what 32 bits, and page numbers beyond what 16 bits can count.
+    device, dtype = trial.subject.device, _large_dtype(trial.subject)
+    numbers = large_numbers(device, dtype.itemsize, available_bytes(device))
     other = trial.in_dtype(dtype)
     spec, page = trial.sized(max(trial.samples.of_head_dims(trial.row))), trial.page_size
     [pool] = spec.pools(1, dtype)

@@ -94,7 +94,7 @@ def _met(case: Case) -> set[tuple[Any, ...]]:
 
 
 def pairs(trial: Trial) -> None:
-    for case in trial.some(covering_cases(_geometry(trial), _others(trial)), 16):
+    for case in trial.share.of(trial.some(covering_cases(_geometry(trial), _others(trial)), 16)):
         _try_case(trial.in_dtype(case["dtype"], case["cache_dtype"]), case)
 
 
@@ -153,5 +153,6 @@ CHECKS = (
             "each-key-once",
             "large-scores",
         ),
+        num_shares=4,
     ),
 )

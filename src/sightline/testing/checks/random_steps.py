@@ -20,7 +20,7 @@ _SEEDS_OF_A_SPEC = {Effort.QUICK: 1, Effort.FULL: 3}
 
 def random_steps(trial: Trial) -> None:
     count = _SEEDS_OF_A_SPEC[trial.effort]
-    for number in range(_NUM_SPECS[trial.effort]):
+    for number in trial.share.of(range(_NUM_SPECS[trial.effort])):
         for seed in range(number * count, (number + 1) * count):
             try:
                 _try_seed(trial, number, seed)
@@ -101,5 +101,6 @@ CHECKS = (
         "seeded random steps over everything that is declared, several in turn, padded, shuffled and poisoned",
         random_steps,
         ("pairs", "next-batch", "ways-in-turn", "padding", "zeroed-leases", "filled-buffers"),
+        num_shares=8,
     ),
 )
