@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sightline.kernels.triton.decode_shares import block_places, divide, fitting_depth
-from support.decode_cases import Case, Paged, make_scratch
+from support.decode_cases import DEVICE, Case, Paged, make_scratch
 
 ROW = st.tuples(st.integers(0, 200), st.integers(0, 1)).map(lambda row: (row[0] * row[1], row[1]))
 
@@ -88,10 +88,12 @@ def _places_of(table, out, start, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK: t
     tl.store(out + tl.arange(0, BLOCK), first + places)
 
 
-@pytest.mark.parametrize("start", [0, 64, 1 << 19, (1 << 20) + 64])
-def test_places_in_pages_of_a_million_tokens_are_beyond_31_bits(start: int) -> None:
-    page_size, slot_stride, block = 1 << 20, 32 * 128, 64
-    table, out = torch.tensor([7, 3]), torch.zeros(block, dtype=torch.int64)
+@pytest.mark.parametrize("start", [0, 64, 4032, 1 << 19, (1 << 20) + 64])
+@pytest.mark.parametrize("page_size", [64, 4096, 8192, 1 << 20], ids=lambda size: f"page-{size}")
+def test_places_in_pages_of_any_size_are_right_beyond_31_bits(page_size: int, start: int) -> None:
+    slot_stride, block = 32 * 128, 64
+    table = torch.arange(start // page_size + 1, device=DEVICE).flip(0) + 500_000
+    out = torch.zeros(block, dtype=torch.int64, device=DEVICE)
     _places_of[(1,)](table, out, start, slot_stride, PAGE_SIZE=page_size, BLOCK=block)
     page, offset = int(table[start // page_size]), start % page_size
     assert out.tolist() == [(page * page_size + offset + key) * slot_stride for key in range(block)]
