@@ -18,6 +18,7 @@ from sightline.core.device import detect_device
 from sightline.core.errors import SightlineError
 from sightline.tools import attention_bench
 from sightline.tools.attention_bench import Field, measure_attention
+from sightline.tools.attention_bench_results import AttentionReport
 from sightline.tools.attention_bench_shapes import Shape, find_shapes
 from support.attention_contenders import (
     QUICK,
@@ -95,21 +96,38 @@ def test_a_run_that_measures_nothing_fails() -> None:
     assert "nothing was measured" in result.stderr
 
 
-def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measure, saved = attention_bench.measure_shape, tmp_path / "attention.json"
+@pytest.mark.parametrize(("end", "code"), [(KeyboardInterrupt(), 130), (SystemExit(9), 9)], ids=["interrupted", "dead"])
+def test_what_was_measured_is_kept_whatever_ends_the_run(
+    end: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measure, saved = attention_bench.measure_shape, tmp_path / "saved.json"
 
-    def interrupted(shape: Any, *rest: Any) -> Any:
+    def ended(shape: Any, *rest: Any) -> Any:
         if shape.name == "tiny-mla-3x21":
-            raise KeyboardInterrupt
+            raise end
         return measure(shape, *rest)
 
-    monkeypatch.setattr(attention_bench, "measure_shape", interrupted)
+    monkeypatch.setattr(attention_bench, "measure_shape", ended)
     names = ["tiny-gqa-3x21", "tiny-mla-3x21", "prefill-tiny-gqa-2x10"]
     result = run("--shapes", ",".join(names), "--backends", "torch,torch-latent", "--json", str(saved))
-    assert result.exit_code == 130
+    assert result.exit_code == code
     told = json.loads(saved.read_text())
     assert [each["shape"] for each in told["shapes"]] == names[:1]
     assert told["skipped_shapes"] == dict.fromkeys(names[1:], "interrupted")
+    assert told["is_interrupted"]
+
+
+def test_ctrl_c_while_a_result_is_told_keeps_it() -> None:
+    def interrupted(report: AttentionReport, seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    candidates = (registry.find("torch", registry.BUILT_IN),)
+    everybody = Field(detect_device("cpu"), candidates, candidates, (), QUICK)
+    names = ["tiny-gqa-3x21", "prefill-tiny-gqa-2x10"]
+    report = measure_attention(find_shapes(names), everybody, interrupted)
+    assert [result.shape.name for result in report.shapes] == names[:1]
+    assert report.skipped_shapes == {names[1]: "interrupted"}
+    assert report.is_interrupted
 
 
 def test_a_sweep_on_a_cpu_is_of_tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,5 +157,5 @@ def test_tiny_shapes_are_right_on_a_gpu() -> None:
     candidates = tuple(candidate for candidate in registry.installed() if candidate.by_default)
     shapes = tuple(replace(shape, dtype=torch.bfloat16) for shape in find_shapes(["tiny"]))
     everybody = Field(device, candidates, candidates, (), QUICK)
-    report = measure_attention(shapes, everybody, lambda result, seconds: None)
+    report = measure_attention(shapes, everybody, lambda report, seconds: None)
     assert not report.is_red, text_of(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from sightline.cli.options import measure_option, parse_target
 if TYPE_CHECKING:
     from sightline.attention.selection import Candidate
     from sightline.core.device import Device
-    from sightline.tools.attention_bench_results import AttentionReport, ShapeResult
+    from sightline.tools.attention_bench_results import AttentionReport
     from sightline.tools.attention_bench_shapes import Shape
 
 _STANDARD_OUTPUT = "-"
@@ -53,7 +54,7 @@ def _parse_json_target(text: str) -> Path | None:
     is_flag=False,
     flag_value=_STANDARD_OUTPUT,
     metavar="[FILE]",
-    help="Write one JSON object here; without FILE, in place of the table.",
+    help="Write one JSON object here, after every shape; without FILE, once, in place of the table.",
 )
 @click.option("--plot", type=_parse_drawing, metavar="FILE.svg", help="Draw the curves here.")
 @click.option(
@@ -92,7 +93,7 @@ def attention(
     report = measure_attention(
         _shapes(shapes, found, sweep=sweep),
         Field(found, _backends(backends), installed(), PEERS if peers else (), Effort(rounds)),
-        _say_shape,
+        partial(_say_shape, target),
     )
     _tell(report, in_place=json_target == _STANDARD_OUTPUT, target=target, plot=plot)
     if not report.is_measured:
@@ -119,22 +120,27 @@ def _backends(names: list[str] | None) -> tuple[Candidate, ...]:
     return tuple(find(name, candidates) for name in names)
 
 
-def _say_shape(result: ShapeResult, seconds: float) -> None:
+def _say_shape(target: Path | None, report: AttentionReport, seconds: float) -> None:
     from sightline.tools.attention_bench_report import one_line
 
-    notes.print(f"[dim]{escape(one_line(result))} ({seconds:.1f} s)[/]", soft_wrap=True)
+    notes.print(f"[dim]{escape(one_line(report.shapes[-1]))} ({seconds:.1f} s)[/]", soft_wrap=True)
+    if target is not None:
+        target.write_text(_as_text(report))
+
+
+def _as_text(report: AttentionReport) -> str:
+    return json.dumps(report.to_data(), indent=2) + "\n"
 
 
 def _tell(report: AttentionReport, *, in_place: bool, target: Path | None, plot: Path | None) -> None:
     from sightline.tools.attention_bench_plot import plot_report
     from sightline.tools.attention_bench_report import print_table
 
-    text = json.dumps(report.to_data(), indent=2)
     if in_place:
-        click.echo(text)
+        click.echo(_as_text(report), nl=False)
     else:
         print_table(report)
     if target is not None:
-        target.write_text(text + "\n")
+        target.write_text(_as_text(report))
     if plot is not None:
         plot.write_text(plot_report(report))

@@ -84,46 +84,65 @@ class _WrongAnswer(Exception):  # noqa: N818 - the name is the condition
 
 
 def measure_attention(
-    shapes: Sequence[Shape], entrants: Field, on_shape: Callable[[ShapeResult, float], None]
+    shapes: Sequence[Shape], entrants: Field, on_shape: Callable[[AttentionReport, float], None]
 ) -> AttentionReport:
-    """Every shape that fits into memory. `on_shape` is told each result and its seconds."""
-    started = time.perf_counter()
-    rates = measure_rates(entrants.device, shapes[0].dtype)
-    missing = {peer.name: reason for peer in entrants.peers if (reason := peer.missing()) is not None}
-    present = replace(entrants, peers=tuple(peer for peer in entrants.peers if peer.name not in missing))
-    limit = entrants.max_pool_bytes or available_bytes(entrants.device) // 2
-    results: list[ShapeResult] = []
-    skipped: dict[str, str] = {}
-    broken: dict[str, str] = {}
-    is_interrupted = False
-    for place, shape in enumerate(shapes):
-        num_bytes = pool_bytes(shape, count_layers(shape, entrants.device))
-        if num_bytes > limit:
-            skipped[shape.name] = f"its cache takes {num_bytes / 2**30:.1f} GiB of the {limit / 2**30:.1f} allowed"
-            continue
-        began = time.perf_counter()
-        try:
-            results.append(measure_shape(shape, present, rates))
-            _release(entrants.device)
-        except RuntimeError as error:  # a device that failed, or is full: what was measured before it is still told
-            broken[shape.name] = _told(error)
-            continue
-        except KeyboardInterrupt:  # what was measured before it is still told
-            skipped |= {left.name: "interrupted" for left in shapes[place:]}
-            is_interrupted = True
-            break
-        on_shape(results[-1], time.perf_counter() - began)
-    return AttentionReport(
-        environment=collect_environment(),
-        device=entrants.device.name,
-        rates=rates,
-        shapes=tuple(results),
-        skipped_shapes=skipped,
-        broken_shapes=broken,
-        missing_peers=missing,
-        is_interrupted=is_interrupted,
-        seconds=time.perf_counter() - started,
-    )
+    """Every shape that fits into memory. `on_shape` is told of each the report as it is by then, and its seconds: a
+    process that dies at the next one has left that."""
+    run = _Run(shapes, entrants)
+    try:
+        for shape in shapes:
+            began = time.perf_counter()
+            if run.measure(shape):
+                on_shape(run.report(), time.perf_counter() - began)
+    except KeyboardInterrupt:  # what was measured before it is still told
+        pass
+    return run.report()
+
+
+class _Run:
+    """What has come of a run so far."""
+
+    def __init__(self, shapes: Sequence[Shape], entrants: Field) -> None:
+        self._started = time.perf_counter()
+        self._environment = collect_environment()
+        self._device = entrants.device
+        self._rates = measure_rates(entrants.device, shapes[0].dtype)
+        self._missing = {peer.name: reason for peer in entrants.peers if (reason := peer.missing()) is not None}
+        present = tuple(peer for peer in entrants.peers if peer.name not in self._missing)
+        self._entrants = replace(entrants, peers=present)
+        self._limit = entrants.max_pool_bytes or available_bytes(entrants.device) // 2
+        self._left = [shape.name for shape in shapes]
+        self._results: list[ShapeResult] = []
+        self._skipped: dict[str, str] = {}
+        self._broken: dict[str, str] = {}
+
+    def measure(self, shape: Shape) -> bool:
+        """False where it could not be."""
+        num_bytes = pool_bytes(shape, count_layers(shape, self._device))
+        if num_bytes > self._limit:
+            room = f"{num_bytes / 2**30:.1f} GiB of the {self._limit / 2**30:.1f} allowed"
+            self._skipped[shape.name] = f"its cache takes {room}"
+        else:
+            try:
+                self._results.append(measure_shape(shape, self._entrants, self._rates))
+                _release(self._device)
+            except RuntimeError as error:  # a device that failed, or is full: what was measured before is still told
+                self._broken[shape.name] = _told(error)
+        self._left.remove(shape.name)
+        return shape.name not in {**self._skipped, **self._broken}
+
+    def report(self) -> AttentionReport:
+        return AttentionReport(
+            environment=self._environment,
+            device=self._device.name,
+            rates=self._rates,
+            shapes=tuple(self._results),
+            skipped_shapes=self._skipped | dict.fromkeys(self._left, "interrupted"),
+            broken_shapes=dict(self._broken),
+            missing_peers=self._missing,
+            is_interrupted=bool(self._left),
+            seconds=time.perf_counter() - self._started,
+        )
 
 
 def measure_shape(shape: Shape, entrants: Field, rates: Rates) -> ShapeResult:

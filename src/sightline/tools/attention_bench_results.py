@@ -190,7 +190,7 @@ class AttentionReport:
     missing_peers: Mapping[str, str]
     """By name: what is not installed."""
     is_interrupted: bool
-    """By Ctrl-C, with shapes left."""
+    """There are shapes left: by Ctrl-C, or the run is not over."""
     seconds: float
 
     @property
