@@ -45,9 +45,10 @@ TOLERANCE = 1e-5
 PAGE = 4
 LATENT = [family for family in FAMILIES if family.startswith("deepseek")]
 TEXTS = random_prompts([1, 30, 7, 7, 2, 19, 13, 8, 9, 16, 17, 30], seed=4)
-WHOLE = EngineConfig(max_model_len=48, page_size=PAGE)
-CHUNKED = replace(WHOLE, max_num_batched_tokens=8, max_num_seqs=3, cache_tokens=128)
-KEPT = replace(WHOLE, max_num_batched_tokens=16, max_num_seqs=3, cache_tokens=256, prefix_caching=True)
+WHOLE = EngineConfig(max_model_len=48)
+PAGED = replace(WHOLE, page_size=PAGE)
+CHUNKED = replace(PAGED, max_num_batched_tokens=8, max_num_seqs=3, cache_tokens=128)
+KEPT = replace(PAGED, max_num_batched_tokens=16, max_num_seqs=3, cache_tokens=256, prefix_caching=True)
 Decoder = tuple[PreTrainedModel, Path]
 
 
@@ -423,7 +424,7 @@ def test_an_encoder_is_never_cached_and_never_cut(bert: Path) -> None:
 
 def test_what_makes_a_decoder_need_the_cache_makes_it_paged(decoders: Callable[[str], Decoder]) -> None:
     _, folder = decoders("deepseek_v2")
-    for config in (CHUNKED, KEPT, replace(WHOLE, prefix_caching=True), replace(WHOLE, max_num_batched_tokens=47)):
+    for config in (CHUNKED, KEPT, replace(PAGED, prefix_caching=True), replace(PAGED, max_num_batched_tokens=47)):
         embedder = open_tiny(folder, replace(config, cache_tokens=128, max_num_seqs=2))
         assert not embedder.embedder.is_transient
         assert num_bytes(embedder) > 0

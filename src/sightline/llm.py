@@ -78,7 +78,7 @@ class EngineSettings(TypedDict, total=False):
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
-    page_size: int
+    page_size: int | None
     cache_tokens: int | None
     kv_cache_dtype: str
     memory_fraction: float

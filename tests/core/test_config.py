@@ -100,6 +100,15 @@ def test_dtype_is_as_asked_and_auto_follows_the_device(asked: str, device: Devic
     assert resolved(EngineConfig(dtype=asked, cache_tokens=1000), device=device).dtype is expected
 
 
+@pytest.mark.parametrize(
+    ("asked", "device", "expected"), [(None, CPU, 16), (None, CUDA, 64), (16, CUDA, 16), (3, CPU, 3)]
+)
+def test_pages_are_as_asked_and_otherwise_follow_the_device(asked: int | None, device: Device, expected: int) -> None:
+    config = resolved(EngineConfig(page_size=asked, cache_tokens=1000), device=device)
+    assert config.page_size == expected
+    assert config.num_pages == -(-1000 // expected) + PADDING_PAGES
+
+
 def test_a_length_above_the_models_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"max_model_len of at most 1000.*got 1001; lower it"):
         resolved(EngineConfig(max_model_len=1001, cache_tokens=2000))
@@ -326,10 +335,10 @@ def test_memory_for_one_page_beside_the_padding_page_is_enough(memory: pytest.Mo
     assert resolve(EngineConfig(), FACTS, CPU, Ledger()).cache_tokens == 16
 
 
-def test_cache_tokens_that_are_not_set_aside_are_told() -> None:
-    ledger = Ledger()
-    found = resolve(EngineConfig(task="embed", max_model_len=64, cache_tokens=512), FACTS, CPU, ledger)
-    assert found.num_pages == 0
-    assert [entry.subject for entry in ledger] == ["cache_tokens"]
-    with pytest.raises(ConfigError, match="cache_tokens"):
-        resolved(EngineConfig(task="embed", max_model_len=64, cache_tokens=512))
+@pytest.mark.parametrize("asked", [{"cache_tokens": 512}, {"page_size": 16}], ids=str)
+def test_a_cache_that_is_not_set_aside_is_told(asked: dict[str, int]) -> None:
+    config, ledger = EngineConfig(task="embed", max_model_len=64, **asked), Ledger()  # type: ignore[arg-type]
+    assert resolve(config, FACTS, CPU, ledger).num_pages == 0
+    assert [entry.subject for entry in ledger] == [*asked]
+    with pytest.raises(ConfigError, match=next(iter(asked))):
+        resolved(config)

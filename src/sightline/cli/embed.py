@@ -92,7 +92,7 @@ embedding_options = collected(
         "max_num_batched_tokens",
         help="Most tokens in one step; 4096, or the longest text, without it.",
     ),
-    page_size=count_option("--page-size", "--block-size", "page_size", help="Tokens in a cache page; 16 without it."),
+    page_size=computing_options["page_size"],
     cache_tokens=computing_options["cache_tokens"],
     memory_fraction=click.option(
         "--memory-fraction",

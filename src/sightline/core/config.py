@@ -50,7 +50,8 @@ class EngineConfig:
     """None: 64 that generate, or 1024 that are embedded."""
     max_num_batched_tokens: int | None = None
     """None: 512 where it generates, 4096 where it embeds."""
-    page_size: int = 16
+    page_size: int | None = None
+    """Tokens in a cache page; None: 16 on a CPU, 64 on a GPU."""
     cache_tokens: int | None = None
     """Tokens that the cache must hold in all; None sizes it from the memory that is there."""
     kv_cache_dtype: str = "auto"

@@ -19,6 +19,8 @@ DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), s
 CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
 ROWS, EMBEDDING_ROWS = 64, 1024
 STEP_TOKENS, EMBEDDING_STEP_TOKENS = 512, 4096
+PAGE_SIZES = {DeviceKind.CPU: 16, DeviceKind.CUDA: 64}
+"""On a GPU as many as kernels read at once: of smaller pages they look up every key by itself."""
 SCRATCH_SHARE = 8
 """Scratch memory may take one part in so many of what the weights leave; the cache is sized from the rest."""
 
@@ -84,6 +86,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         )
     model_len = asked_len or facts.max_positions
     sizes = _resolve_sizes(config, facts, model_len, ledger)
+    page_size = PAGE_SIZES[device.kind] if config.page_size is None else config.page_size
     left = available_bytes(device) - facts.weight_elements * dtype.itemsize - facts.quantised_bytes
     scratch_bytes = max(0, left) // SCRATCH_SHARE
     num_pages = 0
@@ -91,9 +94,10 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         _tell_what_a_cache_would_need(config, ledger)
         cache_dtype = dtype
     else:
-        useful = sizes.max_rows * -(-model_len // config.page_size)
-        num_pages = PADDING_PAGES + _resolve_pages(config, facts, cache_dtype, left - scratch_bytes, useful)
-        model_len = _fitting_len(config, (num_pages - PADDING_PAGES) * config.page_size, model_len, ledger)
+        page = _Page(page_size, facts.cache_elements_per_token * cache_dtype.itemsize * page_size)
+        useful = sizes.max_rows * -(-model_len // page_size)
+        num_pages = PADDING_PAGES + _resolve_pages(config, page, left - scratch_bytes, useful)
+        model_len = _fitting_len(config, (num_pages - PADDING_PAGES) * page_size, model_len, ledger)
     return ResolvedConfig(
         device=device,
         dtype=dtype,
@@ -102,7 +106,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         max_model_len=model_len,
         max_rows=sizes.max_rows,
         max_step_tokens=sizes.max_step_tokens,
-        page_size=config.page_size,
+        page_size=page_size,
         num_pages=num_pages,
         scratch_bytes=scratch_bytes,
         prefix_caching=sizes.prefix_caching,
@@ -176,6 +180,7 @@ def _tell_what_a_cache_would_need(config: EngineConfig, ledger: Ledger) -> None:
     """Of an engine that has none."""
     asked = {
         "cache_tokens": config.cache_tokens,
+        "page_size": config.page_size,
         "kv_cache_dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         "decode_attention_backend": config.decode_attention_backend,
     }
@@ -200,25 +205,32 @@ def _resolve_dtype(name: str, device: Device, ledger: Ledger) -> torch.dtype:
     return DTYPES[name]
 
 
-def _resolve_pages(config: EngineConfig, facts: ModelFacts, cache_dtype: torch.dtype, left: int, useful: int) -> int:
+@dataclass(frozen=True)
+class _Page:
+    """One page of every pool together."""
+
+    num_tokens: int
+    num_bytes: int
+
+
+def _resolve_pages(config: EngineConfig, page: _Page, left: int, useful: int) -> int:
     """Pages for sequences: as asked, else what the memory allows, never more than the `useful` ones.
 
     `left` are the bytes that weights and scratch memory leave.
     """
-    page_bytes = facts.cache_elements_per_token * cache_dtype.itemsize * config.page_size
     if config.cache_tokens is not None:
-        asked = -(-config.cache_tokens // config.page_size)
-        needed = (asked + PADDING_PAGES) * page_bytes
+        asked = -(-config.cache_tokens // page.num_tokens)
+        needed = (asked + PADDING_PAGES) * page.num_bytes
         if needed > left:
             raise ConfigError(
                 f"expected a cache that fits the {max(0, left):,} bytes left beside the weights, got cache_tokens = "
                 f"{config.cache_tokens}, which takes {needed:,}; lower cache_tokens"
             )
         return asked
-    affordable = int(max(0, left) * config.memory_fraction) // page_bytes - PADDING_PAGES
+    affordable = int(max(0, left) * config.memory_fraction) // page.num_bytes - PADDING_PAGES
     if affordable < 1:
         raise ConfigError(
-            f"expected memory for at least one cache page of {page_bytes:,} bytes beside the weights, "
+            f"expected memory for at least one cache page of {page.num_bytes:,} bytes beside the weights, "
             f"got {left:,} bytes left; use a smaller model or dtype, or free memory"
         )
     return min(useful, affordable)
