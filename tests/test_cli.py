@@ -338,9 +338,15 @@ def test_capabilities_of_one_backend_alone(proofs: Path) -> None:
     assert {row["backend"] for row in rows} == {"triton"}
     assert rows[0]["ranks"]["decode of few rows"] > rows[0]["ranks"]["prefill"]
     assert "40 for decode of one row" in CliRunner().invoke(app, ["capabilities", "--backend", "triton"]).stdout
-    assert CliRunner().invoke(app, ["capabilities", "--backend", "triton", "--markdown"]).exit_code == 2
     unknown = CliRunner().invoke(app, ["capabilities", "--backend", "none"]).exception
     assert "expected an attention backend out of" in str(unknown)
+
+
+@pytest.mark.parametrize("other", [["--backend", "triton"], ["--device", "cpu"], ["--json"]], ids=lambda other: other[0])
+def test_the_page_of_capabilities_is_what_it_is(other: list[str]) -> None:
+    result = CliRunner().invoke(app, ["capabilities", "--markdown", *other])
+    assert result.exit_code == 2
+    assert f"expected --markdown alone, got {other[0]} too" in " ".join(result.output.split())
 
 
 def test_capabilities_are_told_as_text_json_and_markdown(proofs: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sightline.core import device as device_module
-from sightline.core.device import Device, DeviceKind, available_bytes, detect_device
+from sightline.core.device import Device, DeviceKind, available_bytes, detect_device, lacks_products
 from sightline.core.errors import ConfigError
 
 WriteFiles = Callable[[Path, str, str], None]
@@ -48,6 +50,32 @@ def test_cuda_without_cuda_is_an_error_and_never_the_cpu(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"expected a CUDA device for --device cuda.*use --device cpu"):
         detect_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "has_library", "has_instructions", "lacks"),
+    [
+        (DeviceKind.CPU, torch.bfloat16, True, False, True),
+        (DeviceKind.CPU, torch.bfloat16, True, True, False),
+        (DeviceKind.CPU, torch.bfloat16, False, False, False),
+        (DeviceKind.CPU, torch.float16, True, False, False),
+        (DeviceKind.CUDA, torch.bfloat16, True, False, False),
+    ],
+)
+def test_products_are_lacking_where_the_library_that_has_them_says_so(
+    kind: DeviceKind,
+    dtype: torch.dtype,
+    has_library: bool,
+    has_instructions: bool,
+    lacks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_library)
+    # A build without the library does not have its question either.
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    if has_library:
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_instructions, raising=False)
+    assert lacks_products(replace(CPU, kind=kind), dtype) is lacks
 
 
 def test_cuda_is_identified_by_its_own_index_name_and_capability(monkeypatch: pytest.MonkeyPatch) -> None:

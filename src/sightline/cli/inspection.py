@@ -33,11 +33,11 @@ def collect_env(as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--device", default="auto", show_default=True, help="Whose proofs are told: auto, cpu or cuda.")
+@click.option("--device", help="Whose proofs are told: auto, cpu or cuda; auto without it.")
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="Only this one; may be given several times.")
 @click.option("--markdown", is_flag=True, help="The page of the documents: Sightline's own backends, as declared.")
 @json_option
-def capabilities(device: str, backends: tuple[str, ...], markdown: bool, as_json: bool) -> None:
+def capabilities(device: str | None, backends: tuple[str, ...], markdown: bool, as_json: bool) -> None:
     """Print what each attention backend declares, and what of it is proven on this machine."""
     from sightline.attention.backends import registry
     from sightline.attention.proof import ProofBook
@@ -46,14 +46,17 @@ def capabilities(device: str, backends: tuple[str, ...], markdown: bool, as_json
     from sightline.tools.capabilities import capability_matrix, capability_page
 
     if markdown:
-        if backends:
+        others = {"--device": device is not None, "--backend": bool(backends), "--json": as_json}
+        given = [name for name, is_given in others.items() if is_given]
+        if given:
             raise click.UsageError(
-                "expected --markdown without --backend, got both: the page has all of Sightline's own"
+                f"expected --markdown alone, got {', '.join(given)} too: the page has all of Sightline's own backends, "
+                "as declared"
             )
         click.echo(capability_page(registry.BUILT_IN), nl=False)
         return
     book, installed = ProofBook(proof_folder()), registry.installed()
     chosen = tuple(registry.find(name, installed) for name in backends) or installed
-    matrix = capability_matrix(chosen, detect_device(device), book)
+    matrix = capability_matrix(chosen, detect_device(device or "auto"), book)
     print_distrusted(book)
     click.echo(json.dumps(matrix.to_data(), indent=2) if as_json else "\n".join(matrix.lines()))

@@ -197,6 +197,7 @@ class _Worker:
     def _lost(self, job: _Job) -> CheckResult:
         with suppress(TimeoutExpired):
             self._process.wait(_END_SECONDS)
+        # One that closed its connection and goes on has no exit code to tell yet.
         self._process.kill()
         self._process.wait()
         detail = f"expected the check to end, got the end of its process: {_told(self._process.returncode)}"
