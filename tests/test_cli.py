@@ -342,7 +342,9 @@ def test_capabilities_of_one_backend_alone(proofs: Path) -> None:
     assert "expected an attention backend out of" in str(unknown)
 
 
-@pytest.mark.parametrize("other", [["--backend", "triton"], ["--device", "cpu"], ["--json"]], ids=lambda other: other[0])
+@pytest.mark.parametrize(
+    "other", [["--backend", "triton"], ["--device", "cpu"], ["--json"]], ids=lambda other: other[0]
+)
 def test_the_page_of_capabilities_is_what_it_is(other: list[str]) -> None:
     result = CliRunner().invoke(app, ["capabilities", "--markdown", *other])
     assert result.exit_code == 2
