@@ -61,7 +61,7 @@ def lacks_products(device: Device, dtype: torch.dtype) -> bool:
     return (
         device.kind is DeviceKind.CPU
         and dtype is torch.bfloat16
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
