@@ -131,10 +131,11 @@ class Launcher:
 
     def _run(self, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> LaunchedStep:
         with device_faults():
-            batch = assemble([_work(row) for row, _ in members], self._runtime.store)
+            work = [_work(row) for row, _ in members]
+            batch = assemble(work, self._runtime.store)
             self._fill_in(batch, members, in_flight)
             logits = self._runtime.runner.forward(self._runtime.planner.plan(batch))
-            ends = list(accumulate(row.num_logits for row, _ in members))
+            ends = accumulate([row.num_logits for row in work])
             completing = [(row, live, end) for (row, live), end in zip(members, ends, strict=True) if row.completes]
             chosen_logits = logits
             if len(completing) < logits.shape[0]:
@@ -146,7 +147,9 @@ class Launcher:
 
     def _fill_in(self, batch: Batch, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> None:
         """Puts the tokens that steps in flight choose where the batch continues them; the host never sees them."""
-        ends = accumulate(row.num_tokens for row, _ in members)
+        if not in_flight:
+            return
+        ends = accumulate([row.num_tokens for row, _ in members])
         unread = [(row.sequence, end - 1) for (row, _), end in zip(members, ends, strict=True) if _is_unread(row)]
         for step in in_flight if unread else ():
             found = [(place, step.places[sequence]) for sequence, place in unread if sequence in step.places]
@@ -157,11 +160,13 @@ class Launcher:
 
 def _is_unread(row: ScheduledRow) -> bool:
     """True where its last token is on its way."""
-    return row.seq_len > len(row.sequence.tokens)
+    return row.context_len + row.num_tokens > len(row.sequence.tokens)
 
 
 def _work(row: ScheduledRow) -> RowWork:
-    tokens = row.sequence.tokens[row.context_len : row.seq_len]
-    # A token that is on its way is filled in on the device.
-    tokens.extend([0] * (row.num_tokens - len(tokens)))
-    return RowWork(row.table_row, tokens, row.context_len, row.num_logits)
+    context_len, num_tokens = row.context_len, row.num_tokens
+    tokens = row.sequence.tokens[context_len : context_len + num_tokens]
+    if len(tokens) < num_tokens:
+        # A token that is on its way is filled in on the device.
+        tokens += [0] * (num_tokens - len(tokens))
+    return RowWork(row.table_row, tokens, context_len, row.num_logits)

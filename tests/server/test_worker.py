@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,7 +34,7 @@ from sightline.server.protocol import (
     command_codec,
     report_codec,
 )
-from sightline.server.worker import model_name
+from sightline.server.worker import model_name, work
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
@@ -202,6 +203,15 @@ def test_a_model_is_called_by_the_last_part_of_its_path_or_by_its_id(tmp_path: P
     assert model_name(str(tmp_path / "file.Q8_0.gguf")) == "file.Q8_0"
     assert model_name("owner/name") == "owner/name"
     assert model_name(None).startswith("SmolLM2")
+
+
+def test_what_is_built_is_no_matter_of_garbage_collections() -> None:
+    frozen: list[int] = []
+    try:
+        work(lambda: frozen.append(gc.get_freeze_count()))
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 10_000
 
 
 def test_the_state_after_the_last_request_is_told(front_end: FrontEnd) -> None:

@@ -6,7 +6,7 @@ does with an entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -98,21 +98,29 @@ class Pool:
         """Takes an owner away from pages."""
         self._poison_pages(self.allocator.release(pages))
 
-    def slots_to_write(self, row: int, first: int, count: int) -> list[int]:
-        """The slots of `count` entries of a row from `first` on. Raises unless their pages are there, and its alone."""
-        size, stop, owned = self.page_size, first + count, self.table.num_owned(row)
-        if owned * size < stop:
-            raise ValueError(f"expected pages for {stop} tokens in row {row} of pool {self.key}, got {owned} pages")
+    def slots_to_write(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+        """The slots of `count` entries of a row from `first` on, for every (row, first, count), one after the other.
+
+        Raises unless the entries' pages are there, and their row's alone.
+        """
+        size, pages_of, owners = self.page_size, self.table.pages_of, self.allocator.owners
         slots: list[int] = []
-        for index in range(first // size, -(-stop // size)) if count else ():
-            page = self.table.page(row, index)
-            if self.allocator.owners(page) != 1:
+        for row, first, count in spans:
+            pages, place, stop = pages_of(row), first, first + count
+            if len(pages) * size < stop:
                 raise ValueError(
-                    f"expected page {page} of pool {self.key}, which row {row} is to write, to be its alone, got one "
-                    f"with {self.allocator.owners(page)} owners; copy it first"
+                    f"expected pages for {stop} tokens in row {row} of pool {self.key}, got {len(pages)} pages"
                 )
-            start = index * size
-            slots += range(page * size + max(first - start, 0), page * size + min(stop - start, size))
+            while place < stop:
+                page, offset = pages[place // size], place % size
+                if owners(page) != 1:
+                    raise ValueError(
+                        f"expected page {page} of pool {self.key}, which row {row} is to write, to be its alone, got "
+                        f"one with {owners(page)} owners; copy it first"
+                    )
+                length = min(size - offset, stop - place)
+                slots += range(page * size + offset, page * size + offset + length)
+                place += length
         return slots
 
     def copy_page(self, source: int, target: int, num_entries: int) -> None:

@@ -33,6 +33,10 @@ class PageTable:
         """The pages of a row, in order."""
         return tuple(self._owned[row])
 
+    def pages_of(self, row: int) -> Sequence[int]:
+        """As `owned`, to look at: it changes with the row."""
+        return self._owned[row]
+
     def page(self, row: int, index: int) -> int:
         """The `index`-th page of a row."""
         return self._owned[row][index]

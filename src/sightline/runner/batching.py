@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,8 +14,7 @@ from sightline.cache.pools import CacheStore, Pool
 from sightline.core.batch import CAUSAL, Batch, Lengths, PoolRows, RowMask
 
 
-@dataclass(frozen=True, eq=False)
-class RowWork:
+class RowWork(NamedTuple):
     """What one row of a step computes."""
 
     table_row: int
@@ -43,26 +43,24 @@ def assemble_transient(work: Sequence[RowWork], device: torch.device) -> Batch:
 
 
 def _batch(work: Sequence[RowWork], pools: Sequence[Pool], device: torch.device) -> Batch:
+    tokens: list[int] = []
+    positions: list[int] = []
+    logit_indices: list[int] = []
+    logit_rows: list[int] = []
     query_lens = [len(row.tokens) for row in work]
     context_lens = [row.context_len for row in work]
-    for index, (row, query_len) in enumerate(zip(work, query_lens, strict=True)):
-        if not 0 <= row.num_logits <= query_len:
+    for index, (row, query_len, context_len) in enumerate(zip(work, query_lens, context_lens, strict=True)):
+        num_logits = row.num_logits
+        if not 0 <= num_logits <= query_len:
             raise ValueError(
-                f"expected logits of none to all of the {query_len} tokens of row {index}, got {row.num_logits}"
+                f"expected logits of none to all of the {query_len} tokens of row {index}, got {num_logits}"
             )
-    tokens = [token for row in work for token in row.tokens]
-    positions = [
-        position
-        for row, query_len in zip(work, query_lens, strict=True)
-        for position in (row.positions or range(row.context_len, row.context_len + query_len))
-    ]
-    ends = itertools.accumulate(query_lens)
-    logit_indices = [i for row, end in zip(work, ends, strict=True) for i in range(end - row.num_logits, end)]
-    slots = [
-        [slot for row in work for slot in pool.slots_to_write(row.table_row, row.context_len, len(row.tokens))]
-        for pool in pools
-    ]
+        tokens += row.tokens
+        positions += row.positions or range(context_len, context_len + query_len)
+        logit_indices += range(len(tokens) - num_logits, len(tokens))
+        logit_rows += [index] * num_logits
     rows = tuple([row.table_row for row in work])
+    slots = [pool.slots_to_write(zip(rows, context_lens, query_lens, strict=True)) for pool in pools]
     # One way to the device for all of it.
     on_device = _moved([tokens, positions, query_lens, context_lens, rows, logit_indices, *slots], device)
     return Batch(
@@ -78,11 +76,11 @@ def _batch(work: Sequence[RowWork], pools: Sequence[Pool], device: torch.device)
             for pool, write_slots in zip(pools, on_device[6:], strict=True)
         },
         logit_indices=on_device[5],
-        logit_rows=tuple([index for index, row in enumerate(work) for _ in range(row.num_logits)]),
+        logit_rows=tuple(logit_rows),
     )
 
 
 def _moved(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """Each list as a tensor [length] int64, side by side in memory."""
-    joined = torch.tensor(list(itertools.chain.from_iterable(lists)), dtype=torch.int64, device=device)
+    """Each list as a tensor [length] int64, side by side in memory. numpy reads a list in a third of torch's time."""
+    joined = torch.from_numpy(np.array(list(itertools.chain.from_iterable(lists)), dtype=np.int64)).to(device)
     return tuple(joined.split_with_sizes([len(each) for each in lists]))

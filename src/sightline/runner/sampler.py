@@ -21,9 +21,12 @@ from sightline.runner.drawing import Choice, draw
 from sightline.runner.noise import noise_key
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class RowSampling:
-    """How one row chooses its next token."""
+    """How one row chooses its next token.
+
+    Nobody sets its fields: it is made as often as `ScheduledRow`, and as that is.
+    """
 
     params: EffectiveParams
     place: int
