@@ -16,6 +16,8 @@ from sightline.attention.selection import Candidate, Selection, select_backend
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import NoBackendError
+from sightline.tools.attention_bench_contenders import selected
+from sightline.tools.attention_bench_shapes import find_shapes
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 HOPPER = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
@@ -102,6 +104,36 @@ def test_choosing_among_the_built_in_ones_loads_none() -> None:
     for work in Work:
         assert choose(candidates, work, need=need).capability.devices >= {DeviceKind.CUDA}
         assert choose(candidates, work).candidate.name == "torch"
+
+
+CHOSEN = {
+    "gqa-256x2048": "triton",
+    "gqa-64x4096": "triton",
+    "gqa-1x8192": "triton",
+    "mla128-128x4096": "flashinfer-latent",
+    "mla128-16x32768": "flashinfer-latent",
+    "mla128-32x4096": "flashinfer-latent",
+    "mla128-1x8192": "triton-latent",
+    "mla16-128x4096": "triton-latent",
+    "mla16-8x2048": "triton-latent",
+    "mla16-1x8192": "triton-latent",
+    "prefill-gqa-1x8192": "flashinfer",
+    "prefill-gqa-16x2048": "flashinfer",
+    "prefill-mla128-1x4096": "flashinfer-latent",
+    "prefill-mla16-4x4096": "flashinfer-latent",
+}
+"""With every library installed, on the shapes that were measured: the fastest, or as fast and planned sooner."""
+
+
+def test_what_was_measured_to_be_the_fastest_is_chosen_on_hopper() -> None:
+    there = [
+        replace(
+            each, load=never_loaded, rows=lambda rows=each.rows(): tuple(replace(row, package=None) for row in rows)
+        )
+        for each in registry.BUILT_IN
+    ]
+    shapes = find_shapes(["decode", "prefill"])
+    assert {shape.name: selected(there, shape, HOPPER) for shape in shapes} == CHOSEN
 
 
 def test_ranks_are_of_no_matter_to_a_portable_backend() -> None:
