@@ -125,15 +125,16 @@ CHOSEN = {
 """With every library installed, on the shapes that were measured: the fastest, or as fast and planned sooner."""
 
 
+def installed(candidate: Candidate) -> Candidate:
+    """As it would be where its library is there."""
+    rows = tuple(replace(row, package=None) for row in candidate.rows())
+    return replace(candidate, load=never_loaded, rows=lambda: rows)
+
+
 def test_what_was_measured_to_be_the_fastest_is_chosen_on_hopper() -> None:
-    there = [
-        replace(
-            each, load=never_loaded, rows=lambda rows=each.rows(): tuple(replace(row, package=None) for row in rows)
-        )
-        for each in registry.BUILT_IN
-    ]
+    candidates = [installed(each) for each in registry.BUILT_IN]
     shapes = find_shapes(["decode", "prefill"])
-    assert {shape.name: selected(there, shape, HOPPER) for shape in shapes} == CHOSEN
+    assert {shape.name: selected(candidates, shape, HOPPER) for shape in shapes} == CHOSEN
 
 
 def test_ranks_are_of_no_matter_to_a_portable_backend() -> None:
