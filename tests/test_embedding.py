@@ -18,6 +18,7 @@ from sightline import LLM
 from sightline.attention.backends.torch_backend import TorchBackend
 from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
 from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import Work
 from sightline.attention.contract import CachePolicy, StepView
 from sightline.attention.planner import PlannedBatch
 from sightline.cache.pages import PageAllocator
@@ -215,6 +216,18 @@ def test_packed_texts_in_any_order_have_the_vectors_that_they_have_alone(tmp_pat
     for seed in range(3):
         order = random.Random(seed).sample(range(len(texts)), len(texts))
         assert_same(vectors(embedder, [texts[index] for index in order]), alone[order])
+
+
+def test_a_backend_for_decode_that_cannot_serve_here_does_not_keep_texts_from_being_embedded_without_a_cache(
+    decoders: Callable[[str], Decoder],
+) -> None:
+    model, folder = decoders("gemma3")
+    config = replace(WHOLE, decode_attention_backend="triton")
+    embedder = open_tiny(folder, config, strict=False)
+    assert_same(vectors(embedder, TEXTS), expected(model, TEXTS))
+    assert [list(binding.serving) for binding in embedder.embedder.runtime.bindings] == [[Work.PREFILL]] * 2
+    with pytest.raises(ConfigError, match="triton serves nothing: without a cache no row decodes"):
+        open_tiny(folder, config)
 
 
 def test_steps_hold_whole_texts_side_by_side_by_length_and_nothing_else(

@@ -107,6 +107,12 @@ def test_a_step_without_a_cache_is_served_whole() -> None:
     assert parts_of(batch, bench) == [("Prefill", (0, 2), (0, 5))]
 
 
+def test_steps_without_rows_that_decode_ask_for_no_backend_for_them() -> None:
+    bench = ServedBench([SPEC], {Work.PREFILL: Prefill})
+    for step in (Step(bench, MIXED[3:]), Step(bench, []), Step(bench, [Row(0, 1)], transient=True)):
+        assert [serving for serving, *_ in parts_of(step.batch, bench)] == ["Prefill"]
+
+
 def test_lengths_that_only_the_device_knows_are_served_whole() -> None:
     bench = ServedBench([SPEC], FOUR)
     for rows, serves in ((MIXED, "Prefill"), (ONES, "Few")):

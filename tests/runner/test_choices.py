@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 from sightline.attention import capability
 from sightline.attention.backends import registry
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.spec import SoftmaxSpec, group_layers
+from sightline.attention.capability import FEW_ROWS, Work
+from sightline.attention.selection import Candidate
+from sightline.attention.spec import LayerGroup, SoftmaxSpec, group_layers
 from sightline.core import resolution
 from sightline.core.config import EngineConfig
 from sightline.core.device import Device, DeviceKind, detect_device
@@ -25,8 +28,11 @@ from sightline.runner.choices import tell_choices
 from support.tiny_models import make_model
 
 FACTS = ModelFacts(max_positions=1000, weight_elements=500, quantised_bytes=0, cache_elements_per_token=10)
-GROUPS = group_layers([SoftmaxSpec(4, 2, 64, 0.125)] * 2)
+SPEC = SoftmaxSpec(4, 2, 64, 0.125)
+GROUPS = group_layers([SPEC] * 2)
 CPU = detect_device("cpu")
+EMBEDS: dict[str, Any] = {"task": "embed", "max_model_len": 100}
+"""Without a cache."""
 
 
 def card(*compute_capability: int) -> Device:
@@ -35,10 +41,15 @@ def card(*compute_capability: int) -> Device:
 
 
 def told(device: Device = CPU, **settings: Any) -> list[str]:
+    return told_of(BUILT_IN, GROUPS, device, **settings)
+
+
+def told_of(
+    candidates: Sequence[Candidate], groups: Sequence[LayerGroup], device: Device = CPU, **settings: Any
+) -> list[str]:
     ledger = Ledger()
     config = resolve(EngineConfig(**settings), FACTS, device, ledger)
-    selections = select_backends(config, GROUPS, BUILT_IN)
-    tell_choices(config, GROUPS, selections, ledger)
+    tell_choices(config, groups, select_backends(config, groups, candidates), ledger)
     return [str(entry) for entry in ledger]
 
 
@@ -68,7 +79,8 @@ def test_a_name_that_serves_nothing_is_told_with_the_reason() -> None:
 def test_a_setting_that_two_others_leave_nothing_to_is_told() -> None:
     settings: dict[str, Any] = {"prefill_attention_backend": "reference", "decode_attention_backend": "reference"}
     assert told(attention_backend="torch", **settings) == [
-        "attention_backend: torch serves nothing: the other two settings name who does (leave it out)"
+        "attention_backend: torch serves nothing: prefill_attention_backend and decode_attention_backend decide who "
+        "does (leave it out)"
     ]
 
 
@@ -85,9 +97,41 @@ def test_a_cache_that_no_kernel_reads_on_a_card_is_told() -> None:
     assert "is served by torch" in entry
 
 
-def test_a_setting_for_decode_where_nothing_is_decoded_is_told() -> None:
-    [entry] = told(task="embed", max_model_len=100, decode_attention_backend="reference")
-    assert entry.startswith("decode_attention_backend: reference changes nothing: texts are embedded without a cache")
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"max_num_seqs": 1}, [Work.PREFILL, Work.ALONE]),
+        ({"max_num_seqs": 2}, [Work.PREFILL, Work.FEW, Work.ALONE]),
+        ({"max_num_seqs": FEW_ROWS}, [Work.PREFILL, Work.FEW, Work.ALONE]),
+        ({"max_num_seqs": FEW_ROWS + 1}, list(Work)),
+        ({"max_num_batched_tokens": FEW_ROWS}, [Work.PREFILL, Work.FEW, Work.ALONE]),
+        ({"task": "embed", "prefix_caching": True}, list(Work)),
+        (EMBEDS, [Work.PREFILL]),
+    ],
+    ids=str,
+)
+def test_only_kinds_of_rows_that_run_have_a_backend(settings: dict[str, Any], wanted: list[Work]) -> None:
+    config = resolve(EngineConfig(**settings), FACTS, CPU, Ledger())
+    assert [list(selection) for selection in select_backends(config, GROUPS, BUILT_IN)] == [wanted]
+
+
+@pytest.mark.parametrize("name", ["reference", "torch", "triton"])
+def test_a_setting_for_decode_where_no_row_decodes_is_told_once_whoever_it_names(name: str) -> None:
+    expected = f"decode_attention_backend: {name} serves nothing: without a cache no row decodes (leave it out)"
+    assert told(**EMBEDS, decode_attention_backend=name) == [expected]
+    assert told(**EMBEDS, decode_attention_backend=f"{name},{name}") == [expected]
+
+
+def test_where_no_row_decodes_the_setting_for_prefill_leaves_nothing_to_others() -> None:
+    assert told(**EMBEDS, attention_backend="triton", prefill_attention_backend="torch") == [
+        "attention_backend: triton serves nothing: prefill_attention_backend decides who does (leave it out)"
+    ]
+    assert told(**EMBEDS, attention_backend="torch") == []
+
+
+def test_a_card_that_no_kernel_lists_is_told_of_what_runs_on_it() -> None:
+    [entry] = told(card(7, 5), **EMBEDS)
+    assert entry.startswith("attention backend: prefill of group0 is served by torch, ")
 
 
 @pytest.mark.parametrize("setting", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])

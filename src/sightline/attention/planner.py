@@ -57,7 +57,7 @@ class GroupBinding:
     group: LayerGroup
     cache: GroupCache
     serving: Mapping[Work, PartBackend]
-    """By kind of rows. Where all are the same backend, a step is never taken apart."""
+    """By kind of rows: prefill, and those that steps may have. Where all are one backend, no step is taken apart."""
 
     @staticmethod
     def alone(
@@ -384,10 +384,12 @@ def divide(batch: Batch, serving: Mapping[Work, PartBackend]) -> tuple[tuple[Par
     prefill = serving[Work.PREFILL]
     rows, tokens = slice(0, batch.num_rows), slice(0, batch.num_tokens)
     decoding = batch.num_decoding() if batch.pools else 0
+    if not decoding:
+        return ((prefill, rows, tokens),)
     decode = serving[decode_work(decoding)]
-    if decoding == batch.num_rows > 0:
+    if decoding == batch.num_rows:
         return ((decode, rows, tokens),)
-    if not decoding or decode.backend is prefill.backend or batch.query_lens.host is None:
+    if decode.backend is prefill.backend or batch.query_lens.host is None:
         return ((prefill, rows, tokens),)
     border = sum(batch.query_lens.host[:decoding])
     return (

@@ -182,7 +182,6 @@ def _tell_what_a_cache_would_need(config: EngineConfig, ledger: Ledger) -> None:
         "cache_tokens": config.cache_tokens,
         "page_size": config.page_size,
         "kv_cache_dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        "decode_attention_backend": config.decode_attention_backend,
     }
     for setting, value in asked.items():
         if value is not None:

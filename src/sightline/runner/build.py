@@ -126,13 +126,13 @@ def select_backends(
     candidates: Sequence[Candidate],
     needs: frozenset[Feature] = frozenset(),
 ) -> tuple[GroupSelection, ...]:
-    """For each group, a backend for each kind of rows: often the same one. `needs` is what steps will ask for."""
+    """For each group, a backend for each kind of rows that runs: often the same. `needs` is what steps will ask for."""
     doubt = ProofBook(proof_folder()).doubts if config.require_proof else no_doubt
     offers = make_offers(config, candidates)
     return tuple(
         {
-            work: select_backend(offers[work], _requirement(config, group, needs), group.name, doubt, work)
-            for work in Work
+            work: select_backend(offer, _requirement(config, group, needs), group.name, doubt, work)
+            for work, offer in offers.items()
         }
         for group in groups
     )

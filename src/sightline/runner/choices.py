@@ -6,20 +6,30 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from sightline.attention.backends import registry
-from sightline.attention.capability import ANY, Work
+from sightline.attention.capability import ANY, Work, decode_work
 from sightline.attention.selection import Candidate, Offer, Selection
 from sightline.attention.spec import LayerGroup
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 
 GroupSelection: TypeAlias = Mapping[Work, Selection]
-"""By kind of rows."""
+"""By kind of rows, those that run."""
+
+_FOR_ALL = "attention_backend"
+"""The setting for what the other two leave to it."""
+
+
+def works_of(config: ResolvedConfig) -> tuple[Work, ...]:
+    """The kinds of rows that steps may have. Without a cache every step is served whole, and no row decodes."""
+    decoding = range(1, config.max_rows + 1) if config.num_pages else ()
+    possible = {Work.PREFILL, *(decode_work(num_rows) for num_rows in decoding)}
+    return tuple(work for work in Work if work in possible)
 
 
 def make_offers(config: ResolvedConfig, candidates: Sequence[Candidate]) -> Mapping[Work, Offer]:
-    """For each kind of rows. Raises `ConfigError` for a name that nobody has, also where other settings go before."""
+    """For each kind of rows that runs. Raises `ConfigError` for a name that nobody has, whatever other settings say."""
     offers = {setting: registry.offer(candidates, names, setting) for setting, names in _names(config).items()}
-    return {work: offers[_setting_for(config, work)] for work in Work}
+    return {work: offers[_setting_for(config, work)] for work in works_of(config)}
 
 
 def tell_choices(
@@ -27,12 +37,17 @@ def tell_choices(
 ) -> None:
     """What was asked for and serves nothing; and what no kernel for the device serves, though there are some."""
     for setting, names in _names(config).items():
-        chosen = [each[work] for each in selections for work in Work if _setting_for(config, work) == setting]
+        chosen = [
+            each
+            for selection in selections
+            for work, each in selection.items()
+            if _setting_for(config, work) == setting
+        ]
         serving = {each.candidate.name for each in chosen}
         for name in () if names is None else registry.names_in(names):
             if name not in serving:
-                reasons = dict(chosen[0].refused)[name] if chosen else ("the other two settings name who does",)
-                ledger.record(setting, f"{name} serves nothing: {'; '.join(reasons)}", "leave it out")
+                reasons = "; ".join(dict(chosen[0].refused)[name]) if chosen else _nothing_to_serve(config, setting)
+                ledger.record(setting, f"{name} serves nothing: {reasons}", "leave it out")
     for group, selection in zip(groups, selections, strict=True):
         slow = {
             work: each
@@ -50,6 +65,14 @@ def tell_choices(
             )
 
 
+def _nothing_to_serve(config: ResolvedConfig, setting: str) -> str:
+    """Why no kind of rows is left to a setting."""
+    if setting != _FOR_ALL:
+        return "without a cache no row decodes"
+    deciding = dict.fromkeys(_setting_for(config, work) for work in works_of(config))
+    return f"{' and '.join(deciding)} decide{'s' if len(deciding) == 1 else ''} who does"
+
+
 def import_chosen(selections: Sequence[GroupSelection]) -> None:
     """Raises `ConfigError` for a library that is broken: before the weights are read, which may take minutes."""
     for selection in selections:
@@ -60,7 +83,7 @@ def import_chosen(selections: Sequence[GroupSelection]) -> None:
 def _names(config: ResolvedConfig) -> Mapping[str, str | None]:
     """By setting."""
     return {
-        "attention_backend": config.attention_backend,
+        _FOR_ALL: config.attention_backend,
         "prefill_attention_backend": config.prefill_attention_backend,
         "decode_attention_backend": config.decode_attention_backend,
     }
@@ -69,4 +92,4 @@ def _names(config: ResolvedConfig) -> Mapping[str, str | None]:
 def _setting_for(config: ResolvedConfig, work: Work) -> str:
     """The setting that says who serves a kind of rows."""
     own = "prefill_attention_backend" if work is Work.PREFILL else "decode_attention_backend"
-    return "attention_backend" if _names(config)[own] is None else own
+    return _FOR_ALL if _names(config)[own] is None else own
