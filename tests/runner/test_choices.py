@@ -13,9 +13,9 @@ import torch
 from sightline.attention import capability
 from sightline.attention.backends import registry
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.capability import FEW_ROWS, Work
+from sightline.attention.capability import ANY, FEW_ROWS, Capability, Ranks, Work
 from sightline.attention.selection import Candidate
-from sightline.attention.spec import LayerGroup, SoftmaxSpec, group_layers
+from sightline.attention.spec import Feature, LayerGroup, SoftmaxSpec, group_layers
 from sightline.core import resolution
 from sightline.core.config import EngineConfig
 from sightline.core.device import Device, DeviceKind, detect_device
@@ -76,6 +76,45 @@ def test_a_name_that_serves_nothing_is_told_with_the_reason() -> None:
     ]
 
 
+def row_of(name: str, **changes: Any) -> Capability:
+    """The first row of a backend, changed."""
+    return replace(registry.find(name, BUILT_IN).rows()[0], **changes)
+
+
+def fake(name: str, *rows: Capability) -> Candidate:
+    return replace(registry.find("torch", BUILT_IN), name=name, rows=lambda: rows)
+
+
+def test_each_groups_reason_is_told_where_they_differ() -> None:
+    groups = group_layers([SPEC, replace(SPEC, window=8), replace(SPEC, head_dim=32)])
+    causal = fake("causal", row_of("torch", features=frozenset(), page_sizes=frozenset({3})))
+    windowed = fake("windowed", row_of("torch", features=frozenset({Feature.WINDOW}), page_sizes=frozenset({3})))
+    candidates = [causal, windowed, *BUILT_IN]
+    assert told_of(candidates, groups, attention_backend="causal,windowed,torch") == [
+        "attention_backend: causal serves nothing: group0, group2: does not list page size 16; "
+        "group1: does not list page size 16, lacks window (leave it out)",
+        "attention_backend: windowed serves nothing: does not list page size 16 (leave it out)",
+    ]
+
+
+def test_what_serves_one_group_of_two_is_not_told() -> None:
+    groups = group_layers([SPEC, replace(SPEC, window=8)])
+    causal = fake("causal", row_of("torch", features=frozenset()))
+    assert told_of([causal, *BUILT_IN], groups, attention_backend="causal,torch") == []
+
+
+def test_each_kinds_reason_is_told_where_they_differ() -> None:
+    candidates = [
+        fake("slow", row_of("torch")),
+        fake("first", row_of("torch", ranks=Ranks(prefill=1))),
+        fake("second", row_of("torch", ranks=Ranks(few=1))),
+    ]
+    assert told_of(candidates, GROUPS, max_num_seqs=1, attention_backend="slow,first,second") == [
+        "attention_backend: slow serves nothing: first is faster at prefill; second is faster at decode of one row "
+        "(leave it out)"
+    ]
+
+
 def test_a_setting_that_two_others_leave_nothing_to_is_told() -> None:
     settings: dict[str, Any] = {"prefill_attention_backend": "reference", "decode_attention_backend": "reference"}
     assert told(attention_backend="torch", **settings) == [
@@ -90,6 +129,32 @@ def test_a_card_that_no_kernel_lists_is_told(compute_capability: tuple[int, int]
     assert entry.startswith("attention backend: prefill, decode, decode of few rows, decode of one row of group0 is ")
     assert f"triton: does not list compute capability {compute_capability}" in entry
     assert "or ask for torch by name" in entry
+
+
+def test_kernels_that_kinds_of_rows_go_without_are_told_of_each_kind() -> None:
+    kernels = row_of("triton", page_sizes=frozenset({3}))
+    portable = row_of("torch", dtypes=frozenset({torch.bfloat16}), cache_dtypes=ANY)
+    candidates = [
+        fake("prefills", replace(kernels, ranks=Ranks(prefill=2))),
+        fake("decodes", replace(kernels, ranks=Ranks(few=2))),
+        fake("portable", portable),
+        fake("fewer", replace(portable, ranks=Ranks(few=1))),
+    ]
+    lacking = "does not list page size 16"
+    assert told_of(candidates[:3], GROUPS, card(9, 0), max_num_seqs=1, page_size=16) == [
+        "attention backend: prefill, decode of one row of group0 is served by portable, which has no kernels for this "
+        f"device alone; prefills: {lacking}; decodes: {lacking} (mend what they say, or ask for portable by name)"
+    ]
+    first, second = told_of(candidates, GROUPS, card(9, 0), max_num_seqs=1, page_size=16)
+    assert first.startswith("attention backend: prefill of group0 is served by portable, ")
+    assert f"alone; prefills: {lacking} (mend" in first
+    assert second.startswith("attention backend: decode of one row of group0 is served by fewer, ")
+    assert f"alone; decodes: {lacking} (mend" in second
+
+
+def test_a_kernel_for_the_card_that_serves_in_place_of_a_faster_one_is_not_told() -> None:
+    faster = fake("faster", row_of("triton", ranks=Ranks(999, 999, 999), page_sizes=frozenset({3})))
+    assert told_of([faster, *BUILT_IN], GROUPS, card(9, 0)) == []
 
 
 def test_a_cache_that_no_kernel_reads_on_a_card_is_told() -> None:

@@ -37,32 +37,28 @@ def tell_choices(
 ) -> None:
     """What was asked for and serves nothing; and what no kernel for the device serves, though there are some."""
     for setting, names in _names(config).items():
-        chosen = [
-            each
-            for selection in selections
-            for work, each in selection.items()
-            if _setting_for(config, work) == setting
-        ]
-        serving = {each.candidate.name for each in chosen}
+        chosen = {
+            group.name: [each for work, each in selection.items() if _setting_for(config, work) == setting]
+            for group, selection in zip(groups, selections, strict=True)
+        }
+        serving = {each.candidate.name for of_group in chosen.values() for each in of_group}
         for name in () if names is None else registry.names_in(names):
             if name not in serving:
-                reasons = "; ".join(dict(chosen[0].refused)[name]) if chosen else _nothing_to_serve(config, setting)
+                reasons = _why_not(name, chosen) if serving else _nothing_to_serve(config, setting)
                 ledger.record(setting, f"{name} serves nothing: {reasons}", "leave it out")
     for group, selection in zip(groups, selections, strict=True):
-        slow = {
-            work: each
-            for work, each in selection.items()
-            if each.forgone and each.capability.compute_capabilities is ANY
-        }
-        if slow:
-            kinds, first = ", ".join(work.value for work in slow), next(iter(slow.values()))
-            others = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in first.forgone)
-            ledger.record(
-                "attention backend",
-                f"{kinds} of {group.name} is served by {first.candidate.name}, which has no kernels for this device "
-                f"alone; {others}",
-                f"mend what they say, or ask for {first.candidate.name} by name",
-            )
+        _tell_slow(group, selection, ledger)
+
+
+def _why_not(name: str, chosen: Mapping[str, Sequence[Selection]]) -> str:
+    """The reasons of every group, by its name; said once where all have the same."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for group, selections in chosen.items():
+        reasons = dict.fromkeys(reason for each in selections for reason in dict(each.refused)[name])
+        groups.setdefault(tuple(reasons), []).append(group)
+    if len(groups) == 1:
+        return "; ".join(*groups)
+    return "; ".join(f"{', '.join(names)}: {', '.join(reasons)}" for reasons, names in groups.items())
 
 
 def _nothing_to_serve(config: ResolvedConfig, setting: str) -> str:
@@ -71,6 +67,22 @@ def _nothing_to_serve(config: ResolvedConfig, setting: str) -> str:
         return "without a cache no row decodes"
     deciding = dict.fromkeys(_setting_for(config, work) for work in works_of(config))
     return f"{' and '.join(deciding)} decide{'s' if len(deciding) == 1 else ''} who does"
+
+
+def _tell_slow(group: LayerGroup, selection: GroupSelection, ledger: Ledger) -> None:
+    slow: dict[str, dict[Work, Selection]] = {}
+    for work, each in selection.items():
+        if each.forgone and each.capability.compute_capabilities is ANY:
+            slow.setdefault(each.candidate.name, {})[work] = each
+    for name, served in slow.items():
+        forgone = dict(refused for each in served.values() for refused in each.forgone)
+        others = "; ".join(f"{other}: {', '.join(reasons)}" for other, reasons in forgone.items())
+        ledger.record(
+            "attention backend",
+            f"{', '.join(work.value for work in served)} of {group.name} is served by {name}, which has no kernels for "
+            f"this device alone; {others}",
+            f"mend what they say, or ask for {name} by name",
+        )
 
 
 def import_chosen(selections: Sequence[GroupSelection]) -> None:
