@@ -198,6 +198,15 @@ def test_an_explicit_choice_is_never_replaced_and_the_error_names_every_backend(
     assert text.endswith("\n  not asked for: able\nAsk for able, or for none by name.")
 
 
+def test_an_error_suggests_none_that_serves_only_by_name_and_does_not_read_its_rows() -> None:
+    def broken() -> tuple[Capability, ...]:
+        raise ConfigError("another package would have to be imported")
+
+    foreign = replace(candidate("foreign", by_default=False), rows=broken)
+    text = refusal_text([candidate("asked"), candidate("able", ROW), foreign], NEED, "asked")
+    assert text.endswith("\n  not asked for: able, foreign\nAsk for able, or for none by name.")
+
+
 def test_the_nearest_to_an_explicit_choice_is_that_choice() -> None:
     candidates = [candidate("unable", replace(ROW, features=frozenset({Feature.LSE}))), candidate("asked", ROW)]
     text = refusal_text(candidates, replace(NEED, spec=replace(PLAIN, window=4)), "asked")
@@ -211,6 +220,14 @@ def test_what_another_setting_would_mend_is_nearer_than_what_another_machine_wou
     gone = candidate("gone", replace(ROW, package="a_package_that_is_not_there"))
     other = replace(ROW, page_sizes=frozenset({3}), head_dims=frozenset({8}))
     assert "The nearest is here:" in refusal_text([gone, candidate("here", other)], NEED)
+
+
+def test_what_another_setting_would_mend_is_nearer_than_another_kind_of_attention() -> None:
+    latent = replace(ROW, spec_kinds=frozenset({SpecKind.LATENT}))
+    other = replace(ROW, page_sizes=frozenset({3}), head_dims=frozenset({8}))
+    assert "The nearest is here:" in refusal_text([candidate("latent", latent), candidate("here", other)], NEED)
+    text = refusal_text([candidate("both", latent, other)], NEED)
+    assert "  both: does not list head dimension 64; does not list page size 16\n" in text
 
 
 def test_of_rows_as_near_as_each_other_the_reasons_are_those_of_the_one_that_computes_so() -> None:
@@ -230,6 +247,17 @@ def test_faster_kernels_for_such_devices_that_do_not_serve_are_told_apart() -> N
     assert selection.candidate.name == "portable"
     assert [name for name, _ in selection.forgone] == ["fast"]
     assert select([candidate("fast", fast), candidate("here", ROW)], NEED).forgone == ()
+
+
+def test_kernels_that_a_choice_goes_without_are_those_of_a_higher_rank_than_its_own() -> None:
+    def ranked(rank: int, **changes: Any) -> Capability:
+        return replace(ROW, ranks=Ranks(prefill=rank), **changes)
+
+    elsewhere = frozenset({64})
+    others = [candidate(f"rank{rank}", ranked(rank, page_sizes=elsewhere)) for rank in (1, 2, 3)]
+    selection = select([*others, candidate("chosen", ranked(2))], NEED)
+    assert selection.candidate.name == "chosen"
+    assert selection.forgone == (("rank3", ("does not list page size 16",)),)
 
 
 def test_an_unknown_choice_lists_the_known_ones() -> None:
@@ -257,7 +285,10 @@ def test_a_backend_of_several_rows_gives_the_reasons_of_the_nearest_row() -> Non
 
 
 def test_a_backend_without_rows_says_so() -> None:
-    assert "  empty: declares no capability\n" in refusal_text([candidate("empty")], NEED)
+    far = replace(ROW, page_sizes=frozenset({3}), head_dims=frozenset({8}))
+    text = refusal_text([candidate("empty"), candidate("far", far)], NEED)
+    assert "  empty: declares no capability\n" in text
+    assert "The nearest is far:" in text
 
 
 @pytest.mark.parametrize("feature", FEATURED)
@@ -275,6 +306,11 @@ def test_a_missing_package_is_named() -> None:
     assert "  gone: package a_package_that_is_not_there is not installed\n" in refusal_text([gone], NEED)
     told = replace(gone, brings="speed; pip install it")
     assert "is not installed (it brings speed; pip install it)\n" in refusal_text([told], NEED)
+
+
+def test_what_a_package_brings_is_not_told_where_it_is_there() -> None:
+    there = replace(candidate("there", replace(ROW, package="torch")), brings="speed; pip install it")
+    assert "  there: does not list page size 32\n" in refusal_text([there], replace(NEED, page_size=32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

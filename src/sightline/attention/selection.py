@@ -12,7 +12,6 @@ from typing import Any
 
 from sightline.attention.capability import (
     Capability,
-    HostLengths,
     Requirement,
     Work,
     device_refusals,
@@ -74,7 +73,7 @@ class Selection:
     capability: Capability
     refused: tuple[Refused, ...]
     """Every backend that was not chosen."""
-    forgone: tuple[Refused, ...] = ()
+    forgone: tuple[Refused, ...]
     """Those of them that have kernels for such devices and rows, of a higher rank, which do not serve the need."""
 
 
@@ -92,98 +91,80 @@ def select_backend(
     offer: Offer, need: Requirement, group: str, doubt: Doubt = no_doubt, work: Work = Work.PREFILL
 ) -> Selection:
     """The highest in rank of those that serve the need, the first of equals; else an error with every reason."""
-    matches = [match_backend(candidate, need, work, doubt) for candidate in offer.candidates]
-    fitting = [match for match in matches if not match.reasons]
-    refused = [match for match in matches if match.reasons]
+    found = [(candidate, serving_row(candidate, need, work, doubt)) for candidate in offer.candidates]
+    fitting = [(candidate, row, row.ranks.of(work)) for candidate, row in found if row is not None]
+    misses = [nearest_miss(candidate, need, work, doubt) for candidate, row in found if row is None]
     if not fitting:
         # Rows of those that serve only by name may be in packages that would have to be imported.
         others = [each for each in offer.passed_over if each.by_default]
-        would = [each.name for each in others if not match_backend(each, need, work, doubt).reasons]
-        raise NoBackendError(_no_backend_text(offer, need, group, work, refused, would))
-    chosen = max(fitting, key=lambda match: match.rank)
+        would = [each.name for each in others if serving_row(each, need, work, doubt) is not None]
+        raise NoBackendError(_no_backend_text(offer, need, group, work, misses, would))
+    chosen, capability, highest = max(fitting, key=lambda fit: fit[2])
     behind = [
-        (match.name, (f"{chosen.name} {'comes first' if match.rank == chosen.rank else f'is faster at {work.value}'}",))
-        for match in fitting
-        if match is not chosen
+        (candidate.name, (f"{chosen.name} {'comes first' if rank == highest else f'is faster at {work.value}'}",))
+        for candidate, _, rank in fitting
+        if candidate is not chosen
     ]
     return Selection(
-        chosen.candidate,
-        chosen.row,
-        (*(match.told for match in refused), *behind, *offer.not_asked),
-        tuple(match.told for match in refused if match.is_for_such and match.rank > chosen.rank),
+        chosen,
+        capability,
+        (*(miss.told for miss in misses), *behind, *offer.not_asked),
+        tuple(miss.told for miss in misses if miss.is_for_such and miss.rank > highest),
     )
 
 
-_NO_ROW = Capability(
-    spec_kinds=frozenset(),
-    devices=frozenset(),
-    compute_capabilities=frozenset(),
-    dtypes=frozenset(),
-    cache_dtypes=frozenset(),
-    head_dims=frozenset(),
-    group_sizes=frozenset(),
-    page_sizes=frozenset(),
-    features=frozenset(),
-    host_lengths=HostLengths.BOUND,
-)
-"""Of a backend that declares none."""
-
-
 @dataclass(frozen=True)
-class Match:
-    """A backend's row that serves a need, the highest in rank of several; or the one that comes nearest to it."""
+class Miss:
+    """Why a backend does not serve a need, told of the row that comes nearest to it."""
 
-    candidate: Candidate
-    row: Capability
+    name: str
     reasons: tuple[str, ...]
-    """Why it does not serve; empty where it does."""
     distance: tuple[int, int, bool]
     """Reasons that only another machine, package or backend would mend, all reasons, and whether the dtype is one."""
     is_for_such: bool
     """The row is for such devices and attention."""
     rank: int
-
-    @property
-    def name(self) -> str:
-        return self.candidate.name
+    gain: str
+    """Where a package is missing, what it would bring, and how to get it."""
 
     @property
     def told(self) -> Refused:
         return self.name, self.reasons
 
-    @property
-    def gain(self) -> str:
-        """Where a package is missing, what it would bring, and how to get it."""
-        return f" (it brings {self.candidate.brings})" if lacks_package(self.row) and self.candidate.brings else ""
+
+def serving_row(candidate: Candidate, need: Requirement, work: Work, doubt: Doubt = no_doubt) -> Capability | None:
+    """The row of a backend that serves the need, the highest in rank of several; None where none does."""
+    rows = [row for row in candidate.rows() if not _reasons(candidate, row, need, doubt)]
+    return max(rows, key=lambda row: row.ranks.of(work), default=None)
 
 
-def match_backend(candidate: Candidate, need: Requirement, work: Work, doubt: Doubt = no_doubt) -> Match:
-    """The row of a backend that would serve the need, or the one that comes nearest."""
-    matches = [_match_row(candidate, row, need, doubt, work) for row in candidate.rows()]
-    fitting = [match for match in matches if not match.reasons]
-    if fitting:
-        return max(fitting, key=lambda match: match.rank)
-    if matches:
-        return min(matches, key=lambda match: match.distance)
-    return Match(candidate, _NO_ROW, ("declares no capability",), (1, 1, True), is_for_such=False, rank=0)
+def nearest_miss(candidate: Candidate, need: Requirement, work: Work, doubt: Doubt = no_doubt) -> Miss:
+    """Of a backend that does not serve the need."""
+    misses = [_miss(candidate, row, need, work, doubt) for row in candidate.rows()]
+    declares_none = Miss(candidate.name, ("declares no capability",), (1, 1, True), is_for_such=False, rank=0, gain="")
+    return min(misses, key=lambda miss: miss.distance, default=declares_none)
 
 
-def _match_row(candidate: Candidate, row: Capability, need: Requirement, doubt: Doubt, work: Work) -> Match:
-    reasons = refusals(row, need) or doubt(candidate, row, need)
+def _miss(candidate: Candidate, row: Capability, need: Requirement, work: Work, doubt: Doubt) -> Miss:
+    reasons = _reasons(candidate, row, need, doubt)
     has_kind = need.spec.kind in row.spec_kinds
     hard = len(device_refusals(row, need.device)) + (not has_kind)
-    return Match(
-        candidate,
-        row,
+    return Miss(
+        candidate.name,
         reasons,
         (hard, len(reasons), need.dtype not in row.dtypes),
         is_for_such=has_kind and need.device.kind in row.devices,
         rank=row.ranks.of(work),
+        gain=f" (it brings {candidate.brings})" if lacks_package(row) and candidate.brings else "",
     )
 
 
+def _reasons(candidate: Candidate, row: Capability, need: Requirement, doubt: Doubt) -> tuple[str, ...]:
+    return refusals(row, need) or doubt(candidate, row, need)
+
+
 def _no_backend_text(
-    offer: Offer, need: Requirement, group: str, work: Work, refused: Sequence[Match], would: Sequence[str]
+    offer: Offer, need: Requirement, group: str, work: Work, misses: Sequence[Miss], would: Sequence[str]
 ) -> str:
     wanted = ", ".join(sorted(feature.value for feature in need.features)) or "no special feature"
     lines = [
@@ -191,15 +172,15 @@ def _no_backend_text(
         f"a cache in {need.cache_dtype}, head dimension {need.spec.head_dim}, page size {need.page_size}, "
         f"{need.device.kind.value}), got none:"
     ]
-    lines += [f"  {match.name}: {'; '.join(match.reasons)}{match.gain}" for match in refused]
+    lines += [f"  {miss.name}: {'; '.join(miss.reasons)}{miss.gain}" for miss in misses]
     if offer.asked is None:
         lines += [f"  {name}: {reason}" for name, (reason,) in offer.not_asked]
     elif offer.passed_over:
         lines.append(f"  not asked for: {', '.join(each.name for each in offer.passed_over)}")
     if would:
         lines.append(f"Ask for {' or '.join(would)}, or for none by name.")
-    elif refused:
-        nearest = min(refused, key=lambda match: match.distance)
+    elif misses:
+        nearest = min(misses, key=lambda miss: miss.distance)
         lines.append(f"The nearest is {nearest.name}: mend what it says, or choose another device or dtype.")
     else:
         lines.append("Ask for one of them by name.")

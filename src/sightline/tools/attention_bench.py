@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sightline.attention.selection import Candidate, match_backend
+from sightline.attention.selection import Candidate, nearest_miss, serving_row
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.tools.attention_bench_contenders import Contender, Origin, build_ours, requirement, selected, work_of
 from sightline.tools.attention_bench_data import ShapeData, build_data, count_layers, pool_bytes
@@ -159,10 +159,12 @@ def measure_shape(shape: Shape, entrants: Field, rates: Rates) -> ShapeResult:
 
 def _enter_ours(candidate: Candidate, data: ShapeData, between: Between) -> _Entry:
     blank = ContenderResult(candidate.name, Origin.OURS, State.RIGHT)
-    match = match_backend(candidate, requirement(data.shape, data.device), work_of(data.shape))
-    if match.reasons:
-        return _Entry(replace(blank, state=State.SKIPPED, detail="; ".join(match.reasons)))
-    return _try(blank, lambda: build_ours(candidate, match.row, data), data, between)
+    need, work = requirement(data.shape, data.device), work_of(data.shape)
+    row = serving_row(candidate, need, work)
+    if row is None:
+        detail = "; ".join(nearest_miss(candidate, need, work).reasons)
+        return _Entry(replace(blank, state=State.SKIPPED, detail=detail))
+    return _try(blank, lambda: build_ours(candidate, row, data), data, between)
 
 
 def _enter_peer(peer: AttentionPeer, data: ShapeData, between: Between) -> _Entry:

@@ -195,7 +195,7 @@ def _build(load: Load) -> Engine:
     )
     groups = group_layers(_SPECS)
     candidate = Candidate.of("none", _NoAttention, "sightline", by_default=False)
-    selection = dict.fromkeys(Work, Selection(candidate, _NoAttention.capabilities[0], ()))
+    selection = dict.fromkeys(Work, Selection(candidate, _NoAttention.capabilities[0], refused=(), forgone=()))
     store = make_store(config, groups)
     runtime = assemble_runtime(config, _NoDefinition(), _NoModel(), groups, [selection] * len(groups), store)
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger())

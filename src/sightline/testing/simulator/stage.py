@@ -96,7 +96,7 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
             # What was never written is no number, and the same in every run.
             pool.plane(plane.name).fill_(torch.nan)
     candidate = Candidate.of("reading", ReadingBackend, "sightline", by_default=False)
-    selection = dict.fromkeys(Work, Selection(candidate, ReadingBackend.capabilities[0], ()))
+    selection = dict.fromkeys(Work, Selection(candidate, ReadingBackend.capabilities[0], refused=(), forgone=()))
     model = ReadingModel(faults, watch)
     runtime = assemble_runtime(config, definition, model, groups, [selection] * len(groups), store)
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock)
