@@ -13,9 +13,11 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from sightline.attention.backends import registry
 from sightline.attention.backends.registry import find, installed
 from sightline.attention.backends.torch_backend import TorchBackend
 from sightline.attention.proof import Coverage, Proof, ProofBook, utc_now
+from sightline.attention.spec import SpecKind
 from sightline.cache.table import PageTable
 from sightline.cli import app
 from sightline.core.config import Quantization
@@ -249,10 +251,48 @@ def test_conformance_of_what_cannot_be_tried_here_is_no_success(monkeypatch: pyt
     assert "runs on cuda, not cpu" in result.stdout
 
 
+def test_conformance_needs_a_tried_row_of_every_backend_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, proofs: Path
+) -> None:
+    named = ["--backend", "reference", "--backend", "triton", "--backend", "triton-latent"]
+    result = conformance(monkeypatch, PASSING, *named)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "asked for by name and not tried: triton, triton-latent"
+    assert "reference · float32+bfloat16+float16 on cpu: 1 passed" in result.stdout
+    assert json.loads(conformance(monkeypatch, PASSING, *named, "--json").stdout)["untried"] == [
+        "triton",
+        "triton-latent",
+    ]
+    assert conformance(monkeypatch, PASSING, "--backend", "reference", "--backend", "torch").exit_code == 0
+
+
+def test_conformance_of_all_backends_needs_no_row_of_each(monkeypatch: pytest.MonkeyPatch, proofs: Path) -> None:
+    result = conformance(monkeypatch, PASSING)
+    assert result.exit_code == 0
+    assert "triton · " in result.stdout
+    assert "asked for by name" not in result.stdout
+
+
 def test_conformance_by_a_check_of_another_kind_of_attention_is_no_success(proofs: Path) -> None:
     result = CliRunner().invoke(app, ["conformance", "--device", "cpu", "--backend", "torch", "--check", "heads"])
     assert result.exit_code == 1
     assert "nothing was tried" in result.stdout
+    assert result.stdout.splitlines()[-1] == "asked for by name and not tried: torch, heads"
+
+
+@pytest.mark.parametrize("checks", [["ways"], ["ways", "ground"]], ids=" ".join)
+def test_conformance_by_a_check_that_no_row_has_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, proofs: Path, checks: list[str]
+) -> None:
+    ways = Check("ways", "there are ways", passes, kinds=frozenset({SpecKind.LATENT}))
+    softmax = tuple(each for each in registry.BUILT_IN if not each.name.endswith("-latent"))
+    monkeypatch.setattr(registry, "installed", lambda: softmax)
+    result = conformance(monkeypatch, (*PASSING, ways), *(word for name in checks for word in ("--check", name)))
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "asked for by name and not tried: ways"
+    assert ("nothing was tried" in result.stdout) == (checks == ["ways"])
+    for others in (["--check", "ground"], ["--backend", "torch"]):
+        assert conformance(monkeypatch, (*PASSING, ways), *others).exit_code == 0
 
 
 def test_conformance_says_that_a_quick_run_proves_nothing(monkeypatch: pytest.MonkeyPatch, proofs: Path) -> None:

@@ -59,7 +59,8 @@ def conformance(
 ) -> None:
     """Try attention backends against the oracle, row by row; a full run that passes is kept as a proof.
 
-    Fails where any check fails. `--require-proof` of the other commands asks for the proofs.
+    Fails where any check fails, and where a backend or a check that is named could not be tried at all.
+    `--require-proof` of the other commands asks for the proofs.
     """
     from sightline.attention.proof import ProofBook
     from sightline.core.environment import proof_folder
@@ -79,8 +80,7 @@ def conformance(
         jobs=jobs,
     )
     click.echo(json.dumps(report.to_data(), indent=2) if as_json else "\n".join(_lines(report, verbose=verbose)))
-    # What was asked for by name and could not be tried is no success.
-    sys.exit(1 if report.failed or ((backends or names) and not report.tried) else 0)
+    sys.exit(1 if report.failed or report.untried else 0)
 
 
 def _watch_in_turn() -> Watch:
@@ -115,6 +115,8 @@ def _lines(report: ConformanceReport, *, verbose: bool) -> Iterator[str]:
         yield from _outcome_lines(report, outcome, verbose=verbose)
     if not report.tried:
         yield "nothing was tried, so that nothing is proven"
+    if report.untried:
+        yield f"asked for by name and not tried: {', '.join(report.untried)}"
 
 
 def _outcome_lines(report: ConformanceReport, outcome: Outcome, *, verbose: bool) -> Iterator[str]:

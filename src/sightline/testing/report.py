@@ -68,6 +68,8 @@ class ConformanceReport:
     proves: dict[str, str]
     """What each check proves, by name."""
     outcomes: tuple[Outcome, ...]
+    named: tuple[str, ...]
+    """Backends that were asked for; none where all that are installed were."""
 
     @property
     def failed(self) -> bool:
@@ -77,9 +79,21 @@ class ConformanceReport:
         )
 
     @property
-    def tried(self) -> bool:
-        """True where anything could be."""
-        return any(isinstance(outcome, TriedRow) and outcome.report.results for outcome in self.outcomes)
+    def tried(self) -> tuple[TriedRow, ...]:
+        """Rows that had a check to try."""
+        rows = [outcome for outcome in self.outcomes if isinstance(outcome, TriedRow)]
+        return tuple(row for row in rows if row.report.results)
+
+    @property
+    def untried(self) -> tuple[str, ...]:
+        """Backends, then checks, that were asked for by name and that no row was tried of: that is no success."""
+        backends = {row.backend for row in self.tried}
+        checks = {result.check for row in self.tried for result in row.report.results}
+        named_checks = () if self.is_whole else self.proves
+        return (
+            *(name for name in self.named if name not in backends),
+            *(name for name in named_checks if name not in checks),
+        )
 
     def to_data(self) -> dict[str, Any]:
         """In terms of JSON."""
@@ -88,6 +102,7 @@ class ConformanceReport:
             "device": device | {"compute_capability": self.device.compute_capability},
             "effort": self.effort.value,
             "failed": self.failed,
+            "untried": list(self.untried),
             "rows": [self._outcome_data(outcome) for outcome in self.outcomes],
         }
 
@@ -160,7 +175,7 @@ def run_conformance(
             else:
                 outcomes.append(row)
     proves = {check.name: check.proves for check in tried}
-    return ConformanceReport(target, effort, not only, proves, tuple(outcomes))
+    return ConformanceReport(target, effort, not only, proves, tuple(outcomes), tuple(dict.fromkeys(backends)))
 
 
 def _chosen(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
