@@ -24,8 +24,8 @@ if command -v compute-sanitizer > /dev/null; then
     tests/kernels/test_triton_decode.py tests/kernels/test_triton_latent_decode.py \
     tests/kernels/test_triton_project.py tests/kernels/test_triton_merge.py
 fi
-declare -A needs=([triton]=triton [flashinfer]=flashinfer [torch]=torch [flash_attention]=flash_attn.cute)
-for library in triton flashinfer torch flash_attention; do
+declare -A needs=([triton]=triton [flashinfer]=flashinfer [torch]=torch [reference]=torch [flash_attention]=flash_attn.cute)
+for library in triton flashinfer torch reference flash_attention; do
   is_there "${needs[$library]}" || { echo "kit-$library: not installed"; continue; }
   part "kit-$library" python3 -m sightline conformance --device cuda --jobs "$jobs" \
     --backend $library --backend $library-latent

@@ -280,6 +280,14 @@ def test_conformance_by_a_check_of_another_kind_of_attention_is_no_success(proof
     assert result.stdout.splitlines()[-1] == "asked for by name and not tried: torch, heads"
 
 
+def test_conformance_by_a_check_that_is_excused_everywhere_is_no_success(proofs: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["conformance", "--device", "cpu", "--backend", "torch-latent", "--check", "window"]
+    )
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "asked for by name and not tried: torch-latent, window"
+
+
 @pytest.mark.parametrize("checks", [["ways"], ["ways", "ground"]], ids=" ".join)
 def test_conformance_by_a_check_that_no_row_has_is_no_success(
     monkeypatch: pytest.MonkeyPatch, proofs: Path, checks: list[str]

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from sightline import LLM, SamplingParams
+from sightline.core.config import EngineConfig
 from sightline.core.errors import DeviceFaultError
 from sightline.core.request import Terms
+from sightline.server import worker
 from sightline.server.channel import Channel, FrontEndGoneError
 from sightline.server.generating_loop import Worker
 from sightline.server.protocol import (
@@ -22,8 +24,10 @@ from sightline.server.protocol import (
     Accepted,
     Cancel,
     Command,
+    Configure,
     Delta,
     Ended,
+    Failed,
     Probe,
     Progress,
     ProtocolError,
@@ -34,7 +38,7 @@ from sightline.server.protocol import (
     command_codec,
     report_codec,
 )
-from sightline.server.worker import model_name, work
+from sightline.server.worker import model_name
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
@@ -205,12 +209,22 @@ def test_a_model_is_called_by_the_last_part_of_its_path_or_by_its_id(tmp_path: P
     assert model_name(None).startswith("SmolLM2")
 
 
-def test_what_is_built_is_no_matter_of_garbage_collections() -> None:
+def test_what_is_built_is_no_matter_of_garbage_collections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     frozen: list[int] = []
-    try:
-        work(lambda: frozen.append(gc.get_freeze_count()))
-    finally:
-        gc.unfreeze()
+    loop = (Failed("nobody reads it"), lambda: frozen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(worker, "build", lambda config, channel: loop)
+    monkeypatch.setattr(worker, "log_as_json", lambda level=None: None)
+    monkeypatch.setattr(worker, "_end_soon", lambda: None)
+    path = str(tmp_path / "engine.sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        thread = Thread(target=worker.serve_engine, args=(path,))
+        thread.start()
+        with listener.accept()[0] as front_end:
+            front_end.sendall(command_codec().encode([Configure(EngineConfig(), "INFO")]))
+            thread.join(20)
+    gc.unfreeze()
     assert frozen[0] > 10_000
 
 

@@ -98,7 +98,7 @@ def measured(
     shapes: str, *candidates: Candidate, peers: tuple[AttentionPeer, ...] = (), max_pool_bytes: int | None = None
 ) -> AttentionReport:
     everybody = Field(CPU, candidates, (TORCH, TORCH_LATENT), peers, QUICK, max_pool_bytes)
-    return measure_attention(find_shapes(shapes.split(",")), everybody, lambda report, seconds: None)
+    return measure_attention(find_shapes(shapes.split(",")), everybody, lambda report, shape, seconds: None)
 
 
 def text_of(report: AttentionReport) -> str:

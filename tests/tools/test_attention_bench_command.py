@@ -117,8 +117,32 @@ def test_what_was_measured_is_kept_whatever_ends_the_run(
     assert told["is_interrupted"]
 
 
+def test_what_broke_is_on_disk_before_the_process_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved, names = tmp_path / "saved.json", ["tiny-gqa-3x21", "tiny-mla-3x21"]
+
+    def broken(shape: Shape, *rest: Any) -> Any:
+        raise RuntimeError("the device is sick") if shape.name == names[0] else SystemExit(9)
+
+    monkeypatch.setattr(attention_bench, "measure_shape", broken)
+    result = run("--shapes", ",".join(names), "--backends", "torch", "--json", str(saved))
+    assert result.exit_code == 9
+    assert "tiny-gqa-3x21: " in result.output
+    told = json.loads(saved.read_text())
+    assert "the device is sick" in told["broken_shapes"][names[0]]
+    assert told["skipped_shapes"] == {names[1]: "interrupted"}
+    assert [*tmp_path.iterdir()] == [saved]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's file that is always full")
+def test_a_file_that_cannot_be_written_costs_no_measurement() -> None:
+    result = run("--shapes", "tiny-gqa-3x21", "--backends", "torch", "--json", "/dev/full", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "could not write /dev/full" in " ".join(result.output.split())
+    assert "layer eager" in result.output
+
+
 def test_ctrl_c_while_a_result_is_told_keeps_it() -> None:
-    def interrupted(report: AttentionReport, seconds: float) -> None:
+    def interrupted(report: AttentionReport, shape: Shape, seconds: float) -> None:
         raise KeyboardInterrupt
 
     candidates = (registry.find("torch", registry.BUILT_IN),)
@@ -157,5 +181,5 @@ def test_tiny_shapes_are_right_on_a_gpu() -> None:
     candidates = tuple(candidate for candidate in registry.installed() if candidate.by_default)
     shapes = tuple(replace(shape, dtype=torch.bfloat16) for shape in find_shapes(["tiny"]))
     everybody = Field(device, candidates, candidates, (), QUICK)
-    report = measure_attention(shapes, everybody, lambda report, seconds: None)
+    report = measure_attention(shapes, everybody, lambda report, shape, seconds: None)
     assert not report.is_red, text_of(report)

@@ -79,8 +79,9 @@ def attention(
 ) -> None:
     """Time attention backends on fixed shapes, with the floor: the cache write and attention of one layer.
 
-    Each answer is compared with the oracle first. Exits with 1 where one is wrong, which then has no times, or nothing
-    could be measured. Ctrl-C ends it with what was measured by then, and 130.
+    Each answer is compared with the oracle first. Exits with 1 where one is wrong, which then has no times, where
+    nothing could be measured, and where a file could not be written. Ctrl-C ends it with what was measured by then,
+    and 130.
     """
     from sightline.attention.backends.registry import installed
     from sightline.core.device import detect_device
@@ -95,10 +96,11 @@ def attention(
         Field(found, _backends(backends), installed(), PEERS if peers else (), Effort(rounds)),
         partial(_say_shape, target),
     )
-    _tell(report, in_place=json_target == _STANDARD_OUTPUT, target=target, plot=plot)
+    is_saved = _tell(report, in_place=json_target == _STANDARD_OUTPUT, target=target, plot=plot)
     if not report.is_measured:
         notes.print("[yellow]nothing was measured: the table says why[/]")
-    sys.exit(_INTERRUPTED if report.is_interrupted else 1 if report.is_red or not report.is_measured else 0)
+    is_good = is_saved and report.is_measured and not report.is_red
+    sys.exit(_INTERRUPTED if report.is_interrupted else 0 if is_good else 1)
 
 
 def _shapes(names: list[str] | None, device: Device, *, sweep: bool) -> tuple[Shape, ...]:
@@ -120,19 +122,38 @@ def _backends(names: list[str] | None) -> tuple[Candidate, ...]:
     return tuple(find(name, candidates) for name in names)
 
 
-def _say_shape(target: Path | None, report: AttentionReport, seconds: float) -> None:
+def _say_shape(target: Path | None, report: AttentionReport, shape: Shape, seconds: float) -> None:
     from sightline.tools.attention_bench_report import one_line
 
-    notes.print(f"[dim]{escape(one_line(report.shapes[-1]))} ({seconds:.1f} s)[/]", soft_wrap=True)
+    unmeasured = {**report.skipped_shapes, **report.broken_shapes}
+    said = f"{shape.name}: {unmeasured[shape.name]}" if shape.name in unmeasured else one_line(report.shapes[-1])
+    notes.print(f"[dim]{escape(said)} ({seconds:.1f} s)[/]", soft_wrap=True)
     if target is not None:
-        target.write_text(_as_text(report))
+        _save(_as_text(report), target)
 
 
 def _as_text(report: AttentionReport) -> str:
     return json.dumps(report.to_data(), indent=2) + "\n"
 
 
-def _tell(report: AttentionReport, *, in_place: bool, target: Path | None, plot: Path | None) -> None:
+def _save(text: str, target: Path) -> bool:
+    """False where it cannot be written. What was there stays whole until all of it is."""
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text)
+            return True
+        place = target.resolve()
+        unfinished = place.with_name(f".{place.name}.unfinished")
+        unfinished.write_text(text)
+        unfinished.replace(place)
+    except OSError as error:
+        notes.print(f"[yellow]could not write {escape(str(target))}: {escape(str(error))}[/]")
+        return False
+    return True
+
+
+def _tell(report: AttentionReport, *, in_place: bool, target: Path | None, plot: Path | None) -> bool:
+    """False where a file could not be written."""
     from sightline.tools.attention_bench_plot import plot_report
     from sightline.tools.attention_bench_report import print_table
 
@@ -140,7 +161,6 @@ def _tell(report: AttentionReport, *, in_place: bool, target: Path | None, plot:
         click.echo(_as_text(report), nl=False)
     else:
         print_table(report)
-    if target is not None:
-        target.write_text(_as_text(report))
-    if plot is not None:
-        plot.write_text(plot_report(report))
+    is_saved = target is None or _save(_as_text(report), target)
+    is_drawn = plot is None or _save(plot_report(report), plot)
+    return is_saved and is_drawn

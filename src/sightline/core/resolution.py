@@ -91,7 +91,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     scratch_bytes = max(0, left) // SCRATCH_SHARE
     num_pages = 0
     if sizes.is_transient:
-        _tell_what_a_cache_would_need(config, ledger)
+        _tell_what_a_cache_would_need(config, facts, ledger)
         cache_dtype = dtype
     else:
         page = _Page(page_size, facts.cache_elements_per_token * cache_dtype.itemsize * page_size)
@@ -176,7 +176,7 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
     return capacity
 
 
-def _tell_what_a_cache_would_need(config: EngineConfig, ledger: Ledger) -> None:
+def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, ledger: Ledger) -> None:
     """Of an engine that has none."""
     asked = {
         "cache_tokens": config.cache_tokens,
@@ -188,7 +188,7 @@ def _tell_what_a_cache_would_need(config: EngineConfig, ledger: Ledger) -> None:
             ledger.record(
                 setting,
                 f"{value} changes nothing: texts are embedded without a cache",
-                "leave it out, or ask for prefix_caching",
+                "leave it out" if facts.takes_texts_whole else "leave it out, or ask for prefix_caching",
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,8 +14,12 @@ from sightline.cache.pools import CacheStore, Pool
 from sightline.core.batch import CAUSAL, Batch, Lengths, PoolRows, RowMask
 
 
-class RowWork(NamedTuple):
-    """What one row of a step computes."""
+@dataclass(eq=False, slots=True)
+class RowWork:
+    """What one row of a step computes.
+
+    Nobody sets its fields: it is made as often as `ScheduledRow`, and as that is.
+    """
 
     table_row: int
     tokens: Sequence[int]

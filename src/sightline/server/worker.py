@@ -102,25 +102,29 @@ def _end_soon() -> None:
 
 def serve_engine(path: str) -> int:
     """Connects to the front end at `path`, builds what it asks for, and works until told to stop."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(path)
-    channel = Channel(connection, _end_soon)
-    try:
-        match channel.take(wait=True):
-            case [Configure(config, log_level)]:
-                log_as_json(log_level)
-            case _:
-                logger.error("expected Configure first, got something else")
-                return 1
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
         try:
-            opened, run = build(config, channel)
-        except SightlineError as error:
-            channel.send([Failed(str(error))])
+            return _serve(Channel(connection, _end_soon))
+        except FrontEndGoneError:
+            logger.warning("the front end is gone; the engine process ends")
+    return 0
+
+
+def _serve(channel: Channel) -> int:
+    match channel.take(wait=True):
+        case [Configure(config, log_level)]:
+            log_as_json(log_level)
+        case _:
+            logger.error("expected Configure first, got something else")
             return 1
-        channel.send([opened])
-        work(run)
-    except FrontEndGoneError:
-        logger.warning("the front end is gone; the engine process ends")
+    try:
+        opened, run = build(config, channel)
+    except SightlineError as error:
+        channel.send([Failed(str(error))])
+        return 1
+    channel.send([opened])
+    work(run)
     return 0
 
 

@@ -87,8 +87,13 @@ class ConformanceReport:
     @property
     def untried(self) -> tuple[str, ...]:
         """Backends, then checks, that were asked for by name and that no row was tried of: that is no success."""
-        backends = {row.backend for row in self.tried}
-        checks = {result.check for row in self.tried for result in row.report.results}
+        done = [
+            (row.backend, result.check)
+            for row in self.tried
+            for result in row.report.results
+            if result.verdict is not Verdict.EXCUSED
+        ]
+        backends, checks = {backend for backend, _ in done}, {check for _, check in done}
         named_checks = () if self.is_whole else self.proves
         return (
             *(name for name in self.named if name not in backends),
@@ -145,8 +150,9 @@ def run_conformance(
 
     A full run that passes is recorded as a proof in `book`, the user's own by default; one that fails voids the proof
     that there was. A quick run, and one of `only` some checks, proves nothing; `checks` stand for the whole kit.
-    Above one, so many `jobs` are processes that try checks side by side, and the report is the same; `candidates` and
-    `checks` must then be made of what other processes can import.
+    Above one, so many `jobs` are processes that try checks side by side, and the report is the same, but for which of
+    several failing cases of a check is told; `candidates` and `checks` must then be made of what other processes can
+    import.
     """
     if jobs < 1:
         raise ConfigError(f"expected at least 1 job, got {jobs}; 1 tries one check after the other")

@@ -303,6 +303,10 @@ class Check:
     num_shares: int = 1
     """Into how many it can be cut: more than one where it asks the trial for its share of the cases."""
 
+    def __post_init__(self) -> None:
+        if self.num_shares < 1:
+            raise ValueError(f"expected a check of at least one share, got {self.num_shares} of {self.name}")
+
 
 def needs_feature(feature: Feature) -> Callable[[Subject], str | None]:
     """Excuses subjects that do not declare the feature, or whose kind of attention has no such thing."""

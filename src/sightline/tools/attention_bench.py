@@ -84,16 +84,16 @@ class _WrongAnswer(Exception):  # noqa: N818 - the name is the condition
 
 
 def measure_attention(
-    shapes: Sequence[Shape], entrants: Field, on_shape: Callable[[AttentionReport, float], None]
+    shapes: Sequence[Shape], entrants: Field, on_shape: Callable[[AttentionReport, Shape, float], None]
 ) -> AttentionReport:
-    """Every shape that fits into memory. `on_shape` is told of each the report as it is by then, and its seconds: a
-    process that dies at the next one has left that."""
+    """Every shape that fits into memory. `on_shape` is told of each, measured or not, the report as it is by then, and
+    its seconds: a process that dies at the next one has left that."""
     run = _Run(shapes, entrants)
     try:
         for shape in shapes:
             began = time.perf_counter()
-            if run.measure(shape):
-                on_shape(run.report(), time.perf_counter() - began)
+            run.measure(shape)
+            on_shape(run.report(), shape, time.perf_counter() - began)
     except KeyboardInterrupt:  # what was measured before it is still told
         pass
     return run.report()
@@ -116,20 +116,19 @@ class _Run:
         self._skipped: dict[str, str] = {}
         self._broken: dict[str, str] = {}
 
-    def measure(self, shape: Shape) -> bool:
-        """False where it could not be."""
+    def measure(self, shape: Shape) -> None:
         num_bytes = pool_bytes(shape, count_layers(shape, self._device))
         if num_bytes > self._limit:
             room = f"{num_bytes / 2**30:.1f} GiB of the {self._limit / 2**30:.1f} allowed"
             self._skipped[shape.name] = f"its cache takes {room}"
         else:
             try:
-                self._results.append(measure_shape(shape, self._entrants, self._rates))
+                result = measure_shape(shape, self._entrants, self._rates)
                 _release(self._device)
+                self._results.append(result)
             except RuntimeError as error:  # a device that failed, or is full: what was measured before is still told
                 self._broken[shape.name] = _told(error)
         self._left.remove(shape.name)
-        return shape.name not in {**self._skipped, **self._broken}
 
     def report(self) -> AttentionReport:
         return AttentionReport(
