@@ -111,7 +111,7 @@ class _Run:
         present = tuple(peer for peer in entrants.peers if peer.name not in self._missing)
         self._entrants = replace(entrants, peers=present)
         self._limit = entrants.max_pool_bytes or available_bytes(entrants.device) // 2
-        self._left = [shape.name for shape in shapes]
+        self._names = tuple(shape.name for shape in shapes)
         self._results: list[ShapeResult] = []
         self._skipped: dict[str, str] = {}
         self._broken: dict[str, str] = {}
@@ -128,18 +128,19 @@ class _Run:
                 self._results.append(result)
             except RuntimeError as error:  # a device that failed, or is full: what was measured before is still told
                 self._broken[shape.name] = _told(error)
-        self._left.remove(shape.name)
 
     def report(self) -> AttentionReport:
+        done = {result.shape.name for result in self._results} | self._skipped.keys() | self._broken.keys()
+        left = [name for name in self._names if name not in done]
         return AttentionReport(
             environment=self._environment,
             device=self._device.name,
             rates=self._rates,
             shapes=tuple(self._results),
-            skipped_shapes=self._skipped | dict.fromkeys(self._left, "interrupted"),
+            skipped_shapes=self._skipped | dict.fromkeys(left, "interrupted"),
             broken_shapes=dict(self._broken),
             missing_peers=self._missing,
-            is_interrupted=bool(self._left),
+            is_interrupted=bool(left),
             seconds=time.perf_counter() - self._started,
         )
 
