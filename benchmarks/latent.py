@@ -20,10 +20,11 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 from sightline.attention.contract import LatentInputs
 from sightline.attention.spec import LatentSpec
+from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
 from sightline.tools.floor import Machine, measure_machine
 

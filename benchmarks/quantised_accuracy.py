@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sightline import LLM
-from sightline.runner.batching import RowWork, assemble
+from sightline.core.batch import RowWork
+from sightline.runner.batching import assemble
 
 TEXT = """\
 The harbour was quiet when the first boats came in. Nets lay in heaps along the wall, and the smell of salt and diesel

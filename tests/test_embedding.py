@@ -27,6 +27,7 @@ from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError, RequestError, UnsupportedModelError
 from sightline.embedder import Embedder
 from sightline.embedding import TextEmbedder
+from support.forged import forged
 from support.tiny_bert import (
     CLS,
     POSITIONS,
@@ -175,7 +176,7 @@ def without_reading(plan: Plan) -> Plan:
 def without_context(batch: Batch) -> Batch:
     none = tuple(0 for _ in batch.rows)
     lengths = replace(batch.context_lens, host=none, bound=none, device=torch.zeros_like(batch.context_lens.device))
-    return replace(batch, context_lens=lengths)
+    return forged(batch, context_lens=lengths)
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sightline.cache.prefix import PrefixCache
-from sightline.core.batch import MaskKind
+from sightline.core.batch import MaskKind, RowWork
 from sightline.core.device import DeviceKind
 from sightline.core.errors import RequestError, UnsupportedModelError
 from sightline.core.request import EffectiveParams, Request, Terms, new_request_id
 from sightline.models.contract import EmbedderDefinition
 from sightline.models.loading.pooling import Pooling, PoolingKind
-from sightline.runner.batching import RowWork, assemble, assemble_transient
+from sightline.runner.batching import assemble, assemble_transient
 from sightline.runner.build import Runtime
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import ScheduledRow, SequenceState

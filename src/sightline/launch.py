@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sightline.core.batch import Batch
+from sightline.core.batch import Batch, RowWork
 from sightline.core.device import device_faults
 from sightline.core.errors import DeviceFaultError
 from sightline.live import LiveSequence
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime
 from sightline.runner.logprobs import TokenLogprobs, token_logprobs
 from sightline.runner.sampler import Chosen, RowSampling, choose
@@ -131,42 +131,46 @@ class Launcher:
 
     def _run(self, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> LaunchedStep:
         with device_faults():
-            work = [_work(row) for row, _ in members]
-            batch = assemble(work, self._runtime.store)
-            self._fill_in(batch, members, in_flight)
-            logits = self._runtime.runner.forward(self._runtime.planner.plan(batch))
-            ends = accumulate([row.num_logits for row in work])
-            completing = [(row, live, end) for (row, live), end in zip(members, ends, strict=True) if row.completes]
-            chosen_logits = logits
-            if len(completing) < logits.shape[0]:
-                chosen_logits = logits[[end - 1 for _, _, end in completing]]
-            sampling = tuple([live.sampling(row) for row, live, _ in completing])
-            chosen = choose(chosen_logits, sampling)
-        places = {row.sequence: place for place, (row, _, _) in enumerate(completing)}
-        return LaunchedStep(tuple(members), logits, places, chosen_logits, sampling, chosen)
-
-    def _fill_in(self, batch: Batch, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> None:
-        """Puts the tokens that steps in flight choose where the batch continues them; the host never sees them."""
-        if not in_flight:
-            return
-        ends = accumulate([row.num_tokens for row, _ in members])
-        unread = [(row.sequence, end - 1) for (row, _), end in zip(members, ends, strict=True) if _is_unread(row)]
-        for step in in_flight if unread else ():
-            found = [(place, step.places[sequence]) for sequence, place in unread if sequence in step.places]
-            if found:
-                places, sources = (torch.tensor(each, device=batch.tokens.device) for each in zip(*found, strict=True))
-                batch.tokens.index_copy_(0, places, step.chosen.tokens.index_select(0, sources))
+            batch = assemble([row_work(row) for row, _ in members], self._runtime.store)
+            planned = self._runtime.planner.plan(_filled(batch, members, in_flight))
+            logits = self._runtime.runner.forward(planned)
+            try:
+                return _chosen(members, logits)
+            except BaseException:
+                self._runtime.planner.take_back(planned)
+                raise
 
 
-def _is_unread(row: ScheduledRow) -> bool:
-    """True where its last token is on its way."""
-    return row.context_len + row.num_tokens > len(row.sequence.tokens)
+def _chosen(members: Sequence[Member], logits: Tensor) -> LaunchedStep:
+    """The step under way, with the next token of each row that completes chosen."""
+    ends = accumulate([row.num_logits for row, _ in members])
+    completing = [(row, live, end) for (row, live), end in zip(members, ends, strict=True) if row.completes]
+    chosen_logits = logits
+    if len(completing) < logits.shape[0]:
+        chosen_logits = logits[[end - 1 for _, _, end in completing]]
+    sampling = tuple([live.sampling(row) for row, live, _ in completing])
+    chosen = choose(chosen_logits, sampling)
+    places = {row.sequence: place for place, (row, _, _) in enumerate(completing)}
+    return LaunchedStep(tuple(members), logits, places, chosen_logits, sampling, chosen)
 
 
-def _work(row: ScheduledRow) -> RowWork:
+def _filled(batch: Batch, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Batch:
+    """The batch with the tokens that steps in flight choose, where it continues them; the host never sees them."""
+    if not batch.pending:
+        return batch
+    ends = accumulate([row.num_tokens for row, _ in members])
+    unread = [(row.sequence, end - 1) for (row, _), end in zip(members, ends, strict=True) if end - 1 in batch.pending]
+    for step in in_flight:
+        found = [(place, step.places[sequence]) for sequence, place in unread if sequence in step.places]
+        if found:
+            host_places, host_sources = zip(*found, strict=True)
+            places, sources = (torch.tensor(each, device=batch.device) for each in (host_places, host_sources))
+            batch = batch.filled(places, step.chosen.tokens.index_select(0, sources), host_places)
+    return batch
+
+
+def row_work(row: ScheduledRow) -> RowWork:
+    """What a scheduled row computes. A token that is on its way is pending."""
     context_len, num_tokens = row.context_len, row.num_tokens
     tokens = row.sequence.tokens[context_len : context_len + num_tokens]
-    if len(tokens) < num_tokens:
-        # A token that is on its way is filled in on the device.
-        tokens += [0] * (num_tokens - len(tokens))
-    return RowWork(row.table_row, tokens, context_len, row.num_logits)
+    return RowWork(row.table_row, tokens, context_len, row.num_logits, num_pending=num_tokens - len(tokens))

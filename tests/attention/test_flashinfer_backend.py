@@ -31,8 +31,9 @@ from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
 from sightline.cache.table import PageTable
+from sightline.core.batch import RowWork
 from sightline.core.device import detect_device
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.testing.bench import Bench, Layout, Row, Setting, Subject
 from sightline.testing.kit import try_row
 from sightline.testing.steps import Step

@@ -31,11 +31,11 @@ from sightline.attention.spec import Feature, LatentSpec, SpecKind, group_layers
 from sightline.attention.tiles import row_spans
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
-from sightline.core.batch import CAUSAL, FULL, RowMask
+from sightline.core.batch import CAUSAL, FULL, RowMask, RowWork
 from sightline.core.device import Device, DeviceKind
 from sightline.kernels.paging import write_entries
 from sightline.kernels.softmax_attention import composed_attention
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.testing.bench import Bench, Row, Setting, Subject
 from sightline.testing.kit import try_row
 from sightline.testing.problems import PROBLEMS

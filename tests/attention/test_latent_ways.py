@@ -28,8 +28,8 @@ from sightline.attention.spec import Feature, LatentSpec, group_layers
 from sightline.attention.tiles import RowSpan
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
-from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
-from sightline.runner.batching import RowWork, assemble, assemble_transient
+from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask, RowWork
+from sightline.runner.batching import assemble, assemble_transient
 
 SPEC = LatentSpec(num_q_heads=3, latent_dim=16, rope_dim=4, nope_dim=8, value_dim=6, scale=0.31)
 CPU = torch.device("cpu")
@@ -60,13 +60,14 @@ class Bench:
         made = backend(BackendContext("group0", SPEC, self.store.groups[0], workspace, limits, torch.float32, CPU))
         workspace.seal()
         binding = GroupBinding.alone(self.groups[0], self.store.groups[0], made, backend.capabilities[0])
-        self.planner = Planner([binding], limits, CPU, paranoid=True)
+        self.planner = Planner([binding], limits, CPU, self.store.lengths, paranoid=True)
 
     def run(
         self, work: Sequence[RowWork], inputs: Sequence[LatentInputs], *, lse: bool = False, transient: bool = False
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         batch = assemble_transient(work, CPU) if transient else assemble(work, self.store)
         planned = self.planner.plan(batch, needs=frozenset({Feature.LSE}) if lse else frozenset())
+        self.planner.launch(planned)
         planned.prepare()
         results = []
         for layer, given_inputs in enumerate(inputs):

@@ -117,7 +117,7 @@ def test_lengths_that_only_the_device_knows_are_served_whole() -> None:
     bench = ServedBench([SPEC], FOUR)
     for rows, serves in ((MIXED, "Prefill"), (ONES, "Few")):
         batch = Step(bench, rows).batch
-        unknown = replace(batch, query_lens=replace(batch.query_lens, host=None))
+        unknown = batch.bounded(batch.query_lens.bound, batch.context_lens.bound, known=False)
         assert parts_of(unknown, bench) == [(serves, (0, batch.num_rows), (0, batch.num_tokens))]
 
 

@@ -102,7 +102,7 @@ def test_a_step_beyond_the_limits_is_refused_before_it_runs() -> None:
 
 def test_lengths_that_only_the_device_knows_are_refused_where_the_backend_needs_them() -> None:
     step = Step(cases.bench(HYBRID), ROWS)
-    unknown = replace(step.batch, context_lens=replace(step.batch.context_lens, host=None))
+    unknown = step.batch.bounded(step.batch.query_lens.bound, step.batch.context_lens.bound, known=False)
     with pytest.raises(PlanError, match="needs exact host lengths"):
         step.bench.planner.plan(unknown)
 

@@ -22,8 +22,8 @@ from sightline.attention.tiles import (
     row_spans,
 )
 from sightline.cache.table import PageTable
-from sightline.core.batch import CAUSAL, FULL, Batch, MaskKind, RowMask
-from sightline.runner.batching import RowWork, assemble_transient
+from sightline.core.batch import CAUSAL, FULL, Batch, MaskKind, RowMask, RowWork
+from support.fake_pages import FakePages
 
 CPU = torch.device("cpu")
 MASKS = {MaskKind.CAUSAL: CAUSAL, MaskKind.FULL: FULL}
@@ -37,13 +37,11 @@ def spec(window: int | None) -> SoftmaxSpec:
 
 def make_batch(shapes: Sequence[Shape]) -> Batch:
     """A batch that has the rows' lengths and masks; trees are chains, each token seeing every other one before it."""
-    return assemble_transient(
-        [
-            RowWork(row + 1, [1] * query_len, context_len, False, mask(kind, query_len))
-            for row, (context_len, query_len, kind) in enumerate(shapes)
-        ],
-        CPU,
-    )
+    work = [
+        RowWork(row + 1, [1] * query_len, context_len, False, mask(kind, query_len))
+        for row, (context_len, query_len, kind) in enumerate(shapes)
+    ]
+    return Batch(tuple(work), (FakePages("kv", 1),), CPU)
 
 
 def mask(kind: MaskKind, query_len: int) -> RowMask:

@@ -34,6 +34,7 @@ def publish(store: CacheStore, cache: PrefixCache, tokens: list[int], namespace:
     row = store.open_row()
     store.adopt(row, bundles)
     store.grow_row(row, len(tokens))
+    store.fill_row(row, len(tokens))
     for index in range(len(bundles), len(tokens) // PAGE):
         node = cache.extend(node, tokens[index * PAGE : (index + 1) * PAGE], store.bundle(row, index))
     store.close_row(row)
@@ -95,6 +96,7 @@ def test_tokens_that_two_computed_at_once_are_kept_once() -> None:
     nodes = []
     for row in rows:
         store.grow_row(row, 2)
+        store.fill_row(row, 2)
         nodes.append(locked(cache, [1, 2])[0])
     nodes = [cache.extend(node, [1, 2], store.bundle(row, 0)) for node, row in zip(nodes, rows, strict=True)]
     assert nodes[0] is nodes[1]
@@ -217,6 +219,7 @@ class Machine(RuleBasedStateMachine):
             return
         tokens = [*tokens, page, 0]
         self.store.grow_row(row, len(tokens))
+        self.store.fill_row(row, len(tokens))
         node = self.cache.extend(node, tokens[-PAGE:], self.store.bundle(row, len(tokens) // PAGE - 1))
         self.open[row] = (node, tokens, namespace)
         self.known.add((namespace, tuple(tokens)))

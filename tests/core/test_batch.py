@@ -19,12 +19,14 @@ from sightline.core.batch import (
     Batch,
     Lengths,
     MaskKind,
-    PoolRows,
     RowMask,
+    RowWork,
 )
+from sightline.core.errors import BatchError
+from support.fake_pages import FakePages
+from support.forged import forged
 
 CPU = torch.device("cpu")
-POOLS = ("kv", "index")
 
 
 @dataclass(frozen=True)
@@ -34,39 +36,27 @@ class RowCase:
     query_len: int
     context_len: int
     mask: RowMask = CAUSAL
-    logits: tuple[int, ...] = ()
-    """Offsets of the wanted tokens within the row."""
+    num_logits: int = 0
 
 
 def tree(query_len: int) -> RowMask:
     return RowMask(MaskKind.TREE, torch.ones(query_len, query_len, dtype=torch.bool).tril())
 
 
+SOURCES = (FakePages("kv", 50, 0), FakePages("index", 51, 100_000))
+
+
+def make_work(rows: Sequence[RowCase]) -> tuple[RowWork, ...]:
+    firsts = itertools.accumulate((row.query_len for row in rows), initial=1000)
+    return tuple(
+        RowWork(index + 11, range(first, first + row.query_len), row.context_len, row.num_logits, row.mask)
+        for index, (row, first) in enumerate(zip(rows, firsts, strict=False))
+    )
+
+
 def make_batch(rows: Sequence[RowCase]) -> Batch:
     """A batch in which every token, slot, version and table row is a number of its own."""
-    query_lens = [row.query_len for row in rows]
-    offsets = list(itertools.accumulate(query_lens, initial=0))
-    num_tokens = offsets[-1]
-    wanted = [(offsets[index] + logit, index) for index, row in enumerate(rows) for logit in row.logits]
-    return Batch(
-        tokens=torch.arange(num_tokens) + 1000,
-        positions=torch.tensor([row.context_len + i for row in rows for i in range(row.query_len)], dtype=torch.int64),
-        query_lens=Lengths.known(query_lens, CPU),
-        context_lens=Lengths.known([row.context_len for row in rows], CPU),
-        masks=tuple(row.mask for row in rows),
-        rows=tuple(range(11, 11 + len(rows))),
-        table_rows=torch.arange(11, 11 + len(rows)),
-        pools={
-            key: PoolRows(
-                table_id=50 + place,
-                versions=tuple(range(100 * (place + 1), 100 * (place + 1) + len(rows))),
-                write_slots=torch.arange(num_tokens) * 3 + 7000 * (place + 1),
-            )
-            for place, key in enumerate(POOLS)
-        },
-        logit_indices=torch.tensor([token for token, _ in wanted], dtype=torch.int64),
-        logit_rows=tuple(row for _, row in wanted),
-    )
+    return Batch(make_work(rows), SOURCES, CPU)
 
 
 @dataclass(frozen=True)
@@ -114,12 +104,11 @@ def contents(batch: Batch) -> list[Content]:
 def row_cases(draw: st.DrawFn) -> RowCase:
     query_len = draw(st.integers(0, 4))
     mask = draw(st.sampled_from([CAUSAL, FULL, tree(query_len)]))
-    logits = draw(st.sets(st.integers(0, query_len - 1))) if query_len else set()
-    return RowCase(query_len, draw(st.integers(0, 40)), mask, tuple(sorted(logits)))
+    return RowCase(query_len, draw(st.integers(0, 40)), mask, draw(st.integers(0, query_len)))
 
 
 batches = st.lists(row_cases(), max_size=6).map(make_batch)
-MIXED = [RowCase(3, 0, CAUSAL, (2,)), RowCase(1, 17, CAUSAL, (0,)), RowCase(2, 5, tree(2), (0, 1))]
+MIXED = [RowCase(3, 0, CAUSAL, 1), RowCase(1, 17, CAUSAL, 1), RowCase(2, 5, tree(2), 2)]
 
 
 def test_a_batch_and_its_values_are_frozen() -> None:
@@ -145,48 +134,117 @@ def test_lengths_that_only_the_device_knows_refuse_to_be_read_on_the_host() -> N
     unknown = Lengths(torch.tensor([3]), (5,), None)
     with pytest.raises(ValueError, match="expected lengths that the host knows"):
         unknown.exact()
-    assert Lengths.known([3, 0], CPU).exact() == (3, 0)
+    assert Lengths(torch.tensor([3, 0]), (3, 0), (3, 0)).exact() == (3, 0)
 
 
-WRONG_SHAPES: dict[str, tuple[dict[str, object], str]] = {
-    "query_lens": ({"query_lens": Lengths.known([3, 1], CPU)}, "expected query_lens of length 3, got 2"),
-    "context_lens": ({"context_lens": Lengths.known([0] * 4, CPU)}, "expected context_lens of length 3, got 4"),
-    "masks": ({"masks": (CAUSAL,)}, "expected masks of length 3, got 1"),
-    "positions": ({"positions": torch.zeros(5, dtype=torch.int64)}, "expected positions of length 6, got 5"),
-    "logit_rows": ({"logit_rows": (0, 1, 2)}, "expected logit_rows of length 4, got 3"),
-    "tokens": (
-        {"query_lens": Lengths.known([3, 1, 3], CPU)},
-        "expected at least 7 tokens for the rows, got 6",
+DERIVED = sorted({field.name for field in fields(Batch)} - {"work", "sources", "device"})
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_field_that_follows_from_others_cannot_be_replaced_alone(name: str) -> None:
+    batch = make_batch(MIXED)
+    with pytest.raises(ValueError, match=f"field {name} is declared with"):
+        replace(batch, **{name: getattr(make_batch(MIXED[:1]), name)})
+
+
+def wrong_work(case: RowCase = MIXED[2], **changes: object) -> RowWork:
+    [work] = make_work([case])
+    return replace(work, **changes)  # type: ignore[arg-type]
+
+
+CONTRADICTIONS: dict[str, tuple[RowWork, str, str]] = {
+    "too many logits": (wrong_work(num_logits=3), "num_logits", "0 to 2, the number of its new tokens"),
+    "fewer than no logits": (wrong_work(num_logits=-1), "num_logits", "0 to 2"),
+    "a context below 0": (wrong_work(context_len=-1), "context_lens", "at least 0"),
+    "a tree of another size": (wrong_work(mask=tree(3)), "masks", "a tree of 2 × 2 booleans"),
+    "a tree of numbers": (
+        wrong_work(mask=RowMask(MaskKind.TREE, torch.ones(2, 2))),
+        "masks",
+        "a tree of 2 × 2 booleans",
     ),
-    "versions": (
-        {"pools": {"kv": PoolRows(1, (1, 2), torch.zeros(6, dtype=torch.int64))}},
-        r"expected pools\[kv\]\.versions of length 3, got 2",
-    ),
-    "write_slots": (
-        {"pools": {"kv": PoolRows(1, (1, 2, 3), torch.zeros(7, dtype=torch.int64))}},
-        r"expected pools\[kv\]\.write_slots of length 6, got 7",
-    ),
+    "positions without a tree": (wrong_work(mask=CAUSAL, positions=(5, 6)), "positions", "none: only a tree"),
+    "too few positions": (wrong_work(positions=(5,)), "positions", "2 positions, one for each token, from 5 to 6"),
+    "positions in the context": (wrong_work(positions=(4, 5)), "positions", "from 5 to 6"),
+    "positions beyond the row": (wrong_work(positions=(5, 7)), "positions", "from 5 to 6"),
+    "the padding row": (wrong_work(table_row=PADDING_ROW), "rows", "a page-table row from 1 to 64"),
+    "a row below the first": (wrong_work(table_row=-1), "rows", "a page-table row from 1 to 64"),
+    "a row beyond the last": (wrong_work(table_row=65), "rows", "a page-table row from 1 to 64"),
+    "a row twice": (wrong_work(table_row=12), "rows", "each page-table row once"),
 }
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG_SHAPES.values(), ids=WRONG_SHAPES.keys())
-def test_a_batch_of_unequal_shapes_is_refused_by_field(changes: dict[str, object], message: str) -> None:
+@pytest.mark.parametrize(("work", "field", "expected"), CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
+def test_facts_that_contradict_each_other_are_refused_by_field_and_row(
+    work: RowWork, field: str, expected: str
+) -> None:
+    others = make_work(MIXED)[:2]
+    with pytest.raises(BatchError, match="got") as caught:
+        Batch((*others, work), SOURCES, CPU)
+    assert (caught.value.field, caught.value.row) == (field, 2)
+    assert expected in str(caught.value.expected)
+
+
+def test_a_context_without_pools_is_refused() -> None:
+    with pytest.raises(BatchError, match="expected context_lens of row 1 to be 0 in a batch without pools, got 17"):
+        Batch(make_work(MIXED), (), CPU)
+
+
+def test_replacing_a_fact_derives_everything_that_follows_from_it_again() -> None:
     batch = make_batch(MIXED)
-    with pytest.raises(ValueError, match=message):
-        replace(batch, **changes)  # type: ignore[arg-type]
+    longer = replace(batch, work=(*batch.work[:1], replace(batch.work[1], context_len=18), *batch.work[2:]))
+    assert longer.positions.tolist() == [0, 1, 2, 18, 5, 6]
+    assert longer.context_lens.exact() == (0, 18, 5)
+    assert longer.context_lens.device.tolist() == [0, 18, 5]
+    assert longer.pools["kv"].write_slots.tolist() == [11000, 11001, 11002, 12018, 13005, 13006]
 
 
-INCONSISTENT: dict[str, dict[str, object]] = {
-    "tree": {"masks": (CAUSAL, CAUSAL, tree(3))},
-    "logit row": {"logit_rows": (0, 1, 2, 3)},
-}
+def test_pending_tokens_are_put_in_once_and_only_where_they_are_pending() -> None:
+    work = make_work(MIXED)
+    batch = Batch((work[0], replace(work[1], tokens=(), num_pending=1), work[2]), SOURCES, CPU)
+    assert (batch.query_lens.exact(), batch.pending) == ((3, 1, 2), frozenset({3}))
+    filled = batch.filled(torch.tensor([3]), torch.tensor([77]), [3])
+    assert filled.tokens.tolist() == [1000, 1001, 1002, 77, 1004, 1005]
+    assert filled.batch_id != batch.batch_id
+    assert (filled.pending, batch.tokens.tolist()[3]) == (frozenset(), 0)
+    with pytest.raises(BatchError, match="expected tokens to be tokens at places out of"):
+        filled.filled(torch.tensor([3]), torch.tensor([78]), [3])
+    assert batch.take([1, 0]).pending == {0}
+    assert filled.take([1, 0]).tokens.tolist() == [77, 1000, 1001, 1002]
+    assert replace(filled).pending == {3}, "what was put in is not a fact that a new batch could know"
 
 
-@pytest.mark.parametrize("changes", INCONSISTENT.values(), ids=INCONSISTENT.keys())
-def test_a_batch_whose_fields_contradict_each_other_is_refused(changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("place", [2, 4])
+def test_a_token_that_is_there_is_not_overwritten(place: int) -> None:
+    with pytest.raises(BatchError, match="got"):
+        make_batch(MIXED).filled(torch.tensor([place]), torch.tensor([1]), [place])
+
+
+def test_bounds_may_be_looser_and_never_tighter() -> None:
     batch = make_batch(MIXED)
-    with pytest.raises(ValueError, match="expected"):
-        replace(batch, **changes)  # type: ignore[arg-type]
+    loose = batch.bounded((3, 3, 3), (9, 20, 9), known=True)
+    assert (loose.query_lens.bound, loose.query_lens.exact()) == ((3, 3, 3), (3, 1, 2))
+    assert loose.batch_id != batch.batch_id
+    with pytest.raises(ValueError, match=r"expected bounds of at least \(3, 1, 2\), got \(2, 1, 2\)"):
+        batch.bounded((2, 1, 2), (0, 17, 5), known=True)
+
+
+def test_a_batch_placed_in_anothers_memory_keeps_its_contents_and_takes_the_bounds() -> None:
+    memory = make_batch([RowCase(2, 9), RowCase(2, 8), RowCase(2, 7)]).bounded((4, 4, 4), (9, 9, 9), known=True)
+    batch = make_batch([RowCase(3, 0), RowCase(1, 7), RowCase(2, 5)])
+    before = contents(batch)
+    placed = batch.placed_in(memory)
+    assert placed.batch_id not in (batch.batch_id, memory.batch_id)
+    assert placed.tokens.data_ptr() == memory.tokens.data_ptr()
+    assert placed.pools["kv"].write_slots.data_ptr() == memory.pools["kv"].write_slots.data_ptr()
+    assert (placed.query_lens.bound, placed.context_lens.bound) == ((4, 4, 4), (9, 9, 9))
+    for one, other in zip(contents(placed), before, strict=True):
+        assert replace(one, lengths=()) == replace(other, lengths=())
+        assert [length[::2] for length in one.lengths] == [length[::2] for length in other.lengths]
+
+
+def test_a_batch_of_another_size_does_not_fit_into_anothers_memory() -> None:
+    with pytest.raises(BatchError, match="expected sizes to be"):
+        make_batch(MIXED).placed_in(make_batch(MIXED[:2]))
 
 
 @pytest.mark.parametrize(("bound", "host"), [((0, 17), (0, 17, 5)), ((0, 17, 5), (0, 17))], ids=["bound", "host"])
@@ -197,7 +255,7 @@ def test_lengths_that_contradict_each_other_are_refused(bound: tuple[int, ...], 
 
 def test_a_batch_with_another_content_has_another_id() -> None:
     batch = make_batch(MIXED)
-    assert replace(batch, context_lens=Lengths.known([1, 1, 1], CPU)).batch_id != batch.batch_id
+    assert replace(batch, work=batch.work[:1]).batch_id != batch.batch_id
 
 
 def test_query_offsets_count_tokens_row_by_row() -> None:
@@ -237,7 +295,7 @@ def test_padding_never_changes_a_real_row(batch: Batch, extra_rows: int, extra_t
 
 def test_padding_leaves_lengths_unknown_to_the_host_unknown() -> None:
     batch = make_batch(MIXED)
-    unknown = replace(batch, context_lens=replace(batch.context_lens, bound=(9, 20, 9), host=None))
+    unknown = batch.bounded((3, 1, 2), (9, 20, 9), known=False)
     padded = unknown.pad(4, 6)
     assert padded.context_lens.host is None
     assert padded.context_lens.bound == (9, 20, 9, 0)
@@ -287,7 +345,7 @@ def test_taking_from_a_padded_batch_leaves_padding_tokens_behind() -> None:
 
 def test_taking_keeps_lengths_that_the_host_does_not_know_unknown() -> None:
     batch = make_batch(MIXED)
-    unknown = replace(batch, context_lens=replace(batch.context_lens, bound=(9, 20, 30), host=None))
+    unknown = forged(batch, context_lens=batch.context_lens.bounded((9, 20, 30), known=False))
     taken = unknown.take([2, 0])
     assert taken.context_lens.host is None
     assert taken.context_lens.bound == (30, 9)
@@ -296,7 +354,7 @@ def test_taking_keeps_lengths_that_the_host_does_not_know_unknown() -> None:
 
 def test_taking_needs_query_lengths_that_the_host_knows() -> None:
     batch = make_batch(MIXED)
-    unknown = replace(batch, query_lens=replace(batch.query_lens, host=None))
+    unknown = batch.bounded((3, 1, 2), (0, 17, 5), known=False)
     with pytest.raises(ValueError, match="expected lengths that the host knows"):
         unknown.take([0])
 

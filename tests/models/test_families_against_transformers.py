@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sightline.attention.spec import SoftmaxSpec, SpecKind
 from sightline.core import resolution
+from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
-from sightline.runner.batching import RowWork, assemble, assemble_transient
+from sightline.runner.batching import assemble, assemble_transient
 from sightline.runner.build import Runtime
 from support.attention_cases import BACKENDS, CPU
 from support.tiny_models import (

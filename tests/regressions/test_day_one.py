@@ -22,12 +22,13 @@ from sightline.attention.capability import Capability, Requirement
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.selection import Candidate, select_backend
 from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import NoBackendError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
 from sightline.testing.bench import Bench, Row, Setting, walk_slots
 from sightline.testing.steps import Step

@@ -24,10 +24,10 @@ from sightline import LLM, SamplingParams
 from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
-from sightline.core.batch import Batch
+from sightline.core.batch import Batch, RowWork
 from sightline.core.errors import StalePlanError, UnplannedBatchError
 from sightline.models.contract import Model
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.runner.runner import Runner
 from sightline.testing.bench import Row
 from sightline.testing.steps import Step, map_inputs
@@ -75,7 +75,7 @@ def test_another_batchs_plan_inside_ones_own_planned_batch_is_planned_again() ->
 def test_a_batch_with_other_contents_is_never_run_on_the_first_ones_plan() -> None:
     step = Step(cases.bench(HYBRID), ROWS)
     planner, planned = step.bench.planner, step.plan()
-    other = replace(planned, batch=replace(step.batch, positions=step.batch.positions + 1))
+    other = replace(planned, batch=replace(step.batch))
     assert planner.ensure(other).plan.certificate.batch_id != planned.plan.certificate.batch_id
     assert planner.num_rebuilt == 1
 
@@ -215,9 +215,17 @@ def test_pages_that_changed_owner_raise_even_where_the_row_looks_the_same() -> N
 
 def test_a_stale_batch_cannot_be_planned_either() -> None:
     step = Step(cases.bench(HYBRID), ROWS)
-    step.bench.store.grow_row(step.table_rows[0], 64)
+    step.bench.store.trim_row(step.table_rows[0], 3)
     with pytest.raises(StalePlanError, match="changed"):
         step.plan()
+
+
+def test_a_row_that_grew_keeps_its_plan() -> None:
+    step = Step(cases.bench(HYBRID, paranoid=True), ROWS)
+    planned = step.plan()
+    step.bench.store.grow_row(step.table_rows[0], 64)
+    assert step.bench.planner.ensure(planned) is planned
+    check_forward(step, planned)
 
 
 def test_rebuildable_changes_never_hide_a_stale_batch() -> None:

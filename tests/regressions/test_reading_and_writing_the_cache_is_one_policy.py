@@ -26,7 +26,7 @@ from sightline.attention.contract import (
 from sightline.attention.planner import Certificate, Planner, StepPlan
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.core.batch import FULL, Batch
-from sightline.core.errors import PlanError, StalePlanError
+from sightline.core.errors import BatchError, StalePlanError
 from sightline.testing.bench import Row, Unused, walk_slots
 from sightline.testing.steps import Step
 from sightline.testing.trial import ragged_rows
@@ -129,14 +129,13 @@ def test_planning_again_keeps_the_policy_of_the_batch() -> None:
 
 
 def test_a_transient_batch_with_a_context_is_refused() -> None:
-    step = Step(cases.bench([PLAIN]), [Row(0, 3), Row(4, 1)], transient=True)
-    with pytest.raises(PlanError, match="expected context lengths of 0 in a batch without pools, got a context"):
-        step.plan()
+    with pytest.raises(BatchError, match="expected context_lens of row 1 to be 0 in a batch without pools, got 4"):
+        Step(cases.bench([PLAIN]), [Row(0, 3), Row(4, 1)], transient=True)
 
 
 def test_a_batch_that_would_write_one_groups_pool_and_not_anothers_is_refused() -> None:
     step = Step(cases.bench([PLAIN, SPECS["window"]]), FRESH)
-    partial = replace(step.batch, pools={"group0.kv": step.batch.pools["group0.kv"]})
+    partial = replace(step.batch, sources=step.batch.sources[:1])
     with pytest.raises(StalePlanError, match="speaks of pools"):
         step.bench.planner.plan(partial)
 

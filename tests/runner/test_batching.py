@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
-from sightline.core.batch import CAUSAL, MaskKind, RowMask
-from sightline.runner.batching import RowWork, assemble, assemble_transient
+from sightline.core.batch import CAUSAL, MaskKind, RowMask, RowWork
+from sightline.runner.batching import assemble, assemble_transient
 from sightline.testing.bench import Layout, arrange_free_pages, walk_slots
 
 CPU = torch.device("cpu")
@@ -81,6 +81,8 @@ def test_a_batch_keeps_the_versions_of_when_it_was_made() -> None:
     batch = assemble([RowWork(row, [1, 2], 0, True)], store)
     before = store.pools[0].table.version(row)
     store.grow_row(row, 8)
+    assert store.pools[0].table.version(row) == before, "growth takes no page away"
+    store.trim_row(row, 4)
     assert batch.pools["group0.kv"].versions == (before,)
     assert store.pools[0].table.version(row) != before
 
@@ -122,13 +124,15 @@ def test_a_row_without_pages_for_its_tokens_is_refused(owned: int) -> None:
 def test_taking_rows_keeps_all_the_logits_that_they_want() -> None:
     work = [RowWork(0, [5, 6, 7], 0, 2), RowWork(0, [8], 0, 0), RowWork(0, [9, 10], 0, 2)]
     taken = assemble_transient(work, CPU).take([2, 0])
-    assert taken.tokens[taken.logit_indices].tolist() == [6, 7, 9, 10]
-    assert taken.logit_rows == (1, 1, 0, 0)
+    assert taken.tokens[taken.logit_indices].tolist() == [9, 10, 6, 7]
+    assert taken.logit_rows == (0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("wanted", [-1, 3])
 def test_logits_of_more_tokens_than_the_row_has_are_refused(wanted: int) -> None:
-    with pytest.raises(ValueError, match=f"expected logits of none to all of the 2 tokens of row 0, got {wanted}"):
+    with pytest.raises(
+        ValueError, match=f"num_logits of row 0 to be 0 to 2, the number of its new tokens, got {wanted}"
+    ):
         assemble_transient([RowWork(0, [5, 6], 0, wanted)], CPU)
 
 
@@ -143,7 +147,8 @@ def test_logits_of_a_row_without_tokens_are_refused(others: int) -> None:
 def test_a_row_that_would_write_into_a_page_of_others_is_refused() -> None:
     store = make_store()
     row = open_row(store, 8)
+    store.fill_row(row, 4)
     store.share(store.bundle(row, 0))
     assemble([RowWork(row, [1] * 4, 4, True)], store)
-    with pytest.raises(ValueError, match="which row 1 is to write, to be its alone, got one with 2 owners; copy it"):
+    with pytest.raises(ValueError, match=r"row 1's alone where it writes, got page .* with 2 owners; copy it"):
         assemble([RowWork(row, [1] * 5, 3, True)], store)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from support.gguf_families import tiny, write_family
 from support.gguf_files import tiny_llama, write_llama
 from support.tiny_models import load_runtime

@@ -29,10 +29,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
 from sightline.testing.bench import Layout, Unused, arrange_free_pages, fill_pools
 from support.tiny_deepseek import DEEPSEEK

@@ -48,4 +48,4 @@ class ServedBench(Bench):
             serving = {work: built[kind] for work, kind in self.serving.items()}
             self.bindings.append(GroupBinding(group, cache, serving))
         workspace.seal()
-        return Planner(self.bindings, limits, self.device, paranoid=setting.paranoid)
+        return Planner(self.bindings, limits, self.device, self.store.lengths, paranoid=setting.paranoid)

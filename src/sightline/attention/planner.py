@@ -1,8 +1,10 @@
 """Planning: the only place that makes a `PlannedBatch`, and the only place that decides whether one may run.
 
-    Batch ──plan──▶ PlannedBatch ──ensure──▶ PlannedBatch (proven current) ──▶ forward
+    Batch ──plan──▶ PlannedBatch ──ensure──▶ PlannedBatch (proven current) ──launch──▶ forward
                          ▲                        │
                          └── re-planned where only derived state moved; raised where the batch itself is stale
+
+Both `plan` and `ensure` hold the batch against what the cache holds: a row's context is what was launched before.
 
 Knows groups, backends and page tables. Does not know models or schedules.
 """
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability, HostLengths, Work, decode_work
+from sightline.attention.contents import check_contents
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionInputs,
@@ -32,9 +35,10 @@ from sightline.attention.contract import (
 from sightline.attention.fingerprint import Fingerprint, changed_parts, fingerprint_tensors
 from sightline.attention.spec import Feature, LayerGroup
 from sightline.attention.workspace import MAIN_LANE, Lane
+from sightline.cache.lengths import RowLengths
 from sightline.cache.pools import GroupCache, Pool
 from sightline.core.batch import Batch, BatchId, MaskKind
-from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
+from sightline.core.errors import BatchError, PlanError, StalePlanError, UnplannedBatchError
 
 REBUILD_BATCH = "Build a new batch from the current page tables."
 
@@ -176,9 +180,12 @@ class Planner:
         bindings: Sequence[GroupBinding],
         limits: Limits,
         device: torch.device,
+        lengths: RowLengths,
         *,
         paranoid: bool = False,
     ) -> None:
+        """`lengths` are those of the store that the bindings' caches are in."""
+        self._lengths = lengths
         self._issued: WeakSet[StepPlan] = WeakSet()
         self._bindings = tuple(bindings)
         self._limits = limits
@@ -202,13 +209,20 @@ class Planner:
         """Plans that `ensure` made again because derived state had moved."""
 
     def plan(self, batch: Batch, *, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> PlannedBatch:
-        """Plans every group. Raises `StalePlanError` where the batch's pages changed owner since it was made."""
+        """Plans every group.
+
+        Raises `StalePlanError` if the batch's pages changed owner since it was made, `BatchError` if the batch says
+        what is not so.
+        """
         started = time.perf_counter()
         versions = {key: rows.versions for key, rows in batch.pools.items()}
         changes = self._batch_changes(batch, versions)
         if changes:
             raise StalePlanError(changes, REBUILD_BATCH)
         self._check_step(batch, lane)
+        self._lengths.check(batch, lane)
+        if self._paranoid:
+            check_contents(batch, self._pools)
         policy = CachePolicy.PAGED if batch.pools else CachePolicy.TRANSIENT
         step = StepView(batch, policy, lane, needs | _mask_features(batch))
         records: list[PartRecord] = []
@@ -267,6 +281,7 @@ class Planner:
                 stale = self._staleness(work)
                 if stale.batch:
                     raise StalePlanError(stale.batch, REBUILD_BATCH)
+                self._lengths.check(work.batch, work.plan.certificate.lane)
                 if not stale.plan:
                     return work
                 self.num_rebuilt += 1
@@ -275,6 +290,14 @@ class Planner:
                 raise UnplannedBatchError(
                     f"expected a Batch or a PlannedBatch, got {type(work).__name__}; assemble a Batch first"
                 )
+
+    def launch(self, planned: PlannedBatch) -> None:
+        """The batch is about to run: steps behind it in its lane may read what it writes."""
+        self._lengths.launch(planned.batch, planned.plan.certificate.lane)
+
+    def take_back(self, planned: PlannedBatch) -> None:
+        """The launched step failed, or nobody will read its result: what it wrote does not count."""
+        self._lengths.take_back(planned.batch)
 
     def _check_step(self, batch: Batch, lane: Lane) -> None:
         """A step that no backend is asked for is refused here, before any of it is planned."""
@@ -285,8 +308,9 @@ class Planner:
                 f"expected at most {self._limits.max_rows} rows and {self._limits.max_step_tokens} tokens in a "
                 f"step, got {batch.num_rows} and {batch.num_tokens}"
             )
-        if not batch.pools and any(batch.context_lens.bound):
-            raise PlanError("expected context lengths of 0 in a batch without pools, got a context to read")
+        if batch.pending:
+            missing = f"{len(batch.pending)} that are not there yet"
+            raise BatchError("tokens", None, "all there", missing, "put them in with Batch.filled")
 
     def _batch_changes(self, batch: Batch, versions: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
         """Why the batch itself cannot run: its pools are not ours, or its pages changed owner."""
@@ -340,7 +364,7 @@ class Planner:
                 tensors[f"batch tree of row {row}"] = mask.tree
         for key, rows in batch.pools.items():
             tensors[f"batch write_slots of {key}"] = rows.write_slots
-            tensors[f"batch page-table rows of {key}"] = self._pools[key].table.pages[list(batch.rows)]
+            tensors[f"batch page-table rows of {key}"] = _pages_of(batch, self._pools[key])
         for part in parts:
             group, names = self._bindings[part.group].group.name, tuple(part.epochs)
             contents = self._buffers[lane][part.group][part.place].contents(names)
@@ -355,6 +379,14 @@ class Planner:
             tuple(f"contents of {name} changed in place" for name in changed if name.startswith("batch ")),
             tuple(f"contents of {name} changed in place" for name in changed if name.startswith("plan ")),
         )
+
+
+def _pages_of(batch: Batch, pool: Pool) -> Tensor:
+    """The pages that the rows have so far as the batch reads and writes them, row after row."""
+    lengths = zip(batch.context_lens.bound, batch.query_lens.bound, strict=True)
+    counts = [min(-(-sum(each) // pool.page_size), pool.table.max_pages) for each in lengths]
+    pages = [pool.table.pages[row, :count] for row, count in zip(batch.rows, counts, strict=True)]
+    return torch.cat(pages) if pages else pool.table.pages[0, :0]
 
 
 def _mask_features(batch: Batch) -> frozenset[Feature]:

@@ -1,6 +1,6 @@
 """Pools of cache entries and the store that holds every group's.
 
-Owns the tensors, and the life of a sequence's row: opened, grown, closed. Does not know what attention
+Owns the tensors, and the life of a sequence's row: opened, filled, grown, closed. Does not know what attention
 does with an entry.
 """
 
@@ -13,10 +13,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from sightline.cache.lengths import RowLengths
 from sightline.cache.pages import PageAllocator
 from sightline.cache.spec import GroupCacheSpec, PoolSpec
 from sightline.cache.table import PageTable
-from sightline.core.errors import OutOfPages
+from sightline.core.errors import BatchError, OutOfPages
 
 Bundle: TypeAlias = tuple[int, ...]
 """One page of each pool of a store, in its order: the entries of the same tokens."""
@@ -77,6 +78,19 @@ class Pool:
     def num_bytes(self) -> int:
         return sum(plane.nbytes for plane in self._planes.values())
 
+    @property
+    def table_id(self) -> int:
+        return self.table.table_id
+
+    @property
+    def num_table_rows(self) -> int:
+        """Rows that sequences can hold."""
+        return self.table.num_rows
+
+    def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """The version of each page-table row: it changes when pages change owner."""
+        return self.table.versions(rows)
+
     def grow(self, row: int, num_pages: int) -> None:
         """Gives a row pages until it has `num_pages`."""
         missing = num_pages - self.table.num_owned(row)
@@ -101,22 +115,25 @@ class Pool:
     def slots_to_write(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
         """The slots of `count` entries of a row from `first` on, for every (row, first, count), one after the other.
 
-        Raises unless the entries' pages are there, and their row's alone.
+        Raises `BatchError` unless the entries' pages are there, and their row's alone.
         """
         size, pages_of, owners = self.page_size, self.table.pages_of, self.allocator.owners
         slots: list[int] = []
-        for row, first, count in spans:
+        for index, (row, first, count) in enumerate(spans):
             pages, place, stop = pages_of(row), first, first + count
             if len(pages) * size < stop:
-                raise ValueError(
-                    f"expected pages for {stop} tokens in row {row} of pool {self.key}, got {len(pages)} pages"
+                raise BatchError(
+                    "pages", index, f"enough for {stop} tokens in row {row} of pool {self.key}", len(pages)
                 )
             while place < stop:
                 page, offset = pages[place // size], place % size
                 if owners(page) != 1:
-                    raise ValueError(
-                        f"expected page {page} of pool {self.key}, which row {row} is to write, to be its alone, got "
-                        f"one with {owners(page)} owners; copy it first"
+                    raise BatchError(
+                        "pages",
+                        index,
+                        f"row {row}'s alone where it writes",
+                        f"page {page} of pool {self.key} with {owners(page)} owners",
+                        "copy it first",
                     )
                 length = min(size - offset, stop - place)
                 slots += range(page * size + offset, page * size + offset + length)
@@ -171,6 +188,8 @@ class CacheStore:
             GroupCache(spec.group, {pool.name: make_pool(spec.group, pool) for pool in spec.pools}) for spec in specs
         )
         self.pools = tuple(pool for group in self.groups for pool in group.pools.values())
+        self.lengths = RowLengths(limits.max_rows)
+        """How much of each row may be read."""
         self._free_rows = list(range(limits.max_rows, 0, -1))
         self._is_open = [False] * (limits.max_rows + 1)
 
@@ -197,7 +216,17 @@ class CacheStore:
             raise OutOfPages(f"expected a free page-table row, got none of {self.limits.max_rows}")
         row = self._free_rows.pop()
         self._is_open[row] = True
+        self.lengths.fill(row, 0)
         return row
+
+    def fill_row(self, row: int, num_tokens: int) -> None:
+        """Says that the first `num_tokens` entries of a row, and no others, stand in its pages.
+
+        For entries that no step of this engine wrote: brought from elsewhere, or made up by a test.
+        """
+        if not self.is_open(row) or not 0 <= num_tokens <= self.row_pages(row) * self.limits.page_size:
+            raise ValueError(f"expected an open row with pages for {num_tokens} tokens, got row {row}")
+        self.lengths.fill(row, num_tokens)
 
     def grow_row(self, row: int, num_tokens: int) -> None:
         """Makes room for `num_tokens` in every pool; all pools or none."""
@@ -223,15 +252,27 @@ class CacheStore:
             raise ValueError(f"expected a row that is open, got {row}")
         for pool in self.pools:
             pool.release(pool.table.trim(row, self.pages_for(num_tokens)))
+        kept = self.row_pages(row) * self.limits.page_size
+        if kept < self.lengths.launched(row):
+            self.lengths.fill(row, min(kept, self.lengths.committed(row)))
 
     def bundle(self, row: int, index: int) -> Bundle:
-        """The `index`-th page of a row in each pool."""
+        """The `index`-th page of a row in each pool, for others to read: all its entries must be committed."""
+        stop = (index + 1) * self.limits.page_size
+        if self.lengths.committed(row) < stop:
+            raise ValueError(
+                f"expected {stop} committed entries in row {row} to share its page {index}, got "
+                f"{self.lengths.committed(row)}; commit them first"
+            )
         return tuple([pool.table.page(row, index) for pool in self.pools])
 
     def adopt(self, row: int, bundles: Sequence[Bundle]) -> None:
-        """Gives a row pages that others own too, with what they hold."""
+        """Gives a row without pages those that others own too, with the entries that they hold."""
+        if self.row_pages(row):
+            raise ValueError(f"expected a row without pages to adopt others, got row {row} with {self.row_pages(row)}")
         for pool, pages in zip(self.pools, zip(*bundles, strict=True), strict=False):
             pool.adopt(row, pages)
+        self.lengths.fill(row, len(bundles) * self.limits.page_size)
 
     def share(self, bundle: Bundle) -> None:
         """Adds an owner to a page of each pool."""
@@ -248,15 +289,25 @@ class CacheStore:
         return self.pools[0].allocator.owners(bundle[0])
 
     def copy_page(self, source: int, target: int, index: int, num_entries: int) -> None:
-        """Puts the first entries of the `index`-th page of one row into that of another, which must be its alone."""
+        """Puts the first entries of the `index`-th page of one row behind all that another has.
+
+        They must be committed, and the page that they go to must be the other row's alone.
+        """
+        first = index * self.limits.page_size
+        if self.lengths.committed(source) < first + num_entries or self.lengths.launched(target) != first:
+            raise ValueError(
+                f"expected {first + num_entries} committed entries in row {source} and {first} in row {target}, got "
+                f"{self.lengths.committed(source)} and {self.lengths.launched(target)}"
+            )
         copies = [(pool, pool.table.page(source, index), pool.table.page(target, index)) for pool in self.pools]
         for pool, _, page in copies:
             if pool.allocator.owners(page) != 1:
                 raise ValueError(
                     f"expected page {page} of pool {pool.key} to be row {target}'s alone, got a shared one"
                 )
-        for pool, first, page in copies:
-            pool.copy_page(first, page, num_entries)
+        for pool, original, page in copies:
+            pool.copy_page(original, page, num_entries)
+        self.lengths.fill(target, first + num_entries)
 
     def is_open(self, row: int) -> bool:
         """True where a sequence holds the row."""
@@ -268,5 +319,6 @@ class CacheStore:
             raise ValueError(f"expected a row that is open, got {row}")
         for pool in self.pools:
             pool.clear(row)
+        self.lengths.fill(row, 0)
         self._is_open[row] = False
         self._free_rows.append(row)

@@ -1,4 +1,4 @@
-"""Page tables: which pages a sequence's row reads, with a version that says when that changed.
+"""Page tables: which pages a sequence's row reads, with a version that says when one of them changed owner.
 
 Owns the mapping and its versions. Does not own pages: the allocator does.
 """
@@ -21,6 +21,7 @@ class PageTable:
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
         self.table_id = next(_table_ids)
+        self.num_rows = num_rows
         self.max_pages = max_pages
         self.pages = torch.zeros(num_rows + 1, max_pages, dtype=torch.int64, device=device)
         """[num_rows + 1, max_pages]: entries beyond a row's pages hold the padding page."""
@@ -45,7 +46,7 @@ class PageTable:
         return len(self._owned[row])
 
     def version(self, row: int) -> int:
-        """Changes whenever the row's pages do."""
+        """Changes whenever a page leaves the row. Growth leaves it: the pages before keep their owner."""
         return self._versions[row]
 
     def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
@@ -64,7 +65,6 @@ class PageTable:
         else:
             self.pages[row, place] = torch.tensor(pages, dtype=torch.int64)
         owned.extend(pages)
-        self._versions[row] += 1
 
     def trim(self, row: int, num_pages: int) -> tuple[int, ...]:
         """Takes the pages behind the first `num_pages` from a row and returns them."""

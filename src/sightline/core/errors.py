@@ -9,6 +9,7 @@
     ├── RequestError             one request is invalid; others are unaffected
     │   └── QueueFullError       as many requests wait as may; the same one can be sent again later
     ├── PlanError                the plan contract was broken
+    │   ├── BatchError           a batch says something that is not so; has .field, .row, .expected and .got
     │   ├── UnplannedBatchError  a forward was given something that carries no plan
     │   └── StalePlanError       what a plan or its batch was made from has changed since
     ├── OutOfPages               a pool has fewer free pages than asked for
@@ -57,6 +58,19 @@ class QueueFullError(RequestError):
 
 class PlanError(SightlineError):
     """The plan contract was broken by the caller."""
+
+
+class BatchError(PlanError, ValueError):
+    """A batch says something that is not so: of its rows, or of what the cache holds for them."""
+
+    def __init__(self, field: str, row: int | None, expected: object, got: object, remedy: str = "") -> None:
+        """`row` is the row's place in the batch, None where it is about all of them."""
+        self.field = field
+        self.row = row
+        self.expected = expected
+        self.got = got
+        where = "" if row is None else f" of row {row}"
+        super().__init__(f"expected {field}{where} to be {expected}, got {got}{f'; {remedy}' if remedy else ''}")
 
 
 class UnplannedBatchError(PlanError, TypeError):

@@ -26,13 +26,21 @@ class Runner:
             model.reserve(memory.shaped(memory.max_tokens))
 
     def forward(self, planned: PlannedBatch) -> Tensor:
-        """Logits [num_logits, vocab_size] fp32. The certificate is checked here, at every call."""
+        """Logits [num_logits, vocab_size] fp32. The certificate is checked here, at every call.
+
+        Once it returns, steps behind it may read what it writes. A forward that raises has written nothing that counts.
+        """
         if not isinstance(planned, PlannedBatch):
             raise UnplannedBatchError(
                 f"expected a PlannedBatch, got {type(planned).__name__}; give it to Planner.ensure first"
             )
         current = self._planner.ensure(planned)
-        with torch.inference_mode():
-            current.prepare()
-            memory = self._activations[current.plan.certificate.lane]
-            return self._model.forward(current, memory.shaped(current.batch.num_tokens))
+        self._planner.launch(current)
+        try:
+            with torch.inference_mode():
+                current.prepare()
+                memory = self._activations[current.plan.certificate.lane]
+                return self._model.forward(current, memory.shaped(current.batch.num_tokens))
+        except BaseException:
+            self._planner.take_back(current)
+            raise

@@ -117,6 +117,7 @@ class Scheduler:
         sequence, seq_len = row.sequence, row.context_len + row.num_tokens
         if token is not None:
             sequence.tokens[seq_len:] = [token]
+        self._store.lengths.commit(row.table_row, seq_len)
         sequence.num_computed = seq_len
         if token is not None:
             self._supply.publish(sequence)
@@ -130,6 +131,7 @@ class Scheduler:
                 # Where the row was not committed, it is scheduled again.
                 sequence.num_scheduled = sequence.num_computed
                 sequence.num_expected = len(sequence.tokens)
+                self._settle(sequence)
                 if sequence.is_out:
                     self._supply.release(sequence)
                     self._leaving.discard(sequence)
@@ -161,12 +163,18 @@ class Scheduler:
             sequence.num_scheduled = max([sequence.num_computed, *(row.seq_len for row in rows)])
             ends = [row.seq_len + 1 for row in rows if row.completes]
             sequence.num_expected = max([len(sequence.tokens), *ends])
+            self._settle(sequence)
         for sequence in [leaving for leaving in self._leaving if not leaving.num_steps]:
             self._supply.release(sequence)
             self._leaving.discard(sequence)
         for sequence in self._waiting:
             self._supply.release(sequence)
             sequence.restart()
+
+    def _settle(self, sequence: SequenceState) -> None:
+        """Nothing beyond what is scheduled is under way: the row's next step goes on from there."""
+        if sequence.table_row is not None:
+            self._store.lengths.settle(sequence.table_row, sequence.num_scheduled)
 
     def drop_all(self) -> None:
         """Lets go of every sequence without a look at the cache, which is lost."""

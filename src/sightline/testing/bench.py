@@ -22,10 +22,10 @@ from sightline.attention.spec import AttentionSpec, Feature, SpecKind, group_lay
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore, Pool
 from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
-from sightline.core.batch import CAUSAL, Batch, RowMask
+from sightline.core.batch import CAUSAL, Batch, RowMask, RowWork
 from sightline.core.device import Device
 from sightline.core.errors import ConfigError
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.testing.problem import Problem
 from sightline.testing.problems import PROBLEMS
 
@@ -209,7 +209,7 @@ class Bench:
             for group, cache in zip(self.groups, self.store.groups, strict=True)
         ]
         workspace.seal()
-        return self.subject.planner(bindings, limits, self.device, paranoid=setting.paranoid)
+        return self.subject.planner(bindings, limits, self.device, self.store.lengths, paranoid=setting.paranoid)
 
     def open_rows(self, rows: Sequence[Row]) -> list[int]:
         """Page-table rows with pages for each row; shuffled ones grow in turns, so that their pages interleave."""

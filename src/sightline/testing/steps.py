@@ -100,6 +100,8 @@ class Step:
             self.batch: Batch = assemble_transient(row_work(rows, self.table_rows), bench.device)
             return
         self.table_rows = bench.open_rows(rows) if table_rows is None else list(table_rows)
+        for row, table_row in zip(rows, self.table_rows, strict=True):
+            bench.store.fill_row(table_row, row.context_len)
         self.batch = bench.batch(rows, self.table_rows)
         if contexts is None:
             self.write_contexts()

@@ -108,4 +108,4 @@ def _planner(candidate: Candidate, capability: Capability, data: ShapeData) -> P
     context = BackendContext(data.group.name, shape.spec, cache, workspace, limits, shape.dtype, target)
     backend = candidate.load()(context)
     workspace.seal()
-    return Planner([GroupBinding.alone(data.group, cache, backend, capability)], limits, target)
+    return Planner([GroupBinding.alone(data.group, cache, backend, capability)], limits, target, data.store.lengths)

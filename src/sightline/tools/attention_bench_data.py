@@ -16,9 +16,9 @@ from sightline.attention.contract import AttentionInputs, LatentInputs, SoftmaxI
 from sightline.attention.reference import attend_latent_row, attend_row
 from sightline.attention.spec import LatentSpec, LayerGroup, SoftmaxSpec, group_layers
 from sightline.cache.pools import CacheLimits, CacheStore, Pool
-from sightline.core.batch import Batch
+from sightline.core.batch import Batch, RowWork
 from sightline.core.device import Device, DeviceKind
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.testing.bench import Layout, arrange_free_pages, walk_slots
 from sightline.tools.attention_bench_shapes import RowKind, Shape
 
@@ -122,6 +122,7 @@ def build_data(shape: Shape, device: Device, num_layers: int, seed: int = 5) -> 
     rows = [store.open_row() for _ in range(shape.num_rows)]
     for row in rows:
         store.grow_row(row, shape.length)
+        store.fill_row(row, shape.context_len)
     batch = assemble([RowWork(row, [1] * shape.query_len, shape.context_len, 1) for row in rows], store)
     inputs = _inputs(shape, num_layers, generator)
     samples = tuple(_samples(shape, store, batch, inputs[-1]))

@@ -24,6 +24,7 @@ from sightline.attention.contract import AttentionBackend, AttentionPlan, Backen
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.selection import Candidate, Selection
 from sightline.attention.spec import SoftmaxSpec, SpecKind, group_layers
+from sightline.core.batch import RowWork
 from sightline.core.config import PADDING_PAGES, Quantization
 from sightline.core.device import DeviceKind, detect_device
 from sightline.core.errors import SightlineError
@@ -36,7 +37,7 @@ from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.weights import WeightReader
-from sightline.runner.batching import RowWork, assemble
+from sightline.runner.batching import assemble
 from sightline.runner.build import assemble_runtime, make_store
 from sightline.runner.sampler import choose
 from sightline.scheduler.sequence import ScheduledRow
@@ -147,10 +148,10 @@ class HostBench:
         return HostStep(**{name: statistics.median(seconds) for name, seconds in self._seconds.items()})
 
     def _take_apart(self, step: LaunchedStep) -> None:
-        """Does parts of a step once more."""
+        """Does parts of the step that follows, by hand."""
         runtime = self._engine.runtime
         with self._timed("assemble"):
-            batch = assemble([_work(row) for row in step.rows], runtime.store)
+            batch = assemble([_next_work(row) for row in step.rows], runtime.store)
         with self._timed("plan"):
             runtime.planner.plan(batch)
         with self._timed("sampling"):
@@ -211,5 +212,5 @@ def _submit(engine: Engine, load: Load) -> None:
         engine.submit(draw.choices(range(_VOCAB), k=length), params, terms=Terms(caller=caller_of(index)))
 
 
-def _work(row: ScheduledRow) -> RowWork:
-    return RowWork(row.table_row, [0] * row.num_tokens, row.context_len, row.num_logits)
+def _next_work(row: ScheduledRow) -> RowWork:
+    return RowWork(row.table_row, [0], row.seq_len, 1)

@@ -200,6 +200,7 @@ def _cache(prefixes: PrefixCache, store: CacheStore, caller: str, tokens: Sequen
     """Leaves the pages of a prompt in the cache, as a row does that has computed them and ended."""
     row = store.open_row()
     store.grow_row(row, len(tokens))
+    store.fill_row(row, len(tokens))
     node = prefixes.lock(caller, prefixes.find(caller, []))
     bundles = tuple(store.bundle(row, index) for index in range(store.row_pages(row)))
     for bundle, page in zip(bundles, _pages(tokens), strict=True):

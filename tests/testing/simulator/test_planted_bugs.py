@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch, Planner, StepPlan
 from sightline.cache.pools import CacheStore, Pool
@@ -210,15 +211,12 @@ def share_the_tail_of_a_fork(patch: pytest.MonkeyPatch) -> None:
 
 def give_a_token_to_the_wrong_row(patch: pytest.MonkeyPatch) -> None:
     """Of the tokens that a step in flight chooses, each row goes on with its neighbour's."""
-    fill_in = Launcher._fill_in
+    filled = Batch.filled
 
-    def rotated(launcher: Launcher, batch: Batch, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> None:
-        before = batch.tokens.clone()
-        fill_in(launcher, batch, members, in_flight)
-        filled = (batch.tokens != before).nonzero().flatten()
-        batch.tokens[filled] = batch.tokens[filled].roll(1)
+    def rotated(batch: Batch, places: Tensor, tokens: Tensor, host_places: Sequence[int]) -> Batch:
+        return filled(batch, places, tokens.roll(1), host_places)
 
-    patch.setattr(Launcher, "_fill_in", rotated)
+    patch.setattr(Batch, "filled", rotated)
 
 
 def forget_priorities(patch: pytest.MonkeyPatch) -> None:

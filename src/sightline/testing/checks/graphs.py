@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -11,7 +10,6 @@ from sightline.attention.capability import GraphLevel
 from sightline.attention.contract import AttentionInputs
 from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE
-from sightline.core.batch import Batch, Lengths, PoolRows
 from sightline.core.device import DeviceKind
 from sightline.testing.bench import Row, Subject
 from sightline.testing.steps import Answer, Step, tensors_of, to_device
@@ -54,7 +52,7 @@ def _capture(
     bounds = (longest,) * num_rows
     step = Step(bench, captured)
     # The bucket's own memory: what is captured reads from it, whatever is replayed is copied into it.
-    static = replace(step.batch, query_lens=replace(step.batch.query_lens, bound=bounds))
+    static = step.batch.bounded(bounds, step.batch.context_lens.bound, known=True)
     inputs = to_device(step.inputs, bench.device)
     out = step.empty_out()
     planned = bench.planner.plan(static, needs=needs)
@@ -72,7 +70,7 @@ def _capture(
         other.pad(num_rows - len(rows), num_tokens - other.batch.num_tokens, torch.nan)
         real = sum(row.query_len for row in rows)
         _copy_inputs(to_device(other.inputs, bench.device), inputs)
-        bench.planner.plan(_in_place(other.batch, static), needs=needs)
+        bench.planner.plan(other.batch.placed_in(static), needs=needs)
         out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
@@ -90,33 +88,6 @@ def _capture(
 def _copy_inputs(source: AttentionInputs, target: AttentionInputs) -> None:
     for name, tensor in tensors_of(target).items():
         tensor.copy_(tensors_of(source)[name])
-
-
-def _in_place(batch: Batch, static: Batch) -> Batch:
-    """The batch with its contents in the static batch's memory."""
-    static.tokens.copy_(batch.tokens)
-    static.positions.copy_(batch.positions)
-    static.table_rows.copy_(batch.table_rows)
-    pools = {}
-    for key, rows in batch.pools.items():
-        memory = static.pools[key].write_slots
-        memory.copy_(rows.write_slots)
-        pools[key] = PoolRows(rows.table_id, rows.versions, memory)
-    return replace(
-        batch,
-        tokens=static.tokens,
-        positions=static.positions,
-        table_rows=static.table_rows,
-        query_lens=_lengths_in_place(batch.query_lens, static.query_lens),
-        context_lens=_lengths_in_place(batch.context_lens, static.context_lens),
-        pools=pools,
-    )
-
-
-def _lengths_in_place(lengths: Lengths, static: Lengths) -> Lengths:
-    """The bucket's bounds stay: of contexts they are no matter, since nothing may depend on them."""
-    static.device.copy_(lengths.device)
-    return Lengths(static.device, static.bound, lengths.host)
 
 
 def _not_captured(levels: frozenset[GraphLevel]) -> Callable[[Subject], str | None]:

@@ -104,17 +104,15 @@ def host_bounds(trial: Trial) -> None:
             for rows, padding in ((ragged, (0, 0)), (ragged, (2, 5)), (empty, (0, 0))):
                 step = Step(trial.bench(spec), rows)
                 step.pad(*padding, torch.nan)
-                step.batch = replace(
-                    step.batch,
-                    query_lens=_loosen(step.batch.query_lens, slack),
-                    context_lens=_loosen(step.batch.context_lens, slack),
+                step.batch = step.batch.bounded(
+                    _loosened(step.batch.query_lens, slack), _loosened(step.batch.context_lens, slack), known=False
                 )
                 trial.try_step(step)
 
 
-def _loosen(lengths: Lengths, slack: int) -> Lengths:
-    """Lengths that only the device knows, with bounds above them."""
-    return Lengths(lengths.device, tuple(bound + slack for bound in lengths.bound), None)
+def _loosened(lengths: Lengths, slack: int) -> tuple[int, ...]:
+    """Bounds above the lengths."""
+    return tuple(bound + slack for bound in lengths.bound)
 
 
 def _needs_exact(subject: Subject) -> str | None:

@@ -1,0 +1,51 @@
+"""What `--paranoid` checks on the device: that a batch's tensors say what its facts say.
+
+The host checks facts; tensors that follow from them could still have been changed in place. Reads everything back, so
+it waits for the device. Does not know plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from sightline.cache.pools import Pool
+from sightline.core.batch import PADDING_ROW, PADDING_SLOT, Batch
+from sightline.core.errors import BatchError
+
+
+def check_contents(batch: Batch, pools: Mapping[str, Pool]) -> None:
+    """Raises `BatchError` if a tensor of the batch, or a page-table row on the device, is not what the host derives."""
+    derived = Batch(batch.work, batch.sources, batch.device)
+    pairs = {
+        "positions": (batch.positions, derived.positions, 0),
+        "query_lens": (batch.query_lens.device, derived.query_lens.device, 0),
+        "context_lens": (batch.context_lens.device, derived.context_lens.device, 0),
+        "table_rows": (batch.table_rows, derived.table_rows, PADDING_ROW),
+    }
+    if batch.logit_rows:
+        pairs["logit_indices"] = (batch.logit_indices, derived.logit_indices, 0)
+    for key, rows in batch.pools.items():
+        pairs[f"write_slots of {key}"] = (rows.write_slots, derived.pools[key].write_slots, PADDING_SLOT)
+    for field, (got, expected, padding) in pairs.items():
+        _require_equal(field, got, expected, padding)
+    for key in batch.pools:
+        _check_pages(batch, pools[key])
+
+
+def _require_equal(field: str, got: Tensor, expected: Tensor, padding: int) -> None:
+    """Equal as far as `expected` goes, and `padding` after it."""
+    found, wanted = got.tolist(), expected.tolist()
+    wanted += [padding] * (len(found) - len(wanted))
+    for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        if one != other:
+            raise BatchError(f"{field}[{place}] on the device", None, other, one, "nothing may change it in place")
+
+
+def _check_pages(batch: Batch, pool: Pool) -> None:
+    for index, row in enumerate(batch.rows):
+        owned = list(pool.table.owned(row))
+        found = pool.table.pages[row, : len(owned)].tolist()
+        if found != owned:
+            raise BatchError(f"pages in pool {pool.key} on the device", index, owned, found)

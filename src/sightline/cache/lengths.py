@@ -1,0 +1,137 @@
+"""How much of each page-table row may be read: what is committed, and what launched steps will have written.
+
+    |---- committed ----|-- in flight --|
+    |------------ launched -------------|
+
+The law: every slot that a plan reads was committed or launched before the step, in stream order, or is written by that
+plan. So a row's context must be exactly what was launched: less would overwrite entries that are there, more would read
+entries that nobody wrote. A launch that fails is taken back; a commit says that the entries are there.
+
+Owns the numbers. Does not know pages: the store opens, fills and closes rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+from sightline.core.batch import PADDING_ROW, Batch, BatchId
+from sightline.core.errors import BatchError
+
+_NOBODY = BatchId(0)
+
+
+class RowLengths:
+    """The committed and the launched length of every page-table row of a store."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._committed = [0] * (num_rows + 1)
+        self._launched = [0] * (num_rows + 1)
+        self._launched_by = [_NOBODY] * (num_rows + 1)
+        """The batch of each row's last launch."""
+        self._lanes = [0] * (num_rows + 1)
+        """The lane of each row's last launch."""
+
+    def committed(self, row: int) -> int:
+        return self._committed[row]
+
+    def launched(self, row: int) -> int:
+        return self._launched[row]
+
+    def check(self, batch: Batch, lane: int) -> None:
+        """Raises `BatchError` unless each row's context is what was launched before, in the same lane.
+
+        A batch that was launched last on all its rows may run once more: it writes what it wrote.
+        """
+        if not batch.pools:
+            return
+        expected = _items(self._launched, batch.rows)
+        contexts = batch.context_lens
+        if contexts.host is None:
+            self._check_bounds(batch, expected)
+        elif expected != contexts.host:
+            self._explain(batch, contexts.host, expected)
+        if lane or any(self._lanes):
+            self._check_lanes(batch, lane)
+
+    def launch(self, batch: Batch, lane: int) -> None:
+        """The batch is about to run: what it writes may be read by steps behind it in the same lane."""
+        if not batch.pools:
+            return
+        launched, launched_by, lanes, batch_id = self._launched, self._launched_by, self._lanes, batch.batch_id
+        contexts, queries = batch.context_lens, batch.query_lens
+        firsts, counts = (each.bound if each.host is None else each.host for each in (contexts, queries))
+        for row, first, count in zip(batch.rows, firsts, counts, strict=True):
+            launched[row] = first + count
+            launched_by[row] = batch_id
+            lanes[row] = lane
+        launched[PADDING_ROW] = lanes[PADDING_ROW] = 0
+
+    def take_back(self, batch: Batch) -> None:
+        """The batch's launch failed: what it would have written is not there."""
+        if not batch.pools:
+            return
+        contexts = batch.context_lens
+        for row, first in zip(batch.rows, contexts.bound if contexts.host is None else contexts.host, strict=True):
+            if self._launched_by[row] == batch.batch_id:
+                self.settle(row, max(first, self._committed[row]))
+
+    def commit(self, row: int, length: int) -> None:
+        """The first `length` entries of a row are there. Once more changes nothing."""
+        if length > self._launched[row]:
+            raise BatchError("committed length", None, f"at most {self._launched[row]}, as was launched", length)
+        if length > self._committed[row]:
+            self._committed[row] = length
+
+    def settle(self, row: int, launched: int) -> None:
+        """Nothing beyond `launched` is under way: a step that was launched did not come to be."""
+        if launched < self._committed[row]:
+            raise BatchError("launched length", None, f"at least {self._committed[row]}, as is committed", launched)
+        self._launched[row] = launched
+        self._launched_by[row] = _NOBODY
+
+    def fill(self, row: int, length: int) -> None:
+        """The first `length` entries of a row, and no others, are there: copied, shared or brought from elsewhere."""
+        self._committed[row] = self._launched[row] = length
+        self._launched_by[row] = _NOBODY
+        self._lanes[row] = 0
+
+    def _check_bounds(self, batch: Batch, launched: Sequence[int]) -> None:
+        """Of contexts that only the device knows, the host knows what they are at most."""
+        for index, (bound, length) in enumerate(zip(batch.context_lens.bound, launched, strict=True)):
+            if bound < length and not self._is_run_again(batch, index):
+                raise BatchError("context_lens.bound", index, f"at least {length}, as was launched", bound)
+
+    def _explain(self, batch: Batch, contexts: Sequence[int], launched: Sequence[int]) -> None:
+        for index, (context, length) in enumerate(zip(contexts, launched, strict=True)):
+            if context != length and not self._is_run_again(batch, index):
+                remedy = (
+                    "run the steps that write the entries between them first, or fill the row"
+                    if context > length
+                    else "the entries after it would be overwritten: build the batch from where the row is, or take "
+                    "back what was launched"
+                )
+                raise BatchError("context_lens", index, f"{length}, as was launched", context, remedy)
+
+    def _is_run_again(self, batch: Batch, index: int) -> bool:
+        return self._launched_by[batch.rows[index]] == batch.batch_id
+
+    def _check_lanes(self, batch: Batch, lane: int) -> None:
+        """What is launched and not committed may be read in the lane that writes it, and in no other."""
+        for index, (row, context) in enumerate(zip(batch.rows, batch.context_lens.bound, strict=True)):
+            if context > self._committed[row] and self._lanes[row] != lane:
+                raise BatchError(
+                    "lane",
+                    index,
+                    f"{self._lanes[row]}, where its last step was launched",
+                    lane,
+                    "commit that step first: steps of two lanes have no order",
+                )
+
+
+def _items(values: Sequence[int], places: tuple[int, ...]) -> tuple[int, ...]:
+    """The values at these places; several are picked in one call."""
+    if len(places) > 1:
+        found: tuple[int, ...] = itemgetter(*places)(values)
+        return found
+    return tuple([values[place] for place in places])
