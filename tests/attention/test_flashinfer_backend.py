@@ -22,7 +22,6 @@ from sightline.attention.backends.flashinfer_plans import (
     row_sizes,
 )
 from sightline.attention.backends.flashinfer_rows import LATENT_ROWS, ROWS
-from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.contract import BackendContext, CachePolicy, Limits, SoftmaxInputs, StepView
 from sightline.attention.reference import attend_row
@@ -39,6 +38,7 @@ from sightline.testing.kit import try_row
 from sightline.testing.steps import Step
 from sightline.testing.trial import Effort
 from support import fake_flashinfer, torch_kernels
+from support.plan_buffers import plan_buffers, plan_memory
 
 CPU = torch.device("cpu")
 SOFTMAX_NAME = "sightline.attention.backends.flashinfer_backend"
@@ -174,8 +174,7 @@ def test_a_narrow_cache_is_read_with_its_scales(
         store.grow_row(row, 20)
     work = [RowWork(row, [1] * length, 0, 1) for row, length in zip(rows, lengths, strict=True)]
     batch = assemble(work, store).pad(4, sum(lengths) + 2)
-    buffers = PlanBuffers(CPU)
-    buffers.begin()
+    buffers = plan_buffers()
     plan = backend.plan(StepView(batch, CachePolicy.PAGED, MAIN_LANE, frozenset()), buffers)
     q, k, v = (torch.randn(batch.num_tokens, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
     out = torch.full((batch.num_tokens, 4, 64), torch.nan, dtype=torch.bfloat16)
@@ -200,13 +199,11 @@ def test_pages_are_listed_row_after_row() -> None:
     table = PageTable(3, 4, CPU)
     table.append(1, [7, 5])
     table.append(2, [9, 3, 4])
-    buffers = PlanBuffers(CPU, poison=True)
-    buffers.begin()
+    memory = plan_memory(poison=True)
     out = torch.zeros(8, dtype=torch.int32)
     rows, pages = np.array([2, 0, 1], dtype=np.int32), np.array([3, 0, 2], dtype=np.int32)
-    assert fill_pages("rows", table, rows, pages, buffers, out).tolist() == [9, 3, 4, 7, 5]
-    buffers.begin()
-    assert fill_pages("rows", table, rows[:0], pages[:0], buffers, out).tolist() == []
+    assert fill_pages("rows", table, rows, pages, memory.part("a"), out).tolist() == [9, 3, 4, 7, 5]
+    assert fill_pages("rows", table, rows[:0], pages[:0], memory.part("b"), out).tolist() == []
 
 
 def test_offsets_and_last_pages_of_empty_rows() -> None:

@@ -42,6 +42,7 @@ from sightline.testing.problems import PROBLEMS
 from sightline.testing.samples import Samples
 from sightline.testing.steps import Step
 from sightline.testing.trial import Effort, Trial
+from support.plan_buffers import plan_buffers
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 
@@ -250,7 +251,7 @@ def test_what_is_kept_in_fewer_bits_is_read_times_its_scale(room: int) -> None:
     step = StepView(batch, CachePolicy.PAGED, MAIN_LANE, frozenset())
     phases = plan_phases(row_spans(batch, None), SPEC, varlen.room, never_absorbed)
     out = torch.full((new, SPEC.num_q_heads, SPEC.value_dim), torch.nan)
-    varlen.plan(phases, step, PlanBuffers(CPU.torch_device, poison=True)).run(0, inputs, out, None)
+    varlen.plan(phases, step, plan_buffers(poison=True)).run(0, inputs, out, None)
     visible = torch.ones(new, context + new, dtype=torch.bool).tril(context)
     projections = (inputs.key_up, inputs.value_up)
     wanted, _ = attend_latent_row(SPEC, inputs.q_nope, inputs.q_rope, kept.float() * scale, *projections, visible)

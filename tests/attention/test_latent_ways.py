@@ -58,9 +58,9 @@ class Bench:
         workspace = self.workspace = Workspace(CPU, 1 << 30, poison=True)
         limits = Limits(8, MAX_TOKENS, max_len, (MAIN_LANE,))
         made = backend(BackendContext("group0", SPEC, self.store.groups[0], workspace, limits, torch.float32, CPU))
-        workspace.seal()
         binding = GroupBinding.alone(self.groups[0], self.store.groups[0], made, backend.capabilities[0])
-        self.planner = Planner([binding], limits, CPU, self.store.lengths, paranoid=True)
+        self.planner = Planner([binding], limits, self.store.lengths, workspace, paranoid=True)
+        workspace.seal()
 
     def run(
         self, work: Sequence[RowWork], inputs: Sequence[LatentInputs], *, lse: bool = False, transient: bool = False

@@ -88,8 +88,7 @@ def test_paranoid_finds_a_page_table_changed_behind_its_version() -> None:
 def test_paranoid_fills_plan_buffers_again_that_were_changed_in_place() -> None:
     step = Step(cases.bench(HYBRID, paranoid=True), ROWS)
     planned = step.bench.planner.plan(step.batch)
-    [plan_buffers] = step.bench.planner._buffers[MAIN_LANE][0]
-    plan_buffers.contents(["tile0.slots"])[0].fill_(0)
+    step.bench.planner._memory[MAIN_LANE].contents()["group0[0].tile0.slots"].fill_(0)
     check_forward(step, planned)
     assert step.bench.planner.num_rebuilt == 1
 

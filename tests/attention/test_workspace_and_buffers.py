@@ -6,10 +6,12 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
-from sightline.attention.buffers import PlanBuffers
+from sightline.attention.buffers import PlanMemory
 from sightline.attention.workspace import MAIN_LANE, Lane, LeaseEntry, Workspace
 from sightline.core.errors import ConfigError, PlanError
+from support.plan_buffers import plan_buffers, plan_memory
 
 CPU = torch.device("cpu")
 SIDE_LANE = Lane(1)
@@ -120,150 +122,115 @@ def test_without_poison_a_lease_costs_no_fill(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_buffer_has_the_shape_and_dtype_asked_for() -> None:
-    buffer = PlanBuffers(CPU).take("slots", [3, 4], torch.int32)
+    buffer = plan_buffers().take("slots", [3, 4], torch.int32)
     assert (buffer.shape, buffer.dtype, buffer.is_contiguous()) == ((3, 4), torch.int32, True)
 
 
 def test_a_buffer_taken_twice_in_one_plan_is_refused() -> None:
-    buffers = PlanBuffers(CPU)
-    buffers.begin()
-    buffers.take("slots", [4], torch.int64)
-    with pytest.raises(ValueError, match="buffer 'slots' was taken twice in one plan"):
-        buffers.take("slots", [4], torch.int64)
-    buffers.begin()
-    buffers.take("slots", [4], torch.int64)
+    memory = plan_memory()
+    memory.part("group0[0]").take("slots", [4], torch.int64)
+    memory.part("group0[1]").take("slots", [4], torch.int64)
+    with pytest.raises(ValueError, match=r"buffer 'group0\[0\]\.slots' was taken twice in one plan"):
+        memory.part("group0[0]").take("slots", [4], torch.int64)
+    memory.begin()
+    memory.part("group0[0]").take("slots", [4], torch.int64)
 
 
-def test_a_buffer_that_fits_stays_where_it_is() -> None:
-    buffers = PlanBuffers(CPU)
-    address = buffers.take("slots", [100], torch.int64).data_ptr()
-    for shape in ([100], [3], [10, 10], [1], [100]):
-        buffers.begin()
-        assert buffers.take("slots", shape, torch.int64).data_ptr() == address
+def plan(memory: PlanMemory, *sizes: int, dtype: torch.dtype = torch.int64) -> list[Tensor]:
+    memory.begin()
+    return [memory.take(f"buffer{index}", [size], dtype) for index, size in enumerate(sizes)]
 
 
-def test_a_buffer_grows_by_doubling_so_that_small_steps_do_not_move_it() -> None:
-    buffers = PlanBuffers(CPU)
-    addresses = []
-    for size in range(16, 257):
-        buffers.begin()
-        addresses.append(buffers.take("slots", [size], torch.int64).data_ptr())
+def test_buffers_of_one_plan_have_memory_of_their_own_whether_or_not_there_was_room() -> None:
+    memory = plan_memory()
+    for sizes in ((4, 1), (40_000, 7, 3), (1, 50_000), (4, 1)):
+        taken = plan(memory, *sizes)
+        for index, buffer in enumerate(taken):
+            buffer.fill_(index)
+        assert [set(buffer.tolist()) for buffer in taken] == [{index} for index in range(len(sizes))]
+
+
+def test_plans_of_the_same_sizes_lie_in_the_same_place_once_there_is_room() -> None:
+    memory = plan_memory()
+    plan(memory, 100_000, 9, 33)
+    places = [[buffer.data_ptr() for buffer in plan(memory, 100_000, 9, 33)] for _ in range(3)]
+    assert places[0] == places[1] == places[2]
+    assert memory.addresses() == {f"buffer{index}": address for index, address in enumerate(places[0])}
+    plan(memory, 3, 200, 1)
+    assert not memory.has_overflowed
+    again = [buffer.data_ptr() for buffer in plan(memory, 100_000, 9, 33)]
+    assert again == places[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float64])
+def test_every_buffer_begins_where_any_kernel_can_read_it(dtype: torch.dtype) -> None:
+    memory = plan_memory()
+    for _ in range(2):
+        first = plan(memory, 1, 3, 17, 5, dtype=dtype)[0].data_ptr()
+    assert all((address - first) % 256 == 0 for address in memory.addresses().values())
+
+
+def test_a_step_that_grows_token_by_token_moves_the_memory_now_and_then() -> None:
+    memory = plan_memory()
+    addresses = [plan(memory, size)[0].data_ptr() for size in range(16_000, 256_000, 640)]
     moves = sum(before != after for before, after in itertools.pairwise(addresses))
-    assert moves == 4, "16 to 32, 64, 128, 256"
+    assert moves < 40, f"{moves} of {len(addresses)}"
 
 
-def test_names_have_memory_of_their_own() -> None:
-    buffers = PlanBuffers(CPU)
-    first, second = buffers.take("first", [4], torch.int64), buffers.take("second", [4], torch.int64)
-    first.fill_(1)
-    second.fill_(2)
-    assert first.tolist() == [1] * 4
+def test_a_lane_keeps_what_its_largest_step_needs_and_no_more() -> None:
+    """Each buffer was largest in another step: kept apart they would need 64 times as much."""
+    workspace = Workspace(CPU, 1 << 30)
+    memory = PlanMemory(workspace.elastic("planner", "plan buffers", MAIN_LANE))
+    for largest in range(64):
+        plan(memory, *(100_000 if index == largest else 1 for index in range(64)))
+    memory.begin()
+    step = 8 * 100_000 + 64 * 256
+    assert step <= workspace.num_bytes <= 1.3 * step
+    assert workspace.ledger() == (LeaseEntry("planner", "plan buffers", MAIN_LANE, workspace.num_bytes),)
 
 
-def test_another_dtype_gets_memory_of_that_dtype() -> None:
-    buffers = PlanBuffers(CPU)
-    buffers.take("bias", [4], torch.float32)
-    buffers.begin()
-    assert buffers.take("bias", [4], torch.float16).dtype == torch.float16
+def test_a_step_beyond_the_limit_is_refused_and_the_next_one_is_planned() -> None:
+    memory = plan_memory(limit_bytes=10_000)
+    with pytest.raises(PlanError, match=r"at most 10,000 bytes of planner\.plan buffers.*got a step that needs 10,240"):
+        plan(memory, 1000, 250)
+    plan(memory, 1000)
+    [buffer] = plan(memory, 1000)
+    assert buffer.numel() == 1000
+    with pytest.raises(PlanError, match="plan a smaller one"):
+        plan(memory, 1200, 100)
 
 
-def test_changing_the_dtype_to_and_fro_does_not_grow_the_memory() -> None:
-    buffers = PlanBuffers(CPU)
-    for index in range(12):
-        buffers.begin()
-        buffer = buffers.take("bias", [16], torch.float32 if index % 2 else torch.float16)
-    assert buffer.untyped_storage().nbytes() <= 4 * 16 * 4
+def test_plan_buffers_count_against_the_limit_of_other_leases() -> None:
+    workspace = Workspace(CPU, 10_000)
+    memory = PlanMemory(workspace.elastic("planner", "plan buffers", MAIN_LANE))
+    workspace.lease("group0", "k", MAIN_LANE, [1500], torch.float32)
+    with pytest.raises(PlanError, match="at most 4,000 bytes"):
+        plan(memory, 1000)
 
 
-def test_every_fill_moves_the_epoch_whether_or_not_the_memory_moves() -> None:
-    buffers = PlanBuffers(CPU)
-    stamps = []
-    for size in (4, 4, 400, 4):
-        buffers.begin()
-        buffers.take("slots", [size], torch.int64)
-        stamps.append(buffers.stamp()["slots"])
-    assert len(set(stamps)) == 4
-
-
-def test_a_stamp_has_exactly_the_buffers_of_its_plan() -> None:
-    buffers = PlanBuffers(CPU)
-    buffers.begin()
-    buffers.take("tokens", [4], torch.int64)
-    buffers.take("slots", [4], torch.int64)
-    first = buffers.stamp()
-    buffers.begin()
-    assert buffers.stamp() == {}
-    buffers.take("slots", [4], torch.int64)
-    assert set(first) == {"tokens", "slots"}
-    assert set(buffers.stamp()) == {"slots"}
-    assert buffers.changed_since(first) == ("slots",)
-    assert buffers.changed_since(buffers.stamp()) == ()
-
-
-def test_beginning_a_plan_that_takes_nothing_makes_no_older_plan_stale() -> None:
-    buffers = PlanBuffers(CPU)
-    buffers.begin()
-    buffers.take("slots", [4], torch.int64)
-    stamp = buffers.stamp()
-    buffers.begin()
-    buffers.take("other", [4], torch.int64)
-    assert buffers.changed_since(stamp) == ()
+def test_every_plan_moves_the_epoch_whether_or_not_it_takes_anything() -> None:
+    memory = plan_memory()
+    epochs = set()
+    for sizes in ((4,), (4,), (400,), ()):
+        plan(memory, *sizes)
+        epochs.add(memory.epoch)
+    assert len(epochs) == 4
 
 
 def test_contents_are_what_the_last_plan_took_and_no_more() -> None:
-    buffers = PlanBuffers(CPU)
-    buffers.take("slots", [8], torch.int64).fill_(1)
-    buffers.begin()
-    buffers.take("slots", [2], torch.int64).copy_(torch.tensor([5, 6]))
-    assert [tensor.tolist() for tensor in buffers.contents(["slots"])] == [[5, 6]]
-
-
-def test_addresses_stay_once_the_largest_step_was_planned() -> None:
-    buffers = PlanBuffers(CPU)
-
-    def plan(num_rows: int, num_keys: int) -> None:
-        buffers.begin()
-        buffers.take("slots", [num_rows, num_keys], torch.int64)
-        buffers.take("bias", [num_rows, 1, num_keys], torch.float32)
-
-    plan(1, 3)
-    small = dict(buffers.addresses())
-    plan(16, 100)
-    largest = dict(buffers.addresses())
-    assert set(largest) == {"slots", "bias"}
-    assert largest != small
-    for num_rows, num_keys in ((16, 100), (1, 1), (3, 77), (16, 99), (0, 0), (16, 100)):
-        plan(num_rows, num_keys)
-        assert buffers.addresses() == largest
-
-
-def test_an_address_is_where_the_buffer_that_was_taken_begins() -> None:
-    buffers = PlanBuffers(CPU)
-    taken = {name: buffers.take(name, [9], torch.int32).data_ptr() for name in ("tokens", "slots")}
-    assert buffers.addresses() == taken
+    memory = plan_memory()
+    plan(memory, 8, 3)
+    plan(memory, 2)[0].copy_(torch.tensor([5, 6]))
+    assert {name: tensor.tolist() for name, tensor in memory.contents().items()} == {"buffer0": [5, 6]}
 
 
 def test_a_poisoned_buffer_shows_what_is_read_before_it_is_filled_at_every_plan() -> None:
-    buffers = PlanBuffers(CPU, poison=True)
+    memory = plan_memory(poison=True)
     for size in (4, 2, 9):
-        buffers.begin()
-        bias = buffers.take("bias", [size], torch.float32)
-        slots = buffers.take("slots", [size], torch.int64)
+        memory.begin()
+        bias = memory.take("bias", [size], torch.float32)
+        slots = memory.take("slots", [size], torch.int64)
         assert bias.isnan().all()
         assert (slots == 1).all()
         bias.zero_()
         slots.fill_(5)
-
-
-def test_poison_leaves_what_another_buffer_holds_alone() -> None:
-    buffers = PlanBuffers(CPU, poison=True)
-    first = buffers.take("first", [4], torch.float32).fill_(3.0)
-    buffers.take("second", [400], torch.float32)
-    assert first.tolist() == [3.0] * 4
-
-
-def test_without_poison_a_buffer_keeps_what_the_last_plan_left() -> None:
-    buffers = PlanBuffers(CPU)
-    buffers.take("slots", [4], torch.int64).fill_(5)
-    buffers.begin()
-    assert buffers.take("slots", [4], torch.int64).tolist() == [5] * 4

@@ -264,15 +264,6 @@ def taken_by_batch(
     return buffers.take(f"{name}{step.batch.batch_id}", shape, dtype)
 
 
-def taken_from_own_memory(
-    buffers: PlanBuffers, step: StepView, kept: Kept, name: str, shape: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    own = kept.setdefault((step.lane, name), PlanBuffers(step.batch.tokens.device))
-    own.begin()
-    buffer: Tensor = own.take(name, shape, dtype)
-    return buffer
-
-
 def fill_once(buffer: Tensor, values: Tensor, kept: Kept) -> None:
     if buffer.data_ptr() not in kept:
         buffer.copy_(values)
@@ -335,6 +326,15 @@ class TrustingPlanner(Planner):
     def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
         if isinstance(work, PlannedBatch) and work.plan.certificate.batch_id != work.batch.batch_id:
             return work
+        return super().ensure(work)
+
+
+class ForgetfulPlanner(Planner):
+    """Does not notice that a later plan filled the plan buffers again."""
+
+    def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
+        if isinstance(work, PlannedBatch):
+            self._memory[work.plan.certificate.lane].epoch = work.plan.certificate.epoch
         return super().ensure(work)
 
 

@@ -430,10 +430,10 @@ MUTANTS: tuple[Mutant, ...] = (
         replace(CORRECT, one_memory_for_lanes=True),
     ),
     Mutant(
-        "own-plan-memory",
-        "What plans derive lies in memory of the backend, so that nobody knows when it is filled again.",
+        "refilled-buffers-unnoticed",
+        "The planner does not notice that a later plan filled the plan buffers again.",
         "plan-buffers",
-        replace(CORRECT, take=faults.taken_from_own_memory),
+        planner=faults.ForgetfulPlanner,
     ),
     Mutant(
         "stale-certificate-accepted",

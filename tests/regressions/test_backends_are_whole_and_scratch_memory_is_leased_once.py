@@ -171,7 +171,7 @@ def test_every_lease_of_every_group_is_in_the_ledger_once(backend: str, lanes: t
     entries = workspace.ledger()
     keys = [(entry.owner, entry.name, entry.lane) for entry in entries]
     assert len(set(keys)) == len(keys)
-    assert {entry.owner for entry in entries} <= {"group0", "group1"}
+    assert {entry.owner for entry in entries} <= {"group0", "group1", "planner"}
     assert {entry.lane for entry in entries} <= set(lanes)
     assert workspace.num_bytes == sum(entry.num_bytes for entry in entries)
 
@@ -228,7 +228,7 @@ def test_a_backend_that_leases_during_a_step_is_stopped() -> None:
 def test_a_built_runtime_has_one_sealed_arena_with_every_lease_in_it(gemma: Path) -> None:
     runtime = load_runtime(gemma, EngineConfig(cache_tokens=256, max_num_batched_tokens=64))
     entries = runtime.workspace.ledger()
-    assert {entry.owner for entry in entries} == {"group0.torch", "group1.torch", "activations"}
+    assert {entry.owner for entry in entries} == {"group0.torch", "group1.torch", "planner", "activations"}
     assert len({(entry.owner, entry.name, entry.lane) for entry in entries}) == len(entries)
     assert runtime.workspace.num_bytes == sum(entry.num_bytes for entry in entries)
     assert LeaseEntry("group0.torch", "k", MAIN_LANE, entries[0].num_bytes) == entries[0]

@@ -27,7 +27,10 @@ MAY_CHANGE = {
     ("Planner", "num_rebuilt"),  # counters
     ("Planner", "num_plans"),
     ("Planner", "plan_seconds"),
-    ("PlanBuffers", "_filled"),  # the names that the plan at hand has taken
+    ("PlanMemory", "_block"),  # grows to what the largest step needs
+    ("PlanMemory", "_used"),  # of the plan at hand
+    ("PlanMemory", "_views"),
+    ("PlanMemory", "epoch"),
     ("Activations", "_last"),  # the shapes of the last step
     ("Workspace", "_sealed"),  # set once, at the end of construction
 }
@@ -190,7 +193,7 @@ def parts(llm: LLM) -> Iterator[object]:
     yield from (llm.engine, runtime, runtime.runner, runtime.planner, runtime.workspace, runtime.store)
     yield from (runtime.runner._model, *runtime.runner._activations.values())
     yield from (part.backend for binding in runtime.bindings for part in binding.parts)
-    yield from (buffers for lane in runtime.planner._buffers.values() for group in lane for buffers in group)
+    yield from runtime.planner._memory.values()
     for pool in runtime.store.pools:
         yield from (pool, pool.allocator, pool.table)
 

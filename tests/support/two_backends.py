@@ -47,5 +47,6 @@ class ServedBench(Bench):
             }
             serving = {work: built[kind] for work, kind in self.serving.items()}
             self.bindings.append(GroupBinding(group, cache, serving))
+        planner = Planner(self.bindings, limits, self.store.lengths, workspace, paranoid=setting.paranoid)
         workspace.seal()
-        return Planner(self.bindings, limits, self.device, self.store.lengths, paranoid=setting.paranoid)
+        return planner

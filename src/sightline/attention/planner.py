@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from sightline.attention.buffers import PlanBuffers
+from sightline.attention.buffers import PlanMemory
 from sightline.attention.capability import Capability, HostLengths, Work, decode_work
 from sightline.attention.contents import check_contents
 from sightline.attention.contract import (
@@ -34,7 +34,7 @@ from sightline.attention.contract import (
 )
 from sightline.attention.fingerprint import Fingerprint, changed_parts, fingerprint_tensors
 from sightline.attention.spec import Feature, LayerGroup
-from sightline.attention.workspace import MAIN_LANE, Lane
+from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.lengths import RowLengths
 from sightline.cache.pools import GroupCache, Pool
 from sightline.core.batch import Batch, BatchId, MaskKind
@@ -89,8 +89,6 @@ class PartRecord:
     """Among the group's backends."""
     backend: AttentionBackend[Any, Any]
     """The instance that planned."""
-    epochs: Mapping[str, int]
-    """Of each plan buffer that it filled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +99,8 @@ class Certificate:
     num_rows: int
     num_tokens: int
     lane: Lane
+    epoch: int
+    """Of the lane's plan buffers."""
     page_versions: Mapping[str, tuple[int, ...]]
     """By pool key: the version of each page-table row that the plan reads."""
     parts: tuple[PartRecord, ...]
@@ -179,23 +179,22 @@ class Planner:
         self,
         bindings: Sequence[GroupBinding],
         limits: Limits,
-        device: torch.device,
         lengths: RowLengths,
+        workspace: Workspace,
         *,
         paranoid: bool = False,
     ) -> None:
-        """`lengths` are those of the store that the bindings' caches are in."""
+        """`lengths` are those of the store that the bindings' caches are in; `workspace` holds the plan buffers."""
         self._lengths = lengths
         self._issued: WeakSet[StepPlan] = WeakSet()
         self._bindings = tuple(bindings)
         self._limits = limits
         self._paranoid = paranoid
         self._pools: dict[str, Pool] = {pool.key: pool for binding in bindings for pool in binding.cache.pools.values()}
-        self._buffers = {
-            lane: tuple(tuple(PlanBuffers(device, poison=paranoid) for _ in binding.parts) for binding in bindings)
+        self._memory = {
+            lane: PlanMemory(workspace.elastic("planner", "plan buffers", lane), poison=paranoid)
             for lane in limits.lanes
         }
-        """By lane, group and backend of it: two parts of a step fill memory of their own."""
         places = {
             layer: LayerPlace(group, index)
             for group, binding in enumerate(bindings)
@@ -225,22 +224,35 @@ class Planner:
             check_contents(batch, self._pools)
         policy = CachePolicy.PAGED if batch.pools else CachePolicy.TRANSIENT
         step = StepView(batch, policy, lane, needs | _mask_features(batch))
-        records: list[PartRecord] = []
-        plans = tuple(self._plan_group(group, step, needs, records) for group in range(len(self._bindings)))
+        memory = self._memory[lane]
+        plans, records = self._plan_groups(step, needs)
+        if memory.has_overflowed:
+            # Once more, in a block that has room: what a graph captures must lie where the next plan puts it.
+            plans, records = self._plan_groups(step, needs)
         certificate = Certificate(
             batch_id=batch.batch_id,
             num_rows=batch.num_rows,
             num_tokens=batch.num_tokens,
             lane=lane,
+            epoch=memory.epoch,
             page_versions=versions,
-            parts=tuple(records),
-            fingerprint=self._fingerprint(batch, lane, records) if self._paranoid else None,
+            parts=records,
+            fingerprint=self._fingerprint(batch, lane) if self._paranoid else None,
         )
         plan = StepPlan(certificate, policy, needs, plans, self._places)
         self._issued.add(plan)
         self.num_plans += 1
         self.plan_seconds += time.perf_counter() - started
         return PlannedBatch(batch, plan)
+
+    def _plan_groups(
+        self, step: StepView, asked: frozenset[Feature]
+    ) -> tuple[tuple[tuple[PartPlan, ...], ...], tuple[PartRecord, ...]]:
+        """The parts of every group, and what each was planned with."""
+        self._memory[step.lane].begin()
+        records: list[PartRecord] = []
+        plans = tuple(self._plan_group(group, step, asked, records) for group in range(len(self._bindings)))
+        return plans, tuple(records)
 
     def _plan_group(
         self, group: int, step: StepView, asked: frozenset[Feature], records: list[PartRecord]
@@ -250,13 +262,12 @@ class Planner:
         for serving, rows, tokens in divide(step.batch, binding.serving):
             backend = serving.backend
             place = binding.place(backend)
-            buffers = self._buffers[step.lane][group][place]
+            buffers = self._memory[step.lane].part(f"{binding.group.name}[{place}]")
             whole = rows == slice(0, step.batch.num_rows)
             part = step if whole else self._part(step, rows, tokens, asked)
             _check_part(serving, part, binding.group.name)
-            buffers.begin()
             plans.append(PartPlan(backend.plan(part, buffers), tokens))
-            records.append(PartRecord(group, place, backend, buffers.stamp()))
+            records.append(PartRecord(group, place, backend))
         return tuple(plans)
 
     def _part(self, step: StepView, rows: slice, tokens: slice, asked: frozenset[Feature]) -> StepView:
@@ -264,13 +275,8 @@ class Planner:
         return replace(step, batch=batch, needs=asked | _mask_features(batch))
 
     def buffer_addresses(self, lane: Lane) -> Mapping[str, int]:
-        """Where the plan buffers of every backend of every group lie in a lane."""
-        return {
-            f"{binding.group.name}[{place}].{name}": address
-            for binding, by_backend in zip(self._bindings, self._buffers[lane], strict=True)
-            for place, buffers in enumerate(by_backend)
-            for name, address in buffers.addresses().items()
-        }
+        """Where the plan buffers of every backend of every group lie in the lane's last plan."""
+        return self._memory[lane].addresses()
 
     def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
         """A plan that is current: planned where there is none, proven or planned again where there is one."""
@@ -301,8 +307,8 @@ class Planner:
 
     def _check_step(self, batch: Batch, lane: Lane) -> None:
         """A step that no backend is asked for is refused here, before any of it is planned."""
-        if lane not in self._buffers:
-            raise PlanError(f"expected a lane out of {sorted(self._buffers)}, got {lane}")
+        if lane not in self._memory:
+            raise PlanError(f"expected a lane out of {sorted(self._memory)}, got {lane}")
         if batch.num_rows > self._limits.max_rows or batch.num_tokens > self._limits.max_step_tokens:
             raise PlanError(
                 f"expected at most {self._limits.max_rows} rows and {self._limits.max_step_tokens} tokens in a "
@@ -343,15 +349,13 @@ class Planner:
             binding = self._bindings[record.group]
             if binding.parts[record.place].backend is not record.backend:
                 changes.append(f"the backend of {binding.group.name} was replaced")
-            buffers = self._buffers[certificate.lane][record.group][record.place]
-            refilled = buffers.changed_since(record.epochs)
-            if refilled:
-                changes.append(f"plan buffers of {binding.group.name} were filled again: {', '.join(refilled)}")
+        if self._memory[certificate.lane].epoch != certificate.epoch:
+            changes.append(f"the plan buffers of lane {certificate.lane} were filled again")
         if changes or certificate.fingerprint is None:
             return Staleness((), tuple(changes))
         return self._content_changes(batch, certificate, certificate.fingerprint)
 
-    def _fingerprint(self, batch: Batch, lane: Lane, parts: Sequence[PartRecord]) -> Fingerprint:
+    def _fingerprint(self, batch: Batch, lane: Lane) -> Fingerprint:
         """Contents that must not move between planning and running, by name."""
         tensors = {
             "batch query_lens": batch.query_lens.device,
@@ -365,15 +369,11 @@ class Planner:
         for key, rows in batch.pools.items():
             tensors[f"batch write_slots of {key}"] = rows.write_slots
             tensors[f"batch page-table rows of {key}"] = _pages_of(batch, self._pools[key])
-        for part in parts:
-            group, names = self._bindings[part.group].group.name, tuple(part.epochs)
-            contents = self._buffers[lane][part.group][part.place].contents(names)
-            for name, tensor in zip(names, contents, strict=True):
-                tensors[f"plan buffer {group}[{part.place}].{name}"] = tensor
+        tensors |= {f"plan buffer {name}": tensor for name, tensor in self._memory[lane].contents().items()}
         return fingerprint_tensors(tensors)
 
     def _content_changes(self, batch: Batch, certificate: Certificate, before: Fingerprint) -> Staleness:
-        after = self._fingerprint(batch, certificate.lane, certificate.parts)
+        after = self._fingerprint(batch, certificate.lane)
         changed = changed_parts(before, after)
         return Staleness(
             tuple(f"contents of {name} changed in place" for name in changed if name.startswith("batch ")),

@@ -1,7 +1,8 @@
 """Scratch memory: one arena of named leases, taken when backends are built, counted in a ledger.
 
-A lease's address never changes, and once the arena is sealed there are no new ones. Does not know what a lease is
-used for.
+A lease's address never changes, and once the arena is sealed there are no new ones. Only an elastic lease, which holds
+a lane's plan buffers, grows: to what the largest step needs, within the same limit. Does not know what a lease is used
+for.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Workspace:
         self._poison = poison
         self._sealed = False
         self._leases: dict[tuple[str, str, Lane], Tensor] = {}
+        self._elastic: dict[tuple[str, str, Lane], ElasticLease] = {}
 
     def lease(
         self,
@@ -60,14 +62,7 @@ class Workspace:
         zeroed: bool = False,
     ) -> Tensor:
         """A tensor that belongs to (`owner`, `name`, `lane`) for good. `zeroed` says that it starts as zeros."""
-        key = (owner, name, lane)
-        if self._sealed:
-            raise PlanError(
-                f"expected every lease to be taken before the first step, got {owner}.{name} during one; "
-                "take it in the constructor, at the largest size of any step"
-            )
-        if key in self._leases:
-            raise ValueError(f"lease {key} was taken already; keep the tensor that it returned")
+        key = self._new_key(owner, name, lane)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if self.num_bytes + num_bytes > self._limit_bytes:
             raise ConfigError(
@@ -80,13 +75,36 @@ class Workspace:
             poison_(lease)
         return lease
 
+    def elastic(self, owner: str, name: str, lane: Lane) -> ElasticLease:
+        """Memory that grows while steps are planned, and counts as much as it has."""
+        key = self._new_key(owner, name, lane)
+        lease = self._elastic[key] = ElasticLease(self, f"{owner}.{name}", self._device)
+        return lease
+
+    def _new_key(self, owner: str, name: str, lane: Lane) -> tuple[str, str, Lane]:
+        key = (owner, name, lane)
+        if self._sealed:
+            raise PlanError(
+                f"expected every lease to be taken before the first step, got {owner}.{name} during one; "
+                "take it in the constructor, at the largest size of any step"
+            )
+        if key in self._leases or key in self._elastic:
+            raise ValueError(f"lease {key} was taken already; keep the tensor that it returned")
+        return key
+
+    @property
+    def room_bytes(self) -> int:
+        """What is left of the limit."""
+        return self._limit_bytes - self.num_bytes
+
     def seal(self) -> None:
         """Everything is built: whoever asks for more from here on has forgotten something."""
         self._sealed = True
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._leases.values())
+        fixed = sum(tensor.nbytes for tensor in self._leases.values())
+        return fixed + sum(lease.num_bytes for lease in self._elastic.values())
 
     def of_other_lanes(self, lane: Lane) -> dict[str, Tensor]:
         """The leases that a step of `lane` has no business with, by name."""
@@ -97,7 +115,43 @@ class Workspace:
         }
 
     def ledger(self) -> tuple[LeaseEntry, ...]:
-        """Every lease, in the order taken."""
-        return tuple(
-            LeaseEntry(owner, name, lane, tensor.nbytes) for (owner, name, lane), tensor in self._leases.items()
-        )
+        """Every lease, in the order taken, then the elastic ones with what they have by now."""
+        sizes = {key: tensor.nbytes for key, tensor in self._leases.items()}
+        sizes |= {key: lease.num_bytes for key, lease in self._elastic.items()}
+        return tuple(LeaseEntry(owner, name, lane, size) for (owner, name, lane), size in sizes.items())
+
+
+class ElasticLease:
+    """One block of bytes that its only owner may ask to be another size."""
+
+    def __init__(self, workspace: Workspace, name: str, device: torch.device) -> None:
+        self._workspace = workspace
+        self._name = name
+        self._device = device
+        self.num_bytes = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """What the lease may have in all."""
+        return self.num_bytes + self._workspace.room_bytes
+
+    def resize(self, least: int, wanted: int) -> Tensor:
+        """A new block [num_bytes] uint8 in place of the one before, contents undefined: of `wanted` bytes if there is
+        room for them, of `least` at least."""
+        self._check_room(least)
+        self.num_bytes = min(wanted, self.room_bytes)
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
+
+    def beside(self, num_bytes: int, needed_bytes: int) -> Tensor:
+        """Bytes outside the block, for the one plan that found no room in it; `needed_bytes` is its need so far."""
+        self._check_room(needed_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _check_room(self, needed_bytes: int) -> None:
+        """Raises `PlanError` unless the lease may have so much."""
+        room = self.room_bytes
+        if needed_bytes > room:
+            raise PlanError(
+                f"expected at most {room:,} bytes of {self._name}, which is left of the scratch memory, got a step "
+                f"that needs {needed_bytes:,}; plan a smaller one, or lower max_num_batched_tokens or max_num_seqs"
+            )

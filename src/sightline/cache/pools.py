@@ -257,14 +257,18 @@ class CacheStore:
             self.lengths.fill(row, min(kept, self.lengths.committed(row)))
 
     def bundle(self, row: int, index: int) -> Bundle:
-        """The `index`-th page of a row in each pool, for others to read: all its entries must be committed."""
+        """The `index`-th page of a row in each pool."""
+        return tuple([pool.table.page(row, index) for pool in self.pools])
+
+    def committed_bundle(self, row: int, index: int) -> Bundle:
+        """As `bundle`, for others to read: all the entries of the page must be committed."""
         stop = (index + 1) * self.limits.page_size
         if self.lengths.committed(row) < stop:
             raise ValueError(
                 f"expected {stop} committed entries in row {row} to share its page {index}, got "
                 f"{self.lengths.committed(row)}; commit them first"
             )
-        return tuple([pool.table.page(row, index) for pool in self.pools])
+        return self.bundle(row, index)
 
     def adopt(self, row: int, bundles: Sequence[Bundle]) -> None:
         """Gives a row without pages those that others own too, with the entries that they hold."""

@@ -178,7 +178,7 @@ def assemble_runtime(
         )
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
-    planner = Planner(bindings, limits, device, store.lengths, paranoid=config.paranoid)
+    planner = Planner(bindings, limits, store.lengths, workspace, paranoid=config.paranoid)
     activations = {
         lane: Activations(workspace, lane, config.max_step_tokens, config.dtype, turns=model.turns)
         for lane in limits.lanes

@@ -55,7 +55,7 @@ class Supply:
             if leader.table_row is None:
                 raise OutOfPages("expected the pages of a running sequence to fork, got one that was retracted")
             more = range(len(bundles), finding.num_pages)
-            bundles = (*bundles, *(self.store.bundle(leader.table_row, index) for index in more))
+            bundles = (*bundles, *(self.store.committed_bundle(leader.table_row, index) for index in more))
         row = sequence.table_row = self.store.open_row()
         self.store.adopt(row, bundles)
         self.store.grow_row(row, num_tokens)
@@ -92,7 +92,7 @@ class Supply:
         while (sequence.num_prefix_pages + 1) * size <= sequence.num_computed:
             index = sequence.num_prefix_pages
             tokens = sequence.tokens[index * size : (index + 1) * size]
-            bundle = self.store.bundle(sequence.table_row, index)
+            bundle = self.store.committed_bundle(sequence.table_row, index)
             sequence.prefix = self._prefixes.extend(sequence.prefix, tokens, bundle)
             sequence.num_prefix_pages += 1
 

@@ -208,8 +208,9 @@ class Bench:
             )
             for group, cache in zip(self.groups, self.store.groups, strict=True)
         ]
+        planner = self.subject.planner(bindings, limits, self.store.lengths, workspace, paranoid=setting.paranoid)
         workspace.seal()
-        return self.subject.planner(bindings, limits, self.device, self.store.lengths, paranoid=setting.paranoid)
+        return planner
 
     def open_rows(self, rows: Sequence[Row]) -> list[int]:
         """Page-table rows with pages for each row; shuffled ones grow in turns, so that their pages interleave."""

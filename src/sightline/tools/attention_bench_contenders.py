@@ -107,5 +107,7 @@ def _planner(candidate: Candidate, capability: Capability, data: ShapeData) -> P
     [cache] = data.store.groups
     context = BackendContext(data.group.name, shape.spec, cache, workspace, limits, shape.dtype, target)
     backend = candidate.load()(context)
+    binding = GroupBinding.alone(data.group, cache, backend, capability)
+    planner = Planner([binding], limits, data.store.lengths, workspace)
     workspace.seal()
-    return Planner([GroupBinding.alone(data.group, cache, backend, capability)], limits, target, data.store.lengths)
+    return planner
