@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from sightline.attention.spec import AttentionSpec, LatentSpec
+from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.contract import AttentionBackend
+from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.core.device import detect_device
 from sightline.testing.bench import Bench, Layout, Row, Setting, Subject
 from sightline.testing.steps import Step
 
-SPECS: dict[str, tuple[AttentionSpec, str]] = {
-    "softmax": (SOFTMAX, "torch"),
-    "latent": (LatentSpec(2, 8, 4, 8, 8, 0.35), "torch-latent"),
+SPECS: dict[str, tuple[AttentionSpec, type[AttentionBackend[Any, Any]]]] = {
+    "softmax": (SoftmaxSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=0.35), TorchBackend),
+    "latent": (LatentSpec(2, 8, 4, 8, 8, 0.35), TorchLatentBackend),
 }
 
 
