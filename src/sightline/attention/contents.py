@@ -30,6 +30,8 @@ def check_contents(batch: Batch, pools: Mapping[str, Pool]) -> None:
         pairs[f"write_slots of {key}"] = (rows.write_slots, derived.pools[key].write_slots, PADDING_SLOT)
     for field, (got, expected, padding) in pairs.items():
         _require_equal(field, got, expected, padding)
+    known = [place for place in range(derived.num_tokens) if place not in derived.pending]
+    _require_equal("tokens", batch.tokens[known], derived.tokens[known], 0)
     for key in batch.pools:
         _check_pages(batch, pools[key])
 

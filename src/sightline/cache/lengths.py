@@ -13,7 +13,7 @@ Owns the numbers. Does not know pages: the store opens, fills and closes rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
+from operator import add, itemgetter
 
 from sightline.core.batch import PADDING_ROW, Batch, BatchId
 from sightline.core.errors import BatchError
@@ -29,8 +29,8 @@ class RowLengths:
         self._launched = [0] * (num_rows + 1)
         self._launched_by = [_NOBODY] * (num_rows + 1)
         """The batch of each row's last launch."""
-        self._lanes = [0] * (num_rows + 1)
-        """The lane of each row's last launch."""
+        self._lanes: dict[int, int] = {}
+        """The lane of each row's last launch, once there was one outside the first lane."""
 
     def committed(self, row: int) -> int:
         return self._committed[row]
@@ -51,21 +51,22 @@ class RowLengths:
             self._check_bounds(batch, expected)
         elif expected != contexts.host:
             self._explain(batch, contexts.host, expected)
-        if lane or any(self._lanes):
+        if lane or self._lanes:
             self._check_lanes(batch, lane)
 
     def launch(self, batch: Batch, lane: int) -> None:
         """The batch is about to run: what it writes may be read by steps behind it in the same lane."""
         if not batch.pools:
             return
-        launched, launched_by, lanes, batch_id = self._launched, self._launched_by, self._lanes, batch.batch_id
+        launched, launched_by, batch_id = self._launched, self._launched_by, batch.batch_id
         contexts, queries = batch.context_lens, batch.query_lens
         firsts, counts = (each.bound if each.host is None else each.host for each in (contexts, queries))
-        for row, first, count in zip(batch.rows, firsts, counts, strict=True):
-            launched[row] = first + count
+        for row, length in zip(batch.rows, map(add, firsts, counts), strict=True):
+            launched[row] = length
             launched_by[row] = batch_id
-            lanes[row] = lane
-        launched[PADDING_ROW] = lanes[PADDING_ROW] = 0
+        launched[PADDING_ROW] = 0
+        if lane or self._lanes:
+            self._lanes |= dict.fromkeys(batch.rows, lane)
 
     def take_back(self, batch: Batch) -> None:
         """The batch's launch failed: what it would have written is not there."""
@@ -94,7 +95,7 @@ class RowLengths:
         """The first `length` entries of a row, and no others, are there: copied, shared or brought from elsewhere."""
         self._committed[row] = self._launched[row] = length
         self._launched_by[row] = _NOBODY
-        self._lanes[row] = 0
+        self._lanes.pop(row, None)
 
     def _check_bounds(self, batch: Batch, launched: Sequence[int]) -> None:
         """Of contexts that only the device knows, the host knows what they are at most."""
@@ -119,11 +120,11 @@ class RowLengths:
     def _check_lanes(self, batch: Batch, lane: int) -> None:
         """What is launched and not committed may be read in the lane that writes it, and in no other."""
         for index, (row, context) in enumerate(zip(batch.rows, batch.context_lens.bound, strict=True)):
-            if context > self._committed[row] and self._lanes[row] != lane:
+            if context > self._committed[row] and self._lanes.get(row, 0) != lane:
                 raise BatchError(
                     "lane",
                     index,
-                    f"{self._lanes[row]}, where its last step was launched",
+                    f"{self._lanes.get(row, 0)}, where its last step was launched",
                     lane,
                     "commit that step first: steps of two lanes have no order",
                 )
