@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sightline.core.batch import Batch, RowWork
 from sightline.core.device import device_faults
-from sightline.core.errors import DeviceFaultError
+from sightline.core.errors import BatchError, DeviceFaultError
 from sightline.live import LiveSequence
 from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime
@@ -171,6 +171,8 @@ def _filled(batch: Batch, members: Sequence[Member], in_flight: Sequence[Launche
 
 def row_work(row: ScheduledRow) -> RowWork:
     """What a scheduled row computes. A token that is on its way is pending."""
+    if row.sequence.table_row != row.table_row:
+        raise BatchError("rows", None, f"{row.sequence.table_row}, which its sequence holds", row.table_row)
     context_len, num_tokens = row.context_len, row.num_tokens
     tokens = row.sequence.tokens[context_len : context_len + num_tokens]
     return RowWork(row.table_row, tokens, context_len, row.num_logits, num_pending=num_tokens - len(tokens))
