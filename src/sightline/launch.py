@@ -133,9 +133,8 @@ class Launcher:
         with device_faults():
             batch = assemble([row_work(row) for row, _ in members], self._runtime.store)
             planned = self._runtime.planner.plan(_filled(batch, members, in_flight))
-            logits = self._runtime.runner.forward(planned)
             try:
-                return _chosen(members, logits)
+                return _chosen(members, self._runtime.runner.forward(planned))
             except BaseException:
                 self._runtime.planner.take_back(planned)
                 raise
@@ -159,9 +158,10 @@ def _filled(batch: Batch, members: Sequence[Member], in_flight: Sequence[Launche
     if not batch.pending:
         return batch
     ends = accumulate([row.num_tokens for row, _ in members])
-    unread = [(row.sequence, end - 1) for (row, _), end in zip(members, ends, strict=True) if end - 1 in batch.pending]
-    for step in in_flight:
-        found = [(place, step.places[sequence]) for sequence, place in unread if sequence in step.places]
+    unread = {row.sequence: end - 1 for (row, _), end in zip(members, ends, strict=True) if end - 1 in batch.pending}
+    # The last step in flight that chose for a sequence chose what comes next.
+    for step in reversed(in_flight):
+        found = [(unread.pop(sequence), step.places[sequence]) for sequence in tuple(unread) if sequence in step.places]
         if found:
             host_places, host_sources = zip(*found, strict=True)
             places, sources = (torch.tensor(each, device=batch.device) for each in (host_places, host_sources))
