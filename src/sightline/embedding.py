@@ -18,6 +18,7 @@ from sightline.core.config import EngineConfig
 from sightline.core.errors import RequestError
 from sightline.core.ledger import Ledger
 from sightline.core.request import EmbeddingOutput, EmbeddingRequestOutput, Terms, new_request_id
+from sightline.core.turns import Turns
 from sightline.embedder import NO_TERMS, Embedder
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.pooling import PoolingKind, read_pooling
@@ -29,12 +30,13 @@ logger = logging.getLogger("sightline")
 
 
 class TextEmbedder:
-    """An embedder with its tokenizer."""
+    """An embedder with its tokenizer. Several threads may call `embed`: they are served one after another, in order."""
 
     def __init__(self, embedder: Embedder, tokenizer: Tokenizer | None, ledger: Ledger) -> None:
         self.embedder = embedder
         self.tokenizer = tokenizer
         self.ledger = ledger
+        self._turns = Turns()
 
     @property
     def max_tokens(self) -> int:
@@ -77,7 +79,7 @@ class TextEmbedder:
         """
         self.check_dimensions(dimensions)
         cut = self.tokens(texts, truncate=truncate)
-        embedded = self.embedder.embed([tokens for tokens, _ in cut], terms, on_progress)
+        embedded = self._turns.run(lambda _: self.embedder.embed([tokens for tokens, _ in cut], terms, on_progress))
         return [
             EmbeddingRequestOutput(
                 new_request_id(),

@@ -30,6 +30,7 @@ from sightline.attention.contract import (
     StepView,
 )
 from sightline.attention.fingerprint import Fingerprint, changed_parts, fingerprint_tensors
+from sightline.attention.lanes import LaneGuard
 from sightline.attention.spec import Feature, LayerGroup
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.pools import GroupCache, Pool
@@ -169,7 +170,7 @@ class Staleness(NamedTuple):
 
 
 class Planner:
-    """Plans every group of every batch."""
+    """Plans every group of every batch. One thread at a time plans or runs in a lane: a second one is refused."""
 
     def __init__(
         self,
@@ -179,6 +180,8 @@ class Planner:
         *,
         paranoid: bool = False,
     ) -> None:
+        self.lanes = LaneGuard()
+        """Whoever plans or runs in a lane enters it here."""
         self._issued: WeakSet[StepPlan] = WeakSet()
         self._bindings = tuple(bindings)
         self._limits = limits
@@ -202,7 +205,13 @@ class Planner:
         """Plans that `ensure` made again because derived state had moved."""
 
     def plan(self, batch: Batch, *, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> PlannedBatch:
-        """Plans every group. Raises `StalePlanError` where the batch's pages changed owner since it was made."""
+        """Plans every group. Raises `StalePlanError` where the batch's pages changed owner since it was made.
+
+        Raises `LaneBusyError` if another thread is in the lane.
+        """
+        return self.lanes.run(lane, self._plan, batch, needs, lane)
+
+    def _plan(self, batch: Batch, needs: frozenset[Feature], lane: Lane) -> PlannedBatch:
         started = time.perf_counter()
         versions = {key: rows.versions for key, rows in batch.pools.items()}
         changes = self._batch_changes(batch, versions)
@@ -259,7 +268,14 @@ class Planner:
         }
 
     def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
-        """A plan that is current: planned where there is none, proven or planned again where there is one."""
+        """A plan that is current: planned where there is none, proven or planned again where there is one.
+
+        Raises `LaneBusyError` if another thread is in the lane.
+        """
+        lane = work.plan.certificate.lane if isinstance(work, PlannedBatch) else MAIN_LANE
+        return self.lanes.run(lane, self._ensure, work)
+
+    def _ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
         match work:
             case Batch():
                 return self.plan(work)

@@ -26,11 +26,17 @@ class Runner:
             model.reserve(memory.shaped(memory.max_tokens))
 
     def forward(self, planned: PlannedBatch) -> Tensor:
-        """Logits [num_logits, vocab_size] fp32. The certificate is checked here, at every call."""
+        """Logits [num_logits, vocab_size] fp32. The certificate is checked here, at every call.
+
+        Raises `LaneBusyError` if another thread plans or runs in the plan's lane.
+        """
         if not isinstance(planned, PlannedBatch):
             raise UnplannedBatchError(
                 f"expected a PlannedBatch, got {type(planned).__name__}; give it to Planner.ensure first"
             )
+        return self._planner.lanes.run(planned.plan.certificate.lane, self._forward, planned)
+
+    def _forward(self, planned: PlannedBatch) -> Tensor:
         current = self._planner.ensure(planned)
         with torch.inference_mode():
             current.prepare()
