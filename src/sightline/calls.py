@@ -116,10 +116,13 @@ class BatchCall(Generic[_InputT]):
             del self._running[request_id]
 
     def _is_due(self, index: int) -> bool:
-        """True if a prompt can be queued, or has nothing to wait for: it is submitted, and refused if it must be."""
+        """True if a prompt can be queued, or nothing is left to wait for: then it is submitted, and refused.
+
+        One that never fits waits for this call's own requests only: other threads may always have some.
+        """
         count = self._params[index].n
         never_fits = count > self._engine.runtime.config.max_queued
-        return never_fits or self._engine.can_queue(count) or not self._engine.has_work
+        return self._engine.can_queue(count) or not (self._running if never_fits else self._engine.has_work)
 
     def _is_ready(self) -> bool:
         if any(self._engine.is_finished(name) for name in self._running):
