@@ -18,6 +18,7 @@ import torch
 from sightline import LLM, RequestOutput, SamplingParams
 from sightline.attention.planner import PlannedBatch
 from sightline.calls import TextStream
+from sightline.core import turns
 from sightline.core.errors import EngineClosedError, LaneBusyError, RequestError
 from sightline.llm import EngineSettings, TokensPrompt
 from support.embedding_folder import WORDS, save_embedder
@@ -30,6 +31,12 @@ LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 STRESS_SECONDS = 8.0
 Tokens = tuple[int, ...]
 pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(autouse=True)
+def only_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks whether it was forgotten: who is not woken hangs."""
+    monkeypatch.setattr(turns, "CHECK_SECONDS", 1000.0)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +96,10 @@ def check_at_rest(llm: LLM) -> None:
     assert not llm.engine.has_work
     assert llm.engine._live == {}
     assert is_at_rest(llm)
-    turns = llm._shared._turns
-    assert turns._inside is turns._driver is None
-    assert not turns._queue
-    assert not turns._asleep
+    calls = llm._shared._turns
+    assert calls._inside is calls._driver is None
+    assert not calls._queue
+    assert not calls._asleep
 
 
 def test_fifty_calls_of_two_threads_are_answered_as_alone(llm: LLM) -> None:
@@ -327,10 +334,10 @@ def test_a_device_that_dies_answers_every_thread(llm: LLM, monkeypatch: pytest.M
 def test_ctrl_c_ends_the_main_threads_requests_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch, is_first: bool) -> None:
     mine, theirs = prompts_of([5, 9])
     expected = ask(llm, theirs, LONG)
-    hold, turns = hold_step(llm, monkeypatch), llm._shared._turns
+    hold = hold_step(llm, monkeypatch)
 
     def send() -> None:
-        until(lambda: turns._inside is not None and (len(turns._queue) == 1))
+        until(waiting(llm, 1))
         hold.let_go()
         # The other thread is in the batch by now, or it steps.
         until(lambda: len(llm.engine._live) == 2 and llm.engine.metrics().steps > 12)

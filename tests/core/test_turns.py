@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -15,6 +16,12 @@ from sightline.core.turns import Turn, Turns, is_gone
 from support.threads import Background, Hold, together, until
 
 pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def only_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks whether it was forgotten: who is not woken hangs."""
+    monkeypatch.setattr(module, "CHECK_SECONDS", 1000.0)
 
 
 def queued(turns: Turns, count: int) -> Callable[[], bool]:
@@ -54,8 +61,13 @@ def test_a_call_within_a_call_of_the_same_thread_runs_at_once() -> None:
 def test_a_nested_call_drives_without_giving_way() -> None:
     turns, count = Turns(), [0]
 
+    def drive() -> None:
+        count[0] += 1
+        time.sleep(0.02)
+        assert not waiting[0].is_done
+
     def nested(turn: Turn) -> None:
-        turns.drive_until(turn, lambda: count[0] >= 3, lambda: count.__setitem__(0, count[0] + 1))
+        turns.drive_until(turn, lambda: count[0] >= 3, drive)
 
     def work(_turn: Turn) -> None:
         waiting.append(Background(lambda: turns.run(lambda _: count[0])))
@@ -120,29 +132,30 @@ def test_when_the_driver_ends_a_sleeper_drives_on() -> None:
 
 
 def test_callers_that_never_wait_do_not_keep_the_driver_from_driving() -> None:
-    counter, stop = Counter(), threading.Event()
+    counter, visitors = Counter(), list[Background[None]]()
 
-    def visit() -> int:
-        visits = 0
-        while not stop.is_set():
-            counter.turns.run(lambda _: None)
-            visits += 1
-        return visits
+    def is_ready() -> bool:
+        """Whenever the driver looks, somebody waits for a turn."""
+        visitors.append(Background(lambda: counter.turns.run(lambda _: None)))
+        until(lambda: len(counter.turns._queue) > 0)
+        assert len(visitors) < 50, "everybody but the driver had a turn"
+        return counter.count >= 5
 
-    visitors = [Background(visit) for _ in range(3)]
-    assert Background(lambda: counter.wait_for(50)).result() == 50
-    stop.set()
-    assert all(visitor.result() > 0 for visitor in visitors)
+    counter.turns.run(lambda turn: counter.turns.drive_until(turn, is_ready, counter.work))
+    for each in visitors:
+        each.result()
+    assert counter.count == 5
     assert is_empty(counter.turns)
 
 
 def test_an_error_of_the_work_reaches_all_that_wait_for_it() -> None:
-    counter, hold = Counter(), Hold()
+    counter, hold, failed = Counter(), Hold(), list[bool]()
 
     def fail() -> None:
-        if counter.count == 2:
-            raise OSError("no such work")
         hold()
+        if counter.count == 2 and not failed:
+            failed.append(True)
+            raise OSError("no such work")
 
     counter.before = fail
     threads = [Background(lambda: counter.wait_for(9), "driver")]
