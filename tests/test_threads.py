@@ -8,8 +8,10 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -17,7 +19,7 @@ import torch
 
 from sightline import LLM, RequestOutput, SamplingParams
 from sightline.attention.planner import PlannedBatch
-from sightline.calls import TextStream
+from sightline.calls import BatchCall, TextStream
 from sightline.core import turns
 from sightline.core.errors import EngineClosedError, LaneBusyError, RequestError
 from sightline.llm import EngineSettings, TokensPrompt
@@ -413,6 +415,86 @@ def test_a_finaliser_that_closes_a_stream_within_a_step_does_not_hang(
     check_at_rest(llm)
 
 
+def test_every_thread_works_on_the_stream_that_the_engine_was_built_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, step, forget = threading.local(), llm.engine.step, llm.engine.forget
+    steppers = set()
+
+    @contextmanager
+    def stream() -> Iterator[None]:
+        current.is_set = True
+        yield
+        current.is_set = False
+
+    def check_step() -> None:
+        assert current.is_set
+        steppers.add(threading.current_thread())
+        step()
+
+    def check_forget(request_id: str) -> None:
+        assert current.is_set
+        forget(request_id)
+
+    monkeypatch.setattr(llm._shared, "_on_stream", stream)
+    monkeypatch.setattr(llm.engine, "step", check_step)
+    monkeypatch.setattr(llm.engine, "forget", check_forget)
+
+    def work() -> int:
+        llm.stream(prompts_of([4])[0], LONG).close()
+        return len(ask(llm, prompts_of([5])[0]))
+
+    assert work() == 8
+    assert together([work] * 3) == [8] * 3
+    assert len(steppers) > 1
+    assert not current.is_set
+    monkeypatch.undo()
+    check_at_rest(llm)
+
+
+def test_a_storm_of_ctrl_c_harms_no_other_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "CHECK_SECONDS", 0.05)
+    prompts = prompts_of([3, 9, 5, 7])
+    expected = [ask(llm, prompt) for prompt in prompts]
+    stop, raised = threading.Event(), 0
+
+    def interrupt(_number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is BatchCall.run.__code__:
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    def send() -> None:
+        chance = random.Random(1)
+        while not stop.wait(chance.random() * 0.02):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def work(index: int) -> int:
+        calls = 0
+        while not stop.is_set():
+            found = read(llm.stream(prompts[index], GREEDY)) if calls % 2 else ask(llm, prompts[index])
+            assert found == expected[index]
+            calls += 1
+        return calls
+
+    previous = signal.signal(signal.SIGINT, interrupt)
+    others = [Background(lambda index=index: work(index)) for index in range(3)]  # type: ignore[misc]
+    sender, end = Background(send), time.monotonic() + STRESS_SECONDS / 4
+    try:
+        while time.monotonic() < end:
+            try:
+                assert ask(llm, prompts[3]) == expected[3]
+            except KeyboardInterrupt:
+                raised += 1
+    finally:
+        stop.set()
+        until(lambda: sender.is_done)
+        signal.signal(signal.SIGINT, previous)
+    assert all(other.result() > 0 for other in others)
+    assert raised > 5
+    check_at_rest(llm)
+
+
 def test_metrics_can_be_read_while_another_thread_steps(llm: LLM) -> None:
     busy = Background(lambda: [ask(llm, prompts_of([5])[0], LONG) for _ in range(3)])
     steps = [0]
@@ -479,7 +561,7 @@ def test_a_call_that_is_interrupted_while_somebody_uses_its_engine_leaves_nothin
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, step = llm.engine, llm.engine.step
-    hold, calls, directly = Hold(), iter(range(100)), list[Background[None]]()
+    calls, directly = iter(range(100)), list[Background[None]]()
 
     def intruded() -> None:
         step()
@@ -487,12 +569,11 @@ def test_a_call_that_is_interrupted_while_somebody_uses_its_engine_leaves_nothin
             hold_again = hold_step(llm, monkeypatch)
             directly.append(Background(step))
             hold_again.until_entered()
-            directly.append(Background(lambda: (time.sleep(0.3), hold_again.let_go())[1]))
+            threading.Timer(0.3, hold_again.let_go).start()
 
     monkeypatch.setattr(engine, "step", intruded)
     with pytest.raises(LaneBusyError):
         ask(llm, prompts_of([5])[0], LONG)
-    del hold
     for each in directly:
         each.result()
     step()

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
+from sightline.core.device import same_stream
 from sightline.core.errors import LaneBusyError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.request import (
@@ -45,10 +46,16 @@ class SharedEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._turns = Turns()
+        self._on_stream = same_stream(engine.runtime.config.device)
 
     def run(self, work: Callable[[Turn], _T]) -> _T:
-        """Calls `work` while no other thread uses the engine. Waits for its turn, at most for a step."""
-        return self._turns.run(work)
+        """Calls `work` while no other thread uses the engine, on one CUDA stream whichever thread it is."""
+
+        def on_stream(turn: Turn) -> _T:
+            with self._on_stream():
+                return work(turn)
+
+        return self._turns.run(on_stream)
 
     def step_until(self, turn: Turn, is_ready: Callable[[], bool]) -> None:
         """Steps until `is_ready()`, or waits while another thread steps; others may use the engine in between."""
