@@ -98,7 +98,7 @@ def test_threads_on_streams_of_their_own_get_the_answers_of_one(in_flight: bool,
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
     def answers(prompt: TokensPrompt) -> list[tuple[int, ...]]:
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
             found = [llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(10)]
         return [output.outputs[0].token_ids for output in found]
 

@@ -277,7 +277,7 @@ def test_what_one_thread_does_wrong_is_its_own_error(llm: LLM) -> None:
         return str(output.error)
 
     right = [lambda: [ask(llm, prompt) for _ in range(5)]] * 2
-    *answers, error = together([*right, wrong])  # type: ignore[list-item]
+    *answers, error = together([*right, wrong])
     assert answers == [[expected] * 5] * 2
     assert "at least one token" in str(error)
     check_at_rest(llm)
@@ -528,8 +528,7 @@ def test_an_engine_refuses_a_second_thread_and_any_thread_may_cancel(llm: LLM, m
             work()
     engine.cancel(theirs)
     engine.abandon(left)
-    assert engine.has_work
-    assert not engine.is_finished(mine)
+    assert (engine.has_work, engine.is_finished(mine)) == (True, False)
     assert engine.params(mine).max_tokens == 8
     assert engine.metrics().num_requests_running == 3
     hold.let_go()

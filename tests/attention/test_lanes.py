@@ -158,7 +158,9 @@ def test_an_error_inside_leaves_the_lane_free() -> None:
 
 def test_a_thread_may_enter_a_lane_that_it_is_in_and_leaves_it_once() -> None:
     guard = LaneGuard()
-    inner = lambda: guard.run(MAIN_LANE, lambda: "inner")  # noqa: E731
+
+    def inner() -> str:
+        return guard.run(MAIN_LANE, lambda: "inner")
 
     def outer() -> str:
         found = inner()
