@@ -18,6 +18,7 @@ from sightline.testing.rows import RowToTry, list_rows
 from sightline.testing.samples import Samples
 from sightline.testing.trial import Effort
 from support.engines import is_at_rest
+from support.threads import together
 from support.tiny_models import FAMILIES, make_model, random_prompts
 
 pytestmark = [
@@ -80,6 +81,29 @@ def test_real_weights_answer_as_on_the_cpu(backend: str | None) -> None:
     card = LLM(dtype="float32", cache_tokens=2048, device="cuda", attention_backend=backend)
     answers = card.generate(prompts, params, use_tqdm=False)
     assert [each.outputs[0].token_ids for each in answers] == [each.outputs[0].token_ids for each in cpu]
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+def test_threads_on_streams_of_their_own_get_the_answers_of_one(in_flight: bool, tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    llm = LLM(
+        str(tmp_path),
+        skip_tokenizer_init=True,
+        cache_tokens=2048,
+        device="cuda",
+        dtype="float32",
+        async_scheduling=in_flight,
+    )
+    prompts: list[TokensPrompt] = [{"prompt_token_ids": prompt} for prompt in random_prompts([9, 14, 3, 30])]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+    def answers(prompt: TokensPrompt) -> list[tuple[int, ...]]:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            found = [llm.generate(prompt, params, use_tqdm=False)[0] for _ in range(10)]
+        return [output.outputs[0].token_ids for output in found]
+
+    expected = [answers(prompt) for prompt in prompts]
+    assert together([lambda prompt=prompt: answers(prompt) for prompt in prompts]) == expected  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["roomy", "retracted"])

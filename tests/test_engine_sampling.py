@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sightline import LLM, RequestOutput, SamplingParams, TextDelta
+from sightline.calls import SharedEngine
 from sightline.core.errors import RequestError
 from sightline.core.request import CompletionOutput, PositionLogprobs
 from sightline.engine import Engine
@@ -63,7 +64,7 @@ def with_text(llm: LLM) -> LLM:
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     backend.decoder = tokenizers.decoders.ByteLevel()
     tokenizer, engine = Tokenizer(backend, PromptTokens(None, frozenset()), None), llm.engine
-    llm._engine = Engine(engine.runtime, tokenizer, engine.generation, engine.ledger)
+    llm._generating = SharedEngine(Engine(engine.runtime, tokenizer, engine.generation, engine.ledger))
     return llm
 
 

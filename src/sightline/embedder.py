@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sightline.attention.workspace import MAIN_LANE
 from sightline.cache.prefix import PrefixCache
 from sightline.core.batch import MaskKind, RowWork
 from sightline.core.device import DeviceKind
@@ -93,7 +94,15 @@ class Embedder:
         terms: Terms = NO_TERMS,
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> list[Embedded]:
-        """A vector for each text, in order. `on_progress` is told of so many more, as they come."""
+        """A vector for each text, in order. `on_progress` is told of so many more, as they come.
+
+        Raises `LaneBusyError` if another thread is inside: `TextEmbedder` has them wait.
+        """
+        return self.runtime.planner.lanes.run(MAIN_LANE, self._embed, texts, terms, on_progress)
+
+    def _embed(
+        self, texts: Sequence[Sequence[int]], terms: Terms, on_progress: Callable[[int], None]
+    ) -> list[Embedded]:
         for text in texts:
             self.check(text)
         done: dict[int, Embedded] = {}

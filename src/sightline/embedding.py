@@ -15,10 +15,12 @@ from torch import Tensor
 
 from sightline.core.batch import MaskKind
 from sightline.core.config import EngineConfig
+from sightline.core.device import same_stream
 from sightline.core.errors import RequestError
 from sightline.core.ledger import Ledger
 from sightline.core.request import EmbeddingOutput, EmbeddingRequestOutput, Terms, new_request_id
-from sightline.embedder import NO_TERMS, Embedder
+from sightline.core.turns import Turn, Turns
+from sightline.embedder import NO_TERMS, Embedded, Embedder
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.pooling import PoolingKind, read_pooling
 from sightline.models.registry import define_embedder
@@ -29,12 +31,14 @@ logger = logging.getLogger("sightline")
 
 
 class TextEmbedder:
-    """An embedder with its tokenizer."""
+    """An embedder with its tokenizer. Several threads may call `embed`: they are served one after another, in order."""
 
     def __init__(self, embedder: Embedder, tokenizer: Tokenizer | None, ledger: Ledger) -> None:
         self.embedder = embedder
         self.tokenizer = tokenizer
         self.ledger = ledger
+        self._turns = Turns()
+        self._on_stream = same_stream(embedder.runtime.config.device)
 
     @property
     def max_tokens(self) -> int:
@@ -77,7 +81,12 @@ class TextEmbedder:
         """
         self.check_dimensions(dimensions)
         cut = self.tokens(texts, truncate=truncate)
-        embedded = self.embedder.embed([tokens for tokens, _ in cut], terms, on_progress)
+
+        def work(_turn: Turn) -> list[Embedded]:
+            with self._on_stream():
+                return self.embedder.embed([tokens for tokens, _ in cut], terms, on_progress)
+
+        embedded = self._turns.run(work)
         return [
             EmbeddingRequestOutput(
                 new_request_id(),

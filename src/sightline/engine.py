@@ -9,7 +9,11 @@ that the host schedules and plans while the device computes. Both go the same wa
 ends it at once, and its pages come back when the last step launched with it is over.
 
 Owns the life of requests from submission to their last token. Knows text only through a tokenizer that it may not
-have. Not safe to step from two threads; `cancel` may be called from any.
+have.
+
+Threads: an engine is its runtime's main lane. One thread at a time may submit, step, take results, forget or close; a
+second one gets `LaneBusyError`. Between two calls any thread may take over. Any thread may call `cancel`, `abandon`,
+`metrics` and what only reads at any time; while another thread steps, numbers may be of different moments.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from itertools import accumulate
 
 import torch
 
+from sightline.attention.workspace import MAIN_LANE
 from sightline.cache.prefix import PrefixCache
 from sightline.core.device import device_faults
 from sightline.core.errors import DeviceFaultError, EngineClosedError, QueueFullError
@@ -81,6 +86,7 @@ class Engine:
             max_scored_tokens=max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size),
         )
         self._launcher = Launcher(runtime)
+        self._lanes = runtime.planner.lanes
         self._in_flight: deque[LaunchedStep] = deque()
         self._max_in_flight = 1 if config.async_scheduling else 0
         """Launched steps that may be left when `step` returns."""
@@ -131,7 +137,7 @@ class Engine:
         return self._scheduler.num_waiting + self._scheduler.num_running > 0
 
     def metrics(self) -> EngineMetrics:
-        """What was done until now."""
+        """What was done until now. Any thread may call it."""
         scheduler, store, planner = self._scheduler, self.runtime.store, self.runtime.planner
         evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
         in_use = store.num_usable_pages - store.num_free_pages - evictable
@@ -165,6 +171,9 @@ class Engine:
 
         Raises `RequestError` for one that cannot run, `QueueFullError` where too many wait.
         """
+        return self._lanes.run(MAIN_LANE, self._submit, prompt_token_ids, params, prompt, terms)
+
+    def _submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None, terms: Terms) -> str:
         self._check_open()
         now = self._clock()
         request = self._intake.request(prompt_token_ids, params, prompt, terms, now)
@@ -178,7 +187,7 @@ class Engine:
                 for sequence in live.sequences:
                     self._scheduler.submit(sequence.sequence)
             except BaseException:
-                self.forget(request.request_id)
+                self._forget(request.request_id)
                 raise
             self._remember(request.deadline, request.request_id)
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
@@ -194,6 +203,9 @@ class Engine:
 
     def step(self) -> None:
         """Launches a step over whatever can run, and commits the one that is due."""
+        self._lanes.run(MAIN_LANE, self._step)
+
+    def _step(self) -> None:
         with self._ending_on_a_fault():
             members = self._schedule()
             launch = self._launcher.launch(members, self._in_flight) if members else Launch((), ())
@@ -216,20 +228,30 @@ class Engine:
         """True where the request is finished and `take_delta` has given everything out."""
         return self._find(request_id).end_was_read
 
+    def has_delta(self, request_id: str) -> bool:
+        """True where `take_delta` would give something."""
+        return self._find(request_id).has_delta
+
     def take_delta(self, request_id: str) -> TextDelta | None:
         """What one continuation gained since it was last asked; None where none has anything new."""
-        return self._find(request_id).take_delta()
+        return self._lanes.run(MAIN_LANE, self._find(request_id).take_delta)
 
     def pop_output(self, request_id: str) -> RequestOutput:
         """The result of a finished request, which the engine then forgets."""
+        return self._lanes.run(MAIN_LANE, self._pop_output, request_id)
+
+    def _pop_output(self, request_id: str) -> RequestOutput:
         live = self._find(request_id)
         if not live.is_finished:
             raise ValueError(f"expected a finished request, got {request_id}, which is running")
-        self.forget(request_id)
+        self._forget(request_id)
         return live.output(self._clock())
 
     def forget(self, request_id: str) -> None:
         """Ends a request if it runs, and drops what it produced."""
+        self._lanes.run(MAIN_LANE, self._forget, request_id)
+
+    def _forget(self, request_id: str) -> None:
         live = self._live.get(request_id)
         if live is None:
             return
@@ -242,8 +264,11 @@ class Engine:
 
     def close(self) -> None:
         """Ends everything and gives the pages back."""
+        self._lanes.run(MAIN_LANE, self._close)
+
+    def _close(self) -> None:
         for request_id in tuple(self._live):
-            self.forget(request_id)
+            self._forget(request_id)
         with uninterrupted(), self._ending_on_a_fault():
             while self._in_flight:
                 self._scheduler.landed(self._in_flight.popleft().rows)
@@ -386,7 +411,7 @@ class Engine:
             self._abort(self._cancelled[0], None)
             self._cancelled.popleft()
         while self._abandoned:
-            self.forget(self._abandoned[0])
+            self._forget(self._abandoned[0])
             self._abandoned.popleft()
 
     def _end_late(self) -> None:

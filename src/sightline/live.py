@@ -132,11 +132,20 @@ class LiveSequence:
         """Ends it as it stands."""
         self.error, self.finish_reason = error, FinishReason.ERROR
 
+    @property
+    def has_delta(self) -> bool:
+        """True where something is new since the last `take_delta`."""
+        return not self.end_was_read and (
+            self.finish_reason is not None
+            or len(self.text) > self.num_read_pieces
+            or self.sequence.num_generated > self.num_read_tokens
+        )
+
     def take_delta(self) -> TextDelta | None:
         """What it gained since the last call; None where nothing is new."""
-        pieces, tokens = self.text[self.num_read_pieces :], self.generated(self.num_read_tokens)
-        if self.end_was_read or (not tokens and not pieces and self.finish_reason is None):
+        if not self.has_delta:
             return None
+        pieces, tokens = self.text[self.num_read_pieces :], self.generated(self.num_read_tokens)
         logprobs = self._told(self.num_read_tokens, self.num_read_tokens + len(tokens))
         self.num_read_pieces += len(pieces)
         self.num_read_tokens += len(tokens)
@@ -201,6 +210,11 @@ class LiveRequest:
     def end_was_read(self) -> bool:
         """True where a stream has taken everything."""
         return all(sequence.end_was_read for sequence in self.sequences)
+
+    @property
+    def has_delta(self) -> bool:
+        """True where a continuation has something new."""
+        return any(sequence.has_delta for sequence in self.sequences)
 
     def take_delta(self) -> TextDelta | None:
         """What one of the continuations gained since it was last asked; None where none has anything new."""

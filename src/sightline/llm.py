@@ -1,12 +1,11 @@
 """Offline generation for people who write Python: `LLM`.
 
-Owns prompts' shapes, progress and streams. The engine owns everything that runs.
+Owns the shapes of prompts, and progress. `calls` has what one call does, the engine what runs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,20 +14,13 @@ from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sightline.calls import BatchCall, Encoded, SharedEngine, TextStream
 from sightline.core.config import EngineConfig, Task
 from sightline.core.errors import ConfigError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
-from sightline.core.request import (
-    CompletionOutput,
-    EmbeddingRequestOutput,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    Terms,
-    TextDelta,
-    new_request_id,
-)
+from sightline.core.request import EmbeddingRequestOutput, RequestOutput, SamplingParams, Terms
+from sightline.core.turns import Turn
 from sightline.embedding import TextEmbedder, build_embedder
 from sightline.engine import Engine
 from sightline.models.loading.checkpoint import Checkpoint
@@ -127,7 +119,12 @@ def _opened(config: EngineConfig) -> Iterator[tuple[Checkpoint, Ledger, Callable
 
 
 class LLM:
-    """A model that answers, or embeds. Not safe for use from several threads, except `cancel`."""
+    """A model that answers, or embeds. Several threads may call it.
+
+    Requests of all threads run in one batch: while threads wait, one of them steps the engine for all. Each gets its
+    own answers and its own errors, and Ctrl-C ends the main thread's requests alone. Calls of `embed` are served one
+    after another. `engine` itself takes one thread at a time, and refuses a second one with `LaneBusyError`.
+    """
 
     def __init__(self, model: str | None = None, **settings: Unpack[EngineSettings]) -> None:
         """`model` is a folder, a .gguf file, a Hugging Face id, or None for the default model."""
@@ -137,15 +134,19 @@ class LLM:
             raise ConfigError(f"expected settings out of {known}, got {', '.join(sorted(unknown))}")
         config = EngineConfig(model=model, **settings)
         embeds = Task(config.task) is Task.EMBED
-        self._engine = None if embeds else build_engine(config)
+        self._generating = None if embeds else SharedEngine(build_engine(config))
         self._embedder = open_embedder(config) if embeds else None
 
     @property
     def engine(self) -> Engine:
         """What runs requests; an error where the model embeds."""
-        if self._engine is None:
+        return self._shared.engine
+
+    @property
+    def _shared(self) -> SharedEngine:
+        if self._generating is None:
             raise ConfigError("expected a model that generates, got one with task embed; use embed")
-        return self._engine
+        return self._generating
 
     @property
     def embedder(self) -> TextEmbedder:
@@ -248,9 +249,10 @@ class LLM:
         self.engine.cancel(request_id)
 
     def close(self) -> None:
-        """Ends everything; a closed LLM refuses work."""
-        if self._engine is not None:
-            self._engine.close()
+        """Ends everything; a closed LLM refuses work. Threads that wait for an answer get `EngineClosedError`."""
+        if self._generating is not None:
+            engine = self._generating.engine
+            self._generating.run(lambda _: engine.close())
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -261,25 +263,25 @@ class LLM:
             )
         return self.engine.tokenizer
 
-    def _submit(
-        self, encoded: tuple[str | None, Sequence[int]], sampling_params: SamplingParams | None, terms: Terms
-    ) -> TextStream:
+    def _submit(self, encoded: Encoded, sampling_params: SamplingParams | None, terms: Terms) -> TextStream:
         text, token_ids = encoded
         params = sampling_params or SamplingParams()
         if params.prompt_logprobs is not None:
             raise RequestError(
                 "expected prompt_logprobs with generate or chat, got them with a stream, which has no place"
             )
-        with uninterrupted():
-            return TextStream(self.engine, self.engine.submit(token_ids, params, text, terms))
 
-    def _encode_prompt(self, prompt: object) -> tuple[str | None, Sequence[int]]:
+        def submit(_turn: Turn) -> TextStream:
+            with uninterrupted():
+                return TextStream(self._shared, self.engine.submit(token_ids, params, text, terms))
+
+        return self._shared.run(submit)
+
+    def _encode_prompt(self, prompt: object) -> Encoded:
         given = _text_or_tokens(prompt)
         return (given, self.tokenizer.encode_prompt(given)) if isinstance(given, str) else (None, given)
 
-    def _encode_chat(
-        self, messages: Sequence[Message], **settings: Unpack[TemplateSettings]
-    ) -> tuple[str | None, Sequence[int]]:
+    def _encode_chat(self, messages: Sequence[Message], **settings: Unpack[TemplateSettings]) -> Encoded:
         template = self.tokenizer.chat_template
         if template is None:
             raise RequestError("expected a model with a chat template, got one without; use generate")
@@ -294,77 +296,17 @@ class LLM:
     def _run(
         self,
         inputs: Sequence[_InputT],
-        encode: Callable[[_InputT], tuple[str | None, Sequence[int]]],
+        encode: Callable[[_InputT], Encoded],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         terms: Sequence[Terms],
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _spread(sampling_params or SamplingParams(), len(inputs), "SamplingParams")
-        outputs: dict[int, RequestOutput] = {}
-        running: dict[str, int] = {}
-        left = deque(range(len(inputs)))
-
-        def submit(index: int) -> None:
-            try:
-                text, token_ids = encode(inputs[index])
-                with uninterrupted():
-                    running[self.engine.submit(token_ids, params[index], text, terms[index])] = index
-            except RequestError as error:
-                logger.warning("request %d was refused: %s", index, error)
-                outputs[index] = _refused(inputs[index], params[index].n, error)
-
-        try:
-            with _progress_bar(enabled=use_tqdm) as bar:
-                task = bar.add_task("Generating", total=len(inputs))
-                while left or running:
-                    # Where nothing is to be waited for, one that has no place is refused.
-                    while left and (self.engine.can_queue(params[left[0]].n) or not self.engine.has_work):
-                        submit(left.popleft())
-                    self.engine.step()
-                    for request_id in [name for name in running if self.engine.is_finished(name)]:
-                        outputs[running.pop(request_id)] = self.engine.pop_output(request_id)
-                    bar.update(task, completed=len(outputs))
-        finally:
-            with uninterrupted():
-                for request_id in running:
-                    self.engine.forget(request_id)
-        return [outputs[index] for index in range(len(inputs))]
-
-
-class TextStream(Iterator[TextDelta]):
-    """A running request, read piece by piece. Reading drives the engine; streams may be read in turns.
-
-    With `n` above 1 the continuations' pieces come mixed: `TextDelta.index` says whose each is.
-    """
-
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self._engine = engine
-        self._ended = False
-        self.request_id = request_id
-        self.params = engine.params(request_id)
-        """What the request really runs with."""
-
-    def __next__(self) -> TextDelta:
-        if self._ended:
-            raise StopIteration
-        delta = self._engine.take_delta(self.request_id)
-        while delta is None:
-            self._engine.step()
-            delta = self._engine.take_delta(self.request_id)
-        if delta.finish_reason is not None and self._engine.is_read(self.request_id):
-            self.close()
-        return delta
-
-    def close(self) -> None:
-        """Ends the request if it runs, and frees its pages now."""
-        if not self._ended:
-            self._engine.forget(self.request_id)
-            self._ended = True
-
-    def __del__(self) -> None:
-        if not self._ended:
-            self._engine.abandon(self.request_id)
+        call = BatchCall(self._shared, inputs, encode, params, terms)
+        with _progress_bar(enabled=use_tqdm) as bar:
+            task = bar.add_task("Generating", total=len(inputs))
+            return call.run(lambda count: bar.update(task, completed=count))
 
 
 def _text_or_tokens(prompt: object) -> str | list[int]:
@@ -395,27 +337,6 @@ def _spread(value: _T | Sequence[_T], count: int, name: str) -> Sequence[_T]:
     if len(value) != count:
         raise RequestError(f"expected one {name} or {count}, one for each prompt, got {len(value)}")
     return value
-
-
-def _refused(item: object, num_outputs: int, error: RequestError) -> RequestOutput:
-    """As many outputs as were asked for, as a request has that fails while it runs."""
-    return RequestOutput(
-        request_id=new_request_id(),
-        prompt=_text_of(item),
-        prompt_token_ids=(),
-        outputs=tuple(CompletionOutput(index, "", (), FinishReason.ERROR.value) for index in range(num_outputs)),
-        finished=True,
-        params=None,
-        error=str(error),
-    )
-
-
-def _text_of(item: object) -> str | None:
-    match item:
-        case str(text) | {"prompt": str(text)}:
-            return text
-        case _:
-            return None
 
 
 def _progress_bar(*, enabled: bool) -> Progress:

@@ -33,6 +33,7 @@ from sightline.attention.contract import (
     StepView,
 )
 from sightline.attention.fingerprint import Fingerprint, changed_parts, fingerprint_tensors
+from sightline.attention.lanes import LaneGuard
 from sightline.attention.spec import Feature, LayerGroup
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.lengths import RowLengths
@@ -173,7 +174,7 @@ class Staleness(NamedTuple):
 
 
 class Planner:
-    """Plans every group of every batch."""
+    """Plans every group of every batch. One thread at a time plans or runs in a lane: a second one is refused."""
 
     def __init__(
         self,
@@ -185,6 +186,8 @@ class Planner:
         paranoid: bool = False,
     ) -> None:
         """`lengths` are those of the store that the bindings' caches are in; `workspace` holds the plan buffers."""
+        self.lanes = LaneGuard()
+        """Whoever plans or runs in a lane enters it here."""
         self._lengths = lengths
         self._issued: WeakSet[StepPlan] = WeakSet()
         self._bindings = tuple(bindings)
@@ -211,8 +214,11 @@ class Planner:
         """Plans every group.
 
         Raises `StalePlanError` if the batch's pages changed owner since it was made, `BatchError` if the batch says
-        what is not so.
+        what is not so, and `LaneBusyError` if another thread is in the lane.
         """
+        return self.lanes.run(lane, self._plan, batch, needs, lane)
+
+    def _plan(self, batch: Batch, needs: frozenset[Feature], lane: Lane) -> PlannedBatch:
         started = time.perf_counter()
         versions = {key: rows.versions for key, rows in batch.pools.items()}
         changes = self._batch_changes(batch, versions)
@@ -279,7 +285,14 @@ class Planner:
         return self._memory[lane].addresses()
 
     def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
-        """A plan that is current: planned where there is none, proven or planned again where there is one."""
+        """A plan that is current: planned where there is none, proven or planned again where there is one.
+
+        Raises `LaneBusyError` if another thread is in the lane.
+        """
+        lane = work.plan.certificate.lane if isinstance(work, PlannedBatch) else MAIN_LANE
+        return self.lanes.run(lane, self._ensure, work)
+
+    def _ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
         match work:
             case Batch():
                 return self.plan(work)

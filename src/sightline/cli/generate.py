@@ -17,8 +17,9 @@ from sightline.cli.options import engine_options, json_option, quiet_option, rep
 from sightline.core.errors import RequestError
 
 if TYPE_CHECKING:
+    from sightline.calls import TextStream
     from sightline.core.request import EffectiveParams, SamplingParams
-    from sightline.llm import LLM, TextStream
+    from sightline.llm import LLM
 
 
 @click.command()

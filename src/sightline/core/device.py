@@ -6,10 +6,11 @@ Owns detection. Does not know what the memory is for.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -79,6 +80,17 @@ def single_threaded() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def same_stream(device: Device) -> Callable[[], AbstractContextManager[object]]:
+    """Makes contexts in which the CUDA device and stream that are current now are current, in any thread.
+
+    Every thread has a current device and stream of its own, and two streams do not wait for each other: a thread that
+    took over work from another could read what is not written yet.
+    """
+    if device.kind is DeviceKind.CUDA:
+        return partial(torch.cuda.stream, torch.cuda.current_stream(device.torch_device))
+    return nullcontext
 
 
 @contextmanager

@@ -11,7 +11,8 @@
     ├── PlanError                the plan contract was broken
     │   ├── BatchError           a batch says something that is not so; has .field, .row, .expected and .got
     │   ├── UnplannedBatchError  a forward was given something that carries no plan
-    │   └── StalePlanError       what a plan or its batch was made from has changed since
+    │   ├── StalePlanError       what a plan or its batch was made from has changed since
+    │   └── LaneBusyError        a second thread came into a lane while another was in it
     ├── OutOfPages               a pool has fewer free pages than asked for
     ├── DeviceFaultError         the device failed in a way that nothing on it survives
     └── EngineClosedError        work was given to an engine that has been shut down
@@ -83,6 +84,10 @@ class StalePlanError(PlanError):
     def __init__(self, changes: Sequence[str], remedy: str) -> None:
         self.changes = tuple(changes)
         super().__init__(f"the plan is stale: {'; '.join(self.changes)}. {remedy}")
+
+
+class LaneBusyError(PlanError):
+    """A second thread came into a lane while another was in it. Nothing was done for the second one."""
 
 
 class OutOfPages(SightlineError):  # noqa: N818 - the name is the condition, as in MemoryError's kin

@@ -29,11 +29,15 @@ class Runner:
         """Logits [num_logits, vocab_size] fp32. The certificate is checked here, at every call.
 
         Once it returns, steps behind it may read what it writes. A forward that raises has written nothing that counts.
+        Raises `LaneBusyError` if another thread plans or runs in the plan's lane.
         """
         if not isinstance(planned, PlannedBatch):
             raise UnplannedBatchError(
                 f"expected a PlannedBatch, got {type(planned).__name__}; give it to Planner.ensure first"
             )
+        return self._planner.lanes.run(planned.plan.certificate.lane, self._forward, planned)
+
+    def _forward(self, planned: PlannedBatch) -> Tensor:
         current = self._planner.ensure(planned)
         self._planner.launch(current)
         try:

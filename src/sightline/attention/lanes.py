@@ -1,0 +1,68 @@
+"""Keeps a second thread out of a lane while the first one is in it.
+
+A lane's scratch memory and plan buffers serve one step at a time. Two threads in one lane would overwrite each other's
+plans and activations, and both would get wrong answers without an error. Here the second thread gets `LaneBusyError`.
+Between two calls a lane is free, so that one thread may build an engine and another may step it.
+
+Does not know what runs in a lane.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar, TypeVarTuple
+
+from sightline.attention.workspace import Lane
+from sightline.core.errors import LaneBusyError
+from sightline.core.turns import is_gone
+
+_ArgsT = TypeVarTuple("_ArgsT")
+_T = TypeVar("_T")
+
+_Claim: TypeAlias = tuple[threading.Thread]
+"""The thread that is in a lane. A new tuple for each call: its identity tells an outer call from a nested one."""
+
+
+class _Here(threading.local):
+    """Each thread's own `Thread`. Reading it is faster than `threading.current_thread()`."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+
+
+class LaneGuard:
+    """Lets one thread at a time into each lane. A thread that is in a lane may enter it again.
+
+    Takes no lock unless two threads meet: `dict.setdefault` is atomic.
+    """
+
+    def __init__(self) -> None:
+        self._here = _Here()
+        self._claims: dict[Lane, _Claim] = {}
+        self._taking_over = threading.Lock()
+
+    def run(self, lane: Lane, function: Callable[[*_ArgsT], _T], *args: *_ArgsT) -> _T:
+        """Calls `function` in the lane. Raises `LaneBusyError`, and does not call it, if another thread is there."""
+        claims = self._claims
+        claim = (self._here.thread,)
+        try:
+            held = claims.setdefault(lane, claim)
+            if held is not claim and held[0] is not claim[0]:
+                self._take_over(lane, held, claim)
+            return function(*args)
+        finally:
+            # No call in these two lines: Python handles signals at calls, so Ctrl-C cannot leave the lane taken.
+            if lane in claims and claims[lane] is claim:
+                del claims[lane]
+
+    def _take_over(self, lane: Lane, held: _Claim, claim: _Claim) -> None:
+        """Takes the lane if the thread that has it is dead, as another thread's is in a forked process."""
+        with self._taking_over:
+            if is_gone(held[0]) and self._claims.get(lane) is held:
+                self._claims[lane] = claim
+                return
+        raise LaneBusyError(
+            f"expected one thread at a time in lane {lane}, got {claim[0].name} while {held[0].name} is in it; let "
+            "one thread do all of it, build an engine for each thread, or use LLM, whose calls wait for each other"
+        )
