@@ -172,7 +172,7 @@ class ConfigReader:
     def finish(self, ledger: Ledger) -> None:
         """Every field that was neither read nor known to be informational goes into the ledger."""
         for name in sorted(set(self._config) - self._read - _INFORMATIONAL):
-            ledger.record(
+            ledger.degrade(
                 f"config field {name}",
                 f"is not known to the {self._family} family and was not used",
                 "check that it does not change the model's output",

@@ -107,8 +107,7 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
             weights.leave(
                 f"model.layers.{index}.",
                 "multi-token prediction",
-                "they guess tokens beyond the next, which is computed without them",
-                "nothing is lost but the guesses; a checkpoint without these layers gives the same answers",
+                "they guess tokens beyond the next, which is computed without them; the answers are the same",
             )
 
     def _load_vocabulary(self, weights: WeightReader) -> tuple[Embedding, Projection]:

@@ -116,26 +116,25 @@ class WeightReader:
         self._claim(name, shape)
         return float(self._checkpoint.load(name))
 
-    def leave(self, prefix: str, what: str, why: str, remedy: str) -> None:
-        """Leaves the tensors of a part of the checkpoint that no forward uses, and says so where there are any."""
+    def leave(self, prefix: str, what: str, why: str) -> None:
+        """Skips the tensors of a part of the checkpoint that no forward uses, and notes it if there are any."""
         left = [name for name in self._checkpoint.tensors if name.startswith(prefix)]
-        self._leave(left, what, f"{len(left)} tensors {prefix}* are not loaded: {why}", remedy)
+        self._leave(left, what, f"{len(left)} tensors {prefix}* are not loaded: {why}")
 
-    def leave_tensors(self, names: Sequence[str], what: str, why: str, remedy: str) -> None:
-        """Leaves tensors that no forward uses, and says so where there are any."""
+    def leave_tensors(self, names: Sequence[str], what: str, why: str) -> None:
+        """Skips tensors that no forward uses, and notes it if there are any."""
         if names:
-            told = f"{len(names)} tensors such as {names[0]} are not loaded: {why}"
-            self._leave(names, what, told, remedy)
+            self._leave(names, what, f"{len(names)} tensors such as {names[0]} are not loaded: {why}")
 
     def degrade(self, what: str, outcome: str, remedy: str) -> None:
         """Says what is not as the checkpoint should have it."""
-        self._ledger.record(what, outcome, remedy)
+        self._ledger.degrade(what, outcome, remedy)
 
-    def _leave(self, names: Sequence[str], what: str, outcome: str, remedy: str) -> None:
+    def _leave(self, names: Sequence[str], what: str, fact: str) -> None:
         self._taken.update(names)
         self._on_progress(len(self._taken), len(self._checkpoint.tensors))
         if names:
-            self._ledger.record(what, outcome, remedy)
+            self._ledger.note(what, fact)
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         """Raises where the checkpoint holds tensors that the model did not take: they would change the result.
@@ -151,13 +150,13 @@ class WeightReader:
                 f"that it would ignore: {names}"
             )
         for reason, names_of in self._dequantised.items():
-            self._ledger.record(
+            self._ledger.degrade(
                 "--quantization keep",
                 f"{len(names_of)} weights are dequantised, {names_of[0]} among them: {reason}",
                 "use another file, or leave the flag out if memory allows",
             )
         if self._keep_on is not None and not self._num_kept and not self._dequantised:
-            self._ledger.record(
+            self._ledger.degrade(
                 "--quantization keep",
                 "changes nothing: no weight of the file is quantised",
                 f"use a file in {BLOCK_TYPES}, or leave the flag out",

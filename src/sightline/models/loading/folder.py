@@ -84,7 +84,7 @@ class FolderCheckpoint(Checkpoint):
         if projection != embedding or not torch.equal(
             owner.read(OUTPUT_PROJECTION), self._owners[EMBEDDING].read(EMBEDDING)
         ):
-            ledger.record(
+            ledger.degrade(
                 f"the tensor {OUTPUT_PROJECTION!r}",
                 f"is ignored: {CONFIG_FILE} ties the output projection to the embedding, which has other values",
                 f"set tie_word_embeddings to false in {CONFIG_FILE} if the tensor is the one to use",
