@@ -23,6 +23,7 @@ DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that older checkpoints store although the config determines them."""
 
 
+_COMPARED_ROWS = 1024
 BLOCK_TYPES = "one of Q8_0, Q4_0 and Q4_1"
 
 
@@ -99,6 +100,21 @@ class WeightReader:
             return DenseEmbedding(weight), Linear(weight)
         blocks = self._checkpoint.load_blocks(f"{name}.weight")
         return BlockEmbedding(blocks), BlockLinear(product(blocks))
+
+    def check_copy(self, name: str, original: str, because: str) -> None:
+        """Raises unless the tensor `name`, if it is stored, has the values of `original`.
+
+        Both stay mapped from the file: the copy is read once, and no memory is kept for it.
+        """
+        info, other = self._checkpoint.tensors.get(name), self._checkpoint.tensors.get(original)
+        if info is None or other is None:
+            return
+        if info.shape != other.shape or not _are_equal(self._checkpoint.load(name), self._checkpoint.load(original)):
+            raise CheckpointError(
+                f"expected {name} in {self._checkpoint.location} to be {original} again ({because}), got other values; "
+                "set tie_word_embeddings to false in config.json if both are to be used, or remove the tensor"
+            )
+        self._claim(name, info.shape)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -208,6 +224,14 @@ def choose_kept_product(infos: Sequence[TensorInfo], cpu: CpuFeatures) -> Produc
         return ProductChoice(None, f"expected {BLOCK_TYPES} for all of a projection, got {stored}")
     num_outputs, (_, in_features) = sum(info.shape[0] for info in infos), infos[0].shape
     return choose_product(ProductShape(num_outputs, in_features, bits), cpu)
+
+
+def _are_equal(left: Tensor, right: Tensor) -> bool:
+    """Whether two matrices hold the same numbers, whatever their dtypes. In blocks of rows, up to the first difference."""
+    return all(
+        torch.equal(mine.float(), others.float())
+        for mine, others in zip(left.split(_COMPARED_ROWS), right.split(_COMPARED_ROWS), strict=True)
+    )
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
