@@ -7,6 +7,7 @@ there; what it notes as without effect must have none.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from sightline.attention import capability
 from sightline.core.batch import CAUSAL, FULL
 from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -74,6 +76,17 @@ EXTRA: dict[str, list[object]] = {
     "torch_dtype": ["float16"],
     "novel_field": [3],
 }
+ROPE_FIELDS = {
+    "layer_types",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_local_base_freq",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+}
+"""What the older form of a config is mutated in: the rest is as in the newer one."""
 
 
 @dataclass
@@ -122,9 +135,12 @@ def compute(checkpoint: Checkpoint, *, embeds: bool) -> Tensor:
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Subject]]:
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
+    installed = functools.cache(capability._is_installed)
     made = [make_subject(name, tmp_path_factory.mktemp(name)) for name in BASES]
     made += [make_subject(name, tmp_path_factory.mktemp(f"{name}_older"), older=True) for name in OLDER]
-    yield {subject.name: subject for subject in made}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capability, "_is_installed", installed)  # looked for thousands of times otherwise
+        yield {subject.name: subject for subject in made}
     transformers.logging.set_verbosity(before)
 
 
@@ -172,8 +188,9 @@ def test_a_changed_field_gives_what_transformers_gives_or_is_refused(subjects: d
     faults = {
         f"{'.'.join(mutation[0])} = {str(mutation[1])[:60]}": fault_of(subject, engine, base, mutation)
         for mutation in mutations(subject.config, siblings)
+        if not subject.is_older or set(mutation[0][:1]) & ROPE_FIELDS
     }
-    assert len(faults) > 250
+    assert len(faults) > (40 if subject.is_older else 250)
     assert {mutation: fault for mutation, fault in faults.items() if fault is not None} == {}
 
 

@@ -177,6 +177,8 @@ class Subject:
     folder: Path
     weights: Mapping[str, Tensor]
     """As transformers names them."""
+    is_older: bool = False
+    """Its rope fields are in the form of transformers 4."""
     results: dict[str, Tensor | Exception] = field(default_factory=dict)
 
     def reference(self, config: Config) -> Tensor:
@@ -217,7 +219,7 @@ def make_subject(name: str, folder: Path, *, older: bool = False) -> Subject:
     config = {key: value for key, value in whole.items() if key not in ("per_layer_config",)} | config
     config = older_form(config) if older else config
     weights = {key: value.clone() for key, value in model.state_dict().items()}
-    return Subject(f"{name}, older form" if older else name, config, folder, weights)
+    return Subject(f"{name}, older form" if older else name, config, folder, weights, older)
 
 
 def make_network(settings: PreTrainedConfig) -> PreTrainedModel:

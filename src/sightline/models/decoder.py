@@ -30,6 +30,8 @@ from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
 
 OUTPUT_PROJECTION = "lm_head.weight"
+PREDICTOR_TENSOR = "eh_proj.weight"
+"""What a layer for multi-token prediction has and others have not: it joins a token's embedding with its state."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,14 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         return DecoderStates(self, embedding, layers, final_norm, rotaries)
 
     def _leave_predictors(self, weights: WeightReader) -> None:
+        """Skips the layers for multi-token prediction. A plain layer in their place is refused as left over."""
         for index in range(len(self.layers), len(self.layers) + self.num_predictors):
-            weights.leave(
-                f"model.layers.{index}.",
-                "multi-token prediction",
-                "they guess tokens beyond the next, which is computed without them; the answers are the same",
-            )
+            if f"model.layers.{index}.{PREDICTOR_TENSOR}" in weights.names:
+                weights.leave(
+                    f"model.layers.{index}.",
+                    "multi-token prediction",
+                    "they guess tokens beyond the next, which is computed without them; the answers are the same",
+                )
 
     def _load_vocabulary(self, weights: WeightReader) -> tuple[Embedding, Projection]:
         if self.tied_embedding:

@@ -103,6 +103,11 @@ def _rotaries(config: ConfigReader, head_dim: int) -> dict[str, RotarySpec]:
         outside, default = thetas[kind]
         if outside in config:
             state_once(section, "rope_theta", config.positive(outside), outside)
+        if section.get("truncate", True) is not True:
+            raise UnsupportedModelError(
+                f"gemma3: truncate = {section['truncate']!r} for one kind of layers is not supported: transformers "
+                "does not apply it"
+            )
         specs[kind] = rotary_spec(section, head_dim, default, config.count("max_position_embeddings"))
     return specs
 
