@@ -11,7 +11,6 @@ import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -152,16 +151,16 @@ def fault_of(subject: Subject, engine: Engine, base: Outcome, mutation: Mutation
         outcome = engine.run(config)
     except REFUSALS:
         return None
-    except Exception as error:  # noqa: BLE001 - the fault to find
+    except Exception as error:
         return f"not a clear refusal: {error!r}"
     try:
         expected = subject.reference(config)
-    except Exception as error:  # noqa: BLE001 - any
+    except Exception as error:
         moved = relative_error(outcome.result, base.result)
         return f"moves by {moved:.1e}, transformers refuses: {str(error)[:80]!r}" if moved > TOLERANCE else None
-    error = relative_error(outcome.result, expected)
-    if error > TOLERANCE:
-        return f"differs from transformers by {error:.1e}"
+    difference = relative_error(outcome.result, expected)
+    if difference > TOLERANCE:
+        return f"differs from transformers by {difference:.1e}"
     effect = relative_error(expected, expected_before)
     name = mutation[0][0]
     noted = f"config field {'.'.join(mutation[0])}"

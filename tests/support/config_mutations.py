@@ -187,7 +187,7 @@ class Subject:
         if key not in self.results:
             try:
                 self.results[key] = reference(config, self.weights)
-            except Exception as error:  # noqa: BLE001 - whatever it is, transformers refuses the config
+            except Exception as error:
                 self.results[key] = error
         result = self.results[key]
         if isinstance(result, Exception):
@@ -216,7 +216,7 @@ def make_subject(name: str, folder: Path, *, older: bool = False) -> Subject:
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     whole = json.loads(settings.to_json_string(use_diff=False))
-    config = {key: value for key, value in whole.items() if key not in ("per_layer_config",)} | config
+    config = {key: value for key, value in whole.items() if key != "per_layer_config"} | config
     config = older_form(config) if older else config
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     return Subject(f"{name}, older form" if older else name, config, folder, weights, older)
@@ -241,7 +241,8 @@ def reference(config: Config, weights: Mapping[str, Tensor]) -> Tensor:
         model.load_state_dict(weights)
     with torch.no_grad():
         result = model(torch.tensor([TOKENS]), use_cache=False, return_dict=True)
-    return result.last_hidden_state[0] if settings.model_type == "bert" else result.logits[0]
+    found: Tensor = result.last_hidden_state[0] if settings.model_type == "bert" else result.logits[0]
+    return found
 
 
 Mutation = tuple[tuple[str, ...], object]

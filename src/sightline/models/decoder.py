@@ -99,7 +99,9 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     def load(self, weights: WeightReader) -> Decoder:
         """Builds the network from tensors with Hugging Face names."""
         for name in self.copies:
-            weights.check_copy(name, "model.embed_tokens.weight", "tie_word_embeddings, true in the config or by default")
+            weights.check_copy(
+                name, "model.embed_tokens.weight", "tie_word_embeddings, true in the config or by default"
+            )
         embedding, head = self._load_vocabulary(weights)
         states = self._load_states(weights, embedding)
         weights.finish()

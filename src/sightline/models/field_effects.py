@@ -29,7 +29,8 @@ def fields_without_effect(
     return [
         path
         for path, value in _leaves(config)
-        if value is not None and not _reaches(config, path, _others(value, choices.get(path[-1], ())), define, definition)
+        if value is not None
+        and not _reaches(config, path, _others(value, choices.get(path[-1], ())), define, definition)
     ]
 
 

@@ -133,6 +133,8 @@ def _define_family(
     for path in fields_without_effect(described, define, definition, reader.choices):
         name, field = path[0], ".".join(path)
         why = reader.idle.get(field, reader.idle.get(name))
+        if (why is not None or name in FOREIGN_FIELDS) and is_neutral(name, config[name]):
+            continue
         if why is not None:
             ledger.note(f"config field {field}", f"has no effect: {why}")
         elif name not in FOREIGN_FIELDS:
@@ -141,7 +143,7 @@ def _define_family(
                 f"is not known to the {architecture} family and was not used",
                 "check that it does not change the model's output",
             )
-        elif not is_neutral(name, config[name]):
+        else:
             raise UnsupportedModelError(
                 f"{architecture}: config field {name} = {config[name]!r} changes the result of other families and is "
                 "not supported in this one; use another model, or remove the field if it was left there by mistake"
