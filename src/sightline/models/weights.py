@@ -227,7 +227,7 @@ def choose_kept_product(infos: Sequence[TensorInfo], cpu: CpuFeatures) -> Produc
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:
-    """Whether two matrices hold the same numbers, whatever their dtypes. Compares blocks of rows, so that both stay mapped."""
+    """Whether two matrices hold the same numbers, whatever their dtypes. Blocks of rows, so that both stay mapped."""
     return all(
         torch.equal(left[first : first + _COMPARED_ROWS].float(), right[first : first + _COMPARED_ROWS].float())
         for first in range(0, left.shape[0], _COMPARED_ROWS)
