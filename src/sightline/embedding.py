@@ -112,6 +112,14 @@ def shortened(vector: Tensor, dimensions: int | None) -> Tensor:
     return F.normalize(vector[:dimensions], dim=-1)
 
 
+def log_ledger(ledger: Ledger) -> None:
+    """Logs degradations as warnings and notes as information."""
+    for degradation in ledger.degradations:
+        logger.warning("degraded: %s", degradation)
+    for note in ledger.notes:
+        logger.info("note: %s", note)
+
+
 def build_embedder(
     config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger, on_progress: Callable[[int, int], None]
 ) -> TextEmbedder:
@@ -121,7 +129,6 @@ def build_embedder(
     if config.max_model_len is None and pooling.max_tokens is not None:
         config = replace(config, max_model_len=pooling.max_tokens)
     runtime, definition = build_embedding_runtime(config, checkpoint, ledger, on_progress)
-    for entry in ledger:
-        logger.warning("degraded: %s", entry)
+    log_ledger(ledger)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
     return TextEmbedder(Embedder(runtime, definition, pooling), tokenizer, ledger)

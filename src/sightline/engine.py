@@ -157,7 +157,7 @@ class Engine:
             plans=planner.num_plans,
             plan_seconds=planner.plan_seconds,
             plans_rebuilt=planner.num_rebuilt,
-            degradations=len(self.ledger),
+            degradations=len(self.ledger.degradations),
         )
 
     def submit(

@@ -21,7 +21,7 @@ from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
 from sightline.core.request import EmbeddingRequestOutput, RequestOutput, SamplingParams, Terms
 from sightline.core.turns import Turn
-from sightline.embedding import TextEmbedder, build_embedder
+from sightline.embedding import TextEmbedder, build_embedder, log_ledger
 from sightline.engine import Engine
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.default_model import default_model_path
@@ -95,8 +95,7 @@ def build_engine(config: EngineConfig) -> Engine:
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
     if config.chat_template is not None and tokenizer is not None:
         tokenizer = tokenizer.with_template(read_template(Path(config.chat_template)))
-    for entry in ledger:
-        logger.warning("degraded: %s", entry)
+    log_ledger(ledger)
     return Engine(runtime, tokenizer, checkpoint.generation, ledger)
 
 

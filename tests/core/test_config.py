@@ -271,7 +271,7 @@ def test_a_lowered_length_stands_in_the_ledger(memory: pytest.MonkeyPatch) -> No
     ledger = Ledger()
     config = resolve(EngineConfig(), FACTS, CPU, ledger)
     assert config.max_model_len == config.cache_tokens == 160
-    (entry,) = ledger
+    (entry,) = ledger.degradations
     assert entry.subject == "max_model_len"
     assert "from the model's 1000 to 160" in entry.outcome
 
@@ -286,7 +286,7 @@ def test_a_cache_that_just_holds_the_length_is_no_degradation() -> None:
     ledger = Ledger()
     config = resolve(EngineConfig(cache_tokens=1000), replace(FACTS, max_positions=1008), CPU, ledger)
     assert config.max_model_len == 1008
-    assert len(ledger) == 0
+    assert list(ledger) == []
 
 
 @pytest.mark.parametrize("cache_tokens", [None, 160])
@@ -295,7 +295,7 @@ def test_an_asked_length_that_does_not_fit_is_refused(memory: pytest.MonkeyPatch
     ledger = Ledger()
     with pytest.raises(ConfigError, match=r"at least max_model_len = 161 tokens, got room for 160.*raise cache_tokens"):
         resolve(EngineConfig(max_model_len=161, cache_tokens=cache_tokens), FACTS, CPU, ledger)
-    assert len(ledger) == 0
+    assert list(ledger) == []
 
 
 def test_there_are_never_more_pages_than_every_row_can_fill(memory: pytest.MonkeyPatch) -> None:

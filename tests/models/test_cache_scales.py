@@ -99,7 +99,7 @@ def test_scales_that_only_some_layers_have_are_used_and_the_others_told(tmp_path
 
 def test_scales_of_a_cache_that_needs_none_are_no_unknown_tensors_and_are_told(tmp_path: Path) -> None:
     folder = scaled_folder(tmp_path, per_layer("k_scale", "v_scale", "q_scale", "prob_scale"))
-    runtime, told = built(folder)
+    runtime, told = built(folder, strict=True)
     [pool] = runtime.store.pools
     assert pool.scales("k") == (1.0, 1.0, 1.0)
     [line] = told

@@ -112,7 +112,7 @@ def test_biases_and_experts_stay_beside_quantised_weights(family: str, tmp_path:
     qkv = softmax_layer(decoder.states.layers[0]).qkv
     assert isinstance(qkv, BlockLinear)
     if isinstance(decoder.states.layers[0].mlp, ExpertMlp):
-        [router] = ledger
+        [router] = ledger.degradations
         assert "mlp.gate.weight among them" in router.outcome
         assert "expected a multiple of 16 outputs" in router.outcome
         assert isinstance(decoder.states.layers[0].mlp.experts[0].gate_up, BlockLinear)
@@ -127,7 +127,7 @@ def test_an_embedding_that_cannot_stay_is_named(tied: bool, tmp_path: Path) -> N
     path, ledger = tmp_path / "tiny.gguf", Ledger()
     write_quantised_llama(path, "Q5_0", tie_word_embeddings=tied)
     load_kept(path, CPUS["x86"], ledger)
-    assert sum("model.embed_tokens.weight among them" in entry.outcome for entry in ledger) == 1
+    assert sum("model.embed_tokens.weight among them" in entry.outcome for entry in ledger.degradations) == 1
 
 
 def test_memory_that_weights_take_is_counted_as_it_is(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_file_that_quantises_nothing_says_so(tmp_path: Path) -> None:
     decoder = load_kept(tmp_path / "tiny.gguf", CPUS["x86"], ledger)
     assert isinstance(decoder.head, Linear)
     assert isinstance(decoder.states.embedding, DenseEmbedding)
-    [entry] = ledger
+    [entry] = ledger.degradations
     assert entry.subject == "--quantization keep"
     assert entry.outcome == "changes nothing: no weight of the file is quantised"
 
@@ -160,14 +160,14 @@ def test_types_that_no_op_multiplies_are_dequantised_exactly_and_named(tmp_path:
     write_quantised_llama(path, "Q5_0")
     runtime = kept_runtime(path, CPUS["x86"], ledger)
     assert torch.equal(logits_of(runtime), logits_of(exact_runtime(path)))
-    assert "got Q5_0" in next(iter(ledger)).outcome
+    assert "got Q5_0" in ledger.degradations[0].outcome
 
 
 def test_experts_in_one_tensor_are_dequantised_and_named(tmp_path: Path) -> None:
     write_family(tmp_path / "tiny.gguf", "gpt-oss", tiny("gpt-oss"), quantised="Q8_0")
     ledger = Ledger()
     load_kept(tmp_path / "tiny.gguf", CPUS["x86"], ledger)
-    assert any("got experts stored as one tensor" in entry.outcome for entry in ledger)
+    assert any("got experts stored as one tensor" in entry.outcome for entry in ledger.degradations)
 
 
 def test_a_cpu_without_an_op_runs_dequantised_and_says_why(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_cpu_without_an_op_runs_dequantised_and_says_why(tmp_path: Path) -> No
     write_quantised_llama(path, "Q4_0")
     runtime = kept_runtime(path, CpuFeatures("VSX", kleidiai=False), ledger)
     assert torch.equal(logits_of(runtime), logits_of(exact_runtime(path)))
-    assert "expected a CPU with AVX2 or AVX512, got VSX" in next(iter(ledger)).outcome
+    assert "expected a CPU with AVX2 or AVX512, got VSX" in ledger.degradations[0].outcome
 
 
 def test_strict_refuses_what_cannot_stay_quantised(tmp_path: Path) -> None:

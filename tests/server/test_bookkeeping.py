@@ -34,7 +34,7 @@ def engine_metrics(**known: float) -> EngineMetrics:
 
 
 def opened() -> Opened:
-    return Opened("m", tokenizer_data(), 257, None, 256, 4, 4, {}, (), ())
+    return Opened("m", tokenizer_data(), 257, None, 256, 4, 4, {}, (), (), ())
 
 
 def test_cached_tokens_of_several_prompts_add_up() -> None:

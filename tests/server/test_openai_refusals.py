@@ -283,7 +283,7 @@ def test_the_server_tells_how_it_is(server: ServedProcess) -> None:
     assert told["/ready"] == {"status": "ready"}
     assert told["/version"] == {"version": __version__}
     info = told["/server_info"]
-    assert (info["models"], info["vocab_size"], info["degradations"]) == ([MODEL], 49152, [])
+    assert (info["models"], info["vocab_size"], info["degradations"], info["notes"]) == ([MODEL], 49152, [], [])
     assert info["engine"] == {"is_open": True, "starts": 1}
     assert (info["config"]["cache_tokens"], info["config"]["max_model_len"]) == (32768, 8192)
     assert (info["limits"]["max_sequences"], info["limits"]["max_body_bytes"]) == (64 + 1024, 4 << 20)

@@ -51,7 +51,7 @@ COMMANDS: list[Command] = [
     Stop(),
 ]
 REPORTS: list[Report] = [
-    Opened("m", tokenizer_data(), 9, 5, 8, 7, 6, {"a": None, "b": 1.5}, ("x",), ("y",)),
+    Opened("m", tokenizer_data(), 9, 5, 8, 7, 6, {"a": None, "b": 1.5}, ("x",), ("y",), ("z",)),
     Failed("no"),
     Accepted(1, EffectiveParams(0.0, 1.0, 0, 0.0, 7, 9, frozenset({1}), True, frozenset({2}))),
     Refused(1, is_full=True, message="full"),

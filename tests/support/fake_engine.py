@@ -96,6 +96,7 @@ class FakeEngine:
                 {"fake": True},
                 ("fake",),
                 (),
+                (),
             )
         )
         delay = float(settings.get("delay", 0.0))

@@ -262,6 +262,7 @@ def _describe(model: str, embedder: TextEmbedder) -> None:
         f"{model} · {config.device.name} · {str(config.dtype).removeprefix('torch.')} · attention on {backends}",
         f"{inner.definition.state_size:,} dimensions · {pooling} · texts of up to {embedder.max_tokens:,} tokens"
         f" · {cache}",
+        *(f"note: {note}" for note in embedder.ledger.notes),
     ):
         notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
 

@@ -45,7 +45,10 @@ def generate(
         [output] = llm.generate(text, params, use_tqdm=False)
         if output.error is not None:
             raise RequestError(output.error)
-        report = asdict(output) | {"degradations": [str(entry) for entry in llm.engine.ledger]}
+        report = asdict(output) | {
+            "degradations": [str(entry) for entry in llm.engine.ledger.degradations],
+            "notes": [str(entry) for entry in llm.engine.ledger.notes],
+        }
         click.echo(json.dumps(report, default=_jsonable, ensure_ascii=False, indent=2))
         return
     stream = llm.stream(text, params)
@@ -93,7 +96,7 @@ def _load(sampling: dict[str, Any], settings: dict[str, Any], *, quiet: bool) ->
     params = SamplingParams(**sampling)
     llm = LLM(**settings)
     if not quiet:
-        for line in startup_report(llm.engine.runtime):
+        for line in startup_report(llm.engine.runtime, llm.engine.ledger.notes):
             notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
         notes.print(f"[dim]ready in {time.perf_counter() - started:.1f} s[/]")
     return params, llm

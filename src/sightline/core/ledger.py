@@ -1,6 +1,8 @@
-"""The degradation ledger: every fallback, override, ignored field and disabled feature is one entry.
+"""The ledger: what is not as asked, and what is worth knowing although nothing is lost.
 
-Owns the list and the strict rule. Does not know who prints it.
+A `Degradation` is a fallback, an override, an ignored field or a disabled feature; `--strict` refuses it. A `Note` is
+a fact whose effect on the result was shown to be none; `--strict` accepts it. Owns both lists and the strict rule.
+Does not know who prints them.
 """
 
 from __future__ import annotations
@@ -26,23 +28,49 @@ class Degradation:
         return f"{self.subject}: {self.outcome} ({self.remedy})"
 
 
+@dataclass(frozen=True)
+class Note:
+    """One thing that is worth knowing. The result is the same without it."""
+
+    subject: str
+    """What it is about: a config field, some tensors of a checkpoint."""
+    fact: str
+    """What is the case, and why it changes nothing."""
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.fact}"
+
+
 class Ledger:
-    """Collects degradations; under `strict` the first one is an error."""
+    """Collects degradations and notes. Under `strict` the first degradation is an error."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
-        self._entries: list[Degradation] = []
+        self._entries: list[Degradation | Note] = []
 
-    def record(self, subject: str, outcome: str, remedy: str) -> None:
-        """Adds an entry once; raises `ConfigError` under `strict`."""
+    def degrade(self, subject: str, outcome: str, remedy: str) -> None:
+        """Adds a degradation once; raises `ConfigError` under `strict`."""
         entry = Degradation(subject, outcome, remedy)
         if self._strict:
             raise ConfigError(f"refused under --strict: {entry}")
-        if entry not in self._entries:
-            self._entries.append(entry)
+        self._add(entry)
 
-    def __iter__(self) -> Iterator[Degradation]:
+    def note(self, subject: str, fact: str) -> None:
+        """Adds a note once."""
+        self._add(Note(subject, fact))
+
+    @property
+    def degradations(self) -> tuple[Degradation, ...]:
+        return tuple(entry for entry in self._entries if isinstance(entry, Degradation))
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        return tuple(entry for entry in self._entries if isinstance(entry, Note))
+
+    def __iter__(self) -> Iterator[Degradation | Note]:
+        """Both kinds, in the order in which they were added."""
         return iter(self._entries)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    def _add(self, entry: Degradation | Note) -> None:
+        if entry not in self._entries:
+            self._entries.append(entry)

@@ -35,4 +35,4 @@ class EngineMetrics:
     """That planning took, in all."""
     plans_rebuilt: int
     degradations: int
-    """Entries in the ledger."""
+    """Degradations in the ledger; notes are not counted."""

@@ -150,7 +150,7 @@ def _resolve_sizes(config: EngineConfig, facts: ModelFacts, model_len: int, ledg
     asked_rows = config.max_num_seqs
     max_rows = min((EMBEDDING_ROWS if embeds else ROWS) if asked_rows is None else asked_rows, step_tokens)
     if asked_rows is not None and max_rows < asked_rows:
-        ledger.record(
+        ledger.degrade(
             "max_num_seqs",
             f"lowered from {asked_rows} to {max_rows}: each running sequence needs a token of every step",
             "raise max_num_batched_tokens or lower max_num_seqs",
@@ -168,7 +168,7 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
             f"expected a cache of at least max_model_len = {config.max_model_len} tokens, got room for {capacity}; "
             "lower max_model_len, or raise cache_tokens or memory_fraction"
         )
-    ledger.record(
+    ledger.degrade(
         "max_model_len",
         f"lowered from the model's {model_len} to {capacity}, what the cache holds",
         "raise cache_tokens or memory_fraction, or ask for a smaller max_model_len",
@@ -185,7 +185,7 @@ def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, ledge
     }
     for setting, value in asked.items():
         if value is not None:
-            ledger.record(
+            ledger.degrade(
                 setting,
                 f"{value} changes nothing: texts are embedded without a cache",
                 "leave it out" if facts.takes_texts_whole else "leave it out, or ask for prefix_caching",
@@ -196,7 +196,7 @@ def _resolve_dtype(name: str, device: Device, ledger: Ledger) -> torch.dtype:
     if name == "auto":
         return torch.float32 if device.kind is DeviceKind.CPU else torch.bfloat16
     if lacks_products(device, DTYPES[name]):
-        ledger.record(
+        ledger.degrade(
             "dtype",
             f"{name} is computed without instructions of its own, which this CPU lacks: very slowly",
             "use float32",

@@ -86,20 +86,25 @@ class LatentAttentionDefinition:
 
     def _load_down(self, weights: WeightReader, prefix: str, hidden_size: int) -> Linear:
         """The query side, the rope key and the latent as one product."""
-        side = (f"{prefix}.q_proj", self._query_order(), False)
-        if self.query_rank is not None:
-            side = (f"{prefix}.q_a_proj", torch.arange(self.query_rank), self.bias)
+        side = (f"{prefix}.q_proj", self._num_query_rows, self._query_order, False)
+        if (rank := self.query_rank) is not None:
+            side = (f"{prefix}.q_a_proj", rank, lambda: torch.arange(rank), self.bias)
+        key = (f"{prefix}.kv_a_proj_with_mqa", self.spec.head_dim, self._key_order, self.bias)
         parts, biases = [], []
-        for name, order, bias in (side, (f"{prefix}.kv_a_proj_with_mqa", self._key_order(), self.bias)):
-            parts.append(_rows(weights, f"{name}.weight", order, hidden_size))
-            shift = weights.take(f"{name}.bias", (len(order),)) if bias else parts[-1].new_zeros(len(order))
-            biases.append(shift[order.to(shift.device)])
+        for name, num_rows, make_order, bias in (side, key):
+            stored = weights.matrix(f"{name}.weight", (num_rows, hidden_size), "rows in another order")
+            order = make_order().to(stored.device)  # only here: a config may ask for more rows than fit in memory
+            parts.append(stored[order])
+            shift = weights.take(f"{name}.bias", (num_rows,)) if bias else stored.new_zeros(num_rows)
+            biases.append(shift[order])
         return Linear(torch.cat(parts), torch.cat(biases) if self.bias else None)
 
     def _load_query_up(self, weights: WeightReader, prefix: str) -> QueryUp | None:
         if self.query_rank is None:
             return None
-        up = _rows(weights, f"{prefix}.q_b_proj.weight", self._query_order(), self.query_rank)
+        shape = (self._num_query_rows, self.query_rank)
+        stored = weights.matrix(f"{prefix}.q_b_proj.weight", shape, "rows in another order")
+        up = stored[self._query_order().to(stored.device)]
         return QueryUp(self.norms.load(weights, f"{prefix}.q_a_layernorm", self.query_rank), Linear(up))
 
     def _load_ups(self, weights: WeightReader, prefix: str) -> tuple[Tensor, Tensor]:
@@ -111,10 +116,14 @@ class LatentAttentionDefinition:
         heads = stored.view(spec.num_q_heads, head_rows, spec.latent_dim)
         return heads[:, : spec.nope_dim].contiguous(), heads[:, spec.nope_dim :].contiguous()
 
+    @property
+    def _num_query_rows(self) -> int:
+        return self.spec.num_q_heads * (self.spec.nope_dim + self.spec.rope_dim)
+
     def _query_order(self) -> Tensor:
         """The stored row of each kept one: nope parts of all heads, then rope parts; stored head by head."""
         spec = self.spec
-        stored = torch.arange(spec.num_q_heads * (spec.nope_dim + spec.rope_dim)).view(spec.num_q_heads, -1)
+        stored = torch.arange(self._num_query_rows).view(spec.num_q_heads, -1)
         nope, rope = stored[:, : spec.nope_dim], stored[:, spec.nope_dim :]
         return torch.cat((nope.flatten(), rope[:, self._rope_order()].flatten()))
 
@@ -127,12 +136,6 @@ class LatentAttentionDefinition:
         """Scores do not change where queries and keys have their dimensions in the same other order."""
         dims = torch.arange(self.spec.rope_dim)
         return torch.cat((dims[::2], dims[1::2])) if self.paired_neighbours else dims
-
-
-def _rows(weights: WeightReader, name: str, order: Tensor, in_features: int) -> Tensor:
-    """The stored matrix with its rows in another order."""
-    stored = weights.matrix(name, (len(order), in_features), "rows in another order")
-    return stored[order.to(stored.device)]
 
 
 AttentionDefinition = SoftmaxAttentionDefinition | LatentAttentionDefinition

@@ -21,12 +21,19 @@ def bert(config: ConfigReader) -> EncoderDefinition:
     config.informational(
         "attention_probs_dropout_prob",
         "classifier_dropout",
+        "directionality",
         "gradient_checkpointing",
         "hidden_dropout_prob",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
         "tie_word_embeddings",
     )
     config.require("position_embedding_type", None, "absolute")
     config.require("is_decoder", None, False)
+    config.require("is_causal", False)
     num_heads, num_kv_heads = config.heads()
     hidden_size = config.count("hidden_size")
     if num_kv_heads != num_heads or hidden_size % num_heads:

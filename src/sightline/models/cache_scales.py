@@ -50,22 +50,20 @@ def load_cache_scales(
 ) -> ScalesByPlane | None:
     """By plane, for each layer of the model: the checkpoint's, or 1 where it has none, which the ledger then says.
 
-    None where the cache holds values as they are. Then the checkpoint's scales are left, which the ledger says too.
+    Returns None if the cache stores unscaled values. Then the checkpoint's scales are not read, which is noted.
     """
     found = list(_find(weights.names))
     if cache_dtype not in SCALED_DTYPES:
         weights.leave_tensors(
             [scale.name for scale in found],
             "cache scales",
-            "the cache holds values as they are",
-            "nothing is lost; kv_cache_dtype fp8 would use them",
+            "the cache holds values as they are, so nothing is lost; kv_cache_dtype fp8 would use them",
         )
         return None
     weights.leave_tensors(
         [scale.name for scale in found if scale.what not in ("k", "v", "kv")],
         "8-bit attention",
-        "they are of queries and weights, which are computed with as they are",
-        "nothing is lost",
+        "they are of queries and weights, which are computed with as they are, so nothing is lost",
     )
     stored: dict[int, dict[str, float]] = defaultdict(dict)
     for scale in found:

@@ -1,4 +1,8 @@
-"""Reading a Hugging Face style config with types checked and no field ignored unseen."""
+"""Reading a Hugging Face style config, with types checked.
+
+Owns the types and the two lists of fields that may have no effect: informational ones, and idle ones of a family.
+Does not decide whether a field has an effect: `field_effects` finds that out by changing it.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ import math
 from collections.abc import Mapping
 
 from sightline.core.errors import UnsupportedModelError
-from sightline.core.ledger import Ledger
 
-_INFORMATIONAL = frozenset(
+INFORMATIONAL = frozenset(
     {
         "_attn_implementation_autoset",
         "_name_or_path",
@@ -34,7 +37,6 @@ _INFORMATIONAL = frozenset(
         "is_llama_config",
         "label2id",
         "max_length",
-        "model_type",
         "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
@@ -53,7 +55,7 @@ _INFORMATIONAL = frozenset(
         "use_cache",
     }
 )
-"""Fields that do not change what a forward computes."""
+"""Fields that do not change what a forward computes, in any family."""
 
 MAX_LAYERS = 4096
 """Far more layers, or heads, than any model has: a config that says more is broken or hostile."""
@@ -61,16 +63,31 @@ MAX_COUNT = 2**40
 
 
 class ConfigReader:
-    """Typed access to a config; `finish` accounts for the fields that nobody read."""
+    """Typed access to a config.
+
+    A default holds where there is no such field. A null is a value of its own, and refused unless the method says
+    otherwise: transformers refuses most of them too.
+    """
 
     def __init__(self, config: Mapping[str, object], family: str) -> None:
         self._config = config
         self._family = family
-        self._read: set[str] = set()
+        self.choices: dict[str, tuple[str, ...]] = {}
+        """By field: the names that it may have, of fields that were read."""
+        self.inert: set[str] = set()
+        """Fields of this family that do not change what a forward computes."""
+        self.idle: dict[str, str] = {}
+        """By field, or section: why its value may have no effect beside the other fields."""
 
-    def count(self, name: str, default: int | None = None, *, most: int = MAX_COUNT) -> int:
+    def __contains__(self, name: str) -> bool:
+        return name in self._config
+
+    def count(
+        self, name: str, default: int | None = None, *, most: int = MAX_COUNT, null_is_default: bool = False
+    ) -> int:
         """A positive integer."""
         value = self._get(name, default)
+        value = default if value is None and null_is_default else value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise self._unexpected(name, f"an integer from 1 to {most}", value)
         return value
@@ -104,7 +121,7 @@ class ConfigReader:
     def heads(self) -> tuple[int, int]:
         """Query and key heads; the queries come in whole groups."""
         num_heads = self.count("num_attention_heads", most=MAX_LAYERS)
-        num_kv_heads = self.count("num_key_value_heads", num_heads, most=MAX_LAYERS)
+        num_kv_heads = self.count("num_key_value_heads", num_heads, most=MAX_LAYERS, null_is_default=True)
         if num_heads % num_kv_heads:
             raise self._unexpected("num_key_value_heads", f"a divisor of {num_heads} attention heads", num_kv_heads)
         return num_heads, num_kv_heads
@@ -120,6 +137,7 @@ class ConfigReader:
 
     def choice(self, name: str, known: tuple[str, ...], default: str) -> str:
         """One of the `known` names."""
+        self.choices[name] = known
         value = self._get(name, default)
         if not isinstance(value, str) or value not in known:
             raise self._unexpected(name, f"one of {', '.join(known)}", value)
@@ -133,14 +151,15 @@ class ConfigReader:
 
     def indices(self, name: str) -> frozenset[int]:
         """Numbers of layers; none where the field is null or absent."""
-        listed = self.optional_list(name) or []
+        listed, num_layers = self.optional_list(name) or [], self.num_layers()
         numbers = frozenset(value for value in listed if isinstance(value, int) and not isinstance(value, bool))
-        if len(numbers) != len(listed):
-            raise self._unexpected(name, "a list of different integers", listed)
+        if len(numbers) != len(listed) or not numbers <= frozenset(range(num_layers)):
+            raise self._unexpected(name, f"a list of different integers from 0 to {num_layers - 1}", listed)
         return numbers
 
     def optional_kinds(self, name: str, known: tuple[str, ...]) -> tuple[str, ...] | None:
         """One of the `known` names for each layer, or None where the field is null or absent."""
+        self.choices[name] = known
         listed = self.optional_list(name)
         if listed is None:
             return None
@@ -166,22 +185,15 @@ class ConfigReader:
             )
 
     def informational(self, *names: str) -> None:
-        """Marks fields of this family that do not change what a forward computes."""
-        self._read.update(names)
+        """Declares fields of this family that do not change what a forward computes."""
+        self.inert.update(names)
 
-    def finish(self, ledger: Ledger) -> None:
-        """Every field that was neither read nor known to be informational goes into the ledger."""
-        for name in sorted(set(self._config) - self._read - _INFORMATIONAL):
-            ledger.record(
-                f"config field {name}",
-                f"is not known to the {self._family} family and was not used",
-                "check that it does not change the model's output",
-            )
+    def may_idle(self, why: str, *names: str) -> None:
+        """Declares fields, or sections, that have no effect beside certain values of other fields."""
+        self.idle.update(dict.fromkeys(names, why))
 
     def _get(self, name: str, default: object) -> object:
-        self._read.add(name)
-        value = self._config.get(name)
-        return default if value is None else value
+        return self._config.get(name, default)
 
     def _unexpected(self, name: str, expected: str, value: object) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self._family}: expected config field {name} to be {expected}, got {value!r}")

@@ -51,6 +51,11 @@ class Definition(ABC):
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """One spec for each layer, in order."""
 
+    @property
+    def copies(self) -> frozenset[str]:
+        """Names of tensors that a checkpoint may store although they repeat others. They are compared, not kept."""
+        return frozenset()
+
 
 class ModelDefinition(Definition):
     """Of a model that goes on with a text."""

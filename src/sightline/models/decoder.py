@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec
-from sightline.core.batch import CAUSAL, RowMask
+from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.embedding import Embedding
 from sightline.layers.latent import LatentAttention
@@ -28,6 +28,10 @@ from sightline.models.contract import EmbedderDefinition, Model, ModelDefinition
 from sightline.models.feed_forward import FeedForward
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
+
+OUTPUT_PROJECTION = "lm_head.weight"
+PREDICTOR_TENSOR = "eh_proj.weight"
+"""What a layer for multi-token prediction has and others have not: it joins a token's embedding with its state."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,12 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     logit_softcap: float | None = None
     num_predictors: int = 0
     """Layers that a checkpoint may hold beyond its own, for guessing further tokens. They are not used."""
+    causal: bool = True
+    """Whether a token sees only those before it. False is for embedders."""
+
+    def __post_init__(self) -> None:
+        if not self.causal and any(layer.attention.spec.window is not None for layer in self.layers):
+            raise ValueError("a sliding window of a model that is not causal (is_causal = false) is not supported yet")
 
     @property
     def vocab_size(self) -> int:
@@ -80,19 +90,27 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
 
     @property
     def mask(self) -> RowMask:
-        return CAUSAL
+        return CAUSAL if self.causal else FULL
+
+    @property
+    def copies(self) -> frozenset[str]:
+        return frozenset({OUTPUT_PROJECTION}) if self.tied_embedding else frozenset()
 
     def load(self, weights: WeightReader) -> Decoder:
         """Builds the network from tensors with Hugging Face names."""
+        for name in self.copies:
+            weights.check_copy(
+                name, "model.embed_tokens.weight", "tie_word_embeddings, true in the config or by default"
+            )
         embedding, head = self._load_vocabulary(weights)
         states = self._load_states(weights, embedding)
-        weights.finish(ignorable=("lm_head.weight",) if self.tied_embedding else ())
+        weights.finish()
         return Decoder(self, states, head)
 
     def load_states(self, weights: WeightReader) -> DecoderStates:
         """As `load`, without the output projection."""
         states = self._load_states(weights, weights.embedding("model.embed_tokens", self.num_tokens, self.hidden_size))
-        weights.finish(ignorable=("lm_head.weight",))
+        weights.finish(ignorable=(OUTPUT_PROJECTION,))
         return states
 
     def _load_states(self, weights: WeightReader, embedding: Embedding) -> DecoderStates:
@@ -103,13 +121,14 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         return DecoderStates(self, embedding, layers, final_norm, rotaries)
 
     def _leave_predictors(self, weights: WeightReader) -> None:
+        """Skips the layers for multi-token prediction. A plain layer in their place is refused as left over."""
         for index in range(len(self.layers), len(self.layers) + self.num_predictors):
-            weights.leave(
-                f"model.layers.{index}.",
-                "multi-token prediction",
-                "they guess tokens beyond the next, which is computed without them",
-                "nothing is lost but the guesses; a checkpoint without these layers gives the same answers",
-            )
+            if f"model.layers.{index}.{PREDICTOR_TENSOR}" in weights.names:
+                weights.leave(
+                    f"model.layers.{index}.",
+                    "multi-token prediction",
+                    "they guess tokens beyond the next, which is computed without them; the answers are the same",
+                )
 
     def _load_vocabulary(self, weights: WeightReader) -> tuple[Embedding, Projection]:
         if self.tied_embedding:

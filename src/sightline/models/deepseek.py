@@ -16,13 +16,23 @@ from sightline.models.config_reader import MAX_LAYERS, ConfigReader
 from sightline.models.decoder import DecoderDefinition, LayerDefinition
 from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward, ExpertStorage, FeedForward
 from sightline.models.norms import NormDefinition
-from sightline.models.rope_config import rotary_spec, yarn_score_scale
-from sightline.models.shared_config import dense_layers, rope_section
+from sightline.models.rope_config import DEFAULT_THETA, rotary_spec, yarn_score_scale
+from sightline.models.shared_config import SAME_EXPERT_LAYERS, dense_layers, rope_section
 
 INNER_NORMS = NormDefinition(1e-6)
 """Of latents and of the features that queries are made of: whatever the config says of the other norms."""
 GREEDY, GROUP_LIMITED, CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
 """As `topk_method` names the ways to choose experts."""
+EXPERT_FIELDS = (
+    "moe_intermediate_size",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "routed_scaling_factor",
+    "topk_group",
+)
 
 
 def deepseek_v2(config: ConfigReader) -> DecoderDefinition:
@@ -32,6 +42,8 @@ def deepseek_v2(config: ConfigReader) -> DecoderDefinition:
     config.require("mlp_bias", None, False)
     # With it, DeepSeek's own code leaves the scaling factor out and others do not; no published model has it.
     config.require("norm_topk_prob", None, False)
+    config.may_idle("topk_method is greedy", "n_group", "topk_group")
+    config.may_idle("there is one group of experts, or a token may use all of them", "topk_method")
     method = config.choice("topk_method", (GREEDY, GROUP_LIMITED), GREEDY)
     num_groups, groups_per_token = config.optional_count("n_group"), config.optional_count("topk_group")
     groups = _groups(num_groups, groups_per_token, ranked_by=1) if method == GROUP_LIMITED else None
@@ -82,7 +94,7 @@ def _deepseek(
         norms=INNER_NORMS,
         bias=config.boolean("attention_bias", default=False),
     )
-    rotary = rotary_spec(rope, rope_dim, config.positive("rope_theta", 10_000.0), num_positions)
+    rotary = rotary_spec(rope, rope_dim, DEFAULT_THETA, num_positions)
     return DecoderDefinition(
         num_tokens=config.count("vocab_size"),
         num_positions=num_positions,
@@ -90,6 +102,7 @@ def _deepseek(
         layers=tuple(LayerDefinition(attention, rotary, feed_forward) for feed_forward in feed_forwards),
         norm_epsilon=config.positive("rms_norm_eps", 1e-6),
         tied_embedding=config.boolean("tie_word_embeddings", default=False),
+        causal=config.boolean("is_causal", default=True),
     )
 
 
@@ -131,6 +144,9 @@ def _feed_forwards(
     config: ConfigReader, routing: Routing, *, first_expert_layer: int, num_shared: int
 ) -> tuple[FeedForward, ...]:
     """Experts in every `moe_layer_freq`-th layer from `first_k_dense_replace` on; the numbers where there are none."""
+    config.may_idle("every layer has experts", "intermediate_size")
+    config.may_idle("no layer has experts", *EXPERT_FIELDS)
+    config.may_idle(SAME_EXPERT_LAYERS, "first_k_dense_replace", "moe_layer_freq")
     size = config.count("moe_intermediate_size")
     shared = config.optional_count("n_shared_experts", absent=num_shared)
     experts = ExpertFeedForward(

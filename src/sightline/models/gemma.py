@@ -17,14 +17,15 @@ from sightline.models.config_reader import ConfigReader
 from sightline.models.decoder import DecoderDefinition, LayerDefinition
 from sightline.models.feed_forward import DenseFeedForward
 from sightline.models.norms import NormDefinition
-from sightline.models.rope_config import rotary_spec
-from sightline.models.shared_config import FULL, SLIDING, layer_kinds, layer_windows, one_rotary
+from sightline.models.rope_config import rotary_spec, state_once
+from sightline.models.shared_config import FULL, ROPE_IDLE, SLIDING, layer_kinds, layer_windows, one_rotary
 
 
 def gemma2(config: ConfigReader) -> DecoderDefinition:
     """What a Gemma 2 config describes: every second layer is full."""
     rotary = one_rotary(config, _head_dim(config), config.count("max_position_embeddings"))
     kinds = layer_kinds(config, lambda index: FULL if index % 2 else SLIDING)
+    config.may_idle("no layer has a window", "sliding_window")
     window = config.optional_count("sliding_window", absent=4096)
     config.require("sliding_window_size", None, window)
     softcap = config.optional_positive("attn_logit_softcapping", absent=50.0)
@@ -35,6 +36,8 @@ def gemma2(config: ConfigReader) -> DecoderDefinition:
 def gemma3(config: ConfigReader) -> DecoderDefinition:
     """What a Gemma 3 text config describes: every sixth layer is full, unless the config says otherwise."""
     config.require("attn_logit_softcapping", None)
+    config.may_idle("layer_types lists the layers that have a window", "sliding_window_pattern")
+    config.may_idle("no layer has a window", "sliding_window")
     period = config.count("sliding_window_pattern", 6)
     kinds = layer_kinds(config, lambda index: SLIDING if (index + 1) % period else FULL)
     rotaries = _rotaries(config, _head_dim(config))
@@ -75,6 +78,7 @@ def _gemma(
         norm_offset=norms.offset,
         embedding_scale=hidden_size**0.5,
         sandwich_norms=True,
+        causal=config.boolean("is_causal", default=True),
     )
 
 
@@ -84,21 +88,33 @@ def _head_dim(config: ConfigReader) -> int:
 
 def _rotaries(config: ConfigReader, head_dim: int) -> dict[str, RotarySpec]:
     """The rotary embedding of each kind of layer, in the newer or the older form of the config."""
-    full_theta = config.positive("rope_theta", 1_000_000.0)
-    sliding_theta = config.positive("rope_local_base_freq", 10_000.0)
+    config.may_idle(ROPE_IDLE, "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
     by_kind = config.optional_section("rope_parameters") or {}
     if set(by_kind) - {FULL, SLIDING}:
         raise UnsupportedModelError(
             f"gemma3: expected rope_parameters for {FULL} and {SLIDING}, got {', '.join(sorted(by_kind))}"
         )
-    sections = {
-        FULL: by_kind.get(FULL, config.optional_section("rope_scaling") or {}),
-        SLIDING: by_kind.get(SLIDING, {}),
-    }
-    thetas = {FULL: full_theta, SLIDING: sliding_theta}
+    sections = {kind: _section(by_kind, kind) for kind in (FULL, SLIDING)}
+    for key, value in (config.optional_section("rope_scaling") or {}).items():
+        state_once(sections[FULL], "rope_type" if key == "type" else key, value, f"rope_scaling.{key}")
+    thetas = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
     specs = {}
     for kind, section in sections.items():
-        if not isinstance(section, Mapping):
-            raise UnsupportedModelError(f"gemma3: expected rope_parameters.{kind} to be an object, got {section!r}")
-        specs[kind] = rotary_spec(section, head_dim, thetas[kind], config.count("max_position_embeddings"))
+        outside, default = thetas[kind]
+        if outside in config:
+            state_once(section, "rope_theta", config.positive(outside), outside)
+        if section.get("truncate", True) is not True:
+            raise UnsupportedModelError(
+                f"gemma3: truncate = {section['truncate']!r} for one kind of layers is not supported: transformers "
+                "does not apply it"
+            )
+        specs[kind] = rotary_spec(section, head_dim, default, config.count("max_position_embeddings"))
     return specs
+
+
+def _section(by_kind: Mapping[str, object], kind: str) -> dict[str, object]:
+    """A copy; a null is as none."""
+    section = by_kind.get(kind)
+    if section is not None and not isinstance(section, Mapping):
+        raise UnsupportedModelError(f"gemma3: expected rope_parameters.{kind} to be an object, got {section!r}")
+    return {} if section is None else dict(section)

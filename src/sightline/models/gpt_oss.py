@@ -23,7 +23,7 @@ DEFAULT_ROPE: Mapping[str, object] = MappingProxyType(
         "original_max_position_embeddings": 4096,
     }
 )
-"""Where the config has no rope section."""
+"""Holds if the config has no rope section. An empty `rope_parameters` is one, and means no scaling."""
 
 
 def gpt_oss(config: ConfigReader) -> DecoderDefinition:
@@ -37,6 +37,7 @@ def gpt_oss(config: ConfigReader) -> DecoderDefinition:
         gate=ClampedSwiglu(config.positive("swiglu_alpha", 1.702), config.positive("swiglu_limit", 7.0)),
         storage=ExpertStorage.STACKED,
     )
+    config.may_idle("no layer has a window", "sliding_window")
     kinds = layer_kinds(config, lambda index: FULL if index % 2 else SLIDING)
     windows = layer_windows(kinds, config.optional_count("sliding_window", absent=128))
     bias = config.boolean("attention_bias", default=True)

@@ -11,6 +11,7 @@ from sightline.models.feed_forward import ExpertFeedForward, ExpertStorage, Feed
 from sightline.models.norms import NormDefinition
 from sightline.models.shared_config import (
     FULL,
+    SAME_EXPERT_LAYERS,
     SLIDING,
     dense_layers,
     layer_kinds,
@@ -35,7 +36,8 @@ def qwen3(config: ConfigReader) -> DecoderDefinition:
 
 def qwen3_moe(config: ConfigReader) -> DecoderDefinition:
     """What a config of Qwen 3 with experts describes: a window, where there is one, is on every layer."""
-    config.informational("max_window_layers", "output_router_logits", "router_aux_loss_coef")
+    config.informational("output_router_logits", "router_aux_loss_coef")
+    config.may_idle("a window, where there is one, is on every layer", "max_window_layers")
     config.require("layer_types", None)
     feed_forwards = _expert_layers(config)
     windows = [_window(config)] * len(feed_forwards)
@@ -49,12 +51,14 @@ def _with_norms(config: ConfigReader) -> AttentionTensors:
 
 def _window(config: ConfigReader) -> int | None:
     """`sliding_window` counts only where it is switched on."""
+    config.may_idle("no layer has a window", "sliding_window", "use_sliding_window")
     window = config.optional_count("sliding_window", absent=4096)
     return window if config.boolean("use_sliding_window", default=False) else None
 
 
 def _upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
     """The layers from `max_window_layers` on have the window, unless the config lists the kinds."""
+    config.may_idle("no layer has a window, or layer_types lists those that do", "max_window_layers")
     window, first = _window(config), config.index("max_window_layers", 28)
     kinds = layer_kinds(config, lambda index: SLIDING if window is not None and index >= first else FULL)
     return layer_windows(kinds, window)
@@ -62,6 +66,16 @@ def _upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
 
 def _expert_layers(config: ConfigReader) -> tuple[FeedForward, ...]:
     """Experts in every `decoder_sparse_step`-th layer that is not listed as dense."""
+    config.may_idle("every layer has experts", "intermediate_size")
+    config.may_idle(
+        "no layer has experts",
+        "moe_intermediate_size",
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+    )
+    config.may_idle(SAME_EXPERT_LAYERS, "decoder_sparse_step", "mlp_only_layers")
     share = Share.OF_CHOSEN if config.boolean("norm_topk_prob", default=False) else Share.OF_ALL
     experts = ExpertFeedForward(
         intermediate_size=config.count("moe_intermediate_size", 768),

@@ -1,4 +1,7 @@
-"""Which family a checkpoint belongs to. The only place that knows architectures by name."""
+"""Which family a checkpoint belongs to. The only place that knows architectures by name.
+
+Owns the rule that every field of a config reaches the definition, is refused, or is accounted for in the ledger.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import TypeVar
 from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.bert import bert
-from sightline.models.config_reader import ConfigReader
+from sightline.models.config_reader import INFORMATIONAL, ConfigReader
 from sightline.models.contract import Definition, EmbedderDefinition, ModelDefinition
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.deepseek import deepseek_v2, deepseek_v3
+from sightline.models.field_effects import fields_without_effect
+from sightline.models.foreign_fields import FOREIGN_FIELDS, is_neutral
 from sightline.models.gemma import gemma2, gemma3
 from sightline.models.gpt_oss import gpt_oss
 from sightline.models.llama import llama, mistral
@@ -36,11 +41,32 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
 }
+MODEL_TYPES: Mapping[str, str] = {
+    "bert": "Bert",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "gpt_oss": "GptOss",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "kimi_k2": "DeepseekV3",
+}
+"""By `model_type`: what the names of its architectures begin with. transformers chooses the network by this field."""
 
 
 def define_model(config: Mapping[str, object], ledger: Ledger) -> ModelDefinition:
     """What the config describes; an unknown architecture is an error that lists the known ones."""
-    return _define(config, ledger, FAMILIES)
+    definition = _define(config, ledger, FAMILIES)
+    if not definition.causal:
+        raise UnsupportedModelError(
+            "config field is_causal = False: every token sees those behind it, so the model cannot continue a text; "
+            "use task embed"
+        )
+    return definition
 
 
 def define_embedder(config: Mapping[str, object], ledger: Ledger) -> EmbedderDefinition:
@@ -61,12 +87,73 @@ def _define(
     architectures = [str(name) for name in listed] if isinstance(listed, (list, tuple)) else []
     for architecture in architectures:
         if architecture in families:
-            reader = ConfigReader(config, architecture)
-            definition = families[architecture](reader)
-            reader.finish(ledger)
-            return definition
+            _check_model_type(config, architecture, ledger)
+            return _define_family(config, ledger, architecture, families[architecture])
     embeds = "; it embeds: use task embed" if set(architectures) & set(EMBEDDERS) else ""
     raise UnsupportedModelError(
         f"expected one of the architectures {', '.join(sorted(families))}, got "
         f"{', '.join(architectures) or 'none'} (model_type {config.get('model_type')!r}){embeds}"
     )
+
+
+def _check_model_type(config: Mapping[str, object], architecture: str, ledger: Ledger) -> None:
+    model_type = config.get("model_type")
+    if model_type is None:
+        return
+    family = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        ledger.degrade(
+            f"config field model_type = {model_type!r}",
+            f"is not known; the architecture {architecture} decides",
+            "check that the model is of that architecture",
+        )
+    elif architecture.replace("ForCausalLM", "").replace("TextModel", "").replace("Model", "") != family:
+        raise UnsupportedModelError(
+            f"expected architectures and model_type of one family, got {architecture} and {model_type!r}; correct the "
+            "one that is wrong in config.json"
+        )
+
+
+def _define_family(
+    config: Mapping[str, object],
+    ledger: Ledger,
+    architecture: str,
+    family: Callable[[ConfigReader], _DefinitionT],
+) -> _DefinitionT:
+    def define(changed: Mapping[str, object]) -> _DefinitionT:
+        return _read(family, ConfigReader(changed, architecture))
+
+    reader = ConfigReader(config, architecture)
+    definition = _read(family, reader)
+    described = {
+        name: value
+        for name, value in config.items()
+        if name not in INFORMATIONAL and name not in reader.inert and name != "model_type"
+    }
+    for path in fields_without_effect(described, define, definition, reader.choices):
+        name, field = path[0], ".".join(path)
+        why = reader.idle.get(field, reader.idle.get(name))
+        if (why is not None or name in FOREIGN_FIELDS) and is_neutral(name, config[name]):
+            continue
+        if why is not None:
+            ledger.note(f"config field {field}", f"has no effect: {why}")
+        elif name not in FOREIGN_FIELDS:
+            ledger.degrade(
+                f"config field {name}",
+                f"is not known to the {architecture} family and was not used",
+                "check that it does not change the model's output",
+            )
+        else:
+            raise UnsupportedModelError(
+                f"{architecture}: config field {name} = {config[name]!r} changes the result of other families and is "
+                "not supported in this one; use another model, or remove the field if it was left there by mistake"
+            )
+    return definition
+
+
+def _read(family: Callable[[ConfigReader], _DefinitionT], reader: ConfigReader) -> _DefinitionT:
+    """What the family makes of a config. Values that do not fit each other are refused by the types that hold them."""
+    try:
+        return family(reader)
+    except ValueError as error:
+        raise UnsupportedModelError(f"the config's values do not fit each other: {error}") from error

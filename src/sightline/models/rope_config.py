@@ -29,6 +29,8 @@ _KEYS = frozenset(
     }
 )
 _YARN_KEYS = frozenset({"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
+_NOT_NULL = frozenset({"rope_theta", "original_max_position_embeddings"})
+"""Settings whose default a null does not stand for."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 """Scalings whose frequencies change with the longest sequence of a batch while it runs."""
 
@@ -44,6 +46,9 @@ def rotary_spec(parameters: Mapping[str, object], head_dim: int, theta: float, m
             f"rope: expected scaling default, linear, llama3 or yarn, got {kind!r}: its frequencies depend on the "
             "length of the longest row while the model runs, so a row's result would depend on the rows beside it"
         )
+    for name in _NOT_NULL & set(parameters):
+        if parameters[name] is None:
+            raise UnsupportedModelError(f"rope: expected a number for {name}, got null; set it, or remove it")
     known = _KEYS | _YARN_KEYS if kind == "yarn" else _KEYS
     unknown = set(parameters) - known
     if unknown:
@@ -135,8 +140,29 @@ def _yarn_growth(factor: float, mscale: float) -> float:
     return 1.0 + (0.1 * mscale * math.log(factor) if factor > 1.0 else 0.0)
 
 
+def same_type_key(parameters: Mapping[str, object]) -> dict[str, object]:
+    """The section with `rope_type` in place of the older `type`."""
+    renamed = {name: value for name, value in parameters.items() if name != "type"}
+    return renamed | {"rope_type": _kind(parameters)}
+
+
+def state_once(section: dict[str, object], key: str, value: object, name: str) -> None:
+    """Puts a value that the config states outside of the section into it. Two different values are refused."""
+    if section.get(key, value) != value:
+        raise UnsupportedModelError(
+            f"rope: expected one value, got {name} = {value!r} and {key} = {section[key]!r} in its section; remove the "
+            "one that does not hold"
+        )
+    section[key] = value
+
+
 def _kind(parameters: Mapping[str, object]) -> object:
-    return parameters.get("rope_type", parameters.get("type", "default"))
+    kinds = [parameters[name] for name in ("rope_type", "type") if name in parameters]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise UnsupportedModelError(
+            f"rope: expected rope_type or type, or both alike, got {kinds[0]!r} and {kinds[1]!r}; remove the older type"
+        )
+    return kinds[0] if kinds else "default"
 
 
 def _original_positions(parameters: Mapping[str, object], max_positions: int) -> int:

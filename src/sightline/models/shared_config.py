@@ -17,11 +17,13 @@ from sightline.models.attention import AttentionTensors, SoftmaxAttentionDefinit
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
 from sightline.models.decoder import DecoderDefinition, LayerDefinition
 from sightline.models.feed_forward import DenseFeedForward, FeedForward
-from sightline.models.rope_config import DEFAULT_THETA, rotary_spec
+from sightline.models.rope_config import DEFAULT_THETA, rotary_spec, same_type_key, state_once
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 NO_ROPE_SCALING: Mapping[str, object] = MappingProxyType({})
 NO_TENSORS = AttentionTensors()
+SAME_EXPERT_LAYERS = "the same layers have experts with a little more or less of it"
+ROPE_IDLE = "this kind of rotary embedding does not use it, or no layer has the embedding"
 
 
 def plain_decoder(
@@ -43,7 +45,7 @@ def plain_decoder(
     config.require("quantization_config", None)
     num_heads, num_kv_heads = config.heads()
     hidden_size = config.count("hidden_size")
-    head_dim = config.count("head_dim", head_dim or hidden_size // num_heads)
+    head_dim = config.count("head_dim", head_dim or hidden_size // num_heads, null_is_default=True)
     num_positions = config.count("max_position_embeddings")
     rotary = one_rotary(config, head_dim, num_positions, theta, rope)
     scale = head_dim**-0.5
@@ -58,6 +60,7 @@ def plain_decoder(
         ),
         norm_epsilon=config.positive("rms_norm_eps"),
         tied_embedding=config.boolean("tie_word_embeddings", default=False),
+        causal=config.boolean("is_causal", default=True),
     )
 
 
@@ -74,24 +77,38 @@ def one_rotary(
     default: Mapping[str, object] = NO_ROPE_SCALING,
 ) -> RotarySpec:
     """The rotary embedding of a model with one for all layers."""
-    return rotary_spec(rope_section(config, default), head_dim, config.positive("rope_theta", theta), num_positions)
+    return rotary_spec(rope_section(config, default), head_dim, theta, num_positions)
 
 
 def rope_section(config: ConfigReader, default: Mapping[str, object] = NO_ROPE_SCALING) -> Mapping[str, object]:
-    """What the newer or the older form of the config says of a rotary embedding for all layers."""
+    """What the newer or the older form of the config says of a rotary embedding for all layers.
+
+    `default` holds where it has neither section. An empty `rope_parameters` is one, as for transformers.
+    """
     config.require("partial_rotary_factor", None, 1.0)
-    section = dict(config.optional_section("rope_scaling") or config.optional_section("rope_parameters") or default)
-    original = config.optional_count("original_max_position_embeddings")
-    if original is not None:
-        section["original_max_position_embeddings"] = original
+    config.may_idle(ROPE_IDLE, "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+    older, newer = config.optional_section("rope_scaling"), config.optional_section("rope_parameters")
+    if older and newer and same_type_key(older) != same_type_key(newer):
+        raise UnsupportedModelError(
+            f"rope: expected rope_scaling or rope_parameters, or both alike, got {dict(older)} and {dict(newer)}; "
+            "remove the one that does not hold"
+        )
+    section = dict(older or (default if newer is None else newer))
+    if "rope_theta" in config:
+        state_once(section, "rope_theta", config.positive("rope_theta"), "rope_theta")
+    if "original_max_position_embeddings" in config:
+        original = config.count("original_max_position_embeddings")
+        state_once(section, "original_max_position_embeddings", original, "original_max_position_embeddings")
     return section
 
 
 def read_routing(config: ConfigReader, share: Share, *, num_experts: int, experts_per_token: int) -> Routing:
     """How tokens choose experts; the counts where the config has none."""
-    listed = config.optional_count("num_local_experts", absent=config.optional_count("num_experts"))
-    config.require("num_experts", None, listed)
-    num_experts = listed or num_experts
+    num_experts = config.count("num_experts", num_experts)
+    if "num_local_experts" in config:
+        num_local = config.count("num_local_experts")
+        config.require("num_experts", num_local)
+        num_experts = num_local
     experts_per_token = config.count("num_experts_per_tok", experts_per_token)
     if not experts_per_token <= num_experts <= MAX_LAYERS:
         raise UnsupportedModelError(

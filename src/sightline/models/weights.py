@@ -23,6 +23,7 @@ DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that older checkpoints store although the config determines them."""
 
 
+_COMPARED_ROWS = 1024
 BLOCK_TYPES = "one of Q8_0, Q4_0 and Q4_1"
 
 
@@ -100,6 +101,21 @@ class WeightReader:
         blocks = self._checkpoint.load_blocks(f"{name}.weight")
         return BlockEmbedding(blocks), BlockLinear(product(blocks))
 
+    def check_copy(self, name: str, original: str, because: str) -> None:
+        """Raises unless the tensor `name`, if it is stored, has the values of `original`.
+
+        Both stay mapped from the file: the copy is read once, and no memory is kept for it.
+        """
+        info, other = self._checkpoint.tensors.get(name), self._checkpoint.tensors.get(original)
+        if info is None or other is None:
+            return
+        if info.shape != other.shape or not _are_equal(self._checkpoint.load(name), self._checkpoint.load(original)):
+            raise CheckpointError(
+                f"expected {name} in {self._checkpoint.location} to be {original} again ({because}), got other values; "
+                "set tie_word_embeddings to false in config.json if both are to be used, or remove the tensor"
+            )
+        self._claim(name, info.shape)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Of all tensors, in file order."""
@@ -116,26 +132,25 @@ class WeightReader:
         self._claim(name, shape)
         return float(self._checkpoint.load(name))
 
-    def leave(self, prefix: str, what: str, why: str, remedy: str) -> None:
-        """Leaves the tensors of a part of the checkpoint that no forward uses, and says so where there are any."""
+    def leave(self, prefix: str, what: str, why: str) -> None:
+        """Skips the tensors of a part of the checkpoint that no forward uses, and notes it if there are any."""
         left = [name for name in self._checkpoint.tensors if name.startswith(prefix)]
-        self._leave(left, what, f"{len(left)} tensors {prefix}* are not loaded: {why}", remedy)
+        self._leave(left, what, f"{len(left)} tensors {prefix}* are not loaded: {why}")
 
-    def leave_tensors(self, names: Sequence[str], what: str, why: str, remedy: str) -> None:
-        """Leaves tensors that no forward uses, and says so where there are any."""
+    def leave_tensors(self, names: Sequence[str], what: str, why: str) -> None:
+        """Skips tensors that no forward uses, and notes it if there are any."""
         if names:
-            told = f"{len(names)} tensors such as {names[0]} are not loaded: {why}"
-            self._leave(names, what, told, remedy)
+            self._leave(names, what, f"{len(names)} tensors such as {names[0]} are not loaded: {why}")
 
     def degrade(self, what: str, outcome: str, remedy: str) -> None:
         """Says what is not as the checkpoint should have it."""
-        self._ledger.record(what, outcome, remedy)
+        self._ledger.degrade(what, outcome, remedy)
 
-    def _leave(self, names: Sequence[str], what: str, outcome: str, remedy: str) -> None:
+    def _leave(self, names: Sequence[str], what: str, fact: str) -> None:
         self._taken.update(names)
         self._on_progress(len(self._taken), len(self._checkpoint.tensors))
         if names:
-            self._ledger.record(what, outcome, remedy)
+            self._ledger.note(what, fact)
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
         """Raises where the checkpoint holds tensors that the model did not take: they would change the result.
@@ -151,13 +166,13 @@ class WeightReader:
                 f"that it would ignore: {names}"
             )
         for reason, names_of in self._dequantised.items():
-            self._ledger.record(
+            self._ledger.degrade(
                 "--quantization keep",
                 f"{len(names_of)} weights are dequantised, {names_of[0]} among them: {reason}",
                 "use another file, or leave the flag out if memory allows",
             )
         if self._keep_on is not None and not self._num_kept and not self._dequantised:
-            self._ledger.record(
+            self._ledger.degrade(
                 "--quantization keep",
                 "changes nothing: no weight of the file is quantised",
                 f"use a file in {BLOCK_TYPES}, or leave the flag out",
@@ -209,6 +224,14 @@ def choose_kept_product(infos: Sequence[TensorInfo], cpu: CpuFeatures) -> Produc
         return ProductChoice(None, f"expected {BLOCK_TYPES} for all of a projection, got {stored}")
     num_outputs, (_, in_features) = sum(info.shape[0] for info in infos), infos[0].shape
     return choose_product(ProductShape(num_outputs, in_features, bits), cpu)
+
+
+def _are_equal(left: Tensor, right: Tensor) -> bool:
+    """Whether two matrices hold the same numbers, whatever their dtypes. Blocks of rows, so that both stay mapped."""
+    return all(
+        torch.equal(left[first : first + _COMPARED_ROWS].float(), right[first : first + _COMPARED_ROWS].float())
+        for first in range(0, left.shape[0], _COMPARED_ROWS)
+    )
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -213,6 +213,8 @@ def model_facts(
     cpu = CpuFeatures.detect() if quantization is Quantization.KEEP else None
     elements, quantised_bits = 0, 0
     for name, info in checkpoint.tensors.items():
+        if name in definition.copies:
+            continue
         if cpu is None or info.blocks is None or choose_kept_product([info], cpu).product is None:
             elements += math.prod(info.shape)
             continue

@@ -45,7 +45,7 @@ def tell_choices(
         for name in () if names is None else registry.names_in(names):
             if name not in serving:
                 reasons = _why_not(name, chosen) if serving else _nothing_to_serve(config, setting)
-                ledger.record(setting, f"{name} serves nothing: {reasons}", "leave it out")
+                ledger.degrade(setting, f"{name} serves nothing: {reasons}", "leave it out")
     for group, selection in zip(groups, selections, strict=True):
         _tell_slow(group, selection, ledger)
 
@@ -77,7 +77,7 @@ def _tell_slow(group: LayerGroup, selection: GroupSelection, ledger: Ledger) -> 
     for name, served in slow.items():
         forgone = dict(refused for each in served.values() for refused in each.forgone)
         others = "; ".join(f"{other}: {', '.join(reasons)}" for other, reasons in forgone.items())
-        ledger.record(
+        ledger.degrade(
             "attention backend",
             f"{', '.join(work.value for work in served)} of {group.name} is served by {name}, which has no kernels for "
             f"this device alone; {others}",

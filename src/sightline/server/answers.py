@@ -277,6 +277,9 @@ class ServerInfo(Struct, frozen=True):
     limits: dict[str, str | int | float | bool | None]
     layers: list[str]
     degradations: list[str]
+    """What is not as asked. `--strict` refuses each."""
+    notes: list[str]
+    """What is worth knowing although the result does not change."""
 
 
 class Error(Struct, frozen=True):

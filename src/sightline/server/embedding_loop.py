@@ -34,7 +34,7 @@ class EmbeddingWorker:
 
     def __init__(self, texts: TextEmbedder, channel: Channel) -> None:
         self._embedder: Embedder = texts.embedder
-        self._num_degradations = len(texts.ledger)
+        self._num_degradations = len(texts.ledger.degradations)
         self._channel = channel
         self._waiting: dict[str, deque[tuple[int, tuple[int, ...]]]] = {}
         """By caller, the callers in turn."""

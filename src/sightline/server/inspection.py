@@ -116,7 +116,8 @@ class Inspection:
                 config=opened.config,
                 limits=limits,
                 layers=list(opened.lines),
-                degradations=[*opened.degradations, *map(str, service.ledger)],
+                degradations=[*opened.degradations, *map(str, service.ledger.degradations)],
+                notes=[*opened.notes, *map(str, service.ledger.notes)],
             )
         )
 

@@ -87,6 +87,7 @@ class Opened(msgspec.Struct, tag="opened", frozen=True):
     lines: tuple[str, ...]
     """What is said at start-up."""
     degradations: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

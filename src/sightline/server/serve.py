@@ -90,7 +90,7 @@ class Server:
         self._admission = Admission(shared=len(keys) > 1)
         self._ledger = Ledger(strict=config.strict)
         if not keys and not _is_local(config.host):
-            self._ledger.record(
+            self._ledger.degrade(
                 "--api-key",
                 f"none is set, and {config.host} can be reached from other machines: anybody there can use the server",
                 "set SIGHTLINE_API_KEY, or listen on 127.0.0.1",
@@ -151,8 +151,8 @@ class Server:
         opened = self._service.opened
         self._service.prepare()
         self._admission.open(opened.max_rows + opened.max_queued)
-        self._metrics.engine.num_own_degradations = len(self._ledger)
-        for entry in self._ledger:
+        self._metrics.engine.num_own_degradations = len(self._ledger.degradations)
+        for entry in self._ledger.degradations:
             log(logger, logging.WARNING, "degraded", {"what": str(entry)})
         log(logger, logging.INFO, "open", {"url": url, "model": opened.model})
         self._on_open(url, opened)

@@ -69,8 +69,9 @@ def describe(
         max_rows=config.max_rows,
         max_queued=config.max_queued,
         config=shown,
-        lines=tuple(startup_report(runtime)),
-        degradations=tuple(str(entry) for entry in ledger),
+        lines=tuple(startup_report(runtime, ledger.notes)),
+        degradations=tuple(map(str, ledger.degradations)),
+        notes=tuple(map(str, ledger.notes)),
     )
 
 

@@ -1,6 +1,7 @@
 """Reading of the JSON files that describe a model.
 
-Owns the caps and the turning of every fault into a `CheckpointError`. Does not know what the files mean.
+Owns the caps, refuses what parsers read differently (a key with two values, NaN), and turns every fault into a
+`CheckpointError`. Does not know what the files mean.
 """
 
 from __future__ import annotations
@@ -33,9 +34,22 @@ def read_json(path: Path) -> object:
     """Whatever is at the top of a JSON file."""
     text = read_text(path)
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"expected valid JSON in {path}, got: {error}. Get the file again.") from error
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object whose keys have one value each: of two, Python's parser would drop the first in silence."""
+    found = dict(pairs)
+    for key, value in pairs if len(found) < len(pairs) else ():
+        if found[key] != value:
+            raise ValueError(f"the key {key!r} with two values, {str(value)[:40]} and {str(found[key])[:40]}")
+    return found
+
+
+def _no_number(constant: str) -> float:
+    raise ValueError(f"{constant}, which JSON does not have")
 
 
 def read_json_object(path: Path) -> dict[str, object]:

@@ -83,7 +83,7 @@ def load_subject(settings: dict[str, object]) -> Subject:
             dtype=str(dtype).removeprefix("torch."),
             quantization=quantization,
             threads=torch.get_num_threads(),
-            degradations=tuple(str(entry) for entry in llm.engine.ledger),
+            degradations=tuple(map(str, llm.engine.ledger.degradations)),
         ),
     )
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sightline.attention.backends import registry
 from sightline.attention.capability import Work
 from sightline.core.config import Quantization
+from sightline.core.ledger import Note
 from sightline.runner.build import Runtime
 from sightline.runner.choices import GroupSelection
 from sightline.tools.missing import missing_packages
 
 
-def startup_report(runtime: Runtime) -> list[str]:
+def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
     """A few lines for a person: what runs where, and what packages that are not installed would bring on this device.
 
-    Degradations are not among them: they are logged, whoever starts the engine.
+    `notes` are those of the ledger. Degradations are not among them: they are logged, whoever starts the engine.
     """
     config = runtime.config
     cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
@@ -33,6 +36,7 @@ def startup_report(runtime: Runtime) -> list[str]:
             f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {serving_text(selection)}"
             f"{cached if config.num_pages else ''}"
         )
+    lines += [f"note: {note}" for note in notes]
     return lines + [each.line for each in missing_packages(registry.BUILT_IN, config.device) if not each.hindrance]
 
 

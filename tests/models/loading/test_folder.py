@@ -174,20 +174,6 @@ def test_double_precision_is_read(tmp_path: Path) -> None:
     assert opened(tmp_path).load("x").dtype == torch.float64
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_a_tied_output_projection_is_absent_and_recorded_where_it_contradicts(tmp_path: Path, same: bool) -> None:
-    model = tiny_llama(tie_word_embeddings=True)
-    model.save_pretrained(tmp_path)
-    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
-    weights["lm_head.weight"] += 0.0 if same else 1.0
-    save_file(weights, tmp_path / "model.safetensors")
-    ledger = Ledger()
-    checkpoint = open_checkpoint(tmp_path, ledger)
-    assert "lm_head.weight" not in checkpoint.tensors
-    assert "model.embed_tokens.weight" in checkpoint.tensors
-    assert ["lm_head.weight" in entry.subject for entry in ledger] == ([] if same else [True])
-
-
 @pytest.mark.parametrize("name", ["nothing", "notes.txt"])
 def test_other_paths_say_what_was_expected(tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.txt").write_text("x")

@@ -269,7 +269,7 @@ def test_what_the_tokenizer_lacks_is_recorded_by_name(tmp_path: Path, leave_out:
     rewrite(tmp_path / "tiny.gguf", tmp_path / "changed.gguf", {}, leave_out=leave_out)
     ledger = Ledger()
     open_checkpoint(tmp_path / "changed.gguf", ledger)
-    (entry,) = ledger
+    (entry,) = ledger.degradations
     assert re.search(message, str(entry))
 
 

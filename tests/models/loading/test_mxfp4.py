@@ -152,3 +152,28 @@ def test_other_quantisations_are_refused(tmp_path: Path, section: object, messag
     set_quantization(tmp_path, section)
     with pytest.raises(UnsupportedModelError, match=f"quantization_config.*{message}"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "listed", [["model.layers.*.mlp.experts"], ["gate_up_proj"], ["lm_head", "model.layers.0"], [GATE_UP]]
+)
+def test_a_packed_tensor_of_a_module_that_is_listed_as_not_packed_is_refused(tmp_path: Path, listed: list[str]) -> None:
+    packed_folder(tmp_path)
+    set_quantization(tmp_path, QUANTIZATION | {"modules_to_not_convert": listed})
+    with pytest.raises(CheckpointError, match="_proj' unpacked, because 'modules_to_not_convert' lists"):
+        opened(tmp_path)
+
+
+def test_listed_modules_that_are_not_packed_are_accepted(tmp_path: Path) -> None:
+    packed_folder(tmp_path)
+    listed = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    set_quantization(tmp_path, QUANTIZATION | {"modules_to_not_convert": listed, "dequantize": True})
+    assert GATE_UP in opened(tmp_path).tensors
+
+
+@pytest.mark.parametrize("changes", [{"modules_to_not_convert": "lm_head"}, {"dequantize": "yes"}])
+def test_settings_of_the_wrong_type_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    packed_folder(tmp_path)
+    set_quantization(tmp_path, QUANTIZATION | changes)
+    with pytest.raises(UnsupportedModelError, match=f"expected '{next(iter(changes))}'"):
+        opened(tmp_path)

@@ -81,7 +81,7 @@ def test_what_the_files_would_do_to_a_text_is_recorded(
     (folder / file).write_text(json.dumps(stated))
     ledger = Ledger()
     read_pooling(folder, PoolingKind.LAST, ledger)
-    assert [entry.outcome for entry in ledger] == [said]
+    assert [entry.outcome for entry in ledger.degradations] == [said]
 
 
 @pytest.mark.parametrize("default", [None, "document", "unknown"])
@@ -94,7 +94,7 @@ def test_prompts_that_change_nothing_by_themselves_are_none_to_speak_of(folder: 
 def test_without_modules_the_default_is_taken_and_recorded(tmp_path: Path) -> None:
     ledger = Ledger()
     assert read_pooling(tmp_path, PoolingKind.LAST, ledger) == Pooling(PoolingKind.LAST, normalise=True)
-    [entry] = ledger
+    [entry] = ledger.degradations
     assert entry.subject == "pooling"
     assert "lasttoken, normalised, is used" in entry.outcome
     with pytest.raises(ConfigError, match="refused under --strict: pooling"):

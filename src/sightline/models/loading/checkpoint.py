@@ -53,10 +53,7 @@ class Checkpoint(ABC):
         self.config = config
         """As in a Hugging Face config.json."""
         self.tensors = tensors
-        """By Hugging Face name, in file order.
-
-        An output projection is absent where `config` states that it is tied to the embedding.
-        """
+        """By Hugging Face name, in file order."""
         self.generation = generation
 
     def load(self, name: str) -> torch.Tensor:

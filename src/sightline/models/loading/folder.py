@@ -28,8 +28,6 @@ GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 QUANTIZATION = "quantization_config"
-EMBEDDING = "model.embed_tokens.weight"
-OUTPUT_PROJECTION = "lm_head.weight"
 COUNTING_BUFFER = "embeddings.position_ids"
 """Older encoders store the numbers from 0 on, which are no weights."""
 
@@ -50,8 +48,6 @@ class FolderCheckpoint(Checkpoint):
         self._owners = {name: file for file in files.values() for name in file.names}
         self._owners.update({name: files[file] for name, file in weight_map.items()})
         self._owners = {name: file for name, file in self._owners.items() if not name.endswith(COUNTING_BUFFER)}
-        if config.get("tie_word_embeddings") is True:
-            self._drop_tied_projection(ledger)
         self._packed = _take_packed(packed_as, self._owners)
         tensors = {name: file.describe(name) for name, file in self._owners.items()}
         tensors |= {name: packed.describe() for name, packed in self._packed.items()}
@@ -74,21 +70,6 @@ class FolderCheckpoint(Checkpoint):
     def _read(self, name: str) -> torch.Tensor:
         packed = self._packed.get(name)
         return self._owners[name].read(name) if packed is None else packed.read()
-
-    def _drop_tied_projection(self, ledger: Ledger) -> None:
-        """Some folders store the embedding a second time. The config decides; a contradiction is recorded."""
-        owner = self._owners.pop(OUTPUT_PROJECTION, None)
-        if owner is None or EMBEDDING not in self._owners:
-            return
-        projection, embedding = owner.describe(OUTPUT_PROJECTION), self._owners[EMBEDDING].describe(EMBEDDING)
-        if projection != embedding or not torch.equal(
-            owner.read(OUTPUT_PROJECTION), self._owners[EMBEDDING].read(EMBEDDING)
-        ):
-            ledger.record(
-                f"the tensor {OUTPUT_PROJECTION!r}",
-                f"is ignored: {CONFIG_FILE} ties the output projection to the embedding, which has other values",
-                f"set tie_word_embeddings to false in {CONFIG_FILE} if the tensor is the one to use",
-            )
 
 
 def _read_config(folder: Path) -> dict[str, object]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.models.loading.checkpoint import TensorInfo
-from sightline.models.loading.packed import PackedFormat, PackedTensor, check_settings
+from sightline.models.loading.packed import UNCONVERTED, PackedFormat, PackedTensor, check_settings, check_unconverted
 from sightline.models.loading.safetensors_file import SafetensorsFile
 
 METHOD = "fp8"
@@ -25,10 +25,8 @@ METHOD = "fp8"
 SCALES = "_scale_inv"
 _CODES, _FACTORS = "F8_E4M3", "F32"
 """As the files name the types of the two."""
-_SETTINGS = frozenset(
-    {"quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", "modules_to_not_convert"}
-)
-"""The tensors themselves say which of them are packed. How activations would be rounded is of no use: they are not."""
+_SETTINGS = frozenset({"quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", UNCONVERTED})
+"""How activations would be rounded is of no use: they are not."""
 
 Block = tuple[int, int]
 """Outputs and inputs."""
@@ -65,9 +63,10 @@ class Fp8Tensor(PackedTensor):
 
 @dataclass(frozen=True)
 class Fp8Blocks(PackedFormat):
-    """The format with the size of its blocks."""
+    """The format with the size of its blocks, and the section that describes it."""
 
     block: Block
+    section: Mapping[str, object]
 
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
         scaled = sorted(name.removesuffix(SCALES) for name in owners if name.endswith(SCALES))
@@ -76,6 +75,7 @@ class Fp8Blocks(PackedFormat):
             raise CheckpointError(
                 f"expected {alone[0]!r} beside its {SCALES}, got the factors alone. Get the missing part."
             )
+        check_unconverted(METHOD, self.section, scaled)
         return {name: Fp8Tensor(name, self.block, owners[name], owners[name + SCALES]) for name in scaled}
 
 
@@ -95,7 +95,7 @@ def read_section(section: Mapping[str, object]) -> Fp8Blocks:
     size = section.get("weight_block_size")
     match size:
         case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
-            return Fp8Blocks((outputs, inputs))
+            return Fp8Blocks((outputs, inputs), section)
     raise UnsupportedModelError(
         f"expected 'quantization_config' of fp8 with a weight_block_size of two numbers above 0, got {size!r}: one "
         "factor for a whole tensor is another format. Use the unquantised model, or a GGUF file."

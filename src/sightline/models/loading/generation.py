@@ -146,7 +146,7 @@ def _record_ignored(generation_config: Mapping[str, object], ledger: Ledger) -> 
             continue
         if value is None or value in ([], {}) or value in _NEUTRAL.get(field, ()):
             continue
-        ledger.record(
+        ledger.degrade(
             f"generation_config.json: {field} = {value!r}"[:200],
             "is ignored: it is not taken from the model's files, so output differs from what the model's authors set",
             "remove the field to accept that, or set an equivalent sampling parameter on each request",

@@ -125,13 +125,13 @@ def _counts(config: dict[str, object]) -> Counts:
 def _record_what_is_missing(metadata: GgufMetadata, ledger: Ledger) -> None:
     """What the model runs without, but not as it was made to."""
     if metadata.text("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in metadata:
-        ledger.record(
+        ledger.degrade(
             "GGUF metadata 'tokenizer.ggml.pre'",
             "is missing: words are cut as GPT-2 cuts them, which may not be how the model was trained",
             "convert the model again with a current tool",
         )
     if not end_token_ids(metadata):
-        ledger.record(
+        ledger.degrade(
             "GGUF metadata 'tokenizer.ggml.eos_token_id'",
             "is missing, and so is every other end token: generation ends only at a limit or a stop string",
             "convert the model again, or give stop strings",

@@ -34,7 +34,7 @@ def translate_config(metadata: GgufMetadata, shapes: TensorShapes, ledger: Ledge
         if suffix in _UNSUPPORTED_UNLESS:
             _refuse_unless_neutral(metadata, key, _UNSUPPORTED_UNLESS[suffix])
             continue
-        ledger.record(
+        ledger.degrade(
             f"GGUF metadata {key!r}",
             "is ignored: its meaning for this architecture is not known",
             "check the model's output against another engine, or convert the model again",

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sightline.core.errors import CheckpointError
+from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.models.loading.checkpoint import TensorInfo
-from sightline.models.loading.packed import PackedFormat, PackedTensor, check_settings
+from sightline.models.loading.packed import UNCONVERTED, PackedFormat, PackedTensor, check_settings, check_unconverted
 from sightline.models.loading.safetensors_file import SafetensorsFile
 
 METHOD = "mxfp4"
@@ -28,8 +28,8 @@ _STORED = "U8"
 """As the files name the type of both."""
 _BYTES = 16
 """In a block."""
-_SETTINGS = frozenset({"quant_method", "modules_to_not_convert", "dequantize"})
-"""The tensors themselves say which of them are packed."""
+_SETTINGS = frozenset({"quant_method", UNCONVERTED, "dequantize"})
+"""Tensors are always decoded, whatever `dequantize` says: the values are the same."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,11 @@ class Mxfp4Tensor(PackedTensor):
         return decoded.transpose(1, 2)
 
 
+@dataclass(frozen=True)
 class Mxfp4(PackedFormat):
-    """The format, which has no settings."""
+    """The format, and the section that describes it."""
+
+    section: Mapping[str, object]
 
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
         halves = {suffix: {n.removesuffix(suffix) for n in owners if n.endswith(suffix)} for suffix in (BLOCKS, SCALES)}
@@ -77,6 +80,7 @@ class Mxfp4(PackedFormat):
             raise CheckpointError(
                 f"expected {min(twice)!r} as MXFP4 or as it is, got both. Remove one from the files and their index."
             )
+        check_unconverted(METHOD, self.section, sorted(halves[BLOCKS]))
         return {
             name: Mxfp4Tensor(name, owners[name + BLOCKS], owners[name + SCALES]) for name in sorted(halves[BLOCKS])
         }
@@ -85,7 +89,9 @@ class Mxfp4(PackedFormat):
 def read_section(section: Mapping[str, object]) -> Mxfp4:
     """The format; raises where a config's section asks for more than it."""
     check_settings(METHOD, section, _SETTINGS)
-    return Mxfp4()
+    if section.get("dequantize") not in (None, True, False):
+        raise UnsupportedModelError(f"expected 'dequantize' to be true or false, got {section['dequantize']!r}.")
+    return Mxfp4(section)
 
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:

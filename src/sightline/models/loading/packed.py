@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from sightline.core.errors import UnsupportedModelError
+from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.models.loading.checkpoint import TensorInfo
 from sightline.models.loading.safetensors_file import SafetensorsFile
 
@@ -38,6 +39,32 @@ class PackedFormat(ABC):
     @abstractmethod
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
         """The tensors that some of the stored ones stand for, by name; a part without the others is an error."""
+
+
+UNCONVERTED = "modules_to_not_convert"
+"""The setting that lists modules whose tensors are stored as they are."""
+
+
+def check_unconverted(method: str, section: Mapping[str, object], packed: Collection[str]) -> None:
+    """Raises if a packed tensor belongs to a module that the section lists as not packed."""
+    listed = section.get(UNCONVERTED) or []
+    if not isinstance(listed, list) or not all(isinstance(module, str) for module in listed):
+        raise UnsupportedModelError(
+            f"expected {UNCONVERTED!r} of an {method} 'quantization_config' to be a list of names, got {listed!r}."
+        )
+    for name in packed:
+        module = name.removesuffix(".weight")
+        found = [each for each in listed if _covers(each, module)]
+        if found:
+            raise CheckpointError(
+                f"expected {name!r} unpacked, because {UNCONVERTED!r} lists {found[0]!r}, got it in {method}. Correct "
+                "the list in config.json, or get the model again."
+            )
+
+
+def _covers(listed: str, module: str) -> bool:
+    """A listed name stands for a module, for all within it, or for a module's last name; `*` for anything."""
+    return fnmatchcase(module, listed) or fnmatchcase(module, f"{listed}.*") or module.endswith(f".{listed}")
 
 
 def check_settings(method: str, section: Mapping[str, object], known: Collection[str]) -> None:

@@ -44,7 +44,7 @@ def read_pooling(location: Path, default: PoolingKind, ledger: Ledger) -> Poolin
     """What the files of a model's folder say; `default`, and a note in the ledger, where they say nothing."""
     modules = location / MODULES_FILE
     if not modules.is_file():
-        ledger.record(
+        ledger.degrade(
             "pooling",
             f"{location.name} has no {MODULES_FILE} that says how tokens' states become a vector: {default.value}, "
             "normalised, is used",
@@ -114,13 +114,13 @@ def _note_changes_of_text(location: Path, ledger: Ledger) -> None:
     prompts = _read_optional(location / PROMPTS_FILE)
     default, texts = prompts.get("default_prompt_name"), prompts.get("prompts")
     if isinstance(default, str) and isinstance(texts, dict) and texts.get(default):
-        ledger.record(
+        ledger.degrade(
             "default prompt",
             f"{default!r} of {PROMPTS_FILE} is not put before texts: {str(texts[default])[:80]!r}",
             "put it there, where the text is of that kind",
         )
     if _read_optional(location / LENGTH_FILE).get("do_lower_case") is True:
-        ledger.record("do_lower_case", f"of {LENGTH_FILE} is not done", "give texts in lower case")
+        ledger.degrade("do_lower_case", f"of {LENGTH_FILE} is not done", "give texts in lower case")
 
 
 def _read_optional(path: Path) -> dict[str, object]:

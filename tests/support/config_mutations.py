@@ -1,0 +1,337 @@
+"""Configs of every family with one thing changed, and what transformers computes for each.
+
+A config is complete: it has every field that transformers writes. Weights are those of the unchanged config.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.initialization import no_init_weights
+
+from sightline.models.config_reader import INFORMATIONAL
+
+Config = dict[str, Any]
+
+
+class Absent(Enum):
+    """Stands for no value."""
+
+    ABSENT = "absent"
+
+
+ABSENT = Absent.ABSENT
+"""A mutated value: the field is taken away."""
+VOCAB = 31
+TOKENS = [3, 17, 5, 29, 8, 11, 2, 23, 14, 6, 19, 27]
+WEIGHT_SCALE = 0.3
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+SIZES: Config = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 0.05,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+YARN: Config = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 16,
+}
+LLAMA3: Config = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LATENT: Config = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "q_lora_rank": 14,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+}
+
+
+def older_form(config: Config) -> Config:
+    """`rope_parameters` as they were written before transformers 5."""
+    rope = config.pop("rope_parameters")
+    if FULL in rope:
+        theta, local = rope[FULL].pop("rope_theta"), rope[SLIDING].pop("rope_theta")
+        return config | {"rope_theta": theta, "rope_local_base_freq": local, "rope_scaling": rope[FULL]}
+    return config | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+
+
+BASES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SIZES, rope_theta=100.0, attention_bias=True),
+    "llama3": lambda: LlamaConfig(**SIZES, rope_parameters={**LLAMA3, "rope_theta": 100.0}, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(
+        **SIZES, sliding_window=5, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+    ),
+    "qwen2": lambda: Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, rope_parameters=dict(YARN)
+    ),
+    "qwen3": lambda: Qwen3Config(**SIZES, sliding_window=5, max_window_layers=1, rope_theta=100.0),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        use_sliding_window=True,
+        sliding_window=5,
+        rope_theta=100.0,
+        norm_topk_prob=True,
+    ),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES,
+        sliding_window=5,
+        rope_theta=100.0,
+        query_pre_attn_scalar=5,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=20.0,
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES,
+        sliding_window=5,
+        layer_types=[SLIDING, FULL],
+        query_pre_attn_scalar=5,
+        final_logit_softcapping=30.0,
+        rope_parameters={
+            FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+        },
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **SIZES,
+        sliding_window=5,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        swiglu_limit=1.5,
+        rope_parameters=YARN | {"truncate": False},
+    ),
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **SIZES | LATENT,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        rope_parameters=YARN | {"mscale": 1.5, "mscale_all_dim": 1.5},
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **SIZES | LATENT, n_group=4, topk_group=2, rope_parameters=YARN | {"mscale": 2.5, "mscale_all_dim": 1.2}
+    ),
+    "bert": lambda: BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=40,
+        max_position_embeddings=32,
+        layer_norm_eps=0.05,
+    ),
+}
+OLDER = ("llama3", "qwen2", "gemma3", "gpt_oss", "deepseek_v3")
+"""Bases that are mutated in the older form of their rope fields too."""
+
+
+@dataclass
+class Subject:
+    """A base, saved in a folder, with what both engines compute for it."""
+
+    name: str
+    config: Config
+    folder: Path
+    weights: Mapping[str, Tensor]
+    """As transformers names them."""
+    is_older: bool = False
+    """Its rope fields are in the form of transformers 4."""
+    results: dict[str, Tensor | Exception] = field(default_factory=dict)
+
+    def reference(self, config: Config) -> Tensor:
+        """What transformers computes for the config, [tokens, vocabulary or hidden]. Raises what it raises."""
+        key = json.dumps(config, sort_keys=True)
+        if key not in self.results:
+            try:
+                self.results[key] = reference(config, self.weights)
+            except Exception as error:
+                self.results[key] = error
+        result = self.results[key]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def known_fields(self) -> set[str]:
+        """Every field that transformers' class for the family declares."""
+        cls = CONFIG_MAPPING[self.config["model_type"]]
+        return {each.name for each in fields(cls)} | set(cls.attribute_map)
+
+
+def make_subject(name: str, folder: Path, *, older: bool = False) -> Subject:
+    torch.manual_seed(7)
+    settings = BASES[name]()
+    settings._attn_implementation = "eager"
+    model = make_network(settings)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            centre = 0.0 if parameter.dim() > 1 else float(parameter.mean())
+            parameter.copy_(centre + WEIGHT_SCALE * torch.randn(parameter.shape, generator=generator))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3, generator=generator)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    whole = json.loads(settings.to_json_string(use_diff=False))
+    config = {key: value for key, value in whole.items() if key != "per_layer_config"} | config
+    config = older_form(config) if older else config
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    return Subject(f"{name}, older form" if older else name, config, folder, weights, older)
+
+
+def make_network(settings: PreTrainedConfig) -> PreTrainedModel:
+    maker = AutoModel if settings.model_type == "bert" else AutoModelForCausalLM
+    return maker.from_config(settings, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def reference(config: Config, weights: Mapping[str, Tensor]) -> Tensor:
+    settings = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+    with no_init_weights():
+        model = make_network(settings)
+    if settings.tie_word_embeddings and settings.model_type != "bert":
+        weights = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+        missing, unexpected = model.load_state_dict(weights, strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise ValueError(f"{missing} {unexpected}")
+        model.tie_weights()
+    else:
+        model.load_state_dict(weights)
+    with torch.no_grad():
+        result = model(torch.tensor([TOKENS]), use_cache=False, return_dict=True)
+    found: Tensor = result.last_hidden_state[0] if settings.model_type == "bert" else result.logits[0]
+    return found
+
+
+Mutation = tuple[tuple[str, ...], object]
+"""The path of a field, and its other value."""
+
+
+def mutated(config: Config, mutation: Mutation) -> Config:
+    path, value = mutation
+    result = copy.deepcopy(config)
+    section = result
+    for name in path[:-1]:
+        section = section[name]
+    if value is ABSENT:
+        del section[path[-1]]
+    else:
+        section[path[-1]] = copy.deepcopy(value)
+    return result
+
+
+def mutations(config: Config, siblings: Mapping[str, list[object]]) -> Iterator[Mutation]:
+    """Every field with other values, then the fields that only siblings have. `siblings` has the values of a field."""
+    for name, value in config.items():
+        yield from _of_field((name,), value, siblings.get(name, []))
+    for name, values in siblings.items():
+        if name not in config:
+            yield from (((name,), value) for value in _distinct(values + _switched(values)))
+
+
+def _of_field(path: tuple[str, ...], value: object, elsewhere: list[object]) -> Iterator[Mutation]:
+    if (
+        path[0] in INFORMATIONAL
+    ):  # a few values show that it has no effect, and transformers takes milliseconds for each
+        yield from ((path, other) for other in (*_others(value)[:2], None, ABSENT) if other != value)
+        return
+    others = [other for other in elsewhere if other != value] if len(path) == 1 else []
+    yield from ((path, other) for other in _distinct([*_others(value), *others[:3], None, ABSENT]) if other != value)
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _of_field((*path, name), inner, [])
+        yield (*path, "novelty"), 3.0
+
+
+def _others(value: object) -> list[object]:
+    match value:
+        case bool():
+            return [not value, int(value), "nonsense"]
+        case int():
+            return [value + 1, max(value - 1, 0), 2 * value, 0, -1, float(value), "nonsense", 10**9]
+        case float():
+            whole = [int(value)] if value.is_integer() else []
+            return [2.0 * value, value / 2.0, 0.0, -1.0, *whole, "nonsense", float("inf"), 1e30]
+        case str():
+            return ["nonsense", "null", 3]
+        case []:
+            return [[0], [1], ["nonsense"], "nonsense"]
+        case list():
+            return [[], value[:-1], value[::-1], [*value, value[-1]], ["nonsense", *value[1:]], "nonsense"]
+        case dict():
+            return [{}, "nonsense", []]
+    return [3, True, 0.5, "nonsense"]
+
+
+def _switched(values: list[object]) -> list[object]:
+    """Values under which a feature that is off in every sibling is on."""
+    if any(isinstance(value, bool) for value in values):
+        return [True, False]
+    return [3, 0.5] if all(value is None for value in values) else []
+
+
+def _distinct(values: list[object]) -> list[object]:
+    by_text = {repr(value): value for value in values if value is ABSENT or value is None or value == value}
+    return list(by_text.values())
+
+
+def sibling_values(configs: list[Config]) -> dict[str, list[object]]:
+    """By field: every value that it has in one of the configs."""
+    found: dict[str, list[object]] = {}
+    for config in configs:
+        for name, value in config.items():
+            found.setdefault(name, []).append(value)
+    return {name: _distinct(values) for name, values in found.items()}
