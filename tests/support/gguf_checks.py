@@ -18,7 +18,7 @@ from sightline.models.loading.opening import open_checkpoint
 def opened(path: Path) -> Checkpoint:
     ledger = Ledger()
     checkpoint = open_checkpoint(path, ledger)
-    assert list(ledger) == []
+    assert ledger.degradations == ()
     return checkpoint
 
 

@@ -29,6 +29,10 @@ class GgufMetadata:
         """The value as it was parsed, or None where the key is absent."""
         return self._values.get(key)
 
+    def replaced(self, values: Mapping[str, object]) -> GgufMetadata:
+        """The metadata with other values for some keys."""
+        return GgufMetadata({**self._values, **values})
+
     def integer(self, key: str) -> int | None:
         value = self._values.get(key)
         if value is None:

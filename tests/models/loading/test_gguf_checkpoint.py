@@ -151,8 +151,9 @@ def test_gemma3_of_62_layers_scales_queries_by_width_per_head(tmp_path: Path) ->
     ("extra", "expected"),
     [
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, 4.0),
+        ({"llama.rope.scaling.factor": 4.0}, 4.0),
+        ({"llama.rope.scaling.factor": 4.0, "llama.rope.scale_linear": 4.0}, 4.0),
         ({"llama.rope.scale_linear": 2.0}, 2.0),
-        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1.0}, None),
     ],
 )
@@ -160,6 +161,14 @@ def test_linear_rope_scaling_is_passed_on(tmp_path: Path, extra: dict[str, objec
     write_llama(tmp_path / "tiny.gguf", tiny_llama(), extra=extra)
     scaling = opened(tmp_path / "tiny.gguf").config["rope_scaling"]
     assert scaling == (None if expected is None else {"rope_type": "linear", "factor": expected})
+
+
+def test_a_scaling_factor_that_is_switched_off_is_noted(tmp_path: Path) -> None:
+    extra: dict[str, object] = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}
+    write_llama(tmp_path / "tiny.gguf", tiny_llama(), extra=extra)
+    ledger = Ledger(strict=True)
+    assert open_checkpoint(tmp_path / "tiny.gguf", ledger).config["rope_scaling"] is None
+    assert [note.subject for note in ledger.notes] == ["GGUF metadata 'llama.rope.scaling.factor'"]
 
 
 def test_rope_factors_are_in_the_config_and_not_among_the_weights(tmp_path: Path) -> None:
@@ -249,6 +258,7 @@ def test_metadata_of_unknown_meaning_is_recorded_and_refused_under_strict(tmp_pa
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "factor"),
         ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": float("nan")}, "factor"),
         ({"llama.rope.scale_linear": -2.0}, "factor"),
+        ({"llama.rope.scale_linear": 2.0, "llama.rope.scaling.factor": 4.0}, "scale_linear"),
         ({"tokenizer.ggml.eos_token_id": 64}, "eos_token_id"),
     ],
 )

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from sightline.core.errors import UnsupportedModelError
+from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
+from sightline.models.field_effects import fields_without_effect
 from sightline.models.loading.gguf_config_values import TensorShapes
 from sightline.models.loading.gguf_families import CONFIG_READERS
 from sightline.text.gguf_metadata import GgufMetadata
@@ -39,7 +40,36 @@ def translate_config(metadata: GgufMetadata, shapes: TensorShapes, ledger: Ledge
             "is ignored: its meaning for this architecture is not known",
             "check the model's output against another engine, or convert the model again",
         )
-    return reader.read(metadata, shapes)
+    config = reader.read(metadata, shapes)
+    _account_for_idle_keys(metadata, shapes, ledger, name, config)
+    return config
+
+
+def _account_for_idle_keys(
+    metadata: GgufMetadata, shapes: TensorShapes, ledger: Ledger, name: str, config: dict[str, object]
+) -> None:
+    """Puts known keys that `config` does not depend on into the ledger: that a reader looks at them proves nothing."""
+    reader = CONFIG_READERS[name]
+    known = {f"{name}.{suffix}" for suffix in (reader.keys | _SHARED_KEYS) - _OF_TRAINING}
+    stated = {key: metadata.raw(key) for key in metadata.keys_under(f"{name}.") if key in known}
+
+    def read(changed: Mapping[str, object]) -> dict[str, object]:
+        try:
+            return reader.read(metadata.replaced(changed), shapes)
+        except CheckpointError as error:
+            raise UnsupportedModelError(str(error)) from error
+
+    for (key,) in fields_without_effect(stated, read, config, {}):
+        suffix = key.removeprefix(f"{name}.")
+        why = _IDLE.get(suffix, _IDLE.get(suffix.rpartition(".")[0]))
+        if why is not None:
+            ledger.note(f"GGUF metadata {key!r}", f"has no effect: {why}")
+        else:
+            ledger.degrade(
+                f"GGUF metadata {key!r}",
+                "has no effect beside the other keys",
+                "check the model's output, or remove it",
+            )
 
 
 def _refuse_split_file(metadata: GgufMetadata) -> None:
@@ -73,7 +103,16 @@ _SHARED_KEYS = frozenset(
         "rope.scale_linear",
     }
 )
-"""Keys that every reader uses, and two that only tell of the model's training."""
+"""Keys that every reader uses."""
+_OF_TRAINING = frozenset({"rope.scaling.finetuned"})
+"""Keys that change nothing."""
+_IDLE: Mapping[str, str] = MappingProxyType(
+    {
+        "rope.scaling": "this kind of rope scaling does not use it",
+        "feed_forward_length": "every layer has experts, whose size is expert_feed_forward_length",
+    }
+)
+"""By key, or group of keys: why it may have no effect beside the others."""
 
 _UNSUPPORTED_UNLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {

@@ -178,9 +178,14 @@ def _head_counts(metadata: GgufMetadata, prefix: str) -> tuple[int, int]:
 def _rope_scaling(metadata: GgufMetadata, prefix: str) -> dict[str, object] | None:
     kind = metadata.text(f"{prefix}.rope.scaling.type")
     factor = metadata.number(f"{prefix}.rope.scaling.factor")
-    if factor is None:
-        factor = metadata.number(f"{prefix}.rope.scale_linear")
-        kind = kind if factor is None else kind or "linear"
+    older = metadata.number(f"{prefix}.rope.scale_linear")
+    if older is not None and factor not in (None, older):
+        raise CheckpointError(
+            f"GGUF metadata '{prefix}.rope.scale_linear': expected the scaling factor {factor}, got {older}. "
+            "Convert the model again."
+        )
+    factor = older if factor is None else factor
+    kind = "linear" if kind is None and factor else kind  # as in llama.cpp, where a factor of 0 is none
     if kind in (None, "none"):
         return None
     if kind not in ("linear", "yarn"):
