@@ -393,6 +393,8 @@ def possible_span(dimension: Dimension, value: Value, scale: Dimension, span: Sp
             return Span(max(2, span.low), span.high) if span.high >= 2 else None
         case Dimension.POLICY, Dimension.CONTEXT if value == WITHOUT_CACHE:
             return Span(0, 0) if span.low <= 0 else None
+        case Dimension.REUSE, Dimension.CONTEXT if value == Reuse.GOES_ON.value:
+            return Span(max(1, span.low), span.high) if span.high >= 1 else None
         case Dimension.SHARING, Dimension.CONTEXT if value == Sharing.PREFIX.value:
             return Span(span.high, span.high) if span.high > 0 else None
         case Dimension.PAGE_ORDER, Dimension.CONTEXT if value != IN_ORDER:

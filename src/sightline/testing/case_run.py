@@ -59,12 +59,14 @@ class _Run:
                 self._attend_other(other, other.plan(self._needs, self._lane))
                 for table_row in other.table_rows:
                     self._bench.store.close_row(table_row)
+        steps = self._steps()
+        if self._case.goes_on:
+            self._run_before(steps)
+        planned = steps[0].plan(self._needs, self._lane)
         beside = self._other(OTHERS, 2) if self._lane != MAIN_LANE else None
         planned_beside = beside.plan() if beside is not None else None
         if planned_beside is not None:
             planned_beside.prepare()
-        steps = self._steps()
-        planned = steps[0].plan(self._needs, self._lane)
         if reuse == Reuse.AGAIN.value:
             other = self._other(OTHERS[::-1], 3)
             self._attend_other(other, other.plan(self._needs, self._lane))
@@ -72,8 +74,6 @@ class _Run:
         self._attend(steps, planned)
         if beside is not None and planned_beside is not None:
             self._trial.hold(beside, beside.attend(planned_beside), "the plan in the other lane")
-        if self._case.goes_on:
-            self._go_on(steps)
 
     def _spec(self) -> Any:
         case = self._case
@@ -92,13 +92,13 @@ class _Run:
     def _setting(self) -> Setting:
         case = self._case
         more_rows, more_tokens = case.padding
-        longest = case.main_len + (GOES_ON_BY if case.goes_on else 0)
+        longest = case.main_len
         tokens = case.num_tokens + more_tokens
         if case.has_others:
             longest = max(longest, *(row.seq_len for row in OTHERS))
             tokens = max(tokens, sum(row.query_len for row in OTHERS))
         if case.goes_on:
-            tokens = max(tokens, GOES_ON_BY * len(case.lengths))
+            tokens = max(tokens, sum(map(self._written_before, range(len(case.lengths)))))
         return replace(
             self._trial.setting,
             page_size=case.number(Dimension.PAGE_SIZE),
@@ -139,10 +139,10 @@ class _Run:
             return step
         if table_rows is None:
             table_rows = self._bench.open_rows(case.rows, case.shared_pages, case.main_row)
-        step = Step(self._bench, case.rows, seed=seed, layer=layer, table_rows=table_rows)
+        step = Step(self._bench, case.rows, seed=seed, layer=layer, table_rows=table_rows, writes=False)
         self._look_closely(step)
         self._share(step)
-        step.write_contexts()
+        step.write_contexts([context - self._written_before(row) for row, (context, _) in enumerate(case.lengths)])
         return step
 
     def _share(self, step: Step) -> None:
@@ -216,12 +216,22 @@ class _Run:
                 "expected the output of padding tokens to be left as it was, got numbers written there",
             )
 
-    def _go_on(self, steps: Sequence[Step]) -> None:
-        """The same rows, over what the backend left in the cache."""
-        compared = [step for step in steps if step.layer in self._case.compared_layers()]
-        later = [step.next_step(GOES_ON_BY, seed=7 + step.layer) for step in compared]
-        planned = later[0].plan(self._needs, self._lane)
+    def _written_before(self, row: int) -> int:
+        """How much of a row's context the backend writes itself, in an earlier step."""
+        case = self._case
+        shared = case.shared_pages * case.number(Dimension.PAGE_SIZE)
+        return min(GOES_ON_BY, case.lengths[row][0] - shared) if case.goes_on else 0
+
+    def _run_before(self, steps: Sequence[Step]) -> None:
+        """An earlier step of the same rows, in which the backend writes the ends of their contexts."""
+        written = {row: count for row in range(len(self._case.rows)) if (count := self._written_before(row))}
+        earlier = [step.step_before(written) for step in steps]
+        planned = earlier[0].plan(self._needs, self._lane)
         planned.prepare()
-        asked = {row: range(GOES_ON_BY) for row in self._asked}
-        for step in later:
-            self._trial.hold(step, step.attend(planned), f"layer {step.layer} of the step after", asked)
+        answers = [step.attend(planned) for step in earlier]
+        compared = self._case.compared_layers()
+        places = {place: row for place, row in enumerate(written)}
+        asked = {place: range(written[row]) for place, row in places.items() if row in self._asked}
+        for step, answer in zip(earlier, answers, strict=True):
+            if step.layer in compared:
+                self._trial.hold(step, answer, f"layer {step.layer} of the step before", asked)

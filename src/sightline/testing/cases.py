@@ -38,7 +38,7 @@ TIGHT = 0
 OTHERS = (Row(9, 3), Row(0, 2))
 """What is planned before a case's own step, or beside it."""
 GOES_ON_BY = 2
-"""New tokens of each row in the step after."""
+"""Entries of each context, at most, that an earlier step writes."""
 _PAD_ROWS, _PAD_TOKENS = 2, 3
 _COMPANY_NEW = (1, 1, 2, 5, 1, 3)
 _MANY_LAYERS = 8
@@ -46,11 +46,11 @@ _LAYERS_SECONDS = 0.25
 """Where all layers of a case would take longer, some of them are run."""
 _NUM_COMPARED = 5
 _COMPOSED = frozenset({Feature.SOFTCAP.value, Feature.SINKS.value, Feature.LSE.value})
-MOST_POOL_BYTES = 5 << 30
+MOST_POOL_BYTES = 9 << 30
 """Of a pool, whose memory is touched only where rows use it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One thing to try."""
 
@@ -108,7 +108,11 @@ class Case:
         """Pages of the main row's context that the others read too."""
         if self.name(Dimension.SHARING) == Sharing.NONE.value:
             return 0
-        return self.number(Dimension.CONTEXT) // self.number(Dimension.PAGE_SIZE)
+        # What an earlier step of the row writes is its own.
+        own = GOES_ON_BY if self.goes_on else 0
+        pages = max(0, self.number(Dimension.CONTEXT) - own) // self.number(Dimension.PAGE_SIZE)
+        # Rows that are shorter share a part.
+        return pages if self.name(Dimension.COMPANY) == Company.SAME.value else -(-pages // 2)
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, int], ...]:
@@ -169,8 +173,7 @@ class Case:
     def needed_pages(self) -> int:
         """Of each pool: what the rows need, those of other steps too, and the padding page."""
         page = self.number(Dimension.PAGE_SIZE)
-        more = GOES_ON_BY if self.goes_on else 0
-        own = sum(count * -(-(context + new + more) // page) for (context, new), count in self._alike.items())
+        own = sum(count * -(-(context + new) // page) for (context, new), count in self._alike.items())
         return 1 + own + (2 * sum(-(-row.seq_len // page) for row in OTHERS) if self.has_others else 0)
 
     @property
@@ -188,12 +191,20 @@ class Case:
         pages = -(-self.main_len // self.number(Dimension.PAGE_SIZE))
         return self.name(Dimension.PAGE_ORDER) if pages > 2 and not self.is_transient else IN_ORDER
 
+    @property
+    def _company(self) -> str:
+        """Of the rows as they are: those that shall be shorter may have the same lengths."""
+        is_same = len(self.lengths) > 1 and len(self._alike) == 1
+        return Company.SAME.value if is_same else self.name(Dimension.COMPANY)
+
     def point(self) -> Point:
         """What is covered where the case passes."""
         derived: dict[Dimension, Value] = {
             Dimension.STEP_TOKENS: self.num_tokens,
             Dimension.POOL_SLOTS: self.num_pages * self.number(Dimension.PAGE_SIZE),
             Dimension.PAGE_ORDER: self.page_order,
+            Dimension.SHARING: (Sharing.PREFIX if self.shared_pages else Sharing.NONE).value,
+            Dimension.COMPANY: self._company,
         }
         point = {**self.values, **derived}
         if self.window is None:

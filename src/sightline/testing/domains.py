@@ -35,13 +35,13 @@ from sightline.testing.trial import cache_dtypes, compute_dtypes
 
 _SPANS = {
     Dimension.ROWS: Span(1, 256),
-    Dimension.NEW_TOKENS: Span(1, 2048),
+    Dimension.NEW_TOKENS: Span(1, 1024),
     Dimension.CONTEXT: Span(0, 8192),
-    Dimension.STEP_TOKENS: Span(1, 2048),
+    Dimension.STEP_TOKENS: Span(1, 1024),
     Dimension.LAYERS: Span(1, 64),
     Dimension.KEY_HEADS: Span(1, 64),
     Dimension.WINDOW: Span(1, 4096),
-    Dimension.POOL_SLOTS: Span(1024, 1 << 20),
+    Dimension.POOL_SLOTS: Span(2048, 1 << 20),
 }
 _OF_SPEC = (Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.LSE)
 """Features that make up `Dimension.FEATURES`; masks have a dimension of their own."""
@@ -130,6 +130,7 @@ def _feature_sets(declared: Iterable[Feature]) -> list[str]:
 def _pool_span(kind: SpecKind, head_dim: int) -> Span:
     """As large as a pool of the most layers, or of the most key heads, can be. The same on every machine."""
     planes, heads = (2, _SPANS[Dimension.KEY_HEADS].high) if kind is SpecKind.SOFTMAX else (1, 1)
-    entry_bytes = 4 * planes * head_dim * max(heads, _SPANS[Dimension.LAYERS].high)
+    # Two key heads of the most layers, or two layers of the most key heads.
+    entry_bytes = 4 * planes * head_dim * 2 * max(heads, _SPANS[Dimension.LAYERS].high)
     span = _SPANS[Dimension.POOL_SLOTS]
     return Span(span.low, max(span.low, min(span.high, 1 << (MOST_POOL_BYTES // entry_bytes).bit_length() - 1)))

@@ -12,7 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
@@ -38,10 +40,13 @@ End: TypeAlias = tuple[Dimension, Value]
 Goal: TypeAlias = frozenset[End]
 
 _TRIES = 3
-_NUM_MIDDLE = 36
+_MOST_TRIES = 8
+"""Around one goal: some find no case that reaches it in time."""
+_NUM_MIDDLE = 30
 """Random cases within the domains."""
-_CASE_SECONDS = 0.5
+_CASE_SECONDS = 0.4
 """What a case may take unless its goal alone takes more."""
+_MOST_SECONDS = 6.0
 _MIDDLE_SECONDS = 0.25
 _PLAIN_NUMBERS = {
     Dimension.ROWS: 2,
@@ -54,6 +59,9 @@ _PLAIN_NUMBERS = {
 _STAIRS = (2, 3, 4, 6, 8)
 """New tokens of each of the most rows: steps of many tokens of which no row has many."""
 _WITHOUT_CONTEXT = frozenset({(Dimension.CONTEXT, LOW), (Dimension.POLICY, CachePolicy.TRANSIENT.value)})
+_ALONE = frozenset(
+    {(Dimension.ROWS, LOW), (Dimension.STEP_TOKENS, LOW), (Dimension.COMPANY, Company.ALONE.value)}
+)
 _DERIVED = frozenset({Dimension.STEP_TOKENS})
 _ENTANGLED = ({Dimension.STEP_TOKENS, Dimension.ROWS}, {Dimension.STEP_TOKENS, Dimension.NEW_TOKENS})
 """Pairs of which one follows from the other."""
@@ -128,6 +136,24 @@ def reached(domains: Domains, case: Case) -> set[Goal]:
     return found if _is_window_seen(case) else {goal for goal in found if not _is_of_window(goal)}
 
 
+def reached_closely(domains: Domains, case: Case) -> set[Goal]:
+    """The goals that a case reaches with company: a second layer, row, head and key, and a cache.
+
+    Some faults show only there: a neighbour's entries are read, a row gives what the row beside it does.
+    """
+    lacking = [ends for lacks, ends in _lacking(case) if lacks]
+    return {goal for goal in reached(domains, case) if all(goal & ends for ends in lacking)}
+
+
+def _lacking(case: Case) -> Iterator[tuple[bool, frozenset[End]]]:
+    """What a case may be without, and the ends with which it cannot be otherwise."""
+    yield case.number(Dimension.LAYERS) < 2, frozenset({(Dimension.LAYERS, LOW)})
+    yield case.number(Dimension.ROWS) < 2, _ALONE
+    yield case.num_q_heads < 2, frozenset({(Dimension.KEY_HEADS, LOW), (Dimension.GROUP_SIZE, 1)})
+    yield case.number(Dimension.CONTEXT) < 1, _WITHOUT_CONTEXT
+    yield case.main_len < 3, frozenset({(Dimension.CONTEXT, LOW), (Dimension.NEW_TOKENS, LOW)})
+
+
 def _is_window_seen(case: Case) -> bool:
     return case.window is None or case.window < case.main_len
 
@@ -170,6 +196,20 @@ def _is_possible(domains: Domains, one: End, two: End) -> bool:
     return not (is_far_only and which == LOW)
 
 
+Reach: TypeAlias = Callable[[Domains, Case], set[Goal]]
+_APART: frozenset[End] = frozenset(
+    {
+        (Dimension.LAYERS, 1),
+        (Dimension.ROWS, 1),
+        (Dimension.KEY_HEADS, 1),
+        (Dimension.CONTEXT, 0),
+        (Dimension.POLICY, CachePolicy.TRANSIENT.value),
+        (Dimension.COMPANY, Company.ALONE.value),
+    }
+)
+"""What leaves a case without company."""
+
+
 class _Builder:
     """Makes the cases of some domains."""
 
@@ -189,17 +229,28 @@ class _Builder:
         return {dimension: min(values, key=_cheapness) for dimension, values in self._domains.values.items()}
 
     def cases(self) -> list[Case]:
-        missing = goals_of(self._domains)
-        for goal in sorted(missing, key=self._order):
-            if goal not in missing:
-                continue
-            case = self._best_around(goal, missing)
-            if case is not None:
-                self._take(case)
-                missing -= reached(self._domains, case)
-        self._cases += [self._stair(new) for new in _STAIRS]
-        self._cases += [self._middle() for _ in range(_NUM_MIDDLE)]
-        return self._cases
+        for reach in (reached_closely, reached):
+            missing = goals_of(self._domains)
+            missing -= {goal for case in self._cases for goal in reach(self._domains, case)}
+            for goal in sorted(missing, key=self._order):
+                case = self._best_around(goal, missing, reach) if goal in missing else None
+                if case is not None:
+                    self._take(case)
+                    missing -= reach(self._domains, case)
+        more = [self._stair(new) for new in _STAIRS]
+        more += [self._middle() for _ in range(_NUM_MIDDLE)]
+        return [*self._without_needless(more), *more]
+
+    def _without_needless(self, others: Sequence[Case]) -> list[Case]:
+        """The cases without those of which others reach every goal, the costliest looked at first."""
+        brought = {case: _both_ways(self._domains, case) for case in (*self._cases, *others)}
+        counts = Counter(goal for goals in brought.values() for goal in goals)
+        needless: set[Case] = set()
+        for case in sorted(self._cases, key=lambda each: -each.seconds):
+            if all(counts[goal] > 1 for goal in brought[case]):
+                needless.add(case)
+                counts.subtract(brought[case])
+        return [case for case in self._cases if case not in needless]
 
     def _order(self, goal: Goal) -> tuple[int, str]:
         """Corners first: they are what costs most, and what else a case reaches is free."""
@@ -209,32 +260,42 @@ class _Builder:
         self._cases.append(case)
         self._compiled.add(_compiled_for(case))
 
-    def _best_around(self, goal: Goal, missing: set[Goal]) -> Case | None:
+    def _best_around(self, goal: Goal, missing: set[Goal], reach: Reach) -> Case | None:
         """A case that reaches the goal, and others for little time; None where rows, pages and windows forbid it."""
-        tries = [self._around(goal, missing, number) for number in range(_TRIES)]
-        able = [case for case in tries if case is not None and goal in reached(self._domains, case)]
-        return max(able, key=lambda case: self._worth(case, missing), default=None)
+        is_close = reach is reached_closely
+        able: list[tuple[float, Case]] = []
+        for number in range(_MOST_TRIES):
+            case = self._around(goal, missing, number, is_close=is_close)
+            if case is None:
+                return None
+            goals = reach(self._domains, case) if case.seconds <= _MOST_SECONDS else set()
+            if goal in goals:
+                able.append((self._worth(case, goals & missing), case))
+            if len(able) == _TRIES:
+                break
+        return max(able, key=lambda each: each[0], default=(0.0, None))[1]
 
-    def _worth(self, case: Case, missing: set[Goal]) -> float:
-        return len(missing & reached(self._domains, case)) / (self._seconds(case) + 0.02)
+    def _worth(self, case: Case, goals: set[Goal]) -> float:
+        return len(goals) / (self._seconds(case) + 0.02)
 
     def _seconds(self, case: Case) -> float:
         is_new = _compiled_for(case) not in self._compiled
         return case.seconds + self._domains.compile_seconds * is_new
 
-    def _around(self, goal: Goal, missing: set[Goal], number: int) -> Case | None:
+    def _around(self, goal: Goal, missing: set[Goal], number: int, *, is_close: bool) -> Case | None:
         chosen = self._fixed(goal)
         if chosen is None:
             return None
         if number and self._domains.compile_seconds:
             chosen = self._with_known_spec(chosen)
-        most = max(_CASE_SECONDS, 1.3 * self._completed(chosen).seconds)
+        most = max(_CASE_SECONDS, min(_MOST_SECONDS, 1.3 * self._completed(chosen).seconds))
         turns = [each for each in self._free if each not in chosen]
         self._draw.shuffle(turns)
         turns.sort(key=lambda each: _TURNS.index(each) if each in _TURNS and number % 2 else len(_TURNS))
+        apart = _APART if is_close else frozenset()
         for dimension in turns:
-            chosen[dimension] = self._chosen(dimension, chosen, missing, most)
-        return self._completed(chosen)
+            chosen[dimension] = self._chosen(dimension, chosen, missing, most, apart)
+        return replace(self._completed(chosen), seed=1000 * number + len(self._cases))
 
     def _fixed(self, goal: Goal) -> dict[Dimension, Value] | None:
         """What the goal asks of a case; None where that contradicts itself."""
@@ -242,20 +303,13 @@ class _Builder:
         ends = dict(goal)
         if _is_of_window(goal):
             ends[Dimension.CONTEXT] = HIGH
-        needs_two = any(
-            ends.get(dimension, first) not in first_values
-            for dimension, first, first_values in (
-                (Dimension.COMPANY, Company.ALONE.value, (Company.ALONE.value,)),
-                (Dimension.SHARING, Sharing.NONE.value, (Sharing.NONE.value,)),
-            )
-        )
         for dimension, value in ends.items():
             if dimension is Dimension.STEP_TOKENS:
                 wanted = {Dimension.NEW_TOKENS: value} | ({Dimension.ROWS: value} if value == LOW else {})
             else:
                 wanted = {dimension: value}
             for each, end in wanted.items():
-                number: Value = self._number(each, str(end), needs_two=needs_two) if each.is_scale else end
+                number: Value = self._number(each, str(end), ends) if each.is_scale else end
                 if fixed.setdefault(each, number) != number:
                     return None
         return fixed if self._is_allowed(fixed) else None
@@ -266,20 +320,29 @@ class _Builder:
         fitting = [spec for spec in specs if all(spec.get(each, value) == value for each, value in chosen.items())]
         return {**chosen, **self._draw.choice(fitting)} if fitting else chosen
 
-    def _number(self, scale: Dimension, end: str, *, needs_two: bool = False) -> int:
-        span = self._domains.scales[scale]
+    def _number(self, scale: Dimension, end: str, beside: Mapping[Dimension, Value] | None = None) -> int:
+        """The number at an end of a scale: of what is possible with the values beside it."""
         if scale is Dimension.POOL_SLOTS and end == LOW:
             return TIGHT
-        low = max(span.low, min(2, span.high)) if scale is Dimension.ROWS and needs_two else span.low
-        return span.high if end == HIGH else low
+        span = self._domains.scales[scale]
+        for dimension, value in (beside or {}).items():
+            if not dimension.is_scale:
+                span = possible_span(dimension, value, scale, span) or span
+        return span.high if end == HIGH else span.low
 
     def _chosen(
-        self, dimension: Dimension, chosen: Mapping[Dimension, Value], missing: set[Goal], most: float
+        self,
+        dimension: Dimension,
+        chosen: Mapping[Dimension, Value],
+        missing: set[Goal],
+        most: float,
+        apart: frozenset[End],
     ) -> Value:
-        """The value that brings most goals with what is chosen already, and is allowed."""
+        """The value that brings most goals with what is chosen already, and is allowed; none that is `apart`."""
         options = list(self._options(dimension, chosen))
         self._draw.shuffle(options)
         allowed = [value for value in options if self._is_allowed({**chosen, dimension: value})]
+        allowed = [value for value in allowed if (dimension, value) not in apart] or allowed
         ranked = sorted(allowed, key=lambda value: -self._gain(dimension, value, chosen, missing))
         if not ranked or dimension not in _COSTLY:
             return (ranked or options)[0]
@@ -297,7 +360,7 @@ class _Builder:
             yield from [value for value in able if _has_window(value)] if has_window else able
             return
         for end in (LOW, HIGH):
-            yield self._number(dimension, end)
+            yield self._number(dimension, end, chosen)
         yield self._plain_number(dimension, chosen)
 
     def _plain_number(self, scale: Dimension, chosen: Mapping[Dimension, Value]) -> int:
@@ -329,13 +392,14 @@ class _Builder:
         shares = sharing == Sharing.PREFIX.value
         is_ordered = order not in (None, IN_ORDER)
         page = int(chosen.get(Dimension.PAGE_SIZE, 1))
+        goes_on = chosen.get(Dimension.REUSE) == Reuse.GOES_ON.value
         is_transient = chosen.get(Dimension.POLICY) == CachePolicy.TRANSIENT.value
         wrong = (
             company == Company.ALONE.value and (shares or rows not in (None, 1)),
             company not in (None, Company.ALONE.value) and rows == 1,
             shares and (rows == 1 or (context is not None and int(context) < page)),
             is_transient and (shares or is_ordered or context not in (None, 0)),
-            is_transient and chosen.get(Dimension.REUSE) == Reuse.GOES_ON.value,
+            goes_on and (is_transient or context == 0),
             is_ordered and context is not None and new is not None and int(context) + int(new) <= 2 * page,
         )
         return not any(wrong)
@@ -404,6 +468,8 @@ def repaired(values: Mapping[Dimension, Value]) -> dict[Dimension, Value]:
         fixed[Dimension.ROWS] = 1
     elif fixed[Dimension.ROWS] == 1:
         fixed[Dimension.COMPANY] = Company.ALONE.value
+    if fixed[Dimension.REUSE] == Reuse.GOES_ON.value and fixed[Dimension.CONTEXT] == 0:
+        fixed[Dimension.REUSE] = Reuse.AFTER_OTHERS.value
     if fixed[Dimension.ROWS] == 1 or int(fixed[Dimension.CONTEXT]) < int(fixed[Dimension.PAGE_SIZE]):
         fixed[Dimension.SHARING] = Sharing.NONE.value
     if not _has_window(fixed[Dimension.FEATURES]):
@@ -415,14 +481,21 @@ def _compiled_for(case: Case) -> tuple[Value, ...]:
     return tuple(case.values[dimension] for dimension in _COMPILED_FOR if dimension in case.values)
 
 
+def _both_ways(domains: Domains, case: Case) -> set[tuple[Goal, bool]]:
+    """What a case reaches, and once more what it reaches with company."""
+    close = {(goal, True) for goal in reached_closely(domains, case)}
+    return close | {(goal, False) for goal in reached(domains, case)}
+
+
 def _best(cases: Sequence[Case], domains: Domains, seconds: float) -> Iterator[Case]:
     """The cases that bring most new goals for their time, as long as there is time."""
-    missing = goals_of(domains)
-    left = {place: reached(domains, case) for place, case in enumerate(cases)}
+    goals = goals_of(domains)
+    missing = {(goal, way) for goal in goals for way in (False, True)}
+    left = {place: _both_ways(domains, case) for place, case in enumerate(cases)}
     while left:
         worth = {
-            place: len(goals & missing) / (cases[place].seconds + domains.compile_seconds + 0.02)
-            for place, goals in left.items()
+            place: len(brought & missing) / (cases[place].seconds + domains.compile_seconds + 0.02)
+            for place, brought in left.items()
             if cases[place].seconds <= seconds
         }
         place = max(worth, key=lambda each: worth[each], default=-1)

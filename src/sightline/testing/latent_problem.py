@@ -66,6 +66,10 @@ class LatentProblem(Problem[LatentSpec, LatentInputs]):
     def entries(self, inputs: LatentInputs) -> Entries:
         return (torch.cat([inputs.latent, inputs.k_rope], dim=-1),)
 
+    def put_entries(self, spec: LatentSpec, inputs: LatentInputs, entries: Entries) -> None:
+        inputs.latent.copy_(entries[0][:, : spec.latent_dim])
+        inputs.k_rope.copy_(entries[0][:, spec.latent_dim :])
+
     def answer(
         self, spec: LatentSpec, inputs: LatentInputs, tokens: slice | Tensor, entries: Entries, visible: Tensor
     ) -> tuple[Tensor, Tensor]:

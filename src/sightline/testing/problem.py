@@ -72,6 +72,10 @@ class Problem(ABC, Generic[SpecT, InputsT]):
         """What is cached of the inputs' tokens."""
 
     @abstractmethod
+    def put_entries(self, spec: SpecT, inputs: InputsT, entries: Entries) -> None:
+        """Changes the inputs so that these are cached of their tokens."""
+
+    @abstractmethod
     def answer(
         self, spec: SpecT, inputs: InputsT, tokens: slice | Tensor, entries: Entries, visible: Tensor
     ) -> tuple[Tensor, Tensor]:

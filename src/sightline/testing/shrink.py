@@ -60,7 +60,8 @@ def shrink(case: Case, domains: Domains, fails: Fails) -> Shrunk:
             shrunk.case = simpler
         else:
             passing[dimension] = plain
-    for dimension, plain in passing.items():
+    # The window first: a row must be longer for it to be seen.
+    for dimension, plain in sorted(passing.items(), key=lambda each: each[0] is not Dimension.WINDOW):
         # What mattered beside others may not matter alone.
         simpler = _with(shrunk.case, {dimension: plain})
         if dimension not in shrunk.case.values or simpler.values == shrunk.case.values:

@@ -51,6 +51,11 @@ class SoftmaxProblem(Problem[SoftmaxSpec, SoftmaxInputs]):
     def entries(self, inputs: SoftmaxInputs) -> Entries:
         return inputs.k, inputs.v
 
+    def put_entries(self, spec: SoftmaxSpec, inputs: SoftmaxInputs, entries: Entries) -> None:
+        del spec
+        inputs.k.copy_(entries[0])
+        inputs.v.copy_(entries[1])
+
     def answer(
         self, spec: SoftmaxSpec, inputs: SoftmaxInputs, tokens: slice | Tensor, entries: Entries, visible: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -79,9 +79,10 @@ class Step:
         transient: bool = False,
         table_rows: Sequence[int] | None = None,
         contexts: Sequence[Entries] | None = None,
+        writes: bool = True,
     ) -> None:
         """Opens page-table rows, unless it is given some that have their pages; makes up contexts and writes them,
-        unless it is given what stands in the cache already."""
+        unless it is given what stands in the cache already, or told that they are written later."""
         self.bench = bench
         self.rows = tuple(rows)
         self.layer = layer
@@ -104,7 +105,7 @@ class Step:
             return
         self.table_rows = bench.open_rows(rows) if table_rows is None else list(table_rows)
         self.batch = bench.batch(rows, self.table_rows)
-        if contexts is None:
+        if contexts is None and writes:
             self.write_contexts()
 
     @property
@@ -119,6 +120,21 @@ class Step:
             self.bench.store.grow_row(table_row, following.seq_len)
         contexts = [entries for _, entries in self._whole_rows()]
         return Step(self.bench, rows, seed=seed, layer=self.layer, table_rows=self.table_rows, contexts=contexts)
+
+    def step_before(self, written: Mapping[int, int]) -> Step:
+        """A step of some of these rows, by the number of entries at the end of their contexts that it writes."""
+        rows = [Row(self.rows[row].context_len - count, count) for row, count in written.items()]
+        step = Step(
+            self.bench,
+            rows,
+            seed=self.layer,
+            layer=self.layer,
+            table_rows=[self.table_rows[row] for row in written],
+            contexts=[tuple(plane[:-count] for plane in self.contexts[row]) for row, count in written.items()],
+        )
+        ends = [tuple(plane[-count:] for plane in self.contexts[row]) for row, count in written.items()]
+        self.problem.put_entries(self.spec, step.inputs, tuple(torch.cat(planes) for planes in zip(*ends, strict=True)))
+        return step
 
     def pad(self, num_rows: int, num_tokens: int, value: float) -> None:
         """Adds rows of no tokens, and tokens of no row whose inputs are all `value`."""
@@ -152,13 +168,14 @@ class Step:
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator).to(self.bench.setting.dtype)
 
-    def write_contexts(self) -> None:
-        """Puts each row's context where an earlier step would have."""
-        for table_row, entries in zip(self.table_rows, self.contexts, strict=True):
-            slots = torch.tensor(walk_slots(self.pool, table_row, entries[0].shape[0]), dtype=torch.int64)
+    def write_contexts(self, lengths: Sequence[int] | None = None) -> None:
+        """Puts each row's context where earlier steps would have: all of it, or its first entries."""
+        lengths = lengths or [row.context_len for row in self.rows]
+        for table_row, entries, length in zip(self.table_rows, self.contexts, lengths, strict=True):
+            slots = torch.tensor(walk_slots(self.pool, table_row, length), dtype=torch.int64)
             for plane, values in zip(self.planes, entries, strict=True):
                 target = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])
-                stored = as_bytes(self.stored(plane, values)).to(target.device)
+                stored = as_bytes(self.stored(plane, values[:length])).to(target.device)
                 target.index_copy_(0, slots.to(target.device), stored)
 
     def unwritten(self) -> str | None:
