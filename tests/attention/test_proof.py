@@ -24,6 +24,7 @@ from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
+from support.coverages import coverage_of
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 CARD = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
@@ -39,7 +40,6 @@ ROW = Capability(
     features=frozenset({Feature.WINDOW}),
     host_lengths=HostLengths.EXACT,
 )
-from support.coverages import coverage_of
 COVERAGE = coverage_of((64, 128), (1, 2), (16, 1))
 NEED = Requirement(SoftmaxSpec(4, 2, 64, 0.125), CPU, torch.float32, torch.float32, page_size=16)
 

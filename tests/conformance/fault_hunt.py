@@ -101,8 +101,8 @@ def _lines(seeds: Sequence[int], count: int, kind: SpecKind, effort: Effort) -> 
         escaped = [each for each in hunted if each.caught_by is None]
         within = [each for each in escaped if each.is_covered]
         lines.append(
-            f"{kind.value} {effort.value} seed {seed}: {count - len(escaped)} of {count} caught, {len(within)} of those "
-            f"that escaped within the coverage ({time.perf_counter() - started:.0f} s)"
+            f"{kind.value} {effort.value} seed {seed}: {count - len(escaped)} of {count} caught, {len(within)} of the "
+            f"escaped within the coverage ({time.perf_counter() - started:.0f} s)"
         )
         lines += [f"    {each.fault}{' (within the coverage)' if each.is_covered else ''}" for each in escaped]
         print("\n".join(lines[-len(escaped) - 1 :]), flush=True)

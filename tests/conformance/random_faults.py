@@ -10,6 +10,7 @@ needs (a second layer, row or key; a cache; a window; the LSE), and two conditio
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -173,11 +174,13 @@ def _is_observable(fault: Fault, domains: Domains) -> bool:
         Effect.MISSES_ITSELF: keys >= 3,
         Effect.MISSES_FIRST: keys >= 3,
         Effect.SCALE_OFF: keys >= 3,
-        Effect.MISSES_CONTEXT_END: is_paged and _most(fault, Dimension.CONTEXT) >= 1 and _most(fault, Dimension.WINDOW) > 1,
+        Effect.MISSES_CONTEXT_END: is_paged
+        and _most(fault, Dimension.CONTEXT) >= 1
+        and _most(fault, Dimension.WINDOW) > 1,
         Effect.NEIGHBOUR_LAYER: is_paged and _most(fault, Dimension.LAYERS) >= 2,
         Effect.FIRST_LAYER: is_paged and _most(fault, Dimension.LAYERS) >= 2,
         Effect.FIRST_HEAD: _most(fault, Dimension.KEY_HEADS) >= 2
-        and not (fault.of(Dimension.GROUP_SIZE) or Condition(Dimension.GROUP_SIZE, 2)).value == 1,
+        and (fault.of(Dimension.GROUP_SIZE) or Condition(Dimension.GROUP_SIZE, 2)).value != 1,
         Effect.ROW_BESIDE: _most(fault, Dimension.ROWS) >= 2
         and _most(fault, Dimension.STEP_TOKENS) >= 2
         and _needs(fault, Dimension.COMPANY, Company.SHORTER.value, Company.SAME.value),
@@ -248,9 +251,7 @@ def seen_point(step: StepView, context: BackendContext[Any], pool: Pool, past: _
     """The dimensions of a step as a backend sees them."""
     batch, spec = step.batch, context.spec
     queries = [length for length in batch.query_lens.exact() if length]
-    contexts = [
-        length for length, new in zip(batch.context_lens.exact(), batch.query_lens.exact(), strict=True) if new
-    ]
+    contexts = [length for length, new in zip(batch.context_lens.exact(), batch.query_lens.exact(), strict=True) if new]
     lengths = set(zip(contexts, queries, strict=True))
     features = {feature.value for feature in spec.features} | ({Feature.LSE.value} & {f.value for f in step.needs})
     masks = {mask.kind for mask, new in zip(batch.masks, batch.query_lens.exact(), strict=True) if new}
@@ -310,7 +311,7 @@ def _page_order(batch: Batch, pool: Pool, contexts: Sequence[int], queries: Sequ
 
 
 def _order_of(pages: Sequence[int]) -> str:
-    steps = {after - before for before, after in zip(pages, pages[1:], strict=False)}
+    steps = {after - before for before, after in itertools.pairwise(pages)}
     if len(pages) < 3 or steps == {1}:
         return IN_ORDER
     return Layout.DESCENDING.value if steps == {-1} else Layout.SHUFFLED.value
@@ -457,7 +458,7 @@ class _FaultyPlan(AttentionPlan[Any]):
         if effect is Effect.FIRST_LAYER:
             read = 0
         entries, query = self._entries(read, inputs, row, tokens, problem), torch.tensor([tokens.stop - 1])
-        answer, _ = problem.answer(self.context.spec, inputs, query, entries, visible)
+        answer: Tensor = problem.answer(self.context.spec, inputs, query, entries, visible)[0]
         return answer[0].nan_to_num(7.0).to(self.context.dtype)
 
     def _border(self, dimension: Dimension) -> int:

@@ -192,7 +192,7 @@ class _Run:
         if row.query_len <= _ALL_QUERIES:
             return list(range(row.query_len))
         last = row.query_len - 1
-        near = [query for query in borders(Span(0, last), self._case.number(Dimension.PAGE_SIZE))]
+        near = list(borders(Span(0, last), self._case.number(Dimension.PAGE_SIZE)))
         chosen = {0, last, *self._draw.sample(near, 3), *(self._draw.randint(1, last) for _ in range(3))}
         return sorted(chosen)
 
@@ -230,7 +230,7 @@ class _Run:
         planned.prepare()
         answers = [step.attend(planned) for step in earlier]
         compared = self._case.compared_layers()
-        places = {place: row for place, row in enumerate(written)}
+        places = dict(enumerate(written))
         asked = {place: range(written[row]) for place, row in places.items() if row in self._asked}
         for step, answer in zip(earlier, answers, strict=True):
             if step.layer in compared:

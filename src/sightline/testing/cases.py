@@ -126,9 +126,7 @@ class Case:
 
     def _beside(self) -> list[tuple[int, int]]:
         """Rows beside the main one, in turn, with as much context and as many new tokens at most."""
-        page, most, new = (
-            self.number(each) for each in (Dimension.PAGE_SIZE, Dimension.CONTEXT, Dimension.NEW_TOKENS)
-        )
+        page, most, new = (self.number(each) for each in (Dimension.PAGE_SIZE, Dimension.CONTEXT, Dimension.NEW_TOKENS))
         shared = self.shared_pages * page
         contexts = [min(most, shared + more) for more in (0, page - 1, 1, page, page + 1, 7, 2 * page + 3)]
         news = [min(new, some) for some in _COMPANY_NEW]
@@ -156,7 +154,9 @@ class Case:
             case MaskKind.TREE.value:
                 draw = random.Random(f"tree {self.seed} {query_len}")
                 # Of a long tree each token follows one of those just before it, so that it is deep.
-                return tree_row(context_len, [draw.randint(max(-1, place - 3), place - 1) for place in range(query_len)])
+                return tree_row(
+                    context_len, [draw.randint(max(-1, place - 3), place - 1) for place in range(query_len)]
+                )
             case _:
                 return Row(context_len, query_len, CAUSAL)
 

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from sightline.attention.contract import CachePolicy
 from sightline.attention.coverage import (
     Company,
     Demand,
@@ -23,7 +24,6 @@ from sightline.attention.coverage import (
     Value,
     features_name,
 )
-from sightline.attention.contract import CachePolicy
 from sightline.attention.proof import dtype_name
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.batch import MaskKind

@@ -1,19 +1,17 @@
 """Covering cases: as few as can be, so that every two ends of scales and every two values meet, cheap ones preferred.
 
-What must meet are *goals*, those of `Coverage.gaps` for the whole of the domains: for two scales the four corners, for
-a value of any other dimension both ends of every scale, and every two values. A case is made around a goal that is not
-reached yet, dimension by dimension, each with the value that reaches most; of several such cases the one with most
-goals for its time is taken. Then random cases within the domains, for what is wrong in the middle of a scale.
+What must meet are the *goals* of the domains, first with company and then without. A case is made around a goal that
+is not reached yet, dimension by dimension, each with the value that reaches most; of several such cases the one with
+most goals for its time is taken. Then random cases within the domains, for what is wrong in the middle of a scale.
 Deterministic. Knows numbers and names, and no backend.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TypeAlias
@@ -27,17 +25,12 @@ from sightline.attention.coverage import (
     Sharing,
     Span,
     Value,
-    can_meet,
     possible_span,
 )
 from sightline.attention.spec import Feature
 from sightline.testing.cases import TIGHT, Case
 from sightline.testing.domains import Domains, borders
-
-LOW, HIGH = "low", "high"
-End: TypeAlias = tuple[Dimension, Value]
-"""A value of a dimension; of a scale, one of its two ends."""
-Goal: TypeAlias = frozenset[End]
+from sightline.testing.goals import DERIVED, HIGH, LOW, End, Goal, Goals, needs_longer_rows
 
 _TRIES = 3
 _MOST_TRIES = 8
@@ -58,13 +51,6 @@ _PLAIN_NUMBERS = {
 }
 _STAIRS = (2, 3, 4, 6, 8)
 """New tokens of each of the most rows: steps of many tokens of which no row has many."""
-_WITHOUT_CONTEXT = frozenset({(Dimension.CONTEXT, LOW), (Dimension.POLICY, CachePolicy.TRANSIENT.value)})
-_ALONE = frozenset(
-    {(Dimension.ROWS, LOW), (Dimension.STEP_TOKENS, LOW), (Dimension.COMPANY, Company.ALONE.value)}
-)
-_DERIVED = frozenset({Dimension.STEP_TOKENS})
-_ENTANGLED = ({Dimension.STEP_TOKENS, Dimension.ROWS}, {Dimension.STEP_TOKENS, Dimension.NEW_TOKENS})
-"""Pairs of which one follows from the other."""
 _COMPILED_FOR = (
     Dimension.HEAD_DIM,
     Dimension.GROUP_SIZE,
@@ -96,107 +82,18 @@ _TURNS = (
 
 def cases_for(domains: Domains, seconds: float | None = None, seed: int = 0) -> tuple[Case, ...]:
     """Cases that reach every goal of the domains; within `seconds`, those that reach most for their time."""
-    cases = _all_cases(domains, seed)
-    return cases if seconds is None else tuple(_best(cases, domains, seconds))
+    goals, cases = _all_cases(domains, seed)
+    return cases if seconds is None else tuple(_best(cases, goals, seconds))
 
 
 @lru_cache(8)
-def _all_cases(domains: Domains, seed: int) -> tuple[Case, ...]:
+def _all_cases(domains: Domains, seed: int) -> tuple[Goals, tuple[Case, ...]]:
     """Kept, since it takes seconds, and shares of a check ask for the same."""
-    return tuple(_Builder(domains, seed).cases())
+    goals = Goals(domains)
+    return goals, tuple(_Builder(goals, seed).cases())
 
 
-def goals_of(domains: Domains) -> set[Goal]:
-    """Everything that must meet."""
-    return {
-        frozenset((one, two))
-        for first, second in itertools.combinations(_dimensions(domains), 2)
-        for one, two in itertools.product(_ends(domains, first), _ends(domains, second))
-        if _is_possible(domains, one, two)
-    }
-
-
-def reached(domains: Domains, case: Case) -> set[Goal]:
-    """The goals that a case reaches."""
-    point = case.point()
-    values: list[End] = [(dimension, value) for dimension, value in point.items() if not dimension.is_scale]
-    scales = [dimension for dimension in point if dimension.is_scale and dimension in domains.scales]
-    found = {frozenset(pair) for pair in itertools.combinations(values, 2)}
-    for scale in scales:
-        number, span = int(point[scale]), domains.scales[scale]
-        for end in values:
-            possible = possible_span(*end, scale, span)
-            if possible is not None:
-                found |= {frozenset((end, (scale, which))) for which in _ends_at(case, scale, number, possible)}
-    reaches = {scale: _ends_at(case, scale, int(point[scale]), domains.scales[scale]) for scale in scales}
-    for one, two in itertools.combinations(scales, 2):
-        if {one, two} not in _ENTANGLED:
-            for first, second in itertools.product(reaches[one], reaches[two]):
-                found.add(frozenset(((one, first), (two, second))))
-    return found if _is_window_seen(case) else {goal for goal in found if not _is_of_window(goal)}
-
-
-def reached_closely(domains: Domains, case: Case) -> set[Goal]:
-    """The goals that a case reaches with company: a second layer, row, head and key, and a cache.
-
-    Some faults show only there: a neighbour's entries are read, a row gives what the row beside it does.
-    """
-    lacking = [ends for lacks, ends in _lacking(case) if lacks]
-    return {goal for goal in reached(domains, case) if all(goal & ends for ends in lacking)}
-
-
-def _lacking(case: Case) -> Iterator[tuple[bool, frozenset[End]]]:
-    """What a case may be without, and the ends with which it cannot be otherwise."""
-    yield case.number(Dimension.LAYERS) < 2, frozenset({(Dimension.LAYERS, LOW)})
-    yield case.number(Dimension.ROWS) < 2, _ALONE
-    yield case.num_q_heads < 2, frozenset({(Dimension.KEY_HEADS, LOW), (Dimension.GROUP_SIZE, 1)})
-    yield case.number(Dimension.CONTEXT) < 1, _WITHOUT_CONTEXT
-    yield case.main_len < 3, frozenset({(Dimension.CONTEXT, LOW), (Dimension.NEW_TOKENS, LOW)})
-
-
-def _is_window_seen(case: Case) -> bool:
-    return case.window is None or case.window < case.main_len
-
-
-def _is_of_window(goal: Goal) -> bool:
-    """A window that no row is longer than does nothing: it counts only with rows that cannot be longer."""
-    return (Dimension.WINDOW, HIGH) in goal and not goal & _WITHOUT_CONTEXT
-
-
-def _ends_at(case: Case, scale: Dimension, number: int, span: Span) -> tuple[str, ...]:
-    is_low = case.is_pool_tight if scale is Dimension.POOL_SLOTS else number <= span.low
-    return (LOW,) * is_low + (HIGH,) * (number >= span.high)
-
-
-def _dimensions(domains: Domains) -> list[Dimension]:
-    return [each for each in Dimension if each in domains.scales or each in domains.values]
-
-
-def _ends(domains: Domains, dimension: Dimension) -> Iterable[End]:
-    if dimension.is_scale:
-        return ((dimension, LOW), (dimension, HIGH))
-    return ((dimension, value) for value in domains.values[dimension])
-
-
-def _is_possible(domains: Domains, one: End, two: End) -> bool:
-    """Whether any case can have both."""
-    if one[0].is_scale and two[0].is_scale:
-        return {one[0], two[0]} not in _ENTANGLED
-    if not one[0].is_scale and not two[0].is_scale:
-        return can_meet(one, two)
-    value, (scale, which) = (two, one) if one[0].is_scale else (one, two)
-    span = domains.scales[scale]
-    possible = possible_span(*value, scale, span)
-    if possible is None:
-        return False
-    if value == (Dimension.COMPANY, Company.ALONE.value) and scale is Dimension.ROWS:
-        return which == LOW
-    # Where one end alone is asked for, both ends are the same number.
-    is_far_only = possible.low == possible.high != span.low
-    return not (is_far_only and which == LOW)
-
-
-Reach: TypeAlias = Callable[[Domains, Case], set[Goal]]
+Reach: TypeAlias = Callable[[Case], set[Goal]]
 _APART: frozenset[End] = frozenset(
     {
         (Dimension.LAYERS, 1),
@@ -213,8 +110,9 @@ _APART: frozenset[End] = frozenset(
 class _Builder:
     """Makes the cases of some domains."""
 
-    def __init__(self, domains: Domains, seed: int) -> None:
-        self._domains = domains
+    def __init__(self, goals: Goals, seed: int) -> None:
+        self._goals = goals
+        self._domains = goals.domains
         self._draw = random.Random(seed)
         self._compiled: set[tuple[Value, ...]] = set()
         self._cases: list[Case] = []
@@ -222,28 +120,29 @@ class _Builder:
     @cached_property
     def _free(self) -> tuple[Dimension, ...]:
         """The dimensions that a case has a value of."""
-        return tuple(each for each in _dimensions(self._domains) if each not in _DERIVED)
+        return tuple(each for each in self._goals.dimensions if each not in DERIVED)
 
     @cached_property
     def _cheapest(self) -> dict[Dimension, Value]:
         return {dimension: min(values, key=_cheapness) for dimension, values in self._domains.values.items()}
 
     def cases(self) -> list[Case]:
-        for reach in (reached_closely, reached):
-            missing = goals_of(self._domains)
-            missing -= {goal for case in self._cases for goal in reach(self._domains, case)}
-            for goal in sorted(missing, key=self._order):
-                case = self._best_around(goal, missing, reach) if goal in missing else None
+        for is_close in (True, False):
+            reach = self._goals.reached_closely if is_close else self._goals.reached
+            missing = set(self._goals.all)
+            missing -= {goal for case in self._cases for goal in reach(case)}
+            for goal in sorted(missing, key=self._goals.order):
+                case = self._best_around(goal, missing, reach, is_close=is_close) if goal in missing else None
                 if case is not None:
                     self._take(case)
-                    missing -= reach(self._domains, case)
+                    missing -= reach(case)
         more = [self._stair(new) for new in _STAIRS]
         more += [self._middle() for _ in range(_NUM_MIDDLE)]
         return [*self._without_needless(more), *more]
 
     def _without_needless(self, others: Sequence[Case]) -> list[Case]:
         """The cases without those of which others reach every goal, the costliest looked at first."""
-        brought = {case: _both_ways(self._domains, case) for case in (*self._cases, *others)}
+        brought = {case: _both_ways(self._goals, case) for case in (*self._cases, *others)}
         counts = Counter(goal for goals in brought.values() for goal in goals)
         needless: set[Case] = set()
         for case in sorted(self._cases, key=lambda each: -each.seconds):
@@ -252,23 +151,18 @@ class _Builder:
                 counts.subtract(brought[case])
         return [case for case in self._cases if case not in needless]
 
-    def _order(self, goal: Goal) -> tuple[int, str]:
-        """Corners first: they are what costs most, and what else a case reaches is free."""
-        return -sum(dimension.is_scale for dimension, _ in goal), str(sorted((end[0].name, str(end[1])) for end in goal))
-
     def _take(self, case: Case) -> None:
         self._cases.append(case)
         self._compiled.add(_compiled_for(case))
 
-    def _best_around(self, goal: Goal, missing: set[Goal], reach: Reach) -> Case | None:
+    def _best_around(self, goal: Goal, missing: set[Goal], reach: Reach, *, is_close: bool) -> Case | None:
         """A case that reaches the goal, and others for little time; None where rows, pages and windows forbid it."""
-        is_close = reach is reached_closely
         able: list[tuple[float, Case]] = []
         for number in range(_MOST_TRIES):
             case = self._around(goal, missing, number, is_close=is_close)
             if case is None:
                 return None
-            goals = reach(self._domains, case) if case.seconds <= _MOST_SECONDS else set()
+            goals = reach(case) if case.seconds <= _MOST_SECONDS else set()
             if goal in goals:
                 able.append((self._worth(case, goals & missing), case))
             if len(able) == _TRIES:
@@ -300,8 +194,8 @@ class _Builder:
     def _fixed(self, goal: Goal) -> dict[Dimension, Value] | None:
         """What the goal asks of a case; None where that contradicts itself."""
         fixed: dict[Dimension, Value] = {}
-        ends = dict(goal)
-        if _is_of_window(goal):
+        ends = dict(self._goals.ends(goal))
+        if needs_longer_rows(*self._goals.ends(goal)):
             ends[Dimension.CONTEXT] = HIGH
         for dimension, value in ends.items():
             if dimension is Dimension.STEP_TOKENS:
@@ -369,13 +263,9 @@ class _Builder:
         plain = 2 * page + 5 if scale is Dimension.CONTEXT else _PLAIN_NUMBERS[scale]
         return plain if plain == TIGHT else min(max(plain, span.low), span.high)
 
-    def _gain(
-        self, dimension: Dimension, value: Value, chosen: Mapping[Dimension, Value], missing: set[Goal]
-    ) -> int:
-        own = self._end(dimension, value)
-        return sum(
-            frozenset((own, self._end(other, taken))) in missing for other, taken in chosen.items() if other != dimension
-        )
+    def _gain(self, dimension: Dimension, value: Value, chosen: Mapping[Dimension, Value], missing: set[Goal]) -> int:
+        own, goal = self._end(dimension, value), self._goals.goal
+        return sum(goal(own, self._end(other, taken)) in missing for other, taken in chosen.items())
 
     def _end(self, dimension: Dimension, value: Value) -> End:
         if not dimension.is_scale:
@@ -410,7 +300,7 @@ class _Builder:
         page = self._domains.values[Dimension.PAGE_SIZE][0]
         values.setdefault(Dimension.PAGE_SIZE, page)
         for scale in self._domains.scales:
-            if scale not in _DERIVED:
+            if scale not in DERIVED:
                 values.setdefault(scale, self._plain_number(scale, values))
         if Dimension.WINDOW in chosen:
             able = self._domains.values[Dimension.FEATURES]
@@ -422,7 +312,11 @@ class _Builder:
         """The most rows, each with a few new tokens."""
         rows = self._domains.scales[Dimension.ROWS].high
         plain = {each: values[0] for each, values in self._domains.values.items()}
-        chosen = {Dimension.ROWS: rows, Dimension.NEW_TOKENS: new, Dimension.COMPANY: Company.SAME.value}
+        chosen: dict[Dimension, Value] = {
+            Dimension.ROWS: rows,
+            Dimension.NEW_TOKENS: new,
+            Dimension.COMPANY: Company.SAME.value,
+        }
         return self._completed({**plain, **chosen})
 
     def _middle(self) -> Case:
@@ -433,7 +327,7 @@ class _Builder:
             }
             page = int(values[Dimension.PAGE_SIZE])
             for scale, span in self._domains.scales.items():
-                if scale not in _DERIVED:
+                if scale not in DERIVED:
                     values[scale] = self._number_within(scale, span, page)
             case = Case(repaired(values), seed=len(self._cases))
             is_known = self._domains.compile_seconds == 0 or _compiled_for(case) in self._compiled
@@ -481,20 +375,19 @@ def _compiled_for(case: Case) -> tuple[Value, ...]:
     return tuple(case.values[dimension] for dimension in _COMPILED_FOR if dimension in case.values)
 
 
-def _both_ways(domains: Domains, case: Case) -> set[tuple[Goal, bool]]:
+def _both_ways(goals: Goals, case: Case) -> set[tuple[Goal, bool]]:
     """What a case reaches, and once more what it reaches with company."""
-    close = {(goal, True) for goal in reached_closely(domains, case)}
-    return close | {(goal, False) for goal in reached(domains, case)}
+    close = {(goal, True) for goal in goals.reached_closely(case)}
+    return close | {(goal, False) for goal in goals.reached(case)}
 
 
-def _best(cases: Sequence[Case], domains: Domains, seconds: float) -> Iterator[Case]:
+def _best(cases: Sequence[Case], goals: Goals, seconds: float) -> Iterator[Case]:
     """The cases that bring most new goals for their time, as long as there is time."""
-    goals = goals_of(domains)
-    missing = {(goal, way) for goal in goals for way in (False, True)}
-    left = {place: _both_ways(domains, case) for place, case in enumerate(cases)}
+    missing = {(goal, way) for goal in goals.all for way in (False, True)}
+    left = {place: _both_ways(goals, case) for place, case in enumerate(cases)}
     while left:
         worth = {
-            place: len(brought & missing) / (cases[place].seconds + domains.compile_seconds + 0.02)
+            place: len(brought & missing) / (cases[place].seconds + goals.domains.compile_seconds + 0.02)
             for place, brought in left.items()
             if cases[place].seconds <= seconds
         }
@@ -502,5 +395,5 @@ def _best(cases: Sequence[Case], domains: Domains, seconds: float) -> Iterator[C
         if place < 0 or worth[place] == 0:
             return
         missing -= left.pop(place)
-        seconds -= cases[place].seconds + domains.compile_seconds
+        seconds -= cases[place].seconds + goals.domains.compile_seconds
         yield cases[place]

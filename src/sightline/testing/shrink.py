@@ -106,9 +106,10 @@ def _with(case: Case, changes: Mapping[Dimension, Value]) -> Case:
     if int(values[Dimension.ROWS]) > 1 and values[Dimension.COMPANY] == Company.ALONE.value:
         moved = Dimension.ROWS if Dimension.COMPANY in changes else Dimension.COMPANY
         values[moved] = 1 if moved is Dimension.ROWS else Company.SHORTER.value
-    elif int(values[Dimension.ROWS]) == 1 and changes.get(Dimension.COMPANY, Company.ALONE.value) != values[
-        Dimension.COMPANY
-    ]:
+    elif (
+        int(values[Dimension.ROWS]) == 1
+        and changes.get(Dimension.COMPANY, Company.ALONE.value) != values[Dimension.COMPANY]
+    ):
         values[Dimension.ROWS] = _PLAIN[Dimension.ROWS]
     return Case(repaired(values), case.seed)
 

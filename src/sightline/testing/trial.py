@@ -223,9 +223,10 @@ class Trial:
         wrong = ~(error <= tolerance * (1 + wanted.abs().masked_fill(wanted.isinf(), 0.0)))
         if wrong.any():
             first = tuple(int(index) for index in wrong.nonzero()[0])
+            place = _place(first, wrong, step, places)
             fail(
                 f"expected {what} within {tolerance:g} of the oracle, got {int(wrong.sum())} of {wrong.numel()} "
-                f"numbers beyond it; the first, {_place(first, wrong, step, places)}: expected {float(wanted[first]):.6g}, "
+                f"numbers beyond it; the first, {place}: expected {float(wanted[first]):.6g}, "
                 f"got {_told(float(got[first]))}"
             )
 
