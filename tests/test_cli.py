@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from sightline.attention.backends import registry
 from sightline.attention.backends.registry import find, installed
 from sightline.attention.backends.torch_backend import TorchBackend
-from sightline.attention.proof import Coverage, Proof, ProofBook, utc_now
+from sightline.attention.proof import Proof, ProofBook, utc_now
 from sightline.attention.spec import SpecKind
 from sightline.cache.table import PageTable
 from sightline.cli import app
@@ -25,6 +25,7 @@ from sightline.core.device import detect_device
 from sightline.testing import report
 from sightline.testing.trial import Check, CheckFailed, Trial
 from sightline.version import __version__
+from support.coverages import coverage_of
 
 QUICK = ["--max-model-len", "1k", "--max-tokens", "6", "--temperature", "0"]
 
@@ -223,7 +224,7 @@ def test_conformance_tells_progress_and_then_a_report(monkeypatch: pytest.Monkey
     assert proven == "  proven on this device with these versions"
     assert "ground: passed" in result.stderr
     [file] = proofs.iterdir()
-    assert 48 in json.loads(file.read_text())["coverage"]["page_sizes"]
+    assert json.loads(file.read_text())["checks"] == ["ground"]
 
 
 def test_conformance_tells_what_failed_what_is_blocked_and_what_is_excused(
@@ -372,7 +373,7 @@ def test_generation_that_asks_for_proof_is_refused_without_and_runs_with_it(proo
     book = ProofBook(proofs)
     [row] = [row for row in TorchBackend.capabilities if torch.float32 in row.dtypes]
     identity = book.identify(find("torch", installed()), row, detect_device("cpu"))
-    coverage = Coverage((64,), (3,), (16,), ("float32",), ("float32",))
+    coverage = coverage_of((64,), (3,), (16,))
     book.record(Proof(identity, coverage, ("causal",), utc_now()))
     assert sightline(*asked).stdout.startswith("The capital of France is Paris.")
     uncovered = sightline(*asked, "--page-size", "48")

@@ -18,11 +18,13 @@ import torch
 from sightline.attention import proof as proof_module
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Requirement
-from sightline.attention.proof import Coverage, Proof, ProofBook, declared, utc_now
+from sightline.attention.coverage import Coverage, Dimension
+from sightline.attention.proof import Proof, ProofBook, declared, utc_now
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
+from support.coverages import coverage_of
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 CARD = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
@@ -38,7 +40,7 @@ ROW = Capability(
     features=frozenset({Feature.WINDOW}),
     host_lengths=HostLengths.EXACT,
 )
-COVERAGE = Coverage((64, 128), (1, 2), (16, 1), ("float32",), ("float32",))
+COVERAGE = coverage_of((64, 128), (1, 2), (16, 1))
 NEED = Requirement(SoftmaxSpec(4, 2, 64, 0.125), CPU, torch.float32, torch.float32, page_size=16)
 
 
@@ -204,12 +206,11 @@ def test_values_that_were_not_tried_are_named_each_with_its_command(book: ProofB
 
 
 def test_a_new_proof_takes_the_place_of_the_earlier_one(book: ProofBook) -> None:
-    """Values of two runs have not met: what both covered is for the run to try."""
-    prove(book, coverage=replace(COVERAGE, page_sizes=(16, 48)))
-    prove(book, coverage=replace(COVERAGE, page_sizes=(16, 56)))
+    prove(book, coverage=coverage_of(page_sizes=(16, 48)))
+    prove(book, coverage=coverage_of(page_sizes=(16, 56)))
     found = book.find(MINE, ROW, CPU)
     assert found is not None
-    assert found.coverage.page_sizes == (16, 56)
+    assert found.coverage.values[Dimension.PAGE_SIZE] == {16, 56}
     assert len(list(book.folder.iterdir())) == 1
 
 
@@ -276,11 +277,15 @@ MALFORMED: dict[str, Callable[[str], str]] = {
     "a list": lambda text: "[1, 2]",
     "a number": lambda text: "7",
     "nested without end": lambda text: "[" * 100_000,
-    "another format": lambda text: changed(text, "format", value=2),
+    "another format": lambda text: changed(text, "format", value=1),
     "no checks": lambda text: changed(text, "checks", value=[]),
     "checks in a string": lambda text: changed(text, "checks", value=7),
-    "numbers in words": lambda text: changed(text, "coverage", "page_sizes", value=["16"]),
+    "numbers in words": lambda text: changed(text, "coverage", "values", "HEAD_DIM", value=[[64]]),
     "an unknown column": lambda text: changed(text, "coverage", "colours", value=[]),
+    "an unknown dimension": lambda text: changed(text, "coverage", "values", "COLOUR", value=["red"]),
+    "a span of words": lambda text: changed(text, "coverage", "spans", value={"ROWS": ["1", "2"]}),
+    "a span from high to low": lambda text: changed(text, "coverage", "spans", value={"ROWS": [2, 1]}),
+    "coverage in a list": lambda text: changed(text, "coverage", value=[]),
     "no date": lambda text: changed(text, "date", value="yesterday"),
     "a date without a zone": lambda text: changed(text, "date", value="2026-01-01T00:00:00"),
     "of another device": lambda text: changed(text, "identity", "device_name", value="card"),

@@ -14,6 +14,7 @@ import torch
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.contract import AttentionBackend
+from sightline.attention.coverage import Dimension
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import DeviceKind
@@ -58,6 +59,7 @@ def _passes(trial: Trial) -> None:
 def _speaks(trial: Trial) -> None:
     print("noise", flush=True)
     trial.progress.num_steps += max(trial.samples.page_sizes)
+    trial.progress.points += [{Dimension.PAGE_SIZE: size} for size in trial.samples.page_sizes]
 
 
 def _fails_in_half(trial: Trial) -> None:

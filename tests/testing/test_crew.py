@@ -59,7 +59,7 @@ def test_the_report_is_the_same_and_nothing_else_comes_to_standard_output(
     assert data(2, tmp_path / "two", said) == in_turn
     assert capfd.readouterr().out == "noise\n" * 2, "the earlier run's, which is in this process"
     single, half = in_turn["rows"]
-    assert 272 in single["proof"]["coverage"]["page_sizes"]
+    assert 272 in single["proof"]["coverage"]["values"]["PAGE_SIZE"]
     assert half["voided"]
     verdicts = {check["check"]: check["verdict"] for check in half["checks"]}
     assert verdicts == {
@@ -92,7 +92,7 @@ def test_the_shares_of_a_check_are_all_of_it_in_whatever_process() -> None:
         for seed in ("1", "2")
     ]
     assert told[0] == told[1]
-    assert set(json.loads(told[0])) == {"pairs", "random-steps"}
+    assert set(json.loads(told[0])) == {"covering"}
     for shares in json.loads(told[0]).values():
         [whole] = shares["1"]
         assert len(shares) == 2

@@ -13,7 +13,8 @@ import torch
 import sightline.testing
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability
-from sightline.attention.proof import ProofBook
+from sightline.attention.coverage import Dimension, Value
+from sightline.attention.proof import Proof, ProofBook, dtype_name
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import SpecKind
 from sightline.core.device import Device, DeviceKind, detect_device
@@ -22,8 +23,9 @@ from sightline.testing.kit import Verdict
 from sightline.testing.report import ConformanceReport, TriedRow, more_samples, run_conformance
 from sightline.testing.rows import RowToTry, SkippedRow, Unloadable, list_rows, row_labels
 from sightline.testing.samples import Samples
-from sightline.testing.trial import Check, Effort, Trial, fail
+from sightline.testing.trial import Check, Effort, Trial, cache_dtypes, compute_dtypes, fail
 from sightline.testing.trying import Watch
+from support.coverages import points_of
 from support.crew_checks import SINGLE as ROW
 
 CPU = detect_device("cpu")
@@ -39,6 +41,18 @@ def candidate(name: str, *rows: Capability) -> Candidate:
 
 def passes(trial: Trial) -> None:
     trial.progress.num_steps += 1
+    samples, row = trial.samples, trial.row
+    trial.progress.points += points_of(
+        samples.of_head_dims(row),
+        samples.of_group_sizes(row),
+        samples.of_page_sizes(row),
+        [dtype_name(dtype) for dtype in compute_dtypes(row)],
+        [dtype_name(dtype) for dtype in cache_dtypes(row)],
+    )
+
+
+def covered(proof: Proof, dimension: Dimension) -> set[Value]:
+    return set(proof.coverage.values[dimension])
 
 
 def fails(trial: Trial) -> None:
@@ -83,8 +97,8 @@ def test_a_full_pass_is_a_proof_of_what_was_tried(book: ProofBook) -> None:
     assert found == only(report).proof
     assert found is not None
     assert found.checks == ("ground",), "what is excused is not proven"
-    assert found.coverage.page_sizes == Samples().page_sizes
-    assert found.coverage.dtypes == found.coverage.cache_dtypes == ("float32",)
+    assert covered(found, Dimension.PAGE_SIZE) == set(Samples().page_sizes)
+    assert covered(found, Dimension.DTYPE) == covered(found, Dimension.CACHE_DTYPE) == {"float32"}
 
 
 def test_only_listed_values_and_known_dtypes_are_covered(book: ProofBook) -> None:
@@ -96,9 +110,9 @@ def test_only_listed_values_and_known_dtypes_are_covered(book: ProofBook) -> Non
     )
     proof = only(run(book, candidate("mine", row))).proof
     assert proof is not None
-    assert proof.coverage.page_sizes == (8, 32)
-    assert proof.coverage.dtypes == ("float16",)
-    assert proof.coverage.cache_dtypes == ("float32", "bfloat16", "float16", "float8_e4m3fn")
+    assert covered(proof, Dimension.PAGE_SIZE) == {8, 32}
+    assert covered(proof, Dimension.DTYPE) == {"float16"}
+    assert covered(proof, Dimension.CACHE_DTYPE) == {"float32", "bfloat16", "float16", "float8_e4m3fn"}
 
 
 def test_a_quick_pass_proves_nothing_and_leaves_the_book_as_it_is(book: ProofBook) -> None:
@@ -243,21 +257,24 @@ def test_more_samples_come_after_the_usual_ones_and_are_proven(book: ProofBook) 
     assert samples == Samples((*usual.head_dims, 40), (*usual.group_sizes, 11), (*usual.page_sizes, 48))
     proof = only(run(book, samples=samples)).proof
     assert proof is not None
-    assert (proof.coverage.head_dims[-1], proof.coverage.group_sizes[-1], proof.coverage.page_sizes[-1]) == (40, 11, 48)
+    geometry = (Dimension.HEAD_DIM, Dimension.GROUP_SIZE, Dimension.PAGE_SIZE)
+    assert all(value in covered(proof, dimension) for dimension, value in zip(geometry, (40, 11, 48), strict=True))
 
 
-def test_what_was_proven_before_is_tried_again_beside_what_is_new(book: ProofBook) -> None:
-    seen: list[tuple[int, ...]] = []
-
-    def look(trial: Trial) -> None:
-        seen.append(trial.samples.page_sizes)
-
-    checks = (Check("ground", "there is ground", look),)
-    run(book, checks=checks, samples=more_samples((), (), [48]))
-    proof = only(run(book, checks=checks, samples=more_samples((), (), [56]))).proof
+def test_what_was_proven_before_stays_proven_beside_what_is_new(book: ProofBook) -> None:
+    run(book, samples=more_samples((), (), [48]))
+    proof = only(run(book, samples=more_samples((), (), [56]))).proof
     assert proof is not None
-    assert {48, 56} <= set(seen[-1])
-    assert {48, 56} <= set(proof.coverage.page_sizes)
+    assert {48, 56} <= covered(proof, Dimension.PAGE_SIZE)
+    assert (48, 64) in {(b, a) for a, b in proof.coverage.met[Dimension.HEAD_DIM, Dimension.PAGE_SIZE]}
+
+
+def test_what_failed_since_is_not_joined(book: ProofBook) -> None:
+    run(book, samples=more_samples((), (), [48]))
+    run(book, checks=FAILING)
+    proof = only(run(book)).proof
+    assert proof is not None
+    assert 48 not in covered(proof, Dimension.PAGE_SIZE)
 
 
 def test_a_part_of_the_checks_proves_nothing(book: ProofBook) -> None:
@@ -274,15 +291,20 @@ def test_a_sample_that_the_row_does_not_list_is_told_and_not_proven(book: ProofB
     tried = only(run(book, candidate("mine", row), samples=more_samples((), (), [48])))
     assert tried.not_listed == ("page size 48",)
     assert tried.proof is not None
-    assert tried.proof.coverage.page_sizes == (16,)
+    assert covered(tried.proof, Dimension.PAGE_SIZE) == {16}
 
 
 def test_a_row_of_two_kinds_is_tried_once_for_each_and_proven_by_both(book: ProofBook) -> None:
     row = replace(ROW, spec_kinds=frozenset(SpecKind))
     both = candidate("both", row)
     seen: list[SpecKind] = []
+
+    def look(trial: Trial) -> None:
+        seen.append(trial.subject.kind)
+        trial.progress.points.append({Dimension.KIND: trial.subject.kind.value})
+
     checks = (
-        Check("ground", "there is ground", lambda trial: seen.append(trial.subject.kind)),
+        Check("ground", "there is ground", look),
         Check("depth", "it is deep", passes, kinds=frozenset({SpecKind.LATENT})),
     )
     softmax, latent = run(book, both, checks=checks).outcomes
@@ -295,7 +317,7 @@ def test_a_row_of_two_kinds_is_tried_once_for_each_and_proven_by_both(book: Proo
     assert latent.proof is not None
     assert latent.proof.checks == ("ground", "depth")
     assert book.find(both, row, CPU) == latent.proof
-    assert latent.proof.coverage.head_dims == Samples().head_dims, "what was tried for one kind alone is not proven"
+    assert covered(latent.proof, Dimension.KIND) == {"softmax", "latent"}
 
 
 @pytest.mark.parametrize("broken", SpecKind, ids=lambda kind: kind.value)
@@ -313,7 +335,7 @@ def test_a_latent_row_is_tried_at_the_entries_of_its_models_too(book: ProofBook)
     row = replace(ROW, spec_kinds=frozenset({SpecKind.LATENT}))
     proof = only(run(book, candidate("mine", row))).proof
     assert proof is not None
-    assert proof.coverage.head_dims == (*Samples().head_dims, 576)
+    assert covered(proof, Dimension.HEAD_DIM) == {*Samples().head_dims, 576}
     listed = replace(row, head_dims=frozenset({320}))
     assert only(run(book, candidate("mine", listed))).not_listed == (), "nobody asked for 576"
 

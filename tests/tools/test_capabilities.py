@@ -13,12 +13,13 @@ import torch
 from sightline.attention.backends import registry
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths
-from sightline.attention.proof import Coverage, Proof, ProofBook
+from sightline.attention.proof import Proof, ProofBook
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.tools.capabilities import MatrixRow, capability_matrix, capability_page
+from support.coverages import coverage_of
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 CARD = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
@@ -48,7 +49,7 @@ MINE = Candidate.of("mine", Mine, "a-package", by_default=False)
 def matrix_row(folder: Path, device: Device, *, proven: bool) -> MatrixRow:
     book = ProofBook(folder)
     if proven:
-        coverage = Coverage((64, 128), (1, 2), (16, 1), ("float32",), ("float32",))
+        coverage = coverage_of((64, 128), (1, 2), (16, 1))
         book.record(Proof(book.identify(MINE, ROW, device), coverage, ("causal",), "2026-02-03T04:05:06+00:00"))
     (row,) = capability_matrix([MINE], device, book).rows
     return row
@@ -97,7 +98,7 @@ def test_what_has_a_proof_is_proven_as_far_as_it_was_tried(tmp_path: Path) -> No
     assert row.cell("dtypes") == "float32 · proven 2026-02-03"
     assert row.cell("cache_dtypes") == "float32, float8_e4m3fn · proven 2026-02-03: float32"
     assert row.cell("head_dims") == "64, 128 · proven 2026-02-03"
-    assert row.cell("page_sizes") == "any · proven 2026-02-03: 16, 1"
+    assert row.cell("page_sizes") == "any · proven 2026-02-03: 1, 16"
     assert row.cell("host_lengths") == "bound · proven 2026-02-03"
     assert (row.feature(Feature.WINDOW), row.feature(Feature.SINKS)) == ("proven 2026-02-03", "no")
 
@@ -138,4 +139,4 @@ def test_the_matrix_is_json(tmp_path: Path) -> None:
     assert (row["backend"], row["distribution"], row["row"], row["unavailable"]) == ("mine", "a-package", "float32", [])
     assert row["declared"]["features"] == ["window"]
     assert row["declared"]["compute_capabilities"] == [[9, 0], [12, 1]]
-    assert row["proof"]["coverage"]["page_sizes"] == [16, 1]
+    assert row["proof"]["coverage"]["values"]["PAGE_SIZE"] == [1, 16]

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from sightline.attention.capability import Capability, Requirement
+from sightline.attention.coverage import Coverage, Dimension
 from sightline.attention.selection import Candidate
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.version import __version__
 
-_FORMAT = 1
+_FORMAT = 2
 _SIGHTLINE = Path(__file__).parents[1]
 _PROVEN_SOURCES = ("attention", "cache", "core", "kernels", "runner", "testing")
 """Packages whose sources a proof is about; `testing` because a proof is worth what the kit tried."""
@@ -63,17 +64,6 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """The values that were tried, by column; of a column that says `ANY` nothing else is proven."""
-
-    head_dims: tuple[int, ...]
-    group_sizes: tuple[int, ...]
-    page_sizes: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    cache_dtypes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Proof:
     """A passed full run of the conformance kit."""
 
@@ -84,8 +74,17 @@ class Proof:
     date: str
     """UTC, ISO 8601."""
 
+    def to_data(self) -> dict[str, Any]:
+        """In terms of JSON."""
+        return {
+            "identity": asdict(self.identity),
+            "coverage": self.coverage.to_data(),
+            "checks": list(self.checks),
+            "date": self.date,
+        }
+
     def to_json(self) -> str:
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"format": _FORMAT, **self.to_data()}) + "\n"
 
 
 def utc_now() -> str:
@@ -169,7 +168,10 @@ class ProofBook:
 
     def find(self, candidate: Candidate, capability: Capability, device: Device) -> Proof | None:
         """The proof of this row, on this device, with these versions and sources."""
-        identity = self.identify(candidate, capability, device)
+        return self.read(self.identify(candidate, capability, device))
+
+    def read(self, identity: Identity) -> Proof | None:
+        """The proof of exactly that, if there is one and it is trusted."""
         found = _read(self._path(identity), identity)
         return found if isinstance(found, Proof) else None
 
@@ -239,19 +241,19 @@ def _differences(one: Identity, other: Identity) -> list[str]:
 
 def _uncovered(candidate: Candidate, coverage: Coverage, need: Requirement) -> Iterable[str]:
     numbers = (
-        ("head dimension", "--head-dim", need.spec.head_dim, coverage.head_dims),
-        ("group size", "--group-size", need.spec.group_size, coverage.group_sizes),
-        ("page size", "--page-size", need.page_size, coverage.page_sizes),
+        ("head dimension", "--head-dim", need.spec.head_dim, Dimension.HEAD_DIM),
+        ("group size", "--group-size", need.spec.group_size, Dimension.GROUP_SIZE),
+        ("page size", "--page-size", need.page_size, Dimension.PAGE_SIZE),
     )
-    for name, flag, value, tried in numbers:
-        if value not in tried:
+    for name, flag, value, dimension in numbers:
+        if value not in coverage.values.get(dimension, ()):
             run = prove_command(candidate.name, need.device, flag, str(value))
             yield f"{name} {value} is declared, not proven; run: {run}"
-    for name, dtype, names in (
-        ("dtype", need.dtype, coverage.dtypes),
-        ("cache", need.cache_dtype, coverage.cache_dtypes),
+    for name, dtype, dimension in (
+        ("dtype", need.dtype, Dimension.DTYPE),
+        ("cache", need.cache_dtype, Dimension.CACHE_DTYPE),
     ):
-        if dtype_name(dtype) not in names:
+        if dtype_name(dtype) not in coverage.values.get(dimension, ()):
             yield f"{name} {dtype_name(dtype)} is declared, and the conformance kit cannot try it"
 
 
@@ -275,7 +277,7 @@ def _parse(text: str) -> Proof:
     """Raises `ValueError` for anything that `Proof.to_json` would not write."""
     try:
         data = json.loads(text)
-        identity, coverage = dict(data["identity"]), dict(data["coverage"])
+        identity = dict(data["identity"])
         proof = Proof(
             Identity(
                 **identity
@@ -284,30 +286,17 @@ def _parse(text: str) -> Proof:
                     "versions": tuple((name, version) for name, version in identity["versions"]),
                 }
             ),
-            Coverage(**{name: tuple(values) for name, values in coverage.items()}),
+            Coverage.from_data(data["coverage"]),
             tuple(data["checks"]),
             data["date"],
         )
         proven_at = datetime.fromisoformat(proof.date)
-    except (KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"something else ({error})") from error
-    columns = _columns(proof.coverage)
-    whole = all(type(each) is int for column in columns[:3] for each in column) and all(
-        type(each) is str for column in (*columns[3:], proof.checks) for each in column
-    )
+    whole = all(type(each) is str for each in proof.checks) and set(data) == {"format", *proof.to_data()}
     if data.get("format") != _FORMAT or not whole or not proof.checks or proven_at.tzinfo is None:
         raise ValueError("something else")
     return proof
-
-
-def _columns(coverage: Coverage) -> tuple[tuple[Any, ...], ...]:
-    return (
-        coverage.head_dims,
-        coverage.group_sizes,
-        coverage.page_sizes,
-        coverage.dtypes,
-        coverage.cache_dtypes,
-    )
 
 
 def _versions(candidate: Candidate, capability: Capability) -> tuple[tuple[str, str], ...]:

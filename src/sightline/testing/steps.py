@@ -5,9 +5,10 @@ Inputs and answers live on the host, so that the device computes nothing but wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from sightline.testing.problem import Entries
 
 _Inputs = TypeVar("_Inputs", SoftmaxInputs, LatentInputs)
 _HOST = torch.device("cpu")
+Asked: TypeAlias = Mapping[int, Sequence[int]]
+"""By row, in order, the new tokens that the oracle is asked about."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +79,10 @@ class Step:
         transient: bool = False,
         table_rows: Sequence[int] | None = None,
         contexts: Sequence[Entries] | None = None,
+        writes: bool = True,
     ) -> None:
         """Opens page-table rows, unless it is given some that have their pages; makes up contexts and writes them,
-        unless it is given what stands in the cache already."""
+        unless it is given what stands in the cache already, or told that they are written later."""
         self.bench = bench
         self.rows = tuple(rows)
         self.layer = layer
@@ -103,7 +107,7 @@ class Step:
         for row, table_row in zip(rows, self.table_rows, strict=True):
             bench.store.fill_row(table_row, row.context_len)
         self.batch = bench.batch(rows, self.table_rows)
-        if contexts is None:
+        if contexts is None and writes:
             self.write_contexts()
 
     @property
@@ -118,6 +122,21 @@ class Step:
             self.bench.store.grow_row(table_row, following.seq_len)
         contexts = [entries for _, entries in self._whole_rows()]
         return Step(self.bench, rows, seed=seed, layer=self.layer, table_rows=self.table_rows, contexts=contexts)
+
+    def step_before(self, written: Mapping[int, int]) -> Step:
+        """A step of some of these rows, by the number of entries at the end of their contexts that it writes."""
+        rows = [Row(self.rows[row].context_len - count, count) for row, count in written.items()]
+        step = Step(
+            self.bench,
+            rows,
+            seed=self.layer,
+            layer=self.layer,
+            table_rows=[self.table_rows[row] for row in written],
+            contexts=[tuple(plane[:-count] for plane in self.contexts[row]) for row, count in written.items()],
+        )
+        ends = [tuple(plane[-count:] for plane in self.contexts[row]) for row, count in written.items()]
+        self.problem.put_entries(self.spec, step.inputs, tuple(torch.cat(planes) for planes in zip(*ends, strict=True)))
+        return step
 
     def pad(self, num_rows: int, num_tokens: int, value: float) -> None:
         """Adds rows of no tokens, and tokens of no row whose inputs are all `value`."""
@@ -151,13 +170,14 @@ class Step:
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator).to(self.bench.setting.dtype)
 
-    def write_contexts(self) -> None:
-        """Puts each row's context where an earlier step would have."""
-        for table_row, entries in zip(self.table_rows, self.contexts, strict=True):
-            slots = torch.tensor(walk_slots(self.pool, table_row, entries[0].shape[0]), dtype=torch.int64)
+    def write_contexts(self, lengths: Sequence[int] | None = None) -> None:
+        """Puts each row's context where earlier steps would have: all of it, or its first entries."""
+        lengths = lengths or [row.context_len for row in self.rows]
+        for table_row, entries, length in zip(self.table_rows, self.contexts, lengths, strict=True):
+            slots = torch.tensor(walk_slots(self.pool, table_row, length), dtype=torch.int64)
             for plane, values in zip(self.planes, entries, strict=True):
                 target = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])
-                stored = as_bytes(self.stored(plane, values)).to(target.device)
+                stored = as_bytes(self.stored(plane, values[:length])).to(target.device)
                 target.index_copy_(0, slots.to(target.device), stored)
 
     def unwritten(self) -> str | None:
@@ -202,13 +222,23 @@ class Step:
         """What is left of values that went through the cache, if the step has one."""
         return loaded_entries(self.stored(plane, values), self._scale(plane)) if self.batch.pools else values
 
-    def expected(self) -> Answer:
-        """From dense tensors, row by row; nothing paged is touched."""
+    def places(self, asked: Asked) -> Tensor:
+        """The step's tokens that are asked about."""
+        starts = [0, *itertools.accumulate(row.query_len for row in self.rows)]
+        places = [starts[row] + query for row, queries in asked.items() for query in queries]
+        return torch.tensor(places, dtype=torch.int64)
+
+    def expected(self, asked: Asked | None = None) -> Answer:
+        """From dense tensors, row by row; nothing paged is touched. All tokens, or those that are asked about."""
         outs, lses = [], []
-        for row, (tokens, entries) in zip(self.rows, self._whole_rows(), strict=True):
-            visible = visible_keys(self.spec, row.mask, row.context_len, _positions(row))
+        for number, (row, (tokens, entries)) in enumerate(zip(self.rows, self._whole_rows(), strict=True)):
+            queries = None if asked is None else asked.get(number, ())
+            if queries is not None and not queries:
+                continue
+            chosen = tokens if queries is None else torch.tensor(queries) + tokens.start
+            visible = visible_keys(self.spec, row.mask, row.context_len, _positions(row), queries)
             kept = tuple(self.kept(plane, values) for plane, values in zip(self.planes, entries, strict=True))
-            out, lse = self.problem.answer(self.spec, self.inputs, tokens, kept, visible)
+            out, lse = self.problem.answer(self.spec, self.inputs, chosen, kept, visible)
             outs.append(out)
             lses.append(lse)
         empty = (0, self.spec.num_q_heads)
