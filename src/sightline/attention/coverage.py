@@ -14,6 +14,9 @@ can reach there is a point at least as far out.
                                 │          │
                                 └──────────┘
 
+A step gives one point for each of its rows. Where two scales depend on each other, the corner that no step can have is
+moved to the nearest that one can: a step of 64 rows has at least 64 tokens.
+
 Knows numbers and names. Does not know how a case is tried, nor where proofs are kept.
 """
 
@@ -73,6 +76,50 @@ _SCALES = frozenset(
     }
 )
 
+
+class Sharing(Enum):
+    """Values of `Dimension.SHARING`: whether the row reads a page that another row of the step reads too."""
+
+    NONE = "none"
+    PREFIX = "a prefix"
+
+
+class PageOrder(Enum):
+    """Values of `Dimension.PAGE_ORDER`: how the row's pages lie in the pool."""
+
+    IN_ORDER = "in order"
+    """Side by side. One page is in order."""
+    SHUFFLED = "shuffled"
+    DESCENDING = "descending"
+    """Side by side, the last page first."""
+
+
+class Padding(Enum):
+    """Values of `Dimension.PADDING`: whether the step has rows of no tokens, or tokens of no row, at its end."""
+
+    NONE = "none"
+    PADDED = "padded"
+
+
+class Reuse(Enum):
+    """Values of `Dimension.REUSE`: whether the backend planned other steps before this one."""
+
+    FIRST = "none"
+    LATER = "some"
+
+
+class Company(Enum):
+    """Values of `Dimension.COMPANY`: whether the step has other rows than this one."""
+
+    ALONE = "alone"
+    BESIDE = "beside others"
+
+
+def joined_features(names: Iterable[str]) -> str:
+    """The value of `Dimension.FEATURES` for features of these names."""
+    return "+".join(sorted(names)) or "plain"
+
+
 Value: TypeAlias = int | str
 Point: TypeAlias = Mapping[Dimension, Value]
 """One case. A dimension that the case does not have, such as the window of one without, is not there."""
@@ -108,6 +155,14 @@ class Demand:
         wrong += [dimension for dimension in self.values if dimension.is_scale]
         if wrong:
             raise ValueError(f"expected a span for each scale and a set for each other dimension, got {wrong}")
+
+    def holds(self, point: Point) -> bool:
+        """True if the point has the dimensions of the demand, and a value within it for each."""
+        if point.keys() != {*self.scales, *self.values}:
+            return False
+        return all(point[dimension] in values for dimension, values in self.values.items()) and all(
+            span.low <= int(point[dimension]) <= span.high for dimension, span in self.scales.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -226,7 +281,7 @@ class Coverage:
     def _corner_gaps(self, pair: Pair, one: Span, two: Span) -> Iterable[Gap]:
         fronts = self.corners.get(pair, ((),) * len(_SIGNS))
         for (first, second), front in zip(_SIGNS, fronts, strict=True):
-            corner = (one.high if first > 0 else one.low, two.high if second > 0 else two.low)
+            corner = _possible(pair, (one.high if first > 0 else one.low, two.high if second > 0 else two.low))
             if not any(first * (a - corner[0]) >= 0 and second * (b - corner[1]) >= 0 for a, b in front):
                 nearest = ", ".join(f"{a} with {b}" for a, b in front) or "none"
                 yield Gap(pair, f"{pair[0].value} {corner[0]} with {pair[1].value} {corner[1]}", nearest)
@@ -266,6 +321,14 @@ class Coverage:
 
 
 _SIGNS = ((1, 1), (1, -1), (-1, 1), (-1, -1))
+_AT_MOST_STEP_TOKENS = (Dimension.ROWS, Dimension.NEW_TOKENS)
+"""Every row has a token of the step, and no row has more tokens than the step."""
+
+
+def _possible(pair: Pair, corner: Corner) -> Corner:
+    """The corner, or the nearest that a step can have."""
+    least, most = corner
+    return (least, max(least, most)) if pair[0] in _AT_MOST_STEP_TOKENS and pair[1] is Dimension.STEP_TOKENS else corner
 
 
 def _front(places: Sequence[Corner], first: int, second: int) -> tuple[Corner, ...]:
