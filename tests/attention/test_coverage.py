@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sightline.attention.coverage import Coverage, Demand, Dimension, Point, Span, joined_features
+from sightline.attention.coverage import Coverage, Demand, Dimension, Point, Span, Value, joined_features
 
 ROWS, CONTEXT, DTYPE, MASK = Dimension.ROWS, Dimension.CONTEXT, Dimension.DTYPE, Dimension.MASK
 
@@ -132,19 +132,22 @@ def test_a_step_of_many_rows_need_not_have_fewer_tokens_than_rows() -> None:
     assert gap.wanted == "rows 64 with tokens of a step 64"
 
 
-def test_a_demand_holds_points_within_it_and_of_its_dimensions_alone() -> None:
+def test_a_demand_holds_points_that_are_within_it_in_every_dimension_that_it_names() -> None:
     wanted = demand(Span(1, 64), Span(0, 1000), {"float32"})
     assert all(wanted.holds(point) for point in CORNERS)
-    inside = {ROWS: 3, CONTEXT: 7, DTYPE: "float32"}
+    inside: dict[Dimension, Value] = {ROWS: 3, CONTEXT: 7, DTYPE: "float32"}
     assert wanted.holds(inside)
-    for other in (
+    assert wanted.holds(inside | {MASK: "causal"})
+    others: list[Point] = [
         inside | {ROWS: 65},
         inside | {ROWS: 0},
         inside | {CONTEXT: 1001},
         inside | {DTYPE: "float16"},
-        inside | {MASK: "causal"},
+        {CONTEXT: 7, DTYPE: "float32"},
+        {ROWS: 3, CONTEXT: 7},
         {ROWS: 3, DTYPE: "float32"},
-    ):
+    ]
+    for other in others:
         assert not wanted.holds(other)
 
 

@@ -157,11 +157,10 @@ class Demand:
             raise ValueError(f"expected a span for each scale and a set for each other dimension, got {wrong}")
 
     def holds(self, point: Point) -> bool:
-        """True if the point has the dimensions of the demand, and a value within it for each."""
-        if point.keys() != {*self.scales, *self.values}:
-            return False
-        return all(point[dimension] in values for dimension, values in self.values.items()) and all(
-            span.low <= int(point[dimension]) <= span.high for dimension, span in self.scales.items()
+        """True if the point has a value within the demand for each of its dimensions."""
+        return all(point.get(dimension) in values for dimension, values in self.values.items()) and all(
+            dimension in point and span.low <= int(point[dimension]) <= span.high
+            for dimension, span in self.scales.items()
         )
 
 

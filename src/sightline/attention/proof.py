@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from enum import Enum
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from sightline.attention.capability import Capability, Requirement
-from sightline.attention.selection import Candidate
+from sightline.attention.selection import Candidate, Doubt
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.version import __version__
@@ -178,12 +178,19 @@ class ProofBook:
         read = {path: _read(path, None) for path in sorted(self.folder.glob("*.json"))}
         return tuple(f"{path}: {found}" for path, found in read.items() if isinstance(found, str))
 
-    def doubts(self, candidate: Candidate, capability: Capability, need: Requirement) -> tuple[str, ...]:
+    def doubting(self, words: Sequence[str] = ()) -> Doubt:
+        """`doubts` for an engine that `sightline` with these words would prove."""
+        run = shlex.join(["sightline", *words]) if words else None
+        return lambda candidate, capability, need: self.doubts(candidate, capability, need, run)
+
+    def doubts(
+        self, candidate: Candidate, capability: Capability, need: Requirement, run: str | None = None
+    ) -> tuple[str, ...]:
         """Why the row is not proven for the need, each reason with the command that would prove it."""
         identity = self.identify(candidate, capability, need.device)
         path = self._path(identity)
         found = _read(path, identity)
-        run = prove_command(candidate.name, need.device)
+        run = run or prove_command(candidate.name, need.device)
         if isinstance(found, str):
             return (f"its proof, {path}, is not trusted: {found}; run: {run}",)
         if found is None:
