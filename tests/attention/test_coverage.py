@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sightline.attention.coverage import Coverage, Demand, Dimension, Point, Span, Value, joined_features
+from sightline.attention.coverage import Coverage, Demand, Dimension, Point, Span
 
 ROWS, CONTEXT, DTYPE, MASK = Dimension.ROWS, Dimension.CONTEXT, Dimension.DTYPE, Dimension.MASK
 
@@ -113,47 +113,6 @@ def test_joined_is_the_coverage_of_all_points_and_survives_json(seed: int) -> No
     joined = Coverage.of(one).joined(Coverage.of(two))
     assert joined == Coverage.of([*one, *two])
     assert Coverage.from_data(json.loads(json.dumps(joined.to_data()))) == joined
-
-
-TOKENS = Dimension.STEP_TOKENS
-
-
-def test_a_step_of_many_rows_need_not_have_fewer_tokens_than_rows() -> None:
-    wanted = Demand({ROWS: Span(1, 64), TOKENS: Span(1, 512)}, {})
-    points: list[Point] = [
-        {ROWS: 1, TOKENS: 1},
-        {ROWS: 1, TOKENS: 512},
-        {ROWS: 64, TOKENS: 64},
-        {ROWS: 64, TOKENS: 512},
-    ]
-    assert Coverage.of(points).gaps(wanted) == ()
-    crowded: list[Point] = [*points[:2], {ROWS: 64, TOKENS: 65}, points[3]]
-    [gap] = Coverage.of(crowded).gaps(wanted)
-    assert gap.wanted == "rows 64 with tokens of a step 64"
-
-
-def test_a_demand_holds_points_that_are_within_it_in_every_dimension_that_it_names() -> None:
-    wanted = demand(Span(1, 64), Span(0, 1000), {"float32"})
-    assert all(wanted.holds(point) for point in CORNERS)
-    inside: dict[Dimension, Value] = {ROWS: 3, CONTEXT: 7, DTYPE: "float32"}
-    assert wanted.holds(inside)
-    assert wanted.holds(inside | {MASK: "causal"})
-    others: list[Point] = [
-        inside | {ROWS: 65},
-        inside | {ROWS: 0},
-        inside | {CONTEXT: 1001},
-        inside | {DTYPE: "float16"},
-        {CONTEXT: 7, DTYPE: "float32"},
-        {ROWS: 3, CONTEXT: 7},
-        {ROWS: 3, DTYPE: "float32"},
-    ]
-    for other in others:
-        assert not wanted.holds(other)
-
-
-def test_features_have_one_name_in_any_order() -> None:
-    assert joined_features(["window", "sinks"]) == joined_features(["sinks", "window"]) == "sinks+window"
-    assert joined_features([]) == "plain"
 
 
 def test_a_demand_gives_spans_for_scales_alone() -> None:

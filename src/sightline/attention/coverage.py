@@ -14,10 +14,8 @@ can reach there is a point at least as far out.
                                 │          │
                                 └──────────┘
 
-A step gives one point for each of its rows. Where two scales depend on each other, the corner that no step can have is
-moved to the nearest that one can: a step of 64 rows has at least 64 tokens.
-
-Knows numbers and names. Does not know how a case is tried, nor where proofs are kept.
+Some values never meet: a row that is alone has no rows beside it, a step without a cache has no context. Nothing is
+asked of those. Knows numbers and names. Does not know how a case is tried, nor where proofs are kept.
 """
 
 from __future__ import annotations
@@ -48,11 +46,12 @@ class Dimension(Enum):
     DTYPE = "dtype"
     CACHE_DTYPE = "cache dtype"
     FEATURES = "features"
-    """Of the spec and of the step: the names, sorted and joined by `+`; `plain` where there is none."""
+    """Of the spec and of the step, masks aside: see `features_name`."""
     MASK = "mask"
     POLICY = "cache policy"
     SHARING = "pages shared between rows"
     PAGE_ORDER = "order of pages"
+    """`in order` also where a row has two pages at most: other orders need three to differ."""
     PADDING = "padding"
     REUSE = "steps planned before on the same backend"
     COMPANY = "rows beside the longest"
@@ -78,46 +77,60 @@ _SCALES = frozenset(
 
 
 class Sharing(Enum):
-    """Values of `Dimension.SHARING`: whether the row reads a page that another row of the step reads too."""
+    """Values of `Dimension.SHARING`."""
 
     NONE = "none"
-    PREFIX = "a prefix"
-
-
-class PageOrder(Enum):
-    """Values of `Dimension.PAGE_ORDER`: how the row's pages lie in the pool."""
-
-    IN_ORDER = "in order"
-    """Side by side. One page is in order."""
-    SHUFFLED = "shuffled"
-    DESCENDING = "descending"
-    """Side by side, the last page first."""
+    PREFIX = "prefix"
+    """Rows read the same pages at their beginning."""
 
 
 class Padding(Enum):
-    """Values of `Dimension.PADDING`: whether the step has rows of no tokens, or tokens of no row, at its end."""
+    """Values of `Dimension.PADDING`."""
 
     NONE = "none"
     PADDED = "padded"
+    """With rows or tokens that belong to nobody."""
 
 
 class Reuse(Enum):
-    """Values of `Dimension.REUSE`: whether the backend planned other steps before this one."""
+    """Values of `Dimension.REUSE`."""
 
-    FIRST = "none"
-    LATER = "some"
+    FIRST = "first"
+    """The step is the first that the backend plans."""
+    AFTER_OTHERS = "after others"
+    """Steps of other rows were planned before it."""
+    AGAIN = "planned again"
+    """It was planned, then another, then it again."""
+    GOES_ON = "goes on"
+    """Its rows read what an earlier step of theirs wrote."""
 
 
 class Company(Enum):
-    """Values of `Dimension.COMPANY`: whether the step has other rows than this one."""
+    """Values of `Dimension.COMPANY`."""
 
     ALONE = "alone"
-    BESIDE = "beside others"
+    SHORTER = "shorter"
+    """Beside rows that have less context and fewer new tokens, or as many."""
+    SAME = "same"
+    """All rows of a step have the same lengths."""
 
 
-def joined_features(names: Iterable[str]) -> str:
-    """The value of `Dimension.FEATURES` for features of these names."""
-    return "+".join(sorted(names)) or "plain"
+class LaneUse(Enum):
+    """Values of `Dimension.LANE`."""
+
+    MAIN = "main"
+    SECOND = "second"
+    """In another lane than the main one, with a plan alive in each."""
+
+
+PLAIN_FEATURES = "plain"
+IN_ORDER = "in order"
+WITHOUT_CACHE = "transient"
+
+
+def features_name(names: Iterable[str]) -> str:
+    """The value of `Dimension.FEATURES`: the names sorted and joined by `+`, or `plain`."""
+    return "+".join(sorted(names)) or PLAIN_FEATURES
 
 
 Value: TypeAlias = int | str
@@ -155,13 +168,6 @@ class Demand:
         wrong += [dimension for dimension in self.values if dimension.is_scale]
         if wrong:
             raise ValueError(f"expected a span for each scale and a set for each other dimension, got {wrong}")
-
-    def holds(self, point: Point) -> bool:
-        """True if the point has a value within the demand for each of its dimensions."""
-        return all(point.get(dimension) in values for dimension, values in self.values.items()) and all(
-            dimension in point and span.low <= int(point[dimension]) <= span.high
-            for dimension, span in self.scales.items()
-        )
 
 
 @dataclass(frozen=True)
@@ -263,10 +269,12 @@ class Coverage:
     def _pair_gaps(self, pair: Pair, demand: Demand) -> Iterable[Gap]:
         one, two = pair
         if one.is_scale:
-            yield from self._corner_gaps(pair, demand.scales[one], demand.scales[two])
+            yield from self._corner_gaps(pair, demand)
         elif two.is_scale:
-            wanted = demand.scales[two]
             for value in _sorted(demand.values[one]):
+                wanted = possible_span(one, value, two, demand.scales[two])
+                if wanted is None:
+                    continue
                 span = self.reach.get(pair, {}).get(value)
                 if span is None or span.low > wanted.low or span.high < wanted.high:
                     told = "none" if span is None else f"{two.value} {span}"
@@ -274,13 +282,16 @@ class Coverage:
         else:
             met = self.met.get(pair, frozenset())
             for values in itertools.product(_sorted(demand.values[one]), _sorted(demand.values[two])):
-                if values not in met:
+                if values not in met and can_meet((one, values[0]), (two, values[1])):
                     yield Gap(pair, f"{one.value} {values[0]} with {two.value} {values[1]}", "each, but not together")
 
-    def _corner_gaps(self, pair: Pair, one: Span, two: Span) -> Iterable[Gap]:
+    def _corner_gaps(self, pair: Pair, demand: Demand) -> Iterable[Gap]:
         fronts = self.corners.get(pair, ((),) * len(_SIGNS))
+        one, two = (demand.scales[dimension] for dimension in pair)
         for (first, second), front in zip(_SIGNS, fronts, strict=True):
-            corner = _possible(pair, (one.high if first > 0 else one.low, two.high if second > 0 else two.low))
+            corner = _possible_corner(
+                pair, (one.high if first > 0 else one.low, two.high if second > 0 else two.low), demand
+            )
             if not any(first * (a - corner[0]) >= 0 and second * (b - corner[1]) >= 0 for a, b in front):
                 nearest = ", ".join(f"{a} with {b}" for a, b in front) or "none"
                 yield Gap(pair, f"{pair[0].value} {corner[0]} with {pair[1].value} {corner[1]}", nearest)
@@ -320,14 +331,63 @@ class Coverage:
 
 
 _SIGNS = ((1, 1), (1, -1), (-1, 1), (-1, -1))
-_AT_MOST_STEP_TOKENS = (Dimension.ROWS, Dimension.NEW_TOKENS)
-"""Every row has a token of the step, and no row has more tokens than the step."""
+_NEVER_MEET: tuple[frozenset[tuple[Dimension, Value]], ...] = tuple(
+    frozenset(pair)
+    for pair in (
+        ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.SHARING, Sharing.PREFIX.value)),
+        ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.REUSE, Reuse.GOES_ON.value)),
+        ((Dimension.COMPANY, Company.ALONE.value), (Dimension.SHARING, Sharing.PREFIX.value)),
+    )
+)
 
 
-def _possible(pair: Pair, corner: Corner) -> Corner:
-    """The corner, or the nearest that a step can have."""
-    least, most = corner
-    return (least, max(least, most)) if pair[0] in _AT_MOST_STEP_TOKENS and pair[1] is Dimension.STEP_TOKENS else corner
+def can_meet(one: tuple[Dimension, Value], two: tuple[Dimension, Value]) -> bool:
+    """False for two values that no step can have at once."""
+    ordered = any(
+        a == (Dimension.POLICY, WITHOUT_CACHE) and b[0] is Dimension.PAGE_ORDER and b[1] != IN_ORDER
+        for a, b in ((one, two), (two, one))
+    )
+    return not ordered and frozenset((one, two)) not in _NEVER_MEET
+
+
+def possible_span(dimension: Dimension, value: Value, scale: Dimension, span: Span) -> Span | None:
+    """The part of the span of a scale that steps with that value can have; None where there is none.
+
+    A shared prefix, and an order of pages, take some whole pages: how many tokens these hold is the page size's
+    matter, so that of a context only the far end is asked for.
+    """
+    match dimension, scale:
+        case Dimension.COMPANY, Dimension.ROWS if value == Company.ALONE.value:
+            return Span(1, 1) if span.low <= 1 else None
+        case Dimension.COMPANY | Dimension.SHARING, Dimension.ROWS | Dimension.STEP_TOKENS:
+            needs_two = value not in (Company.ALONE.value, Sharing.NONE.value)
+            if not needs_two:
+                return span
+            return Span(max(2, span.low), span.high) if span.high >= 2 else None
+        case Dimension.POLICY, Dimension.CONTEXT if value == WITHOUT_CACHE:
+            return Span(0, 0) if span.low <= 0 else None
+        case Dimension.SHARING, Dimension.CONTEXT if value == Sharing.PREFIX.value:
+            return Span(span.high, span.high) if span.high > 0 else None
+        case Dimension.PAGE_ORDER, Dimension.CONTEXT if value != IN_ORDER:
+            return Span(span.high, span.high) if span.high > 0 else None
+        case Dimension.FEATURES, Dimension.WINDOW if "window" not in str(value).split("+"):
+            return None
+        case _:
+            return span
+
+
+def _possible_corner(pair: Pair, corner: Corner, demand: Demand) -> Corner:
+    """The corner, or the nearest that a step can have: a step has at least as many tokens as rows, and as a row has."""
+    one, two = pair
+    first, second = corner
+    if two is Dimension.STEP_TOKENS and one in (Dimension.ROWS, Dimension.NEW_TOKENS):
+        second = max(first, second)
+        other = Dimension.NEW_TOKENS if one is Dimension.ROWS else Dimension.ROWS
+        if other in demand.scales:
+            second = min(second, first * demand.scales[other].high)
+    if two is Dimension.POOL_SLOTS and one is not Dimension.WINDOW:
+        second = max(second, demand.scales[two].high) if first > second else second
+    return first, second
 
 
 def _front(places: Sequence[Corner], first: int, second: int) -> tuple[Corner, ...]:
