@@ -112,19 +112,19 @@ def holds(demand: Demand, point: Point) -> bool:
 
 
 def _padding(queries: Sequence[int], num_tokens: int) -> str:
-    return (Padding.NONE if min(queries) > 0 and sum(queries) == num_tokens else Padding.PADDED).value
+    return str((Padding.NONE if min(queries) > 0 and sum(queries) == num_tokens else Padding.PADDED).value)
 
 
 def _reuse(num_plans: int, *, goes_on: bool) -> str:
     if goes_on:
         return Reuse.GOES_ON.value
-    return (Reuse.AFTER_OTHERS if num_plans else Reuse.FIRST).value
+    return str((Reuse.AFTER_OTHERS if num_plans else Reuse.FIRST).value)
 
 
 def _company(lengths: Sequence[tuple[int, int]]) -> str:
     if len(lengths) == 1:
         return Company.ALONE.value
-    return (Company.SAME if len(set(lengths)) == 1 else Company.SHORTER).value
+    return str((Company.SAME if len(set(lengths)) == 1 else Company.SHORTER).value)
 
 
 def _order(pages: Sequence[int]) -> str:
@@ -136,4 +136,4 @@ def _order(pages: Sequence[int]) -> str:
 
 def _sharing(pages: Sequence[Sequence[int]], row: int) -> str:
     others = {page for other, owned in enumerate(pages) if other != row for page in owned}
-    return (Sharing.PREFIX if others & set(pages[row]) else Sharing.NONE).value
+    return str((Sharing.PREFIX if others & set(pages[row]) else Sharing.NONE).value)

@@ -126,9 +126,8 @@ def _demand(
     }
     if spec.window is not None:
         scales[Dimension.WINDOW] = _exactly(spec.window)
-    companies = Company if scales[Dimension.ROWS].high > 1 else (Company.ALONE,)
-    if scales[Dimension.ROWS].low > 1:
-        companies = tuple(each for each in Company if each is not Company.ALONE)
+    rows = scales[Dimension.ROWS]
+    companies = [each for each in Company if (rows.low == 1 if each is Company.ALONE else rows.high > 1)]
     values = values | {
         Dimension.KIND: frozenset({spec.kind.value}),
         Dimension.GROUP_SIZE: frozenset({spec.group_size}),
