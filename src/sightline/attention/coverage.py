@@ -57,6 +57,8 @@ class Dimension(Enum):
     COMPANY = "rows beside the longest"
     LANE = "lane"
 
+    __hash__ = object.__hash__  # an enum's own is slow, and millions of points are looked up
+
     @property
     def is_scale(self) -> bool:
         return self in _SCALES
@@ -72,6 +74,17 @@ _SCALES = frozenset(
         Dimension.KEY_HEADS,
         Dimension.WINDOW,
         Dimension.POOL_SLOTS,
+    }
+)
+
+_OF_SPECS = frozenset(
+    {
+        Dimension.KIND,
+        Dimension.GROUP_SIZE,
+        Dimension.HEAD_DIM,
+        Dimension.PAGE_SIZE,
+        Dimension.DTYPE,
+        Dimension.CACHE_DTYPE,
     }
 )
 
@@ -295,6 +308,17 @@ class Coverage:
             if not any(first * (a - corner[0]) >= 0 and second * (b - corner[1]) >= 0 for a, b in front):
                 nearest = ", ".join(f"{a} with {b}" for a, b in front) or "none"
                 yield Gap(pair, f"{pair[0].value} {corner[0]} with {pair[1].value} {corner[1]}", nearest)
+
+    def lines(self) -> list[str]:
+        """For a person: the ranges of scales, then the values of specs and pages, then those of steps."""
+        spans = ", ".join(f"{scale.value} {span}" for scale, span in self.spans.items())
+        told = {
+            dimension: f"{dimension.value} {', '.join(map(str, _sorted(values)))}"
+            for dimension, values in self.values.items()
+        }
+        of_specs = "; ".join(line for dimension, line in told.items() if dimension in _OF_SPECS)
+        of_steps = "; ".join(line for dimension, line in told.items() if dimension not in _OF_SPECS)
+        return [line for line in (spans, of_specs, of_steps) if line]
 
     def to_data(self) -> dict[str, Any]:
         """In terms of JSON; `from_data` reads it back."""

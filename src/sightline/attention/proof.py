@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from enum import Enum
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from sightline.attention.capability import Capability, Requirement
+from sightline.attention.coverage import Coverage
 from sightline.attention.selection import Candidate, Doubt
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.version import __version__
 
-_FORMAT = 1
+_FORMAT = 2
 _SIGHTLINE = Path(__file__).parents[1]
 _PROVEN_SOURCES = ("attention", "cache", "core", "kernels", "runner", "testing")
 """Packages whose sources a proof is about; `testing` because a proof is worth what the kit tried."""
@@ -63,19 +64,8 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """The values that were tried, by column; of a column that says `ANY` nothing else is proven."""
-
-    head_dims: tuple[int, ...]
-    group_sizes: tuple[int, ...]
-    page_sizes: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    cache_dtypes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Proof:
-    """A passed full run of the conformance kit."""
+    """What passed runs of the conformance kit covered."""
 
     identity: Identity
     coverage: Coverage
@@ -84,8 +74,17 @@ class Proof:
     date: str
     """UTC, ISO 8601."""
 
+    def to_data(self) -> dict[str, Any]:
+        """In terms of JSON."""
+        return {
+            "identity": asdict(self.identity),
+            "coverage": self.coverage.to_data(),
+            "checks": list(self.checks),
+            "date": self.date,
+        }
+
     def to_json(self) -> str:
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"format": _FORMAT, **self.to_data()}) + "\n"
 
 
 def utc_now() -> str:
@@ -195,7 +194,8 @@ class ProofBook:
             return (f"its proof, {path}, is not trusted: {found}; run: {run}",)
         if found is None:
             return (f"{self._why_unproven(identity)}; run: {run}",)
-        return tuple(_uncovered(candidate, found.coverage, need))
+        missing = _uncovered(found.coverage, need)
+        return (f"not proven: {', '.join(missing)}; run: {run}",) if missing else ()
 
     def _why_unproven(self, identity: Identity) -> str:
         """Says what has changed, where there is a proof of the same backend on the same device."""
@@ -224,6 +224,7 @@ _NAMES = {
 """How to call the parts of an identity that have no better name."""
 
 
+_MOST_GAPS = 4
 _FIXED = ("backend", "device_kind", "device_name")
 """Where these differ, one proof says nothing about another."""
 
@@ -244,22 +245,11 @@ def _differences(one: Identity, other: Identity) -> list[str]:
     return [*different, *(f"the version of {name}" for name in packages)]
 
 
-def _uncovered(candidate: Candidate, coverage: Coverage, need: Requirement) -> Iterable[str]:
-    numbers = (
-        ("head dimension", "--head-dim", need.spec.head_dim, coverage.head_dims),
-        ("group size", "--group-size", need.spec.group_size, coverage.group_sizes),
-        ("page size", "--page-size", need.page_size, coverage.page_sizes),
-    )
-    for name, flag, value, tried in numbers:
-        if value not in tried:
-            run = prove_command(candidate.name, need.device, flag, str(value))
-            yield f"{name} {value} is declared, not proven; run: {run}"
-    for name, dtype, names in (
-        ("dtype", need.dtype, coverage.dtypes),
-        ("cache", need.cache_dtype, coverage.cache_dtypes),
-    ):
-        if dtype_name(dtype) not in names:
-            yield f"{name} {dtype_name(dtype)} is declared, and the conformance kit cannot try it"
+def _uncovered(coverage: Coverage, need: Requirement) -> tuple[str, ...]:
+    """The first few things that will be asked for and that no proof covers, and how many more there are."""
+    gaps = list(dict.fromkeys(str(gap) for demand in need.demands for gap in coverage.gaps(demand)))
+    told = gaps[:_MOST_GAPS]
+    return (*told, f"and {len(gaps) - len(told)} more") if len(gaps) > len(told) else tuple(told)
 
 
 def _read(path: Path, identity: Identity | None) -> Proof | str | None:
@@ -282,7 +272,7 @@ def _parse(text: str) -> Proof:
     """Raises `ValueError` for anything that `Proof.to_json` would not write."""
     try:
         data = json.loads(text)
-        identity, coverage = dict(data["identity"]), dict(data["coverage"])
+        identity = dict(data["identity"])
         proof = Proof(
             Identity(
                 **identity
@@ -291,30 +281,17 @@ def _parse(text: str) -> Proof:
                     "versions": tuple((name, version) for name, version in identity["versions"]),
                 }
             ),
-            Coverage(**{name: tuple(values) for name, values in coverage.items()}),
+            Coverage.from_data(data["coverage"]),
             tuple(data["checks"]),
             data["date"],
         )
         proven_at = datetime.fromisoformat(proof.date)
-    except (KeyError, TypeError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"something else ({error})") from error
-    columns = _columns(proof.coverage)
-    whole = all(type(each) is int for column in columns[:3] for each in column) and all(
-        type(each) is str for column in (*columns[3:], proof.checks) for each in column
-    )
+    whole = all(type(each) is str for each in proof.checks)
     if data.get("format") != _FORMAT or not whole or not proof.checks or proven_at.tzinfo is None:
         raise ValueError("something else")
     return proof
-
-
-def _columns(coverage: Coverage) -> tuple[tuple[Any, ...], ...]:
-    return (
-        coverage.head_dims,
-        coverage.group_sizes,
-        coverage.page_sizes,
-        coverage.dtypes,
-        coverage.cache_dtypes,
-    )
 
 
 def _versions(candidate: Candidate, capability: Capability) -> tuple[tuple[str, str], ...]:
