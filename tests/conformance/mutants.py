@@ -233,13 +233,13 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "sinks-by-key-head",
         "Query heads that share a key head share a sink.",
-        "pairs",
+        "covering",
         replace(CORRECT, add_sinks=faults.sinks_by_key_head),
     ),
     Mutant(
         "one-dtype-at-one-size",
         "Outputs in bfloat16 are halved where the head dimension is 192.",
-        "pairs",
+        "covering",
         replace(CORRECT, weigh=faults.halve_bfloat16_of_192),
     ),
     Mutant(
@@ -300,7 +300,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "no-tree-beside-padding",
         "In a padded step, rows with a tree are computed as causal ones.",
-        "random-steps",
+        "covering",
         replace(CORRECT, sees=faults.no_tree_beside_padding),
     ),
     Mutant(

@@ -339,7 +339,7 @@ class Coverage:
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Coverage:
         """Raises `ValueError`, `KeyError` or `TypeError` for anything that `to_data` would not write."""
-        return Coverage(
+        coverage = Coverage(
             {Dimension[key]: Span(int(low), int(high)) for key, (low, high) in data["spans"].items()},
             {Dimension[key]: frozenset(map(_value, values)) for key, values in data["values"].items()},
             {_pair(key): frozenset((_value(a), _value(b)) for a, b in met) for key, met in data["met"].items()},
@@ -352,6 +352,9 @@ class Coverage:
                 for key, fronts in data["corners"].items()
             },
         )
+        if coverage.to_data() != data:
+            raise ValueError("a coverage that is written otherwise")
+        return coverage
 
 
 _SIGNS = ((1, 1), (1, -1), (-1, 1), (-1, -1))

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from sightline.attention.capability import Capability, Requirement
-from sightline.attention.coverage import Coverage
+from sightline.attention.coverage import Coverage, Demand, Dimension
 from sightline.attention.selection import Candidate, Doubt
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
@@ -168,7 +168,10 @@ class ProofBook:
 
     def find(self, candidate: Candidate, capability: Capability, device: Device) -> Proof | None:
         """The proof of this row, on this device, with these versions and sources."""
-        identity = self.identify(candidate, capability, device)
+        return self.read(self.identify(candidate, capability, device))
+
+    def read(self, identity: Identity) -> Proof | None:
+        """The proof of exactly that, if there is one and it is trusted."""
         found = _read(self._path(identity), identity)
         return found if isinstance(found, Proof) else None
 
@@ -247,9 +250,25 @@ def _differences(one: Identity, other: Identity) -> list[str]:
 
 def _uncovered(coverage: Coverage, need: Requirement) -> tuple[str, ...]:
     """The first few things that will be asked for and that no proof covers, and how many more there are."""
-    gaps = list(dict.fromkeys(str(gap) for demand in need.demands for gap in coverage.gaps(demand)))
+    demands = need.demands or (_least_demand(need),)
+    gaps = list(dict.fromkeys(str(gap) for demand in demands for gap in coverage.gaps(demand)))
     told = gaps[:_MOST_GAPS]
     return (*told, f"and {len(gaps) - len(told)} more") if len(gaps) > len(told) else tuple(told)
+
+
+def _least_demand(need: Requirement) -> Demand:
+    """What is asked for whatever the steps are."""
+    spec = need.spec
+    return Demand(
+        {},
+        {
+            Dimension.HEAD_DIM: frozenset({spec.head_dim}),
+            Dimension.GROUP_SIZE: frozenset({spec.group_size}),
+            Dimension.PAGE_SIZE: frozenset({need.page_size}),
+            Dimension.DTYPE: frozenset({dtype_name(need.dtype)}),
+            Dimension.CACHE_DTYPE: frozenset({dtype_name(need.cache_dtype)}),
+        },
+    )
 
 
 def _read(path: Path, identity: Identity | None) -> Proof | str | None:
@@ -286,9 +305,9 @@ def _parse(text: str) -> Proof:
             data["date"],
         )
         proven_at = datetime.fromisoformat(proof.date)
-    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"something else ({error})") from error
-    whole = all(type(each) is str for each in proof.checks)
+    whole = all(type(each) is str for each in proof.checks) and set(data) == {"format", *proof.to_data()}
     if data.get("format") != _FORMAT or not whole or not proof.checks or proven_at.tzinfo is None:
         raise ValueError("something else")
     return proof

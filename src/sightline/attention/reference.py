@@ -6,6 +6,8 @@ is left of an entry that went through a cache.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,19 +16,23 @@ from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind, RowMask
 
 
-def visible_keys(spec: AttentionSpec, mask: RowMask, context_len: int, positions: Tensor) -> Tensor:
-    """[query_len, seq_len] bool: True where query i sees key j. `positions` [query_len] are the new tokens' own."""
+def visible_keys(
+    spec: AttentionSpec, mask: RowMask, context_len: int, positions: Tensor, queries: Sequence[int] | None = None
+) -> Tensor:
+    """[num_queries, seq_len] bool: True where query i sees key j. `positions` [query_len] are the new tokens' own;
+    `queries` are the new tokens that are asked about, all where there is None."""
     query_len = positions.shape[0]
+    asked = range(query_len) if queries is None else queries
     context_positions = torch.arange(context_len)
     key_positions = torch.cat([context_positions, positions.cpu()])
-    visible = torch.ones(query_len, context_len + query_len, dtype=torch.bool)
-    for query in range(query_len):
+    visible = torch.ones(len(asked), context_len + query_len, dtype=torch.bool)
+    for place, query in enumerate(asked):
         if mask.kind is MaskKind.CAUSAL:
-            visible[query, context_len + query + 1 :] = False
+            visible[place, context_len + query + 1 :] = False
         elif mask.tree is not None:
-            visible[query, context_len:] = mask.tree[query]
+            visible[place, context_len:] = mask.tree[query]
     if spec.window is not None:
-        distance = (positions.cpu()[:, None] - key_positions[None, :]).abs()
+        distance = (positions.cpu()[list(asked), None] - key_positions[None, :]).abs()
         visible &= distance < spec.window
     return visible
 

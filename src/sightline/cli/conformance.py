@@ -228,6 +228,8 @@ def _row_lines(report: ConformanceReport, row: TriedRow, *, verbose: bool) -> It
     yield from (f"  excused {result.check}: {result.detail}" for result in row.of(Verdict.EXCUSED))
     yield from (f"  not tried: the row does not list {value}" for value in row.not_listed)
     yield f"  {_meaning(report, row)}"
+    if row.proof is not None:
+        yield from (f"    for {line}" for line in row.proof.coverage.lines())
 
 
 def _meaning(report: ConformanceReport, row: TriedRow) -> str:

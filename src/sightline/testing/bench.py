@@ -87,6 +87,8 @@ class Layout(Enum):
 
 
 _NOISE_ENTRIES = 61
+_FILLED_BYTES = 96 << 20
+"""Of a pool: in a larger one only the pages of rows are filled, with NaN."""
 GARBAGE_VALUE = 100.0
 """The size of values in slots that nobody wrote: far from any that somebody did."""
 
@@ -145,7 +147,9 @@ class Setting:
     unused: Unused = Unused.NAN
     memory: Memory = Memory.POISON
     num_pages: int | None = None
-    """None is enough for all rows at their longest. More are left as the allocator gave them."""
+    """None is enough for all rows at their longest."""
+    pages_passed_over: int = 0
+    """At the beginning of a pool, handed out last where pages lie in order."""
 
 
 class Bench:
@@ -166,9 +170,10 @@ class Bench:
             CacheLimits(pages, setting.page_size, setting.max_rows, setting.max_seq_len),
             self.device,
         )
-        if setting.num_pages is None:
+        self._is_large = max(pool.num_bytes for pool in self.store.pools) > _FILLED_BYTES
+        if not self._is_large:
             fill_pools(self.store, setting.unused)
-        arrange_free_pages(self.store, setting.layout)
+        arrange_free_pages(self.store, setting.layout, passed_over=setting.pages_passed_over)
         self.workspace = self._make_workspace()
         self.planner = self._make_planner(self.workspace)
 
@@ -211,15 +216,41 @@ class Bench:
         workspace.seal()
         return self.subject.planner(bindings, limits, self.device, paranoid=setting.paranoid)
 
-    def open_rows(self, rows: Sequence[Row]) -> list[int]:
-        """Page-table rows with pages for each row; shuffled ones grow in turns, so that their pages interleave."""
+    def open_rows(self, rows: Sequence[Row], shared_pages: int = 0, owner: int = 0) -> list[int]:
+        """Page-table rows with pages for each row; shuffled ones grow in turns, so that their pages interleave.
+
+        All rows begin with the same `shared_pages`, those of row `owner`.
+        """
         table_rows = [self.store.open_row() for _ in rows]
+        if shared_pages:
+            self.store.grow_row(table_rows[owner], rows[owner].seq_len)
+            bundles = [self.store.bundle(table_rows[owner], index) for index in range(shared_pages)]
+            for table_row in (each for each in table_rows if each != table_rows[owner]):
+                self.store.adopt(table_row, bundles)
+        self._grow(rows, table_rows)
+        if self._is_large:
+            self._fill_pages(table_rows)
+        return table_rows
+
+    def _fill_pages(self, table_rows: Sequence[int]) -> None:
+        """Fills the pages of rows in a pool that is too large to be filled."""
+        for pool in self.store.pools:
+            pages = sorted({page for row in table_rows for page in pool.table.owned(row)})
+            slots = torch.tensor([page * pool.page_size + slot for page in pages for slot in range(pool.page_size)])
+            for plane in pool.spec.planes:
+                entries = as_bytes(pool.plane(plane.name))
+                nan = torch.full((1, *plane.shape), torch.nan).to(plane.dtype).view(torch.uint8).to(entries.device)
+                for layer in entries:
+                    layer[slots.to(entries.device)] = nan
+
+    def _grow(self, rows: Sequence[Row], table_rows: Sequence[int]) -> None:
         longest = max((row.seq_len for row in rows), default=0)
         step = self.setting.page_size if self.setting.layout is Layout.SHUFFLED else max(longest, 1)
+        growing = list(zip(table_rows, rows, strict=True))
         for length in range(step, longest + step, step):
-            for table_row, row in zip(table_rows, rows, strict=True):
+            for table_row, row in growing:
                 self.store.grow_row(table_row, min(length, row.seq_len))
-        return table_rows
+            growing = [(table_row, row) for table_row, row in growing if row.seq_len > length]
 
     def batch(self, rows: Sequence[Row], table_rows: Sequence[int]) -> Batch:
         return assemble(row_work(rows, table_rows), self.store)
@@ -241,8 +272,8 @@ def row_work(rows: Sequence[Row], table_rows: Sequence[int]) -> list[RowWork]:
     ]
 
 
-def arrange_free_pages(store: CacheStore, layout: Layout, seed: int = 7) -> None:
-    """Makes every pool hand out its free pages in that order."""
+def arrange_free_pages(store: CacheStore, layout: Layout, seed: int = 7, passed_over: int = 0) -> None:
+    """Makes every pool hand out its free pages in that order; `passed_over` of those in order come last."""
     order = random.Random(seed)
     for pool in store.pools:
         pages = sorted(pool.allocator.allocate(pool.allocator.num_free))
@@ -250,6 +281,8 @@ def arrange_free_pages(store: CacheStore, layout: Layout, seed: int = 7) -> None
             order.shuffle(pages)
         elif layout is Layout.DESCENDING:
             pages.reverse()
+        else:
+            pages = pages[passed_over:] + pages[:passed_over]
         pool.allocator.release(pages)
 
 

@@ -1,6 +1,6 @@
 """Running the checks, each after those that it builds on, and what came of it.
 
-    built ─▶ cache-write ─▶ write-slots ─▶ first-read ─▶ causal ─▶ context ─▶ … ─▶ ragged ─┬▶ features ─▶ pairs
+    built ─▶ cache-write ─▶ write-slots ─▶ first-read ─▶ causal ─▶ context ─▶ … ─▶ ragged ─┬▶ features ─▶ covering
                                                                                            ├▶ pages, lengths
                                                                                            └▶ plans, memory, numerics
 
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from sightline.attention.capability import Capability
+from sightline.attention.coverage import Point
 from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
 from sightline.testing.samples import Samples
@@ -49,6 +50,8 @@ class CheckResult:
     num_steps: int
     """Steps that were compared with the oracle."""
     seconds: float
+    points: tuple[Point, ...] = ()
+    """The cases that passed, as coverage counts them."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class RowReport:
     @property
     def failed(self) -> tuple[CheckResult, ...]:
         return tuple(result for result in self.results if result.verdict is Verdict.FAILED)
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """Every case that passed, as coverage counts them."""
+        return tuple(point for result in self.results for point in result.points)
 
     @property
     def passed(self) -> bool:
@@ -112,7 +120,10 @@ def joined(shares: Sequence[CheckResult]) -> CheckResult:
     """What comes of a check whose shares were tried apart: the first failure, if there is one."""
     worst = next((share for share in shares if share.verdict is Verdict.FAILED), shares[0])
     return replace(
-        worst, num_steps=sum(share.num_steps for share in shares), seconds=sum(share.seconds for share in shares)
+        worst,
+        num_steps=sum(share.num_steps for share in shares),
+        seconds=sum(share.seconds for share in shares),
+        points=tuple(point for share in shares for point in share.points),
     )
 
 
@@ -143,7 +154,8 @@ def _run(check: Check, subject: Subject, effort: Effort, samples: Samples, share
         verdict, detail = Verdict.FAILED, f"expected no error, got {_raised(error, subject)}"
         trace = "".join(traceback.format_exception(error))
     case = progress.case if verdict is Verdict.FAILED else ""
-    return CheckResult(check.name, verdict, detail, case, trace, progress.num_steps, time.perf_counter() - started)
+    seconds, points = time.perf_counter() - started, tuple(progress.points)
+    return CheckResult(check.name, verdict, detail, case, trace, progress.num_steps, seconds, points)
 
 
 def _raised(error: Exception, subject: Subject) -> str:

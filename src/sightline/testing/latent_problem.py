@@ -15,7 +15,7 @@ from torch import Tensor
 from sightline.attention.contract import LatentInputs
 from sightline.attention.reference import attend_latent_row
 from sightline.attention.spec import Feature, LatentSpec, SpecKind
-from sightline.testing.problem import Entries, Normal, Problem
+from sightline.testing.problem import Entries, Normal, Problem, needle_score
 
 _LARGE = 256
 """Entries above this are cut as DeepSeek's models cut them: 64 numbers are rotated, and a head has equal sides."""
@@ -67,7 +67,7 @@ class LatentProblem(Problem[LatentSpec, LatentInputs]):
         return (torch.cat([inputs.latent, inputs.k_rope], dim=-1),)
 
     def answer(
-        self, spec: LatentSpec, inputs: LatentInputs, tokens: slice, entries: Entries, visible: Tensor
+        self, spec: LatentSpec, inputs: LatentInputs, tokens: slice | Tensor, entries: Entries, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
         [entry] = entries
         queries = (inputs.q_nope[tokens], inputs.q_rope[tokens])
@@ -91,6 +91,20 @@ class LatentProblem(Problem[LatentSpec, LatentInputs]):
     def make_noticed(self, spec: LatentSpec, inputs: LatentInputs, entries: Entries, place: int) -> None:
         del spec
         entries[0][place] = 3 * _absorbed(inputs)[0].to(entries[0].dtype)
+
+    def look_for(
+        self, spec: LatentSpec, inputs: LatentInputs, tokens: slice, entries: Entries, places: Sequence[int]
+    ) -> None:
+        # The rotated part of an entry is the one that all heads meet alike.
+        sought = inputs.q_rope[tokens.start, 0].float()
+        inputs.q_rope[tokens] = (inputs.q_rope[tokens].float() / 2 + sought).to(inputs.q_rope.dtype)
+        [entry], context_len = entries, entries[0].shape[0]
+        score = needle_score(context_len + tokens.stop - tokens.start, len(places))
+        added = sought * (score / (spec.scale * sought.square().sum()))
+        for place in places:
+            new = inputs.k_rope[tokens.start + place - context_len] if place >= context_len else None
+            line = entry[place, spec.latent_dim :] if new is None else new
+            line.copy_(line.float() / 2 + added)
 
     def climbing(self, spec: LatentSpec, inputs: LatentInputs, entries: Entries, scores: Tensor) -> Entries:
         [entry] = entries

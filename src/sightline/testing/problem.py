@@ -8,6 +8,7 @@ Benches, steps and checks speak of these alone. Knows no backend and no pages.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Generic, TypeAlias
@@ -22,6 +23,14 @@ Entries: TypeAlias = tuple[Tensor, ...]
 """What is cached of some tokens, one tensor [num_entries, ...] for each plane of the pool, on the host."""
 Normal: TypeAlias = Callable[..., Tensor]
 """Random numbers of a shape, in the dtype of the step."""
+
+
+def needle_score(num_keys: int, num_places: int) -> float:
+    """How much higher the scores of some keys must be, so that they weigh as much as all others together.
+
+    Scores of the others are about normal with a variance of 5, and the mean of their exponentials is e^2.5.
+    """
+    return math.log(max(num_keys, 1) / max(num_places, 1)) + 2.5
 
 
 class Problem(ABC, Generic[SpecT, InputsT]):
@@ -64,9 +73,9 @@ class Problem(ABC, Generic[SpecT, InputsT]):
 
     @abstractmethod
     def answer(
-        self, spec: SpecT, inputs: InputsT, tokens: slice, entries: Entries, visible: Tensor
+        self, spec: SpecT, inputs: InputsT, tokens: slice | Tensor, entries: Entries, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The oracle's output and LSE for the row of those tokens; `entries` are all of the row's."""
+        """The oracle's output and LSE for those tokens of a row; `entries` are all of the row's."""
 
     @abstractmethod
     def queries(self, inputs: InputsT) -> tuple[Tensor, ...]:
@@ -91,6 +100,14 @@ class Problem(ABC, Generic[SpecT, InputsT]):
     @abstractmethod
     def make_noticed(self, spec: SpecT, inputs: InputsT, entries: Entries, place: int) -> None:
         """Changes an entry so that the first token's output becomes another."""
+
+    @abstractmethod
+    def look_for(self, spec: SpecT, inputs: InputsT, tokens: slice, entries: Entries, places: Sequence[int]) -> None:
+        """Changes a row so that its queries give the keys at `places` together as much weight as all others.
+
+        Of thousands of keys one alone weighs next to nothing, and could be missed unseen. `entries` are those of the
+        context; places from there on are new tokens.
+        """
 
     @abstractmethod
     def climbing(self, spec: SpecT, inputs: InputsT, entries: Entries, scores: Tensor) -> Entries:

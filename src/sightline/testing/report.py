@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 from sightline.attention.backends import registry
+from sightline.attention.coverage import Coverage
 from sightline.attention.proof import Proof, ProofBook, declared, utc_now
 from sightline.attention.selection import Candidate
 from sightline.core.device import Device, detect_device
@@ -21,7 +22,7 @@ from sightline.testing.checks import CHECKS
 from sightline.testing.crew import SideBySide
 from sightline.testing.errands import Brief
 from sightline.testing.kit import CheckResult, RowReport, Verdict
-from sightline.testing.proving import coverage, passed_checks, with_proven
+from sightline.testing.proving import coverage, passed_checks
 from sightline.testing.rows import RowToTry, SkippedRow, Unloadable, list_rows
 from sightline.testing.samples import Samples
 from sightline.testing.trial import Check, Effort
@@ -125,12 +126,19 @@ class ConformanceReport:
                     "declared": declared(report.capability),
                     "not_listed": list(outcome.not_listed),
                     "checks": [
-                        asdict(result) | {"verdict": result.verdict.value, "proves": self.proves[result.check]}
-                        for result in report.results
+                        _result_data(result) | {"proves": self.proves[result.check]} for result in report.results
                     ],
-                    "proof": None if proof is None else asdict(proof),
+                    "covered": Coverage.of(report.points).to_data(),
+                    "proof": None if proof is None else proof.to_data(),
                     "voided": outcome.voided,
                 }
+
+
+def _result_data(result: CheckResult) -> dict[str, Any]:
+    """In terms of JSON; the points of all checks are told together, as coverage."""
+    data = asdict(replace(result, points=())) | {"verdict": result.verdict.value}
+    del data["points"]
+    return data
 
 
 def run_conformance(
@@ -207,8 +215,7 @@ def _prepared(row: RowToTry, samples: Samples, book: ProofBook | None) -> Prepar
     if book is None:
         return PreparedRow(row, samples, not_listed, None)
     identity = book.identify(row.candidate, subject.capability, subject.device)
-    wider = with_proven(samples, book.find(row.candidate, subject.capability, subject.device))
-    return PreparedRow(row, wider, not_listed, identity)
+    return PreparedRow(row, samples, not_listed, identity)
 
 
 def _reports(prepared: PreparedRow, outcomes: Sequence[Outcome]) -> tuple[RowReport, ...]:
@@ -231,6 +238,6 @@ def _concluded(
         if not report.passed:
             voided = book.void(identity)
         elif passed and row.is_whole:
-            proof = Proof(identity, coverage(row.subject.capability, (*others, report)), passed, utc_now())
+            proof = Proof(identity, coverage((*others, report), book.read(identity)), passed, utc_now())
             book.record(proof)
     return TriedRow(row.candidate.name, row.label, report, proof, voided, prepared.not_listed)

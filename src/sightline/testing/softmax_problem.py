@@ -12,7 +12,7 @@ from torch import Tensor
 from sightline.attention.contract import SoftmaxInputs
 from sightline.attention.reference import attend_row
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
-from sightline.testing.problem import Entries, Normal, Problem
+from sightline.testing.problem import Entries, Normal, Problem, needle_score
 
 
 class SoftmaxProblem(Problem[SoftmaxSpec, SoftmaxInputs]):
@@ -52,7 +52,7 @@ class SoftmaxProblem(Problem[SoftmaxSpec, SoftmaxInputs]):
         return inputs.k, inputs.v
 
     def answer(
-        self, spec: SoftmaxSpec, inputs: SoftmaxInputs, tokens: slice, entries: Entries, visible: Tensor
+        self, spec: SoftmaxSpec, inputs: SoftmaxInputs, tokens: slice | Tensor, entries: Entries, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
         keys, values = entries
         return attend_row(spec, inputs.q[tokens], keys, values, visible, inputs.sinks)
@@ -77,6 +77,20 @@ class SoftmaxProblem(Problem[SoftmaxSpec, SoftmaxInputs]):
         keys, values = entries
         keys[place] = 3 * inputs.q[0, :: spec.group_size]
         values[place] = 5.0
+
+    def look_for(
+        self, spec: SoftmaxSpec, inputs: SoftmaxInputs, tokens: slice, entries: Entries, places: Sequence[int]
+    ) -> None:
+        sought = inputs.q[tokens.start, :: spec.group_size].float()
+        shared = sought.repeat_interleave(spec.group_size, 0)
+        inputs.q[tokens] = (inputs.q[tokens].float() / 2 + shared).to(inputs.q.dtype)
+        keys, context_len = entries[0], entries[0].shape[0]
+        num_keys = context_len + tokens.stop - tokens.start
+        score = needle_score(min(num_keys, spec.window or num_keys), len(places))
+        added = sought * (score / (spec.scale * sought.square().sum(-1, keepdim=True)))
+        for place in places:
+            line = keys[place] if place < context_len else inputs.k[tokens.start + place - context_len]
+            line.copy_(line.float() / 2 + added)
 
     def climbing(self, spec: SoftmaxSpec, inputs: SoftmaxInputs, entries: Entries, scores: Tensor) -> Entries:
         keys, values = entries

@@ -5,9 +5,10 @@ Inputs and answers live on the host, so that the device computes nothing but wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from sightline.testing.problem import Entries
 
 _Inputs = TypeVar("_Inputs", SoftmaxInputs, LatentInputs)
 _HOST = torch.device("cpu")
+Asked: TypeAlias = Mapping[int, Sequence[int]]
+"""By row, in order, the new tokens that the oracle is asked about."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,13 +203,23 @@ class Step:
         """What is left of values that went through the cache, if the step has one."""
         return loaded_entries(self.stored(plane, values), self._scale(plane)) if self.batch.pools else values
 
-    def expected(self) -> Answer:
-        """From dense tensors, row by row; nothing paged is touched."""
+    def places(self, asked: Asked) -> Tensor:
+        """The step's tokens that are asked about."""
+        starts = [0, *itertools.accumulate(row.query_len for row in self.rows)]
+        places = [starts[row] + query for row, queries in asked.items() for query in queries]
+        return torch.tensor(places, dtype=torch.int64)
+
+    def expected(self, asked: Asked | None = None) -> Answer:
+        """From dense tensors, row by row; nothing paged is touched. All tokens, or those that are asked about."""
         outs, lses = [], []
-        for row, (tokens, entries) in zip(self.rows, self._whole_rows(), strict=True):
-            visible = visible_keys(self.spec, row.mask, row.context_len, _positions(row))
+        for number, (row, (tokens, entries)) in enumerate(zip(self.rows, self._whole_rows(), strict=True)):
+            queries = None if asked is None else asked.get(number, ())
+            if queries is not None and not queries:
+                continue
+            chosen = tokens if queries is None else torch.tensor(queries) + tokens.start
+            visible = visible_keys(self.spec, row.mask, row.context_len, _positions(row), queries)
             kept = tuple(self.kept(plane, values) for plane, values in zip(self.planes, entries, strict=True))
-            out, lse = self.problem.answer(self.spec, self.inputs, tokens, kept, visible)
+            out, lse = self.problem.answer(self.spec, self.inputs, chosen, kept, visible)
             outs.append(out)
             lses.append(lse)
         empty = (0, self.spec.num_q_heads)

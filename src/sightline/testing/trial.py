@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NoReturn, TypeVar
 
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from sightline.attention.capability import ANY, Capability
+from sightline.attention.coverage import Point
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind
 from sightline.testing.bench import GARBAGE_VALUE, PLAIN_SCALES, Bench, Layout, Memory, Row, Setting, Subject, Unused
 from sightline.testing.problem import Problem
 from sightline.testing.samples import Samples
-from sightline.testing.steps import Answer, Step
+from sightline.testing.steps import Answer, Asked, Step
 
 _T = TypeVar("_T")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -55,6 +56,8 @@ class Progress:
     """Steps that were compared with the oracle."""
     case: str = ""
     """What is being tried, for whoever has to find out why it failed."""
+    points: list[Point] = field(default_factory=list)
+    """What passed, as coverage counts it."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ class Trial:
         """Runs a step and holds it against the oracle."""
         answer = self.run(step, needs)
         self.hold(step, answer)
-        self._require_lse(step, answer, wanted=Feature.LSE in needs)
+        self.require_lse(step, answer, wanted=Feature.LSE in needs)
         return answer
 
     def require_written(self, step: Step) -> None:
@@ -160,7 +163,7 @@ class Trial:
         if unwritten is not None:
             fail(unwritten)
 
-    def _require_lse(self, step: Step, answer: Answer, *, wanted: bool) -> None:
+    def require_lse(self, step: Step, answer: Answer, *, wanted: bool) -> None:
         """There exactly where it was asked for, float32, one number for each token and head, padding included."""
         self.require((answer.lse is not None) == wanted, f"expected {'the' if wanted else 'no'} LSE, got {answer.lse}")
         if answer.lse is not None:
@@ -178,22 +181,39 @@ class Trial:
         """Runs a step of these rows on a bench of its own."""
         self.try_step(Step(self.bench(spec or self.plain, setting=setting), rows), needs)
 
-    def hold(self, step: Step, answer: Answer, what: str = "") -> None:
-        """Compares an answer with the oracle's, and what the step left in the cache with its inputs."""
+    def hold(self, step: Step, answer: Answer, what: str = "", asked: Asked | None = None) -> None:
+        """Compares an answer with the oracle's, and what the step left in the cache with its inputs.
+
+        Where only some tokens are asked about, the others' output must be numbers.
+        """
         self.progress.num_steps += 1
         self.progress.case = describe_step(step)
-        expected = step.expected()
-        num_tokens = expected.out.shape[0]
+        expected = step.expected(asked)
+        num_tokens = sum(row.query_len for row in step.rows)
+        places = torch.arange(num_tokens) if asked is None else step.places(asked)
         subject = f" ({what})" if what else ""
-        self.compare(answer.out[:num_tokens], expected.out, f"an output{subject}", step)
+        self.compare(answer.out[places], expected.out, f"an output{subject}", step, places=places)
+        if asked is not None:
+            self.require(
+                bool(answer.out[:num_tokens].isfinite().all()),
+                f"expected an output{subject} of numbers, got some that are none",
+            )
         if answer.lse is not None and expected.lse is not None:
-            self.compare(answer.lse[:num_tokens], expected.lse, f"an LSE{subject}", step, self.lse_tolerance)
+            told = f"an LSE{subject}"
+            self.compare(answer.lse[places], expected.lse, told, step, self.lse_tolerance, places)
         self.require_written(step)
 
     def compare(
-        self, got: Tensor, expected: Tensor, what: str, step: Step | None = None, tolerance: float | None = None
+        self,
+        got: Tensor,
+        expected: Tensor,
+        what: str,
+        step: Step | None = None,
+        tolerance: float | None = None,
+        places: Tensor | None = None,
     ) -> None:
-        """Within what rounding costs; -inf equals -inf, NaN equals nothing."""
+        """Within what rounding costs; -inf equals -inf, NaN equals nothing. `places` are the step's tokens that the
+        numbers are of."""
         if got.shape != expected.shape:
             fail(f"expected {what} of shape {tuple(expected.shape)}, got {tuple(got.shape)}")
         tolerance = tolerance or self.tolerance
@@ -205,7 +225,7 @@ class Trial:
             first = tuple(int(index) for index in wrong.nonzero()[0])
             fail(
                 f"expected {what} within {tolerance:g} of the oracle, got {int(wrong.sum())} of {wrong.numel()} "
-                f"numbers beyond it; the first, {_place(first, wrong, step)}: expected {float(wanted[first]):.6g}, "
+                f"numbers beyond it; the first, {_place(first, wrong, step, places)}: expected {float(wanted[first]):.6g}, "
                 f"got {_told(float(got[first]))}"
             )
 
@@ -235,15 +255,17 @@ def scaled_dtypes(row: Capability) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in cache_dtypes(row) if dtype in SCALED_DTYPES)
 
 
-def _place(first: tuple[int, ...], wrong: Tensor, step: Step | None) -> str:
+def _place(first: tuple[int, ...], wrong: Tensor, step: Step | None, places: Tensor | None) -> str:
     """Where a wrong number is, and which rows have any."""
     if step is None:
         return f"at {first}"
     ends = list(itertools.accumulate(row.query_len for row in step.rows))
-    row = bisect.bisect_right(ends, first[0])
+    place = first[0] if places is None else int(places[first[0]])
+    row = bisect.bisect_right(ends, place)
     lengths = step.rows[row]
-    token = first[0] - (ends[row] - lengths.query_len)
-    tokens = wrong.flatten(1).any(1).nonzero().flatten().tolist()
+    token = place - (ends[row] - lengths.query_len)
+    found = wrong.flatten(1).any(1)
+    tokens = (found.nonzero().flatten() if places is None else places[found]).tolist()
     rows = sorted({bisect.bisect_right(ends, each) for each in tokens})
     others = f"; rows with wrong numbers: {', '.join(map(str, rows))}" if len(step.rows) > 1 else ""
     return (

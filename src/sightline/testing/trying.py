@@ -22,7 +22,7 @@ class PreparedRow:
 
     row: RowToTry
     samples: Samples
-    """Those that were asked for, those of the kind of attention, and those of an earlier proof."""
+    """Those that were asked for, and those of the kind of attention."""
     not_listed: tuple[str, ...]
     """Values that were asked for and that the row does not declare."""
     identity: Identity | None

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sightline.attention.capability import Capability, Work
+from sightline.attention.coverage import Dimension, Value
 from sightline.attention.proof import Proof, ProofBook, declared
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature
@@ -35,6 +36,14 @@ _COLUMNS = {
 """What a row declares beside its features, and how to call it."""
 _WHERE = ("devices", "compute_capabilities", "package")
 """Columns that say where a row runs: of these a proof on one device proves nothing."""
+_PROVEN_BY = {
+    "dtypes": Dimension.DTYPE,
+    "cache_dtypes": Dimension.CACHE_DTYPE,
+    "head_dims": Dimension.HEAD_DIM,
+    "group_sizes": Dimension.GROUP_SIZE,
+    "page_sizes": Dimension.PAGE_SIZE,
+}
+"""Columns of which a proof is of the values that were tried."""
 _PREAMBLE = """\
 # What attention backends can do
 
@@ -70,10 +79,11 @@ class MatrixRow:
             return text
         if self.proof is None or (column == "graph" and self.proof.identity.device_kind != DeviceKind.CUDA.value):
             return f"{text} · declared"
-        tried = asdict(self.proof.coverage).get(column)
-        if tried is None or sorted(tried) == declared(self.capability)[column]:
+        dimension = _PROVEN_BY.get(column)
+        tried = [] if dimension is None else sorted(self.proof.coverage.values.get(dimension, ()), key=_number_or_name)
+        if dimension is None or tried == declared(self.capability)[column]:
             return f"{text} · {self._proven}"
-        return f"{text} · {self._proven}: {', '.join(map(str, tried))}"
+        return f"{text} · {self._proven}: {', '.join(map(str, tried)) or 'none'}"
 
     def feature(self, feature: Feature) -> str:
         if feature not in self.capability.features:
@@ -94,7 +104,7 @@ class MatrixRow:
             "declared": declared(self.capability),
             "ranks": {work.value: self.capability.ranks.of(work) for work in Work},
             "unavailable": list(self.unavailable),
-            "proof": None if self.proof is None else asdict(self.proof),
+            "proof": None if self.proof is None else self.proof.to_data(),
         }
 
 
@@ -117,6 +127,7 @@ class Matrix:
             told |= {feature.value: row.feature(feature) for feature in Feature}
             told["ranks"] = ", ".join(f"{row.capability.ranks.of(work)} for {work.value}" for work in Work)
             lines += [f"  {name:<20}  {value}" for name, value in told.items()]
+            lines += [] if row.proof is None else [f"  proven for {line}" for line in row.proof.coverage.lines()]
         lines += [each.line for each in self.missing]
         return [*lines, *(f"{broken.backend}: {broken.reason}" for broken in self.broken)]
 
@@ -126,6 +137,10 @@ class Matrix:
             "missing": [missing.to_data() for missing in self.missing],
             "broken": [asdict(broken) for broken in self.broken],
         }
+
+
+def _number_or_name(value: Value) -> tuple[int, str]:
+    return (value, "") if isinstance(value, int) else (0, value)
 
 
 def capability_matrix(candidates: Sequence[Candidate], device: Device, book: ProofBook) -> Matrix:

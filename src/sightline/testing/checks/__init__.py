@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sightline.testing.checks import (
     cache,
+    covering,
     features,
     first,
     graphs,
@@ -12,9 +13,7 @@ from sightline.testing.checks import (
     memory,
     numerics,
     pages,
-    pairs,
     plans,
-    random_steps,
     scaled_cache,
 )
 from sightline.testing.trial import Check
@@ -48,7 +47,6 @@ CHECKS: tuple[Check, ...] = _ordered(
         *plans.CHECKS,
         *memory.CHECKS,
         *graphs.CHECKS,
-        *pairs.CHECKS,
-        *random_steps.CHECKS,
+        *covering.CHECKS,
     )
 )

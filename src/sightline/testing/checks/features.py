@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
 from sightline.testing.bench import Layout, Row, Unused
 from sightline.testing.steps import Step
+from sightline.testing.trees import tree_row
 from sightline.testing.trial import Check, Trial, masked, needs_feature, ragged_rows
 
 LSE = frozenset({Feature.LSE})
@@ -22,17 +23,6 @@ _PARENTS = (
 """Trees: the parent of each new token, -1 for one that follows the context."""
 _BLIND = RowMask(MaskKind.TREE, torch.tensor([[True, False], [False, False]]))
 """The second query sees nothing of the step, not even itself."""
-
-
-def tree_row(context_len: int, parents: Sequence[int]) -> Row:
-    """A row whose new tokens form a tree: each sees its ancestors, and its depth is its position."""
-    count = len(parents)
-    tree, depths = torch.eye(count, dtype=torch.bool), [0] * count
-    for child, parent in enumerate(parents):
-        if parent >= 0:
-            tree[child] |= tree[parent]
-            depths[child] = depths[parent] + 1
-    return Row(context_len, count, RowMask(MaskKind.TREE, tree), tuple(context_len + depth for depth in depths))
 
 
 def _tree_rows(page: int) -> list[Row]:

@@ -125,7 +125,7 @@ CHECKS = (
         "large-pool",
         "pools of more than 2^31 numbers, on a GPU with room for it 2^32, at their end",
         large_pool,
-        ("pairs", "page-sharing", "accumulation"),
+        ("covering", "page-sharing", "accumulation"),
         _too_large,
         alone=True,
     ),

@@ -1,0 +1,433 @@
+"""Covering cases: as few as can be, so that every two ends of scales and every two values meet, cheap ones preferred.
+
+What must meet are *goals*, those of `Coverage.gaps` for the whole of the domains: for two scales the four corners, for
+a value of any other dimension both ends of every scale, and every two values. A case is made around a goal that is not
+reached yet, dimension by dimension, each with the value that reaches most; of several such cases the one with most
+goals for its time is taken. Then random cases within the domains, for what is wrong in the middle of a scale.
+Deterministic. Knows numbers and names, and no backend.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import TypeAlias
+
+from sightline.attention.contract import CachePolicy
+from sightline.attention.coverage import (
+    IN_ORDER,
+    Company,
+    Dimension,
+    Reuse,
+    Sharing,
+    Span,
+    Value,
+    can_meet,
+    possible_span,
+)
+from sightline.attention.spec import Feature
+from sightline.testing.cases import TIGHT, Case
+from sightline.testing.domains import Domains, borders
+
+LOW, HIGH = "low", "high"
+End: TypeAlias = tuple[Dimension, Value]
+"""A value of a dimension; of a scale, one of its two ends."""
+Goal: TypeAlias = frozenset[End]
+
+_TRIES = 3
+_NUM_MIDDLE = 36
+"""Random cases within the domains."""
+_CASE_SECONDS = 0.5
+"""What a case may take unless its goal alone takes more."""
+_MIDDLE_SECONDS = 0.25
+_PLAIN_NUMBERS = {
+    Dimension.ROWS: 2,
+    Dimension.NEW_TOKENS: 5,
+    Dimension.LAYERS: 2,
+    Dimension.KEY_HEADS: 2,
+    Dimension.WINDOW: 9,
+    Dimension.POOL_SLOTS: TIGHT,
+}
+_STAIRS = (2, 3, 4, 6, 8)
+"""New tokens of each of the most rows: steps of many tokens of which no row has many."""
+_WITHOUT_CONTEXT = frozenset({(Dimension.CONTEXT, LOW), (Dimension.POLICY, CachePolicy.TRANSIENT.value)})
+_DERIVED = frozenset({Dimension.STEP_TOKENS})
+_ENTANGLED = ({Dimension.STEP_TOKENS, Dimension.ROWS}, {Dimension.STEP_TOKENS, Dimension.NEW_TOKENS})
+"""Pairs of which one follows from the other."""
+_COMPILED_FOR = (
+    Dimension.HEAD_DIM,
+    Dimension.GROUP_SIZE,
+    Dimension.DTYPE,
+    Dimension.CACHE_DTYPE,
+    Dimension.FEATURES,
+)
+_COSTLY = frozenset(
+    {
+        *(dimension for dimension in Dimension if dimension.is_scale),
+        Dimension.COMPANY,
+        Dimension.SHARING,
+        Dimension.GROUP_SIZE,
+        Dimension.HEAD_DIM,
+        Dimension.PAGE_SIZE,
+        Dimension.REUSE,
+    }
+)
+"""Dimensions whose values take different time."""
+_TURNS = (
+    # What decides what others may be comes first.
+    Dimension.POLICY,
+    Dimension.COMPANY,
+    Dimension.SHARING,
+    Dimension.PAGE_ORDER,
+    Dimension.FEATURES,
+)
+
+
+def cases_for(domains: Domains, seconds: float | None = None, seed: int = 0) -> tuple[Case, ...]:
+    """Cases that reach every goal of the domains; within `seconds`, those that reach most for their time."""
+    cases = _all_cases(domains, seed)
+    return cases if seconds is None else tuple(_best(cases, domains, seconds))
+
+
+@lru_cache(8)
+def _all_cases(domains: Domains, seed: int) -> tuple[Case, ...]:
+    """Kept, since it takes seconds, and shares of a check ask for the same."""
+    return tuple(_Builder(domains, seed).cases())
+
+
+def goals_of(domains: Domains) -> set[Goal]:
+    """Everything that must meet."""
+    return {
+        frozenset((one, two))
+        for first, second in itertools.combinations(_dimensions(domains), 2)
+        for one, two in itertools.product(_ends(domains, first), _ends(domains, second))
+        if _is_possible(domains, one, two)
+    }
+
+
+def reached(domains: Domains, case: Case) -> set[Goal]:
+    """The goals that a case reaches."""
+    point = case.point()
+    values: list[End] = [(dimension, value) for dimension, value in point.items() if not dimension.is_scale]
+    scales = [dimension for dimension in point if dimension.is_scale and dimension in domains.scales]
+    found = {frozenset(pair) for pair in itertools.combinations(values, 2)}
+    for scale in scales:
+        number, span = int(point[scale]), domains.scales[scale]
+        for end in values:
+            possible = possible_span(*end, scale, span)
+            if possible is not None:
+                found |= {frozenset((end, (scale, which))) for which in _ends_at(case, scale, number, possible)}
+    reaches = {scale: _ends_at(case, scale, int(point[scale]), domains.scales[scale]) for scale in scales}
+    for one, two in itertools.combinations(scales, 2):
+        if {one, two} not in _ENTANGLED:
+            for first, second in itertools.product(reaches[one], reaches[two]):
+                found.add(frozenset(((one, first), (two, second))))
+    return found if _is_window_seen(case) else {goal for goal in found if not _is_of_window(goal)}
+
+
+def _is_window_seen(case: Case) -> bool:
+    return case.window is None or case.window < case.main_len
+
+
+def _is_of_window(goal: Goal) -> bool:
+    """A window that no row is longer than does nothing: it counts only with rows that cannot be longer."""
+    return (Dimension.WINDOW, HIGH) in goal and not goal & _WITHOUT_CONTEXT
+
+
+def _ends_at(case: Case, scale: Dimension, number: int, span: Span) -> tuple[str, ...]:
+    is_low = case.is_pool_tight if scale is Dimension.POOL_SLOTS else number <= span.low
+    return (LOW,) * is_low + (HIGH,) * (number >= span.high)
+
+
+def _dimensions(domains: Domains) -> list[Dimension]:
+    return [each for each in Dimension if each in domains.scales or each in domains.values]
+
+
+def _ends(domains: Domains, dimension: Dimension) -> Iterable[End]:
+    if dimension.is_scale:
+        return ((dimension, LOW), (dimension, HIGH))
+    return ((dimension, value) for value in domains.values[dimension])
+
+
+def _is_possible(domains: Domains, one: End, two: End) -> bool:
+    """Whether any case can have both."""
+    if one[0].is_scale and two[0].is_scale:
+        return {one[0], two[0]} not in _ENTANGLED
+    if not one[0].is_scale and not two[0].is_scale:
+        return can_meet(one, two)
+    value, (scale, which) = (two, one) if one[0].is_scale else (one, two)
+    span = domains.scales[scale]
+    possible = possible_span(*value, scale, span)
+    if possible is None:
+        return False
+    if value == (Dimension.COMPANY, Company.ALONE.value) and scale is Dimension.ROWS:
+        return which == LOW
+    # Where one end alone is asked for, both ends are the same number.
+    is_far_only = possible.low == possible.high != span.low
+    return not (is_far_only and which == LOW)
+
+
+class _Builder:
+    """Makes the cases of some domains."""
+
+    def __init__(self, domains: Domains, seed: int) -> None:
+        self._domains = domains
+        self._draw = random.Random(seed)
+        self._compiled: set[tuple[Value, ...]] = set()
+        self._cases: list[Case] = []
+
+    @cached_property
+    def _free(self) -> tuple[Dimension, ...]:
+        """The dimensions that a case has a value of."""
+        return tuple(each for each in _dimensions(self._domains) if each not in _DERIVED)
+
+    @cached_property
+    def _cheapest(self) -> dict[Dimension, Value]:
+        return {dimension: min(values, key=_cheapness) for dimension, values in self._domains.values.items()}
+
+    def cases(self) -> list[Case]:
+        missing = goals_of(self._domains)
+        for goal in sorted(missing, key=self._order):
+            if goal not in missing:
+                continue
+            case = self._best_around(goal, missing)
+            if case is not None:
+                self._take(case)
+                missing -= reached(self._domains, case)
+        self._cases += [self._stair(new) for new in _STAIRS]
+        self._cases += [self._middle() for _ in range(_NUM_MIDDLE)]
+        return self._cases
+
+    def _order(self, goal: Goal) -> tuple[int, str]:
+        """Corners first: they are what costs most, and what else a case reaches is free."""
+        return -sum(dimension.is_scale for dimension, _ in goal), str(sorted((end[0].name, str(end[1])) for end in goal))
+
+    def _take(self, case: Case) -> None:
+        self._cases.append(case)
+        self._compiled.add(_compiled_for(case))
+
+    def _best_around(self, goal: Goal, missing: set[Goal]) -> Case | None:
+        """A case that reaches the goal, and others for little time; None where rows, pages and windows forbid it."""
+        tries = [self._around(goal, missing, number) for number in range(_TRIES)]
+        able = [case for case in tries if case is not None and goal in reached(self._domains, case)]
+        return max(able, key=lambda case: self._worth(case, missing), default=None)
+
+    def _worth(self, case: Case, missing: set[Goal]) -> float:
+        return len(missing & reached(self._domains, case)) / (self._seconds(case) + 0.02)
+
+    def _seconds(self, case: Case) -> float:
+        is_new = _compiled_for(case) not in self._compiled
+        return case.seconds + self._domains.compile_seconds * is_new
+
+    def _around(self, goal: Goal, missing: set[Goal], number: int) -> Case | None:
+        chosen = self._fixed(goal)
+        if chosen is None:
+            return None
+        if number and self._domains.compile_seconds:
+            chosen = self._with_known_spec(chosen)
+        most = max(_CASE_SECONDS, 1.3 * self._completed(chosen).seconds)
+        turns = [each for each in self._free if each not in chosen]
+        self._draw.shuffle(turns)
+        turns.sort(key=lambda each: _TURNS.index(each) if each in _TURNS and number % 2 else len(_TURNS))
+        for dimension in turns:
+            chosen[dimension] = self._chosen(dimension, chosen, missing, most)
+        return self._completed(chosen)
+
+    def _fixed(self, goal: Goal) -> dict[Dimension, Value] | None:
+        """What the goal asks of a case; None where that contradicts itself."""
+        fixed: dict[Dimension, Value] = {}
+        ends = dict(goal)
+        if _is_of_window(goal):
+            ends[Dimension.CONTEXT] = HIGH
+        needs_two = any(
+            ends.get(dimension, first) not in first_values
+            for dimension, first, first_values in (
+                (Dimension.COMPANY, Company.ALONE.value, (Company.ALONE.value,)),
+                (Dimension.SHARING, Sharing.NONE.value, (Sharing.NONE.value,)),
+            )
+        )
+        for dimension, value in ends.items():
+            if dimension is Dimension.STEP_TOKENS:
+                wanted = {Dimension.NEW_TOKENS: value} | ({Dimension.ROWS: value} if value == LOW else {})
+            else:
+                wanted = {dimension: value}
+            for each, end in wanted.items():
+                number: Value = self._number(each, str(end), needs_two=needs_two) if each.is_scale else end
+                if fixed.setdefault(each, number) != number:
+                    return None
+        return fixed if self._is_allowed(fixed) else None
+
+    def _with_known_spec(self, chosen: dict[Dimension, Value]) -> dict[Dimension, Value]:
+        """What is chosen, with a spec that another case has, if one fits."""
+        specs = [dict(zip(_COMPILED_FOR, values, strict=True)) for values in sorted(self._compiled, key=str)]
+        fitting = [spec for spec in specs if all(spec.get(each, value) == value for each, value in chosen.items())]
+        return {**chosen, **self._draw.choice(fitting)} if fitting else chosen
+
+    def _number(self, scale: Dimension, end: str, *, needs_two: bool = False) -> int:
+        span = self._domains.scales[scale]
+        if scale is Dimension.POOL_SLOTS and end == LOW:
+            return TIGHT
+        low = max(span.low, min(2, span.high)) if scale is Dimension.ROWS and needs_two else span.low
+        return span.high if end == HIGH else low
+
+    def _chosen(
+        self, dimension: Dimension, chosen: Mapping[Dimension, Value], missing: set[Goal], most: float
+    ) -> Value:
+        """The value that brings most goals with what is chosen already, and is allowed."""
+        options = list(self._options(dimension, chosen))
+        self._draw.shuffle(options)
+        allowed = [value for value in options if self._is_allowed({**chosen, dimension: value})]
+        ranked = sorted(allowed, key=lambda value: -self._gain(dimension, value, chosen, missing))
+        if not ranked or dimension not in _COSTLY:
+            return (ranked or options)[0]
+        seconds = {}
+        for value in ranked:
+            seconds[value] = self._completed({**chosen, dimension: value}).seconds
+            if seconds[value] <= most:
+                return value
+        return min(ranked, key=lambda value: seconds[value])
+
+    def _options(self, dimension: Dimension, chosen: Mapping[Dimension, Value]) -> Iterator[Value]:
+        if not dimension.is_scale:
+            has_window = dimension is Dimension.FEATURES and Dimension.WINDOW in chosen
+            able = self._domains.values[dimension]
+            yield from [value for value in able if _has_window(value)] if has_window else able
+            return
+        for end in (LOW, HIGH):
+            yield self._number(dimension, end)
+        yield self._plain_number(dimension, chosen)
+
+    def _plain_number(self, scale: Dimension, chosen: Mapping[Dimension, Value]) -> int:
+        span = self._domains.scales[scale]
+        page = int(chosen.get(Dimension.PAGE_SIZE, max(map(int, self._domains.values[Dimension.PAGE_SIZE]))))
+        plain = 2 * page + 5 if scale is Dimension.CONTEXT else _PLAIN_NUMBERS[scale]
+        return plain if plain == TIGHT else min(max(plain, span.low), span.high)
+
+    def _gain(
+        self, dimension: Dimension, value: Value, chosen: Mapping[Dimension, Value], missing: set[Goal]
+    ) -> int:
+        own = self._end(dimension, value)
+        return sum(
+            frozenset((own, self._end(other, taken))) in missing for other, taken in chosen.items() if other != dimension
+        )
+
+    def _end(self, dimension: Dimension, value: Value) -> End:
+        if not dimension.is_scale:
+            return dimension, value
+        span = self._domains.scales[dimension]
+        is_low = value == TIGHT if dimension is Dimension.POOL_SLOTS else int(value) <= span.low
+        return dimension, LOW if is_low else HIGH if int(value) >= span.high else "between"
+
+    def _is_allowed(self, chosen: Mapping[Dimension, Value]) -> bool:
+        """Whether what is chosen so far can be in one case."""
+        rows, context = chosen.get(Dimension.ROWS), chosen.get(Dimension.CONTEXT)
+        company, sharing = chosen.get(Dimension.COMPANY), chosen.get(Dimension.SHARING)
+        new, order = chosen.get(Dimension.NEW_TOKENS), chosen.get(Dimension.PAGE_ORDER)
+        shares = sharing == Sharing.PREFIX.value
+        is_ordered = order not in (None, IN_ORDER)
+        page = int(chosen.get(Dimension.PAGE_SIZE, 1))
+        is_transient = chosen.get(Dimension.POLICY) == CachePolicy.TRANSIENT.value
+        wrong = (
+            company == Company.ALONE.value and (shares or rows not in (None, 1)),
+            company not in (None, Company.ALONE.value) and rows == 1,
+            shares and (rows == 1 or (context is not None and int(context) < page)),
+            is_transient and (shares or is_ordered or context not in (None, 0)),
+            is_transient and chosen.get(Dimension.REUSE) == Reuse.GOES_ON.value,
+            is_ordered and context is not None and new is not None and int(context) + int(new) <= 2 * page,
+        )
+        return not any(wrong)
+
+    def _completed(self, chosen: Mapping[Dimension, Value]) -> Case:
+        """A case of what is chosen, the rest as plain and as cheap as can be."""
+        values = dict(chosen)
+        page = self._domains.values[Dimension.PAGE_SIZE][0]
+        values.setdefault(Dimension.PAGE_SIZE, page)
+        for scale in self._domains.scales:
+            if scale not in _DERIVED:
+                values.setdefault(scale, self._plain_number(scale, values))
+        if Dimension.WINDOW in chosen:
+            able = self._domains.values[Dimension.FEATURES]
+            values.setdefault(Dimension.FEATURES, next(value for value in able if _has_window(value)))
+        values = {**self._cheapest, **values}
+        return Case(repaired(values), seed=len(self._cases))
+
+    def _stair(self, new: int) -> Case:
+        """The most rows, each with a few new tokens."""
+        rows = self._domains.scales[Dimension.ROWS].high
+        plain = {each: values[0] for each, values in self._domains.values.items()}
+        chosen = {Dimension.ROWS: rows, Dimension.NEW_TOKENS: new, Dimension.COMPANY: Company.SAME.value}
+        return self._completed({**plain, **chosen})
+
+    def _middle(self) -> Case:
+        """Numbers drawn log-uniformly, at borders as often as between them; every other value as likely as any."""
+        while True:
+            values: dict[Dimension, Value] = {
+                dimension: self._draw.choice(able) for dimension, able in self._domains.values.items()
+            }
+            page = int(values[Dimension.PAGE_SIZE])
+            for scale, span in self._domains.scales.items():
+                if scale not in _DERIVED:
+                    values[scale] = self._number_within(scale, span, page)
+            case = Case(repaired(values), seed=len(self._cases))
+            is_known = self._domains.compile_seconds == 0 or _compiled_for(case) in self._compiled
+            if case.seconds <= _MIDDLE_SECONDS and self._is_allowed(case.values) and is_known:
+                return case
+
+    def _number_within(self, scale: Dimension, span: Span, page: int) -> int:
+        if scale is Dimension.POOL_SLOTS:
+            return TIGHT
+        if self._draw.random() < 0.5:
+            return self._draw.choice(borders(span, page))
+        low, high = math.log(span.low + 1), math.log(span.high + 1)
+        return min(span.high, round(math.exp(self._draw.uniform(low, high))) - 1) or span.low
+
+
+def _has_window(features: Value) -> bool:
+    return Feature.WINDOW.value in str(features).split("+")
+
+
+def _cheapness(value: Value) -> tuple[int, int]:
+    """The smallest of numbers, the first of names."""
+    return (0, value) if isinstance(value, int) else (0, 0)
+
+
+def repaired(values: Mapping[Dimension, Value]) -> dict[Dimension, Value]:
+    """The values with what follows from others put right."""
+    fixed = dict(values)
+    if fixed[Dimension.POLICY] == CachePolicy.TRANSIENT.value:
+        fixed[Dimension.CONTEXT] = 0
+        fixed[Dimension.PAGE_ORDER] = IN_ORDER
+    if fixed[Dimension.COMPANY] == Company.ALONE.value:
+        fixed[Dimension.ROWS] = 1
+    elif fixed[Dimension.ROWS] == 1:
+        fixed[Dimension.COMPANY] = Company.ALONE.value
+    if fixed[Dimension.ROWS] == 1 or int(fixed[Dimension.CONTEXT]) < int(fixed[Dimension.PAGE_SIZE]):
+        fixed[Dimension.SHARING] = Sharing.NONE.value
+    if not _has_window(fixed[Dimension.FEATURES]):
+        fixed.pop(Dimension.WINDOW, None)
+    return fixed
+
+
+def _compiled_for(case: Case) -> tuple[Value, ...]:
+    return tuple(case.values[dimension] for dimension in _COMPILED_FOR if dimension in case.values)
+
+
+def _best(cases: Sequence[Case], domains: Domains, seconds: float) -> Iterator[Case]:
+    """The cases that bring most new goals for their time, as long as there is time."""
+    missing = goals_of(domains)
+    left = {place: reached(domains, case) for place, case in enumerate(cases)}
+    while left:
+        worth = {
+            place: len(goals & missing) / (cases[place].seconds + domains.compile_seconds + 0.02)
+            for place, goals in left.items()
+            if cases[place].seconds <= seconds
+        }
+        place = max(worth, key=lambda each: worth[each], default=-1)
+        if place < 0 or worth[place] == 0:
+            return
+        missing -= left.pop(place)
+        seconds -= cases[place].seconds + domains.compile_seconds
+        yield cases[place]
