@@ -163,9 +163,20 @@ def test_a_model_that_is_not_there_is_an_error_like_any_other(tmp_path: Path) ->
     assert "expected a folder with config.json" in str(result.exception)
 
 
+def replaced_run(monkeypatch: pytest.MonkeyPatch, code: int) -> list[list[str]]:
+    """The commands that would have been run, each of which ends with the code."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> int:
+        commands.append(command)
+        return code
+
+    monkeypatch.setattr(proving, "_run", run)
+    return commands
+
+
 def test_prove_first_starts_conformance_with_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[list[str]] = []
-    monkeypatch.setattr(proving, "_run", lambda command: ran.append(command) or 0)
+    ran = replaced_run(monkeypatch, 0)
     settings = {"model": "m", "max_num_seqs": 3, "strict": True}
     assert prove_first(settings, task="embed") == {**settings, "require_proof": True}
     [command] = ran
@@ -190,8 +201,7 @@ def test_an_engine_that_is_not_proven_does_not_start(
     ids=lambda words: str(words[0]),
 )
 def test_every_command_that_has_an_engine_can_have_it_proven(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    asked: list[list[str]] = []
-    monkeypatch.setattr(proving, "_run", lambda command: asked.append(command) or 3)
+    asked = replaced_run(monkeypatch, 3)
     result = CliRunner().invoke(app, [*words, "--prove", "--max-model-len", "40"])
     assert result.exit_code == 3
     [command] = asked

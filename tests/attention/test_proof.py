@@ -18,7 +18,8 @@ import torch
 from sightline.attention import proof as proof_module
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Requirement
-from sightline.attention.proof import Coverage, Proof, ProofBook, declared, utc_now
+from sightline.attention.coverage import Coverage, Demand, Dimension, Point, Span
+from sightline.attention.proof import Proof, ProofBook, declared, utc_now
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
@@ -38,7 +39,14 @@ ROW = Capability(
     features=frozenset({Feature.WINDOW}),
     host_lengths=HostLengths.EXACT,
 )
-COVERAGE = Coverage((64, 128), (1, 2), (16, 1), ("float32",), ("float32",))
+POINT: Point = {
+    Dimension.HEAD_DIM: 64,
+    Dimension.GROUP_SIZE: 2,
+    Dimension.PAGE_SIZE: 16,
+    Dimension.DTYPE: "float32",
+    Dimension.CACHE_DTYPE: "float32",
+}
+COVERAGE = Coverage.of([{**POINT, Dimension.ROWS: rows, Dimension.CONTEXT: rows} for rows in (1, 8)])
 NEED = Requirement(SoftmaxSpec(4, 2, 64, 0.125), CPU, torch.float32, torch.float32, page_size=16)
 
 
@@ -188,28 +196,65 @@ def test_an_unproven_row_comes_with_the_command_that_proves_it(book: ProofBook) 
     assert book.doubts(MINE, ROW, replace(NEED, device=CARD)) == (f"{reason} --device cuda",)
 
 
-def test_values_that_were_not_tried_are_named_each_with_its_command(book: ProofBook) -> None:
+def test_what_a_spec_asks_for_and_was_not_tried_is_named_with_the_command(book: ProofBook) -> None:
     prove(book)
-    run = "is declared, not proven; run: sightline conformance --backend mine"
     need = replace(NEED, spec=SoftmaxSpec(6, 2, 96, 0.125), page_size=48)
     assert book.doubts(MINE, ROW, need) == (
-        f"head dimension 96 {run} --head-dim 96",
-        f"group size 3 {run} --group-size 3",
-        f"page size 48 {run} --page-size 48",
+        "not proven: query heads on a key head 3 (proven: 2), head dimension 96 (proven: 64), "
+        "page size 48 (proven: 16); run: sightline conformance --backend mine",
     )
     assert book.doubts(MINE, ROW, replace(NEED, dtype=torch.float16, cache_dtype=torch.float64)) == (
-        "dtype float16 is declared, and the conformance kit cannot try it",
-        "cache float64 is declared, and the conformance kit cannot try it",
+        "not proven: dtype float16 (proven: float32), cache dtype float64 (proven: float32); "
+        "run: sightline conformance --backend mine",
     )
+
+
+DEMANDS: dict[str, tuple[Demand, str]] = {
+    "nothing more": (Demand({Dimension.ROWS: Span(1, 8)}, {}), ""),
+    "rows": (Demand({Dimension.ROWS: Span(1, 9)}, {}), "rows 1 to 9 (proven: 1 to 8)"),
+    "context": (Demand({Dimension.CONTEXT: Span(0, 8)}, {}), "context of a row 0 to 8 (proven: 1 to 8)"),
+    "layers": (Demand({Dimension.LAYERS: Span(3, 3)}, {}), "layers of a group 3 (proven: none)"),
+    "window": (Demand({Dimension.WINDOW: Span(3, 3)}, {}), "window 3 (proven: none)"),
+    "a mask": (Demand({}, {Dimension.MASK: frozenset({"full"})}), "mask full (proven: none)"),
+    "two together": (
+        Demand({Dimension.ROWS: Span(1, 8), Dimension.CONTEXT: Span(1, 8)}, {}),
+        "rows 8 with context of a row 1 (proven: 8 with 8, 1 with 1), "
+        "rows 1 with context of a row 8 (proven: 1 with 1, 8 with 8)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("demand", "missing"), DEMANDS.values(), ids=DEMANDS.keys())
+def test_what_an_engine_will_ask_for_beyond_the_proof_is_told_with_the_command_that_proves_it(
+    book: ProofBook, demand: Demand, missing: str
+) -> None:
+    prove(book)
+    doubt = book.doubting(["conformance", "--model", "a model", "--max-num-seqs", "9"])
+    command = "sightline conformance --model 'a model' --max-num-seqs 9"
+    expected = (f"not proven: {missing}; run: {command}",) if missing else ()
+    assert doubt(MINE, ROW, replace(NEED, demands=(demand,))) == expected
+
+
+def test_of_many_gaps_the_first_are_told_and_the_others_counted(book: ProofBook) -> None:
+    prove(book)
+    masks = frozenset({"a", "b", "c", "d", "e", "f"})
+    [doubt] = book.doubts(MINE, ROW, replace(NEED, demands=(Demand({}, {Dimension.MASK: masks}),) * 2))
+    assert doubt.startswith("not proven: mask a (proven: none), mask b (proven: none), ")
+    assert ", mask d (proven: none), and 2 more; run: " in doubt
+
+
+def test_an_engine_that_is_not_proven_at_all_is_told_its_own_command(book: ProofBook) -> None:
+    [doubt] = book.doubting(["conformance", "--model", "m"])(MINE, ROW, NEED)
+    assert doubt == "not proven on this device with these versions; run: sightline conformance --model m"
 
 
 def test_a_new_proof_takes_the_place_of_the_earlier_one(book: ProofBook) -> None:
     """Values of two runs have not met: what both covered is for the run to try."""
-    prove(book, coverage=replace(COVERAGE, page_sizes=(16, 48)))
-    prove(book, coverage=replace(COVERAGE, page_sizes=(16, 56)))
+    prove(book, coverage=Coverage.of([{Dimension.PAGE_SIZE: 48}]))
+    prove(book, coverage=Coverage.of([{Dimension.PAGE_SIZE: 56}]))
     found = book.find(MINE, ROW, CPU)
     assert found is not None
-    assert found.coverage.page_sizes == (16, 56)
+    assert found.coverage.values == {Dimension.PAGE_SIZE: {56}}
     assert len(list(book.folder.iterdir())) == 1
 
 
@@ -276,11 +321,14 @@ MALFORMED: dict[str, Callable[[str], str]] = {
     "a list": lambda text: "[1, 2]",
     "a number": lambda text: "7",
     "nested without end": lambda text: "[" * 100_000,
-    "another format": lambda text: changed(text, "format", value=2),
+    "another format": lambda text: changed(text, "format", value=1),
     "no checks": lambda text: changed(text, "checks", value=[]),
     "checks in a string": lambda text: changed(text, "checks", value=7),
-    "numbers in words": lambda text: changed(text, "coverage", "page_sizes", value=["16"]),
-    "an unknown column": lambda text: changed(text, "coverage", "colours", value=[]),
+    "a range in words": lambda text: changed(text, "coverage", "spans", "ROWS", value=["one", "two"]),
+    "a value that is none": lambda text: changed(text, "coverage", "values", "PAGE_SIZE", value=[None]),
+    "an unknown dimension": lambda text: changed(text, "coverage", "values", "COLOURS", value=[]),
+    "no coverage": lambda text: changed(text, "coverage", value={}),
+    "something more": lambda text: changed(text, "colours", value=[]),
     "no date": lambda text: changed(text, "date", value="yesterday"),
     "a date without a zone": lambda text: changed(text, "date", value="2026-01-01T00:00:00"),
     "of another device": lambda text: changed(text, "identity", "device_name", value="card"),

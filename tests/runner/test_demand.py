@@ -110,13 +110,22 @@ def test_few_rows_are_no_more_than_there_can_be() -> None:
 
 def test_nothing_is_shared_where_no_page_is_ever_whole_or_where_texts_are_embedded_and_not_kept() -> None:
     plain, short = replace(CONFIG, prefix_caching=False), replace(CONFIG, max_model_len=16)
-    assert only(short, Work.PREFILL).values[Dimension.SHARING] == {Sharing.NONE.value}
+    for demand in demands_of(short, GROUP, Work.PREFILL, Usage.GENERATE):
+        assert demand.values[Dimension.SHARING] == {Sharing.NONE.value}
     assert demands_of(plain, GROUP, Work.PREFILL, Usage.EMBED)[0].values[Dimension.SHARING] == {Sharing.NONE.value}
     assert only(plain, Work.PREFILL).values[Dimension.SHARING] == {each.value for each in Sharing}
 
 
-def test_a_row_has_no_more_new_tokens_than_a_sequence() -> None:
-    assert only(replace(CONFIG, max_model_len=100), Work.PREFILL).scales[Dimension.NEW_TOKENS] == Span(1, 100)
+def test_a_row_has_no_more_new_tokens_than_a_sequence_and_a_step_of_one_row_no_more_than_the_row() -> None:
+    alone, beside = demands_of(replace(CONFIG, max_model_len=100), GROUP, Work.PREFILL, Usage.GENERATE)
+    assert alone.scales[Dimension.NEW_TOKENS] == beside.scales[Dimension.NEW_TOKENS] == Span(1, 100)
+    assert (alone.scales[Dimension.ROWS], alone.scales[Dimension.STEP_TOKENS]) == (Span(1, 1), Span(1, 100))
+    assert (beside.scales[Dimension.ROWS], beside.scales[Dimension.STEP_TOKENS]) == (Span(2, 64), Span(2, 512))
+    assert alone.values[Dimension.COMPANY] == {Company.ALONE.value}
+    assert alone.values[Dimension.SHARING] == {Sharing.NONE.value}
+    assert beside.values[Dimension.COMPANY] == {each.value for each in Company} - {Company.ALONE.value}
+    few = demands_of(replace(CONFIG, max_model_len=100, max_rows=3), GROUP, Work.PREFILL, Usage.GENERATE)
+    assert few[1].scales[Dimension.STEP_TOKENS] == Span(2, 300)
 
 
 def test_latent_attention_has_one_key_head_and_no_window() -> None:

@@ -59,14 +59,34 @@ def demands_of(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Usa
         demands.append(_paged(config, group, work, usage))
     if usage is not Usage.GENERATE and not config.prefix_caching and work is Work.PREFILL:
         demands.append(_transient(config, group, usage))
-    return tuple(demands)
+    return tuple(part for demand in demands for part in _by_company(demand))
+
+
+def _by_company(demand: Demand) -> tuple[Demand, ...]:
+    """The demand in two, where a row that is alone cannot have all the tokens that a step may have."""
+    rows, tokens = demand.scales[Dimension.ROWS], demand.scales[Dimension.STEP_TOKENS]
+    longest = demand.scales[Dimension.NEW_TOKENS]
+    if rows.low > 1 or rows.high == 1 or longest.high >= tokens.high:
+        return (demand,)
+    alone, others = frozenset({Company.ALONE.value}), demand.values[Dimension.COMPANY] - {Company.ALONE.value}
+    unshared = {Dimension.SHARING: frozenset({Sharing.NONE.value})} if Dimension.SHARING in demand.values else {}
+    return (
+        Demand(
+            {**demand.scales, Dimension.ROWS: _exactly(1), Dimension.STEP_TOKENS: longest},
+            {**demand.values, Dimension.COMPANY: alone, **unshared},
+        ),
+        Demand(
+            {**demand.scales, Dimension.ROWS: Span(2, rows.high), Dimension.STEP_TOKENS: Span(2, tokens.high)},
+            {**demand.values, Dimension.COMPANY: others},
+        ),
+    )
 
 
 def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Usage) -> Demand:
     """Steps that read and write pages."""
     rows = _rows(config, work)
     longest = min(config.max_step_tokens, config.max_model_len) if work is Work.PREFILL else 1
-    most = config.max_step_tokens if work is Work.PREFILL else rows.high
+    most = min(config.max_step_tokens, rows.high * longest)
     # Continuations of one prompt share its pages, prefix caching or not. A row shares whole pages of its context, and
     # computes at least its last token itself.
     may_share = config.prefix_caching or usage is Usage.GENERATE
@@ -95,6 +115,7 @@ def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Usage) 
 
 def _transient(config: ResolvedConfig, group: LayerGroup, usage: Usage) -> Demand:
     """Steps of whole texts, which touch no cache."""
+    longest = min(config.max_step_tokens, config.max_model_len)
     return _demand(
         config,
         group,
@@ -102,9 +123,9 @@ def _transient(config: ResolvedConfig, group: LayerGroup, usage: Usage) -> Deman
         CachePolicy.TRANSIENT,
         {
             Dimension.ROWS: Span(1, config.max_rows),
-            Dimension.NEW_TOKENS: Span(1, min(config.max_step_tokens, config.max_model_len)),
+            Dimension.NEW_TOKENS: Span(1, longest),
             Dimension.CONTEXT: _exactly(0),
-            Dimension.STEP_TOKENS: Span(1, config.max_step_tokens),
+            Dimension.STEP_TOKENS: Span(1, min(config.max_step_tokens, config.max_rows * longest)),
         },
         {Dimension.REUSE: frozenset(each.value for each in Reuse if each is not Reuse.GOES_ON)},
     )

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from sightline.attention.backends import registry
 from sightline.attention.capability import ANY, Capability, Requirement, Work
-from sightline.attention.coverage import Coverage, Demand, Dimension, Gap, Point, Span
+from sightline.attention.coverage import Coverage, Demand, Dimension, Gap, Span
 from sightline.attention.proof import Identity, Proof, ProofBook, utc_now
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import LayerGroup
@@ -35,13 +35,12 @@ from sightline.models.registry import define_embedder, define_model
 from sightline.runner.build import Blueprint, draw_up, requirement, usage_of
 from sightline.runner.demand import Usage
 from sightline.testing.bench import Subject
-from sightline.testing.case_run import try_case
-from sightline.testing.cases import Case
 from sightline.testing.checks import CHECKS
+from sightline.testing.checks.covering import cover
 from sightline.testing.domains import domains_of_demand
 from sightline.testing.generator import cases_for
 from sightline.testing.kit import CheckResult, RowReport, Verdict, try_check, try_row
-from sightline.testing.proving import passed_checks
+from sightline.testing.proving import coverage, passed_checks
 from sightline.testing.rows import row_labels
 from sightline.testing.samples import Samples
 from sightline.testing.trial import Check, Effort, Trial
@@ -85,10 +84,13 @@ class CoveredWork:
 
     work: Work
     result: CheckResult
-    num_cases: int
-    """That passed."""
     left_out: tuple[str, ...]
     """Cases that were not tried, and why."""
+
+    @property
+    def num_cases(self) -> int:
+        """Cases that passed."""
+        return len(self.result.points)
 
 
 @dataclass(frozen=True)
@@ -239,9 +241,9 @@ def narrowed(row: Capability, need: Requirement) -> Capability:
     )
 
 
-def uncovered(coverage: Coverage | None, demands: Iterable[Demand]) -> tuple[Gap, ...]:
-    """What the demands ask for and the coverage lacks, each gap once."""
-    known = Coverage.of(()) if coverage is None else coverage
+def uncovered(covered: Coverage | None, demands: Iterable[Demand]) -> tuple[Gap, ...]:
+    """What the demands ask for and is not covered, each gap once."""
+    known = Coverage.of(()) if covered is None else covered
     return tuple(dict.fromkeys(gap for demand in demands for gap in known.gaps(demand)))
 
 
@@ -261,30 +263,31 @@ class _EngineRun:
             return DutyReport(duty, None, (), ())
         self.watch.on_duty(duty)
         row = try_row(duty.subject, Effort.FULL, _samples(duty), self.checks, self.watch.on_result)
-        points: list[Point] = []
         works: list[CoveredWork] = []
-        for work, need in duty.needs.items() if row.passed else ():
+        for work, need in duty.needs.items():
+            if any(result.verdict is Verdict.FAILED for result in (*row.results, *_results(works))):
+                break
             # What one kind of rows was tried with at random need not be tried again with a part of it.
             most = math.inf if works and seconds is None else seconds
             budget = None if most is None else most / len(duty.needs)
-            works.append(_cover(duty, work, need, self.config, points, budget))
+            works.append(_cover(duty, work, need, self.config, budget))
             self.watch.on_result(works[-1].result)
-        if not row.passed or any(work.result.verdict is Verdict.FAILED for work in works):
+        report = replace(row, results=(*row.results, *_results(works)))
+        if not report.passed:
             return DutyReport(duty, row, tuple(works), uncovered(None, duty.demands), self.book.void(duty.identity))
-        coverage = self._record(duty, Coverage.of(points), passed_checks((row,)))
-        return DutyReport(duty, row, tuple(works), uncovered(coverage, duty.demands))
+        # Of earlier runs, or of another group that the same row serves.
+        earlier = self._proof(duty)
+        covered = coverage([report], earlier)
+        checks = (*(() if earlier is None else earlier.checks), *passed_checks([row]))
+        self.book.record(Proof(duty.identity, covered, tuple(dict.fromkeys(checks)), utc_now()))
+        return DutyReport(duty, row, tuple(works), uncovered(covered, duty.demands))
 
     def _proof(self, duty: Duty) -> Proof | None:
         return self.book.find(duty.candidate, duty.capability, self.config.device)
 
-    def _record(self, duty: Duty, coverage: Coverage, passed: tuple[str, ...]) -> Coverage:
-        """Adds to what was proven of the same row, in earlier runs or for another group; returns all of it."""
-        earlier = self._proof(duty)
-        if earlier is not None:
-            coverage = earlier.coverage.joined(coverage)
-            passed = tuple(dict.fromkeys((*earlier.checks, *passed)))
-        self.book.record(Proof(duty.identity, coverage, passed, utc_now()))
-        return coverage
+
+def _results(works: Sequence[CoveredWork]) -> tuple[CheckResult, ...]:
+    return tuple(work.result for work in works)
 
 
 def _samples(duty: Duty) -> Samples:
@@ -292,46 +295,26 @@ def _samples(duty: Duty) -> Samples:
     return Samples((need.spec.head_dim,), (need.spec.group_size,), (need.page_size,))
 
 
-@dataclass
-class _Cover:
-    """Tries the cases of one kind of rows, as a check does."""
-
-    cases: Sequence[Case]
-    passed: list[Point] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-
-    def run(self, trial: Trial) -> None:
-        for case in self.cases:
-            try:
-                try_case(trial, case)
-            except Exception as error:
-                if not _is_out_of_memory(error):
-                    raise
-                self.left_out.append(f"a case does not fit in memory: {trial.progress.case}")
-                continue
-            self.passed.append(case.point())
-
-
-def _cover(
-    duty: Duty, work: Work, need: Requirement, config: ResolvedConfig, points: list[Point], seconds: float | None
-) -> CoveredWork:
+def _cover(duty: Duty, work: Work, need: Requirement, config: ResolvedConfig, seconds: float | None) -> CoveredWork:
+    """Tries cases over what one kind of rows will be asked for, as a check does."""
     subject, samples = duty.subject, _samples(duty)
-    cover = _Cover(
-        [
-            case
-            for demand in need.demands
-            for case in cases_for(
-                domains_of_demand(_widened(demand, config, duty.group), subject, samples),
-                None if seconds is None else seconds / len(need.demands),
-            )
-        ]
-    )
-    check = Check(
-        f"{COVERING} {work.value}", f"every two ends and values of what {work.value} will be asked for", cover.run
-    )
-    result = try_check(check, subject, Effort.FULL, samples)
-    points += cover.passed
-    return CoveredWork(work, result, len(cover.passed), tuple(dict.fromkeys(cover.left_out)))
+    left_out: list[str] = []
+
+    def run(trial: Trial) -> None:
+        def is_excused(error: Exception) -> bool:
+            if _is_out_of_memory(error):
+                left_out.append(f"a case does not fit in memory: {trial.progress.case}")
+                return True
+            return False
+
+        for demand in need.demands:
+            domains = domains_of_demand(_widened(demand, config, duty.group), subject, samples)
+            most = None if seconds is None else seconds / len(need.demands)
+            cover(trial, cases_for(domains, most), domains, is_excused)
+
+    proves = f"every two ends and values of what {work.value} will be asked for"
+    result = try_check(Check(f"{COVERING} {work.value}", proves, run), subject, Effort.FULL, samples)
+    return CoveredWork(work, result, tuple(dict.fromkeys(left_out)))
 
 
 def _widened(demand: Demand, config: ResolvedConfig, group: LayerGroup) -> Demand:
@@ -369,7 +352,11 @@ def _duty_data(report: DutyReport) -> dict[str, Any]:
             for demand in duty.demands
         ],
         "status": "proven before" if report.row is None else "failed" if report.failed else "passed",
-        "checks": [vars(result) | {"verdict": result.verdict.value} for result in report.results],
+        "checks": [
+            {name: value for name, value in vars(result).items() if name != "points"}
+            | {"verdict": result.verdict.value}
+            for result in report.results
+        ],
         "cases": {work.work.value: work.num_cases for work in report.works},
         "left_out": [told for work in report.works for told in work.left_out],
         "not_covered": list(map(str, report.gaps)),
