@@ -9,6 +9,7 @@ Opens a model without its weights, and decides as serving would. Prints nothing.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +25,7 @@ from sightline.attention.proof import Identity, Proof, ProofBook, utc_now
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import LayerGroup
 from sightline.core.config import PADDING_PAGES, EngineConfig, Task
-from sightline.core.device import available_bytes
+from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 from sightline.embedding import embedder_config
@@ -323,9 +324,17 @@ def _widened(demand: Demand, config: ResolvedConfig, group: LayerGroup) -> Deman
         return demand
     wanted = demand.scales[Dimension.POOL_SLOTS].high
     pages = config.max_rows * -(-config.max_model_len // config.page_size) + PADDING_PAGES
-    room = int(available_bytes(config.device) * _MEMORY_SHARE) // _slot_bytes(config, group)
+    room = int(_free_bytes(config.device) * _MEMORY_SHARE) // _slot_bytes(config, group)
     most = min(max(wanted, pages * config.page_size), max(room, 1))
     return replace(demand, scales={**demand.scales, Dimension.POOL_SLOTS: Span(min(wanted, most), most)})
+
+
+def _free_bytes(device: Device) -> int:
+    """What a pool can have. Pools of earlier cases count as free once nobody holds them."""
+    gc.collect()
+    if device.kind is DeviceKind.CUDA:
+        torch.cuda.empty_cache()
+    return available_bytes(device)
 
 
 def _slot_bytes(config: ResolvedConfig, group: LayerGroup) -> int:
