@@ -6,26 +6,26 @@ import json
 import os
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 
 import click
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from sightline.attention.backends import registry
-from sightline.attention.backends.registry import find, installed
-from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.coverage import Coverage
 from sightline.attention.proof import Proof, ProofBook, utc_now
 from sightline.attention.spec import SpecKind
 from sightline.cache.table import PageTable
 from sightline.cli import app
-from sightline.core.config import Quantization
-from sightline.core.device import detect_device
+from sightline.core.config import EngineConfig, Quantization
+from sightline.core.ledger import Ledger
 from sightline.testing import report
+from sightline.testing.engine_proof import list_duties, open_blueprint
 from sightline.testing.trial import Check, CheckFailed, Trial
 from sightline.version import __version__
-from support.coverages import coverage_of
+from support.whole_coverage import coverage_of
 
 QUICK = ["--max-model-len", "1k", "--max-tokens", "6", "--temperature", "0"]
 
@@ -365,20 +365,20 @@ def test_an_unknown_backend_is_refused_by_name(proofs: Path) -> None:
 
 
 def test_generation_that_asks_for_proof_is_refused_without_and_runs_with_it(proofs: Path) -> None:
-    asked = ["generate", "The capital of France is", *QUICK, "--require-proof"]
+    asked = ["generate", "The capital of France is", *QUICK, "--cache-tokens", "4k", "--require-proof"]
     refused = sightline(*asked)
     assert refused.returncode == 1
-    reason = "torch: not proven on this device with these versions; run: sightline conformance --backend torch"
+    reason = "torch: not proven on this device with these versions; run: sightline conformance --model "
     assert reason in refused.stderr
-    book = ProofBook(proofs)
-    [row] = [row for row in TorchBackend.capabilities if torch.float32 in row.dtypes]
-    identity = book.identify(find("torch", installed()), row, detect_device("cpu"))
-    coverage = coverage_of((64,), (3,), (16,))
-    book.record(Proof(identity, coverage, ("causal",), utc_now()))
+    config = EngineConfig(max_model_len=1024, cache_tokens=4096)
+    [duty] = list_duties(open_blueprint(config, Ledger()), registry.installed())
+    coverage = reduce(Coverage.joined, map(coverage_of, duty.demands))
+    ProofBook(proofs).record(Proof(duty.identity, coverage, ("causal",), utc_now()))
     assert sightline(*asked).stdout.startswith("The capital of France is Paris.")
     uncovered = sightline(*asked, "--page-size", "48")
     assert uncovered.returncode == 1
-    assert "page size 48 is declared, not proven; run: sightline conformance --backend torch" in uncovered.stderr
+    assert "page size 48 (proven: 16)" in uncovered.stderr
+    assert "--page-size 48" in uncovered.stderr.split("run: sightline conformance --model ")[1]
 
 
 def test_capabilities_of_one_backend_alone(proofs: Path) -> None:

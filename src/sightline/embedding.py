@@ -22,7 +22,7 @@ from sightline.core.request import EmbeddingOutput, EmbeddingRequestOutput, Term
 from sightline.core.turns import Turn, Turns
 from sightline.embedder import NO_TERMS, Embedded, Embedder
 from sightline.models.loading.checkpoint import Checkpoint
-from sightline.models.loading.pooling import PoolingKind, read_pooling
+from sightline.models.loading.pooling import Pooling, PoolingKind, read_pooling
 from sightline.models.registry import define_embedder
 from sightline.runner.build import build_embedding_runtime
 from sightline.text.tokenizer import Tokenizer
@@ -120,14 +120,20 @@ def log_ledger(ledger: Ledger) -> None:
         logger.info("note: %s", note)
 
 
-def build_embedder(
-    config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger, on_progress: Callable[[int, int], None]
-) -> TextEmbedder:
-    """Builds an embedder for an opened model, as its own files say."""
+def embedder_config(config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger) -> tuple[EngineConfig, Pooling]:
+    """The config with what the model's own files say of texts' lengths, and how states become vectors."""
     sees_all = define_embedder(checkpoint.config, Ledger()).mask.kind is MaskKind.FULL
     pooling = read_pooling(checkpoint.location, PoolingKind.MEAN if sees_all else PoolingKind.LAST, ledger)
     if config.max_model_len is None and pooling.max_tokens is not None:
         config = replace(config, max_model_len=pooling.max_tokens)
+    return config, pooling
+
+
+def build_embedder(
+    config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger, on_progress: Callable[[int, int], None]
+) -> TextEmbedder:
+    """Builds an embedder for an opened model, as its own files say."""
+    config, pooling = embedder_config(config, checkpoint, ledger)
     runtime, definition = build_embedding_runtime(config, checkpoint, ledger, on_progress)
     log_ledger(ledger)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()

@@ -18,13 +18,13 @@ import torch
 from sightline.attention import proof as proof_module
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Requirement
-from sightline.attention.coverage import Coverage, Dimension
+from sightline.attention.coverage import Coverage, Demand, Dimension, Span
 from sightline.attention.proof import Proof, ProofBook, declared, utc_now
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
-from support.coverages import coverage_of
+from support.coverages import coverage_of, points_of
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 CARD = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
@@ -40,7 +40,11 @@ ROW = Capability(
     features=frozenset({Feature.WINDOW}),
     host_lengths=HostLengths.EXACT,
 )
-COVERAGE = coverage_of((64, 128), (1, 2), (16, 1))
+COVERAGE = Coverage.of(
+    {**point, Dimension.ROWS: rows, Dimension.CONTEXT: rows}
+    for point in points_of((64, 128), (1, 2), (16, 1))
+    for rows in (1, 8)
+)
 NEED = Requirement(SoftmaxSpec(4, 2, 64, 0.125), CPU, torch.float32, torch.float32, page_size=16)
 
 
@@ -190,19 +194,56 @@ def test_an_unproven_row_comes_with_the_command_that_proves_it(book: ProofBook) 
     assert book.doubts(MINE, ROW, replace(NEED, device=CARD)) == (f"{reason} --device cuda",)
 
 
-def test_values_that_were_not_tried_are_named_each_with_its_command(book: ProofBook) -> None:
+def test_what_a_spec_asks_for_and_was_not_tried_is_named_with_the_command(book: ProofBook) -> None:
     prove(book)
-    run = "is declared, not proven; run: sightline conformance --backend mine"
     need = replace(NEED, spec=SoftmaxSpec(6, 2, 96, 0.125), page_size=48)
     assert book.doubts(MINE, ROW, need) == (
-        f"head dimension 96 {run} --head-dim 96",
-        f"group size 3 {run} --group-size 3",
-        f"page size 48 {run} --page-size 48",
+        "not proven: query heads on a key head 3 (proven: 2), head dimension 96 (proven: 64), "
+        "page size 48 (proven: 16); run: sightline conformance --backend mine",
     )
     assert book.doubts(MINE, ROW, replace(NEED, dtype=torch.float16, cache_dtype=torch.float64)) == (
-        "dtype float16 is declared, and the conformance kit cannot try it",
-        "cache float64 is declared, and the conformance kit cannot try it",
+        "not proven: dtype float16 (proven: float32), cache dtype float64 (proven: float32); "
+        "run: sightline conformance --backend mine",
     )
+
+
+DEMANDS: dict[str, tuple[Demand, str]] = {
+    "nothing more": (Demand({Dimension.ROWS: Span(1, 8)}, {}), ""),
+    "rows": (Demand({Dimension.ROWS: Span(1, 9)}, {}), "rows 1 to 9 (proven: 1 to 8)"),
+    "context": (Demand({Dimension.CONTEXT: Span(0, 8)}, {}), "context of a row 0 to 8 (proven: 1 to 8)"),
+    "layers": (Demand({Dimension.LAYERS: Span(3, 3)}, {}), "layers of a group 3 (proven: none)"),
+    "window": (Demand({Dimension.WINDOW: Span(3, 3)}, {}), "window 3 (proven: none)"),
+    "a mask": (Demand({}, {Dimension.MASK: frozenset({"full"})}), "mask full (proven: none)"),
+    "two together": (
+        Demand({Dimension.ROWS: Span(1, 8), Dimension.CONTEXT: Span(1, 8)}, {}),
+        "rows 8 with context of a row 1 (proven: 8 with 8, 1 with 1), "
+        "rows 1 with context of a row 8 (proven: 1 with 1, 8 with 8)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("demand", "missing"), DEMANDS.values(), ids=DEMANDS.keys())
+def test_what_an_engine_will_ask_for_beyond_the_proof_is_told_with_the_command_that_proves_it(
+    book: ProofBook, demand: Demand, missing: str
+) -> None:
+    prove(book)
+    doubt = book.doubting(["conformance", "--model", "a model", "--max-num-seqs", "9"])
+    command = "sightline conformance --model 'a model' --max-num-seqs 9"
+    expected = (f"not proven: {missing}; run: {command}",) if missing else ()
+    assert doubt(MINE, ROW, replace(NEED, demands=(demand,))) == expected
+
+
+def test_of_many_gaps_the_first_are_told_and_the_others_counted(book: ProofBook) -> None:
+    prove(book)
+    masks = frozenset({"a", "b", "c", "d", "e", "f"})
+    [doubt] = book.doubts(MINE, ROW, replace(NEED, demands=(Demand({}, {Dimension.MASK: masks}),) * 2))
+    assert doubt.startswith("not proven: mask a (proven: none), mask b (proven: none), ")
+    assert ", mask d (proven: none), and 2 more; run: " in doubt
+
+
+def test_an_engine_that_is_not_proven_at_all_is_told_its_own_command(book: ProofBook) -> None:
+    [doubt] = book.doubting(["conformance", "--model", "m"])(MINE, ROW, NEED)
+    assert doubt == "not proven on this device with these versions; run: sightline conformance --model m"
 
 
 def test_a_new_proof_takes_the_place_of_the_earlier_one(book: ProofBook) -> None:
@@ -286,6 +327,9 @@ MALFORMED: dict[str, Callable[[str], str]] = {
     "a span of words": lambda text: changed(text, "coverage", "spans", value={"ROWS": ["1", "2"]}),
     "a span from high to low": lambda text: changed(text, "coverage", "spans", value={"ROWS": [2, 1]}),
     "coverage in a list": lambda text: changed(text, "coverage", value=[]),
+    "a value that is none": lambda text: changed(text, "coverage", "values", "PAGE_SIZE", value=[None]),
+    "no coverage": lambda text: changed(text, "coverage", value={}),
+    "something more": lambda text: changed(text, "colours", value=[]),
     "no date": lambda text: changed(text, "date", value="yesterday"),
     "a date without a zone": lambda text: changed(text, "date", value="2026-01-01T00:00:00"),
     "of another device": lambda text: changed(text, "identity", "device_name", value="card"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from sightline.attention.coverage import Demand
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.core.device import Device, DeviceKind
 
@@ -142,6 +143,8 @@ class Requirement:
     page_size: int
     extra_features: frozenset[Feature] = frozenset()
     """Needed by the way the engine will call it, beyond the spec."""
+    demands: tuple[Demand, ...] = ()
+    """The steps that will be asked for, all of which a proof must cover; empty: nothing but what the spec says."""
 
     @property
     def features(self) -> frozenset[Feature]:

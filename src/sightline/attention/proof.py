@@ -12,7 +12,7 @@ import os
 import platform
 import shlex
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from enum import Enum
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from sightline.attention.capability import Capability, Requirement
-from sightline.attention.coverage import Coverage, Dimension
-from sightline.attention.selection import Candidate
+from sightline.attention.coverage import Coverage, Demand, Dimension
+from sightline.attention.selection import Candidate, Doubt
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.version import __version__
@@ -65,7 +65,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Proof:
-    """A passed full run of the conformance kit."""
+    """What passed runs of the conformance kit covered."""
 
     identity: Identity
     coverage: Coverage
@@ -180,17 +180,25 @@ class ProofBook:
         read = {path: _read(path, None) for path in sorted(self.folder.glob("*.json"))}
         return tuple(f"{path}: {found}" for path, found in read.items() if isinstance(found, str))
 
-    def doubts(self, candidate: Candidate, capability: Capability, need: Requirement) -> tuple[str, ...]:
+    def doubting(self, words: Sequence[str] = ()) -> Doubt:
+        """`doubts` for an engine that `sightline` with these words would prove."""
+        run = shlex.join(["sightline", *words]) if words else None
+        return lambda candidate, capability, need: self.doubts(candidate, capability, need, run)
+
+    def doubts(
+        self, candidate: Candidate, capability: Capability, need: Requirement, run: str | None = None
+    ) -> tuple[str, ...]:
         """Why the row is not proven for the need, each reason with the command that would prove it."""
         identity = self.identify(candidate, capability, need.device)
         path = self._path(identity)
         found = _read(path, identity)
-        run = prove_command(candidate.name, need.device)
+        run = run or prove_command(candidate.name, need.device)
         if isinstance(found, str):
             return (f"its proof, {path}, is not trusted: {found}; run: {run}",)
         if found is None:
             return (f"{self._why_unproven(identity)}; run: {run}",)
-        return tuple(_uncovered(candidate, found.coverage, need))
+        missing = _uncovered(found.coverage, need)
+        return (f"not proven: {', '.join(missing)}; run: {run}",) if missing else ()
 
     def _why_unproven(self, identity: Identity) -> str:
         """Says what has changed, where there is a proof of the same backend on the same device."""
@@ -219,6 +227,7 @@ _NAMES = {
 """How to call the parts of an identity that have no better name."""
 
 
+_MOST_GAPS = 4
 _FIXED = ("backend", "device_kind", "device_name")
 """Where these differ, one proof says nothing about another."""
 
@@ -239,22 +248,27 @@ def _differences(one: Identity, other: Identity) -> list[str]:
     return [*different, *(f"the version of {name}" for name in packages)]
 
 
-def _uncovered(candidate: Candidate, coverage: Coverage, need: Requirement) -> Iterable[str]:
-    numbers = (
-        ("head dimension", "--head-dim", need.spec.head_dim, Dimension.HEAD_DIM),
-        ("group size", "--group-size", need.spec.group_size, Dimension.GROUP_SIZE),
-        ("page size", "--page-size", need.page_size, Dimension.PAGE_SIZE),
+def _uncovered(coverage: Coverage, need: Requirement) -> tuple[str, ...]:
+    """The first few things that will be asked for and that no proof covers, and how many more there are."""
+    demands = need.demands or (_least_demand(need),)
+    gaps = list(dict.fromkeys(str(gap) for demand in demands for gap in coverage.gaps(demand)))
+    told = gaps[:_MOST_GAPS]
+    return (*told, f"and {len(gaps) - len(told)} more") if len(gaps) > len(told) else tuple(told)
+
+
+def _least_demand(need: Requirement) -> Demand:
+    """What is asked for whatever the steps are."""
+    spec = need.spec
+    return Demand(
+        {},
+        {
+            Dimension.HEAD_DIM: frozenset({spec.head_dim}),
+            Dimension.GROUP_SIZE: frozenset({spec.group_size}),
+            Dimension.PAGE_SIZE: frozenset({need.page_size}),
+            Dimension.DTYPE: frozenset({dtype_name(need.dtype)}),
+            Dimension.CACHE_DTYPE: frozenset({dtype_name(need.cache_dtype)}),
+        },
     )
-    for name, flag, value, dimension in numbers:
-        if value not in coverage.values.get(dimension, ()):
-            run = prove_command(candidate.name, need.device, flag, str(value))
-            yield f"{name} {value} is declared, not proven; run: {run}"
-    for name, dtype, dimension in (
-        ("dtype", need.dtype, Dimension.DTYPE),
-        ("cache", need.cache_dtype, Dimension.CACHE_DTYPE),
-    ):
-        if dtype_name(dtype) not in coverage.values.get(dimension, ()):
-            yield f"{name} {dtype_name(dtype)} is declared, and the conformance kit cannot try it"
 
 
 def _read(path: Path, identity: Identity | None) -> Proof | str | None:

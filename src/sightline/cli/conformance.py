@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.markup import escape
 
+from sightline.cli.conformance_of_model import prove_model
 from sightline.cli.console import notes, print_distrusted
-from sightline.cli.options import json_option, measure_option, parse_positive_count
+from sightline.cli.options import (
+    collected,
+    computing_options,
+    json_option,
+    measure_option,
+    parse_positive_count,
+    prefix_caching_option,
+    task_option,
+)
 
 if TYPE_CHECKING:
     from sightline.testing.kit import CheckResult
@@ -32,7 +42,46 @@ def _more_option(name: str, column: str) -> Callable[[_CommandT], _CommandT]:
     )
 
 
+_OF_AN_ENGINE = (
+    "dtype",
+    "quantization",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "cache_tokens",
+    "kv_cache_dtype",
+    "memory_fraction",
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+)
+"""Settings of the other commands that change what is asked of attention, beside --device and --page-size."""
+_ENGINE_ALONE = ("task", *_OF_AN_ENGINE, "prefix_caching", "again", "budget")
+_KIT_ALONE = ("backends", "quick", "names", "head_dim", "group_size", "jobs")
+engine_wishes = collected(
+    "engine",
+    task=task_option,
+    **{name: computing_options[name] for name in _OF_AN_ENGINE},
+    prefix_caching=prefix_caching_option,
+    again=click.option("--again", is_flag=True, help="With --model: prove also what is proven already."),
+    budget=click.option(
+        "--budget",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="With --model: try the cases that cover most within so long, and say what they leave.",
+    ),
+)
+
+
 @click.command()
+@click.option(
+    "--model",
+    "-m",
+    metavar="MODEL",
+    help="Prove exactly what serving this model here would ask for: a folder, a .gguf file, a Hugging Face id or a "
+    "config.json. The options of an engine say how it would be served.",
+)
+@engine_wishes
 @click.option("--backend", "backends", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--quick", is_flag=True, help="A few cases of each check: soon done, and proves nothing.")
@@ -45,7 +94,11 @@ def _more_option(name: str, column: str) -> Callable[[_CommandT], _CommandT]:
 @_more_option("--group-size", "number of query heads on a key head")
 @measure_option("--jobs", default=1, help="Processes that try checks side by side: up to one for each core.")
 @json_option
+@click.pass_context
 def conformance(
+    context: click.Context,
+    model: str | None,
+    engine: dict[str, Any],
     backends: tuple[str, ...],
     device: str,
     quick: bool,
@@ -60,8 +113,15 @@ def conformance(
     """Try attention backends against the oracle, row by row; a full run that passes is kept as a proof.
 
     Fails where any check fails, and where a backend or a check that is named could not be tried at all.
-    `--require-proof` of the other commands asks for the proofs.
+    `--require-proof` of the other commands asks for the proofs. `--model` proves one engine instead: its groups of
+    layers, with the backends, lengths, rows and dtypes that it would have here.
     """
+    _refuse_mixtures(context, model)
+    if model is not None:
+        if len(page_size) > 1:
+            raise click.UsageError(f"expected one --page-size with --model, got {len(page_size)}; an engine has one")
+        settings = engine | {"model": model, "device": device, "page_size": page_size[0] if page_size else None}
+        sys.exit(prove_model(settings, verbose=verbose, as_json=as_json))
     from sightline.attention.proof import ProofBook
     from sightline.core.environment import proof_folder
     from sightline.testing.report import more_samples, run_conformance
@@ -81,6 +141,21 @@ def conformance(
     )
     click.echo(json.dumps(report.to_data(), indent=2) if as_json else "\n".join(_lines(report, verbose=verbose)))
     sys.exit(1 if report.failed or report.untried else 0)
+
+
+def _refuse_mixtures(context: click.Context, model: str | None) -> None:
+    """No option is taken that would change nothing."""
+    given = [
+        option
+        for option in context.command.params
+        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+    ]
+    useless = [option.opts[0] for option in given if option.name in (_ENGINE_ALONE if model is None else _KIT_ALONE)]
+    if useless:
+        raise click.UsageError(
+            f"expected {', '.join(useless)} {'with' if model is None else 'without'} --model alone, got it "
+            f"{'without' if model is None else 'with one'}; leave it out"
+        )
 
 
 def _watch_in_turn() -> Watch:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
@@ -21,8 +20,11 @@ from sightline.cli.options import (
     count_option,
     parse_positive_count,
     parse_target,
+    prove_option,
     quiet_option,
 )
+from sightline.cli.proving import prove_first
+from sightline.cli.signals import ended_by
 from sightline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -121,6 +123,7 @@ embedding_options = collected(
     "--dimensions", parse=parse_positive_count, help="Keep so many of a vector's first numbers, at length 1 again."
 )
 @quiet_option
+@prove_option
 @embedding_options
 def embed(
     texts: tuple[str, ...],
@@ -129,6 +132,7 @@ def embed(
     truncate: bool,
     dimensions: int | None,
     quiet: bool,
+    prove: bool,
     settings: dict[str, Any],
 ) -> None:
     """Turn each TEXT, or each line of a file or of standard input, into a vector, in order.
@@ -142,9 +146,9 @@ def embed(
         form = _output_format(**writing)
         source = stack.enter_context(_opened(texts, form, quiet=quiet, **reading))
         num_texts = source.count()
-        stack.enter_context(_ended_by_sigterm())
+        stack.enter_context(ended_by(signal.SIGTERM))
         file = stack.enter_context(_target(writing["output"]))
-        asked = _load(settings, truncate, dimensions, quiet=quiet)
+        asked = _load(settings, truncate, dimensions, prove=prove, quiet=quiet)
         totals = _run(asked, source, WRITERS[form](file, num_texts, asked.dimension), quiet=quiet)
     if not quiet:
         for line in totals.lines(asked.embedder.max_tokens):
@@ -220,26 +224,14 @@ def _target(output: Path | None) -> Iterator[BinaryIO]:
         yield file
 
 
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """A request to end is obeyed as Ctrl-C is: with nothing left behind."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _load(settings: dict[str, Any], truncate: bool, dimensions: int | None, *, quiet: bool) -> Embedding:
+def _load(settings: dict[str, Any], truncate: bool, dimensions: int | None, *, prove: bool, quiet: bool) -> Embedding:
     """Builds the embedder, and says what was decided. Degradations are logged by whoever finds them."""
     from sightline.llm import LLM
     from sightline.tools.embedding_run import Embedding
 
     given = {name: value for name, value in settings.items() if value is not None}
+    if prove:
+        given = prove_first(given, task="embed")
     embedder = LLM(task="embed", **given).embedder
     unused = [flag for name, flag in _CACHE_FLAGS.items() if name in given]
     if unused and embedder.embedder.is_transient:

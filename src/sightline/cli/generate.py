@@ -13,7 +13,15 @@ import click
 from rich.markup import escape
 
 from sightline.cli.console import notes, print_error
-from sightline.cli.options import engine_options, json_option, quiet_option, report_options, sampling_options
+from sightline.cli.options import (
+    engine_options,
+    json_option,
+    prove_option,
+    quiet_option,
+    report_options,
+    sampling_options,
+)
+from sightline.cli.proving import prove_first
 from sightline.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -28,11 +36,13 @@ if TYPE_CHECKING:
 @report_options
 @json_option
 @quiet_option
+@prove_option
 @engine_options
 def generate(
     text: str,
     as_json: bool,
     quiet: bool,
+    prove: bool,
     sampling: dict[str, Any],
     reported: dict[str, Any],
     settings: dict[str, Any],
@@ -40,7 +50,7 @@ def generate(
     """Continue TEXT as it stands. Use `chat` to have it answered."""
     if not as_json and reported != {"n": 1, "logprobs": None, "prompt_logprobs": None}:
         raise click.UsageError("expected --json with --n, --logprobs and --prompt-logprobs, got none; add --json")
-    params, llm = _load(sampling | reported, settings, quiet=quiet or as_json)
+    params, llm = _load(sampling | reported, settings, prove=prove, quiet=quiet or as_json)
     if as_json:
         [output] = llm.generate(text, params, use_tqdm=False)
         if output.error is not None:
@@ -63,12 +73,18 @@ def generate(
 @click.option("--system", help="What the model is told before the conversation.")
 @sampling_options
 @quiet_option
+@prove_option
 @engine_options
 def chat(
-    message: str | None, system: str | None, quiet: bool, sampling: dict[str, Any], settings: dict[str, Any]
+    message: str | None,
+    system: str | None,
+    quiet: bool,
+    prove: bool,
+    sampling: dict[str, Any],
+    settings: dict[str, Any],
 ) -> None:
     """Answer MESSAGE; without one, talk until the end of input. Ctrl-C stops an answer, Ctrl-D leaves."""
-    params, llm = _load(sampling, settings, quiet=quiet)
+    params, llm = _load(sampling, settings, prove=prove, quiet=quiet)
     history: list[dict[str, object]] = [{"role": "system", "content": system}] if system is not None else []
     for said in _messages(message):
         history.append({"role": "user", "content": said})
@@ -86,7 +102,9 @@ def chat(
         history.append({"role": "assistant", "content": answer})
 
 
-def _load(sampling: dict[str, Any], settings: dict[str, Any], *, quiet: bool) -> tuple[SamplingParams, LLM]:
+def _load(
+    sampling: dict[str, Any], settings: dict[str, Any], *, prove: bool, quiet: bool
+) -> tuple[SamplingParams, LLM]:
     """Checks the parameters, builds the engine, and says what was decided."""
     started = time.perf_counter()
     from sightline.core.request import SamplingParams
@@ -94,7 +112,7 @@ def _load(sampling: dict[str, Any], settings: dict[str, Any], *, quiet: bool) ->
     from sightline.tools.startup import startup_report
 
     params = SamplingParams(**sampling)
-    llm = LLM(**settings)
+    llm = LLM(**(prove_first(settings) if prove else settings))
     if not quiet:
         for line in startup_report(llm.engine.runtime, llm.engine.ledger.notes):
             notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)

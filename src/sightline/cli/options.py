@@ -156,15 +156,24 @@ computing_options = {
     "paranoid": click.option("--paranoid", is_flag=True, help="Fingerprint plans' contents and poison unused cache."),
 }
 """What an engine computes, and with what."""
-engine_options = collected(
-    "settings",
-    **computing_options,
-    prefix_caching=click.option(
-        "--enable-prefix-caching/--disable-radix-cache",
-        "prefix_caching",
-        default=None,
-        help="Keep what is computed of prompts and answers for requests that begin alike; so where it generates.",
-    ),
+prefix_caching_option = click.option(
+    "--enable-prefix-caching/--disable-radix-cache",
+    "prefix_caching",
+    default=None,
+    help="Keep what is computed of prompts and answers for requests that begin alike; so where it generates.",
+)
+engine_options = collected("settings", **computing_options, prefix_caching=prefix_caching_option)
+task_option = click.option(
+    "--task",
+    type=click.Choice(["generate", "embed"]),
+    default="generate",
+    show_default=True,
+    help="Go on with texts, or turn them into vectors.",
+)
+prove_option = click.option(
+    "--prove",
+    is_flag=True,
+    help="Prove attention for exactly this engine first, unless that is done, and begin only if it passes.",
 )
 measured_engine_options = collected("settings", **computing_options)
 """For measurements, whose rounds repeat their prompts: nothing is kept between them."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
 
 from sightline.cli.console import notes
-from sightline.cli.options import collected, count_option, engine_options
+from sightline.cli.options import collected, count_option, engine_options, prove_option, task_option
+from sightline.cli.proving import prove_first
 
 if TYPE_CHECKING:
     from sightline.server.protocol import Opened
@@ -70,15 +70,10 @@ server_options = collected(
 @click.command()
 @click.argument("name", metavar="[MODEL]", required=False)
 @server_options
-@click.option(
-    "--task",
-    type=click.Choice(["generate", "embed"]),
-    default="generate",
-    show_default=True,
-    help="Go on with texts, or turn them into vectors.",
-)
+@task_option
 @click.option("--seed", type=int, help="Where the seeds of requests that bring none come from.")
 @count_option("--max-queued-requests", default=1024, help="Sequences that may wait; more are refused with 429.")
+@prove_option
 @engine_options
 def serve(
     name: str | None,
@@ -86,6 +81,7 @@ def serve(
     task: str,
     seed: int | None,
     max_queued_requests: int,
+    prove: bool,
     settings: dict[str, Any],
 ) -> None:
     """Serve MODEL over HTTP, as OpenAI's clients expect it, with a chat page at /.
@@ -103,9 +99,12 @@ def serve(
 
     if name is not None and settings["model"] is not None:
         raise click.UsageError("expected one model, got MODEL and --model; leave one out")
-    engine = EngineConfig(**settings, task=task, seed=seed, max_queued_requests=max_queued_requests)
     if name is not None:
-        engine = replace(engine, model=name)
+        settings = settings | {"model": name}
+    wishes: dict[str, Any] = {"task": task, "seed": seed, "max_queued_requests": max_queued_requests}
+    if prove:
+        settings = prove_first(settings, **wishes)
+    engine = EngineConfig(**settings, **wishes)
     log_as_json(served["log_level"])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(served, engine, started))

@@ -18,12 +18,13 @@ from sightline.attention.contract import BackendContext, Limits
 from sightline.attention.planner import GroupBinding, PartBackend, Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend
-from sightline.attention.spec import Feature, LayerGroup, group_layers
+from sightline.attention.spec import LayerGroup, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import ScalesByPlane
 from sightline.core.batch import MaskKind
+from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, Quantization
 from sightline.core.device import detect_device, single_threaded
 from sightline.core.environment import proof_folder
@@ -38,6 +39,7 @@ from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader, choose_kept_product
 from sightline.runner.choices import GroupSelection, import_chosen, make_offers, tell_choices
+from sightline.runner.demand import Usage, demands_of
 from sightline.runner.runner import Runner
 
 
@@ -56,6 +58,21 @@ class Runtime:
     runner: Runner
 
 
+@dataclass(frozen=True)
+class Blueprint:
+    """What will run for a model, decided; nothing of it is built."""
+
+    config: ResolvedConfig
+    groups: tuple[LayerGroup, ...]
+    usage: Usage
+    prove_words: tuple[str, ...]
+    """What follows `sightline` on a command line that proves attention for this engine."""
+
+    def select(self, candidates: Sequence[Candidate]) -> tuple[GroupSelection, ...]:
+        """The backends that serve each group, out of these."""
+        return select_backends(self.config, self.groups, candidates, self.usage, self.prove_words)
+
+
 def build_runtime(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -64,7 +81,8 @@ def build_runtime(
 ) -> Runtime:
     """Builds a runtime for a checkpoint. Whatever cannot work is refused before the weights are read."""
     definition = define_model(checkpoint.config, ledger)
-    return _build(config, checkpoint, ledger, on_progress, definition, definition.load)
+    blueprint = draw_up(config, checkpoint, definition, Usage.GENERATE, ledger)
+    return _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load)
 
 
 def build_embedding_runtime(
@@ -75,34 +93,38 @@ def build_embedding_runtime(
 ) -> tuple[Runtime, EmbedderDefinition]:
     """As `build_runtime`, of the network up to the states of tokens."""
     definition = define_embedder(checkpoint.config, ledger)
-    runtime = _build(
-        config,
-        checkpoint,
-        ledger,
-        on_progress,
-        definition,
-        definition.load_states,
-        takes_texts_whole=definition.mask.kind is MaskKind.FULL,
-    )
-    return runtime, definition
+    blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
+    return _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load_states), definition
+
+
+def usage_of(definition: EmbedderDefinition) -> Usage:
+    """How a model is called that embeds."""
+    return Usage.EMBED_WHOLE if definition.mask.kind is MaskKind.FULL else Usage.EMBED
+
+
+def draw_up(
+    config: EngineConfig, checkpoint: Checkpoint, definition: Definition, usage: Usage, ledger: Ledger
+) -> Blueprint:
+    """Decides what will run, from headers alone: no weight is read and nothing is built."""
+    groups = group_layers(definition.attention_specs())
+    facts = model_facts(Quantization(config.quantization), checkpoint, definition, groups)
+    takes_texts_whole = usage is Usage.EMBED_WHOLE
+    device = detect_device(config.device)
+    resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
+    model = str(checkpoint.location) if config.model is None else config.model
+    return Blueprint(resolved, groups, usage, prove_words(config, model))
 
 
 def _build(
-    config: EngineConfig,
+    blueprint: Blueprint,
     checkpoint: Checkpoint,
     ledger: Ledger,
     on_progress: Callable[[int, int], None],
     definition: Definition,
     load: Callable[[WeightReader], Model],
-    *,
-    takes_texts_whole: bool = False,
 ) -> Runtime:
-    device = detect_device(config.device)
-    groups = group_layers(definition.attention_specs())
-    facts = model_facts(Quantization(config.quantization), checkpoint, definition, groups)
-    resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
-    needs = frozenset({Feature.NON_CAUSAL}) if takes_texts_whole else frozenset()
-    selections = select_backends(resolved, groups, registry.installed(), needs)
+    resolved, groups, device = blueprint.config, blueprint.groups, blueprint.config.device
+    selections = blueprint.select(registry.installed())
     tell_choices(resolved, groups, selections, ledger)
     import_chosen(selections)
     reader = WeightReader(
@@ -124,22 +146,35 @@ def select_backends(
     config: ResolvedConfig,
     groups: Sequence[LayerGroup],
     candidates: Sequence[Candidate],
-    needs: frozenset[Feature] = frozenset(),
+    usage: Usage = Usage.GENERATE,
+    prove_words: Sequence[str] = (),
 ) -> tuple[GroupSelection, ...]:
-    """For each group, a backend for each kind of rows that runs: often the same. `needs` is what steps will ask for."""
-    doubt = ProofBook(proof_folder()).doubts if config.require_proof else no_doubt
+    """For each group, a backend for each kind of rows that runs: often the same.
+
+    Where proof is asked for, what is not proven is refused with the command that `prove_words` make.
+    """
+    doubt = ProofBook(proof_folder()).doubting(prove_words) if config.require_proof else no_doubt
     offers = make_offers(config, candidates)
     return tuple(
         {
-            work: select_backend(offer, _requirement(config, group, needs), group.name, doubt, work)
+            work: select_backend(offer, requirement(config, group, work, usage), group.name, doubt, work)
             for work, offer in offers.items()
         }
         for group in groups
     )
 
 
-def _requirement(config: ResolvedConfig, group: LayerGroup, needs: frozenset[Feature]) -> Requirement:
-    return Requirement(group.spec, config.device, config.dtype, config.cache_dtype, config.page_size, needs)
+def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Usage) -> Requirement:
+    """What a backend must serve, to serve this kind of rows of the group."""
+    return Requirement(
+        group.spec,
+        config.device,
+        config.dtype,
+        config.cache_dtype,
+        config.page_size,
+        usage.needs,
+        demands_of(config, group, work, usage),
+    )
 
 
 def make_store(

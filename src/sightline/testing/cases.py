@@ -55,7 +55,8 @@ class Case:
     """One thing to try."""
 
     values: Mapping[Dimension, Value]
-    """One for each dimension but `STEP_TOKENS`, which follows; `WINDOW` where there is one."""
+    """One for each dimension; `WINDOW` where there is one. `STEP_TOKENS` follows from the others, unless the rows beside
+    the main one have to make up for so many."""
     seed: int = 0
 
     def number(self, dimension: Dimension) -> int:
@@ -129,7 +130,9 @@ class Case:
         page, most, new = (self.number(each) for each in (Dimension.PAGE_SIZE, Dimension.CONTEXT, Dimension.NEW_TOKENS))
         shared = self.shared_pages * page
         contexts = [min(most, shared + more) for more in (0, page - 1, 1, page, page + 1, 7, 2 * page + 3)]
-        news = [min(new, some) for some in _COMPANY_NEW]
+        missing = int(self.values.get(Dimension.STEP_TOKENS, 0)) - new
+        least = -(-missing // max(1, self.number(Dimension.ROWS) - 1))
+        news = [min(new, max(some, least)) for some in _COMPANY_NEW]
         both = zip(itertools.cycle(contexts), itertools.cycle(news), strict=False)
         return list(itertools.islice(both, len(contexts) * len(news)))
 

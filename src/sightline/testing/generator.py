@@ -206,7 +206,16 @@ class _Builder:
                 number: Value = self._number(each, str(end), ends) if each.is_scale else end
                 if fixed.setdefault(each, number) != number:
                     return None
+        if ends.get(Dimension.STEP_TOKENS) == HIGH:
+            self._fill_step(fixed)
         return fixed if self._is_allowed(fixed) else None
+
+    def _fill_step(self, fixed: dict[Dimension, Value]) -> None:
+        """Asks for the rows that the largest step takes, where one row alone cannot have all of its tokens."""
+        most, longest = (self._domains.scales[each].high for each in (Dimension.STEP_TOKENS, Dimension.NEW_TOKENS))
+        if longest < most:
+            fixed[Dimension.STEP_TOKENS] = most
+            fixed.setdefault(Dimension.ROWS, -(-most // longest))
 
     def _with_known_spec(self, chosen: dict[Dimension, Value]) -> dict[Dimension, Value]:
         """What is chosen, with a spec that another case has, if one fits."""

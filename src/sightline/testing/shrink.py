@@ -23,6 +23,7 @@ _PLAIN = {
     Dimension.ROWS: 3,
     Dimension.NEW_TOKENS: 4,
     Dimension.CONTEXT: 20,
+    Dimension.STEP_TOKENS: 1,
     Dimension.LAYERS: 2,
     Dimension.KEY_HEADS: 2,
     Dimension.WINDOW: 8,

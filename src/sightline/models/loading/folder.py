@@ -39,8 +39,7 @@ class FolderCheckpoint(Checkpoint):
     """
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
-        config = _read_config(folder)
-        packed_as = _pop_format(config)
+        config, packed_as = read_config(folder / CONFIG_FILE)
         weight_map = _read_index(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else {}
         file_names = sorted(set(weight_map.values())) or [_single_file(folder)]
         files = {name: SafetensorsFile(folder / name) for name in file_names}
@@ -72,20 +71,16 @@ class FolderCheckpoint(Checkpoint):
         return self._owners[name].read(name) if packed is None else packed.read()
 
 
-def _read_config(folder: Path) -> dict[str, object]:
-    path = folder / CONFIG_FILE
+def read_config(path: Path) -> tuple[dict[str, object], PackedFormat | None]:
+    """What the file says of the unquantised model, and how its tensors are packed, if they are."""
     if not path.is_file():
         raise CheckpointError(
-            f"expected a folder with {CONFIG_FILE} and *.safetensors, got no {CONFIG_FILE} in {folder}. "
+            f"expected a folder with {CONFIG_FILE} and *.safetensors, got no {CONFIG_FILE} in {path.parent}. "
             "Give the folder that holds the model itself, or a .gguf file."
         )
-    return read_json_object(path)
-
-
-def _pop_format(config: dict[str, object]) -> PackedFormat | None:
-    """Takes the section that speaks of packed tensors out of `config`."""
+    config = read_json_object(path)
     section = config.pop(QUANTIZATION, None)
-    return None if section is None else read_format(section)
+    return config, None if section is None else read_format(section)
 
 
 def _take_packed(packed_as: PackedFormat | None, owners: dict[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:

@@ -10,10 +10,17 @@ from pathlib import Path
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.checkpoint import Checkpoint
+from sightline.models.loading.config_only import ConfigCheckpoint
 from sightline.models.loading.folder import FolderCheckpoint
 from sightline.models.loading.gguf_checkpoint import GgufCheckpoint
 from sightline.models.loading.hub import fetch, parse_reference
 from sightline.models.loading.prefixed import with_prefix
+
+
+def open_description(location: str | Path, ledger: Ledger) -> Checkpoint:
+    """As `open_checkpoint`, for whoever reads no weights: a config.json may stand alone."""
+    path = Path(location).expanduser()
+    return ConfigCheckpoint(path) if path.is_file() and path.suffix == ".json" else open_checkpoint(location, ledger)
 
 
 def open_checkpoint(location: str | Path, ledger: Ledger) -> Checkpoint:

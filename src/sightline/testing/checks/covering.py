@@ -7,12 +7,13 @@ that the failure names what matters.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sightline.core.device import DeviceKind
 from sightline.testing.case_run import try_case
 from sightline.testing.cases import Case
-from sightline.testing.domains import domains_of
+from sightline.testing.domains import Domains, domains_of
 from sightline.testing.generator import cases_for
 from sightline.testing.shrink import shrink
 from sightline.testing.trial import Check, CheckFailed, Effort, Trial, fail
@@ -22,16 +23,25 @@ _SECONDS = {Effort.QUICK: 4.0, Effort.FULL: None}
 
 
 def covering(trial: Trial) -> None:
-    for case in trial.share.of(covering_cases(trial)):
+    cover(trial, trial.share.of(covering_cases(trial)), domains_of(trial.subject, trial.samples))
+
+
+def cover(
+    trial: Trial, cases: Sequence[Case], domains: Domains, is_excused: Callable[[Exception], bool] = lambda _: False
+) -> None:
+    """Tries cases of the domains. One that raises what is excused is passed over, and is no point."""
+    for case in cases:
         try:
             try_case(trial, case)
         except CheckFailed as failure:
-            _fail_smaller(trial, case, str(failure))
+            _fail_smaller(trial, case, domains, str(failure))
         except Exception as error:
+            if is_excused(error):
+                continue
             # After an illegal access nothing on a GPU can be tried again.
             if trial.subject.device.kind is DeviceKind.CUDA:
                 raise
-            _fail_smaller(trial, case, f"{type(error).__name__}: {error}")
+            _fail_smaller(trial, case, domains, f"{type(error).__name__}: {error}")
         trial.progress.points.append(case.point())
 
 
@@ -40,7 +50,7 @@ def covering_cases(trial: Trial) -> tuple[Case, ...]:
     return cases_for(domains_of(trial.subject, trial.samples), _SECONDS[trial.effort])
 
 
-def _fail_smaller(trial: Trial, case: Case, failure: str) -> NoReturn:
+def _fail_smaller(trial: Trial, case: Case, domains: Domains, failure: str) -> NoReturn:
     """Fails with the smallest case that does, and what matters of it."""
     reasons = [failure]
     num_steps, tried = trial.progress.num_steps, trial.progress.case
@@ -54,7 +64,7 @@ def _fail_smaller(trial: Trial, case: Case, failure: str) -> NoReturn:
             return True
         return False
 
-    shrunk = shrink(case, domains_of(trial.subject, trial.samples), fails)
+    shrunk = shrink(case, domains, fails)
     trial.progress.num_steps, trial.progress.case = num_steps, f"{tried}; smallest: {told(shrunk.case)}"
     fail(f"{shrunk}\n{reasons[-1]}")
 
