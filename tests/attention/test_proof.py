@@ -198,8 +198,8 @@ def test_what_a_spec_asks_for_and_was_not_tried_is_named_with_the_command(book: 
     prove(book)
     need = replace(NEED, spec=SoftmaxSpec(6, 2, 96, 0.125), page_size=48)
     assert book.doubts(MINE, ROW, need) == (
-        "not proven: query heads on a key head 3 (proven: 2), head dimension 96 (proven: 64), "
-        "page size 48 (proven: 16); run: sightline conformance --backend mine",
+        "not proven: query heads on a key head 3 (proven: 1, 2), head dimension 96 (proven: 64, 128), "
+        "page size 48 (proven: 1, 16); run: sightline conformance --backend mine",
     )
     assert book.doubts(MINE, ROW, replace(NEED, dtype=torch.float16, cache_dtype=torch.float64)) == (
         "not proven: dtype float16 (proven: float32), cache dtype float64 (proven: float32); "

@@ -55,8 +55,8 @@ class Case:
     """One thing to try."""
 
     values: Mapping[Dimension, Value]
-    """One for each dimension; `WINDOW` where there is one. `STEP_TOKENS` follows from the others, unless the rows beside
-    the main one have to make up for so many."""
+    """One for each dimension; `WINDOW` where there is one. `STEP_TOKENS` follows from the others, unless the rows
+    beside the main one have to make up for so many."""
     seed: int = 0
 
     def number(self, dimension: Dimension) -> int:
