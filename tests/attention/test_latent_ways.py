@@ -207,6 +207,7 @@ def test_a_prefix_of_64k_tokens_stays_within_a_lease_of_a_few_chunks() -> None:
     bench = Bench(forced(Way.CHUNKED, room), max_len=context + new)
     row = bench.store.open_row()
     bench.store.grow_row(row, context + new)
+    bench.store.fill_row(row, context)
     [pool] = bench.store.pools
     slots = pool.table.slots(torch.full((context,), row), torch.arange(context), PAGE)
     entries = torch.randn(context, SPEC.head_dim, generator=torch.Generator().manual_seed(4))
