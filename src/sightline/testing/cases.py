@@ -39,12 +39,11 @@ OTHERS = (Row(9, 3), Row(0, 2))
 """What is planned before a case's own step, or beside it."""
 GOES_ON_BY = 2
 """Entries of each context, at most, that an earlier step writes."""
-_PAD_ROWS, _PAD_TOKENS = 2, 3
+_PADDINGS = ((2, 3), (0, 1), (7, 40))
 _COMPANY_NEW = (1, 1, 2, 5, 1, 3)
 _MANY_LAYERS = 8
 _LAYERS_SECONDS = 0.25
 """Where all layers of a case would take longer, some of them are run."""
-_NUM_COMPARED = 5
 _COMPOSED = frozenset({Feature.SOFTCAP.value, Feature.SINKS.value, Feature.LSE.value})
 MOST_POOL_BYTES = 9 << 30
 """Of a pool, whose memory is touched only where rows use it."""
@@ -97,7 +96,7 @@ class Case:
     @property
     def padding(self) -> tuple[int, int]:
         """Rows and tokens that belong to nobody."""
-        return (_PAD_ROWS, _PAD_TOKENS) if self.is_padded else (0, 0)
+        return _PADDINGS[self.seed % len(_PADDINGS)] if self.is_padded else (0, 0)
 
     @cached_property
     def main_row(self) -> int:
@@ -224,8 +223,8 @@ class Case:
     def compared_layers(self) -> tuple[int, ...]:
         """Those whose answers the oracle is asked for."""
         run = self.run_layers()
-        chosen = {run[0], run[1 % len(run)], run[len(run) // 2], run[-2 % len(run)], run[-1]}
-        return tuple(sorted(chosen))[-_NUM_COMPARED:]
+        within = random.Random(f"layer {self.seed}").choice(run)
+        return tuple(sorted({run[0], run[1 % len(run)], within, run[-2 % len(run)], run[-1]}))
 
     @property
     def num_q_heads(self) -> int:

@@ -51,6 +51,8 @@ _PLAIN_NUMBERS = {
 }
 _STAIRS = (2, 3, 4, 6, 8)
 """New tokens of each of the most rows: steps of many tokens of which no row has many."""
+_CROWD = 8
+"""Rows of the longest context, and by what the longest is divided for the most rows: steps of many keys."""
 _COMPILED_FOR = (
     Dimension.HEAD_DIM,
     Dimension.GROUP_SIZE,
@@ -136,7 +138,9 @@ class _Builder:
                 if case is not None:
                     self._take(case)
                     missing -= reach(case)
-        more = [self._stair(new) for new in _STAIRS]
+        rows, context = (self._domains.scales[each].high for each in (Dimension.ROWS, Dimension.CONTEXT))
+        more = [self._crowd(rows, new, 37) for new in _STAIRS]
+        more += [self._crowd(min(rows, _CROWD), 1, context), self._crowd(rows, 1, context * _CROWD // rows)]
         more += [self._middle() for _ in range(_NUM_MIDDLE)]
         return [*self._without_needless(more), *more]
 
@@ -317,14 +321,14 @@ class _Builder:
         values = {**self._cheapest, **values}
         return Case(repaired(values), seed=len(self._cases))
 
-    def _stair(self, new: int) -> Case:
-        """The most rows, each with a few new tokens."""
-        rows = self._domains.scales[Dimension.ROWS].high
+    def _crowd(self, rows: int, new: int, context: int) -> Case:
+        """Many rows that are alike, the rest plain."""
         plain = {each: values[0] for each, values in self._domains.values.items()}
         chosen: dict[Dimension, Value] = {
             Dimension.ROWS: rows,
             Dimension.NEW_TOKENS: new,
-            Dimension.COMPANY: Company.SAME.value,
+            Dimension.CONTEXT: context,
+            Dimension.COMPANY: (Company.SAME if rows > 1 else Company.ALONE).value,
         }
         return self._completed({**plain, **chosen})
 

@@ -142,4 +142,5 @@ def _lacking(case: Case) -> Iterator[tuple[bool, frozenset[End]]]:
     yield case.number(Dimension.ROWS) < 2, _ALONE
     yield case.num_q_heads < 2, frozenset({(Dimension.KEY_HEADS, LOW), (Dimension.GROUP_SIZE, 1)})
     yield case.number(Dimension.CONTEXT) < 1, WITHOUT_CONTEXT
+    yield case.is_transient, frozenset({(Dimension.POLICY, CachePolicy.TRANSIENT.value)})
     yield case.main_len < 3, frozenset({(Dimension.CONTEXT, LOW), (Dimension.NEW_TOKENS, LOW)})
