@@ -227,6 +227,7 @@ class _Run:
         written = {row: count for row in range(len(self._case.rows)) if (count := self._written_before(row))}
         earlier = [step.step_before(written) for step in steps]
         planned = earlier[0].plan(self._needs, self._lane)
+        self._bench.planner.launch(planned)
         planned.prepare()
         answers = [step.attend(planned) for step in earlier]
         compared = self._case.compared_layers()
