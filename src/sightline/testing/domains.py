@@ -35,9 +35,9 @@ from sightline.testing.trial import cache_dtypes, compute_dtypes
 
 _SPANS = {
     Dimension.ROWS: Span(1, 256),
-    Dimension.NEW_TOKENS: Span(1, 1024),
+    Dimension.NEW_TOKENS: Span(1, 768),
     Dimension.CONTEXT: Span(0, 8192),
-    Dimension.STEP_TOKENS: Span(1, 1024),
+    Dimension.STEP_TOKENS: Span(1, 768),
     Dimension.LAYERS: Span(1, 64),
     Dimension.KEY_HEADS: Span(1, 64),
     Dimension.WINDOW: Span(1, 4096),

@@ -18,7 +18,7 @@ from sightline.testing.generator import cases_for
 from sightline.testing.shrink import shrink
 from sightline.testing.trial import Check, CheckFailed, Effort, Trial, fail
 
-_SECONDS = {Effort.QUICK: 4.0, Effort.FULL: None}
+_SECONDS = {Effort.QUICK: 3.5, Effort.FULL: None}
 """Of all cases together, as they are estimated; None is all of them."""
 
 
