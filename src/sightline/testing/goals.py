@@ -55,10 +55,17 @@ class Goals:
 
     def goal(self, one: End, two: End) -> Goal:
         """Of two ends; their order is of no matter. Ends that the domains do not have are no goal: -1."""
-        a, b = self._numbers.get(one, -1), self._numbers.get(two, -1)
-        if a < 0 or b < 0:
-            return Goal(-1)
-        return Goal(a * _MOST_ENDS + b if a < b else b * _MOST_ENDS + a)
+        a, b = self.number(one), self.number(two)
+        return Goal(-1) if a < 0 or b < 0 else self.of_numbers(a, b)
+
+    def number(self, end: End) -> int:
+        """Of an end, to look goals up by; -1 where the domains do not have it."""
+        return self._numbers.get(end, -1)
+
+    @staticmethod
+    def of_numbers(one: int, two: int) -> Goal:
+        """The goal of two ends, by their numbers."""
+        return Goal(one * _MOST_ENDS + two if one < two else two * _MOST_ENDS + one)
 
     def ends(self, goal: Goal) -> tuple[End, End]:
         return self._ends[goal // _MOST_ENDS], self._ends[goal % _MOST_ENDS]
