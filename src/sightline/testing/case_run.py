@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -156,12 +155,12 @@ class _Run:
 
     def _look_closely(self, step: Step) -> None:
         """Makes single keys of long rows weigh something, and a sink as much as they do."""
-        start = 0
+        start, asked = 0, self._asked(step.layer)
         for number, row in enumerate(step.rows):
             tokens = slice(start, start + row.query_len)
             start = tokens.stop
-            if row.seq_len > _LONG and number in self._asked:
-                places = self._sought(row, self._asked[number])
+            if row.seq_len > _LONG and number in asked:
+                places = self._sought(row, asked[number])
                 step.problem.look_for(step.spec, step.inputs, tokens, step.contexts[number], places)
         longest = min(self._case.main_len, self._case.window or self._case.main_len)
         if Feature.SINKS.value in self._case.features and longest > _LONG:
@@ -178,23 +177,21 @@ class _Run:
                 places |= {positions[query] - window, positions[query] - window + 1}
         return sorted(place for place in places if 0 <= place < row.seq_len)
 
-    @cached_property
-    def _asked(self) -> Asked:
-        """By row, the queries that are held against the oracle."""
+    def _asked(self, layer: int) -> Asked:
+        """By row, the queries that are held against the oracle; of many rows, others in each layer."""
         case = self._case
+        draw = random.Random(f"asked {case.seed} {layer}")
         rows = list(range(len(case.rows)))
         if len(rows) > _ALL_ROWS:
-            some = self._draw.sample(rows, _ALL_ROWS // 2)
-            rows = sorted({*rows[:4], *rows[-4:], case.main_row, *some})
-        return {row: self._queries(case.rows[row]) for row in rows}
+            rows = sorted({*rows[:4], *rows[-4:], case.main_row, *draw.sample(rows, _ALL_ROWS // 2)})
+        return {row: self._queries(case.rows[row], draw) for row in rows}
 
-    def _queries(self, row: Row) -> list[int]:
+    def _queries(self, row: Row, draw: random.Random) -> list[int]:
         if row.query_len <= _ALL_QUERIES:
             return list(range(row.query_len))
         last = row.query_len - 1
-        near = list(borders(Span(0, last), self._case.number(Dimension.PAGE_SIZE)))
-        chosen = {0, last, *self._draw.sample(near, 3), *(self._draw.randint(1, last) for _ in range(3))}
-        return sorted(chosen)
+        near = borders(Span(0, last), self._case.number(Dimension.PAGE_SIZE))
+        return sorted({0, last, *draw.sample(near, 3), *(draw.randint(1, last) for _ in range(3))})
 
     def _attend(self, steps: Sequence[Step], planned: PlannedBatch) -> None:
         """Runs every layer, in order, and holds some of them against the oracle."""
@@ -209,7 +206,7 @@ class _Run:
                     f"expected numbers from layer {step.layer}, got some that are none",
                 )
                 continue
-            self._trial.hold(step, answer, f"layer {step.layer}", self._asked)
+            self._trial.hold(step, answer, f"layer {step.layer}", self._asked(step.layer))
             self._trial.require_lse(step, answer, wanted=bool(self._needs))
             self._trial.require(
                 bool(answer.out[num_tokens:].isnan().all()),
@@ -231,8 +228,8 @@ class _Run:
         planned.prepare()
         answers = [step.attend(planned) for step in earlier]
         compared = self._case.compared_layers()
-        places = dict(enumerate(written))
-        asked = {place: range(written[row]) for place, row in places.items() if row in self._asked}
         for step, answer in zip(earlier, answers, strict=True):
             if step.layer in compared:
+                rows = self._asked(step.layer)
+                asked = {place: range(written[row]) for place, row in enumerate(written) if row in rows}
                 self._trial.hold(step, answer, f"layer {step.layer} of the step before", asked)
