@@ -46,6 +46,8 @@ _SPANS = {
 _OF_SPEC = (Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.LSE)
 """Features that make up `Dimension.FEATURES`; masks have a dimension of their own."""
 _MASKS = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE_MASK}
+_DEMAND_SECONDS = 90.0
+"""The most that one case of an engine's own demand may take: what it will ask for is tried, whatever it costs."""
 _COMPILE_SECONDS = {DeviceKind.CPU: 0.0, DeviceKind.CUDA: 4.0}
 
 
@@ -59,9 +61,13 @@ class Domains:
     """The plainest first; never none."""
     compile_seconds: float = 0.0
     """What a backend may take for a spec that it has not seen: cases then share specs as far as they can."""
+    case_seconds: float = 6.0
+    """The most that one case may take, as it is estimated for one core: what needs more is not reached."""
 
     def __hash__(self) -> int:
-        return hash((self.kind, tuple(self.scales.items()), tuple(self.values.items()), self.compile_seconds))
+        return hash(
+            (self.kind, tuple(self.scales.items()), tuple(self.values.items()), self.compile_seconds, self.case_seconds)
+        )
 
     def demand(self) -> Demand:
         """Everything that lies within."""
@@ -109,7 +115,8 @@ def domains_of_demand(demand: Demand, subject: Subject, samples: Samples) -> Dom
     for dimension, asked in demand.values.items():
         known = [value for value in usual.values.get(dimension, ()) if value in asked]
         values[dimension] = (*known, *sorted((value for value in asked if value not in known), key=str))
-    return Domains(usual.kind, {**usual.scales, **demand.scales}, values, usual.compile_seconds)
+    scales = {**usual.scales, **demand.scales}
+    return Domains(usual.kind, scales, values, usual.compile_seconds, _DEMAND_SECONDS)
 
 
 def borders(span: Span, page_size: int = 16) -> tuple[int, ...]:

@@ -39,8 +39,8 @@ _NUM_MIDDLE = 30
 """Random cases within the domains."""
 _CASE_SECONDS = 0.22
 """What a case may take unless its goal alone takes more."""
-_MOST_SECONDS = 6.0
 _MIDDLE_SECONDS = 0.25
+_MIDDLE_TRIES = 200
 _PLAIN_NUMBERS = {
     Dimension.ROWS: 2,
     Dimension.NEW_TOKENS: 5,
@@ -142,6 +142,7 @@ class _Builder:
         more = [self._crowd(rows, new, 37) for new in _STAIRS]
         more += [self._crowd(min(rows, _CROWD), 1, context), self._crowd(rows, 1, context * _CROWD // rows)]
         more += [self._middle() for _ in range(_NUM_MIDDLE)]
+        more = [case for case in more if case.seconds <= self._domains.case_seconds]
         return [*self._without_needless(more), *more]
 
     def _without_needless(self, others: Sequence[Case]) -> list[Case]:
@@ -166,7 +167,7 @@ class _Builder:
             case = self._around(goal, missing, number, is_close=is_close)
             if case is None:
                 return None
-            goals = reach(case) if case.seconds <= _MOST_SECONDS else set()
+            goals = reach(case) if case.seconds <= self._domains.case_seconds else set()
             if goal in goals:
                 able.append((self._worth(case, goals & missing), case))
             if len(able) == _TRIES:
@@ -186,7 +187,7 @@ class _Builder:
             return None
         if number and self._domains.compile_seconds:
             chosen = self._with_known_spec(chosen)
-        most = max(_CASE_SECONDS, min(_MOST_SECONDS, 1.3 * self._completed(chosen).seconds))
+        most = max(_CASE_SECONDS, min(self._domains.case_seconds, 1.3 * self._completed(chosen).seconds))
         turns = [each for each in self._free if each not in chosen]
         self._draw.shuffle(turns)
         turns.sort(key=lambda each: _TURNS.index(each) if each in _TURNS and number % 2 else len(_TURNS))
@@ -343,10 +344,14 @@ class _Builder:
         return self._completed({**plain, **chosen})
 
     def _middle(self) -> Case:
-        """Numbers drawn log-uniformly, at borders as often as between them; every other value as likely as any."""
-        while True:
+        """Numbers drawn log-uniformly, at borders as often as between them; every other value as likely as any.
+
+        The first case that is cheap, or the cheapest of many: an engine's heads and layers may allow no cheap one.
+        """
+        able: list[Case] = []
+        for _ in range(_MIDDLE_TRIES):
             values: dict[Dimension, Value] = {
-                dimension: self._draw.choice(able) for dimension, able in self._domains.values.items()
+                dimension: self._draw.choice(options) for dimension, options in self._domains.values.items()
             }
             page = int(values[Dimension.PAGE_SIZE])
             for scale, span in self._domains.scales.items():
@@ -354,8 +359,11 @@ class _Builder:
                     values[scale] = self._number_within(scale, span, page)
             case = Case(repaired(values), seed=len(self._cases))
             is_known = self._domains.compile_seconds == 0 or _compiled_for(case) in self._compiled
-            if case.seconds <= _MIDDLE_SECONDS and self._is_allowed(case.values) and is_known:
-                return case
+            if self._is_allowed(case.values) and is_known:
+                able.append(case)
+                if case.seconds <= _MIDDLE_SECONDS:
+                    return case
+        return min(able, key=lambda case: case.seconds, default=self._completed({}))
 
     def _number_within(self, scale: Dimension, span: Span, page: int) -> int:
         if scale is Dimension.POOL_SLOTS:

@@ -6,8 +6,10 @@ Inputs and answers live on the host, so that the device computes nothing but wha
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -28,6 +30,15 @@ _Inputs = TypeVar("_Inputs", SoftmaxInputs, LatentInputs)
 _HOST = torch.device("cpu")
 Asked: TypeAlias = Mapping[int, Sequence[int]]
 """By row, in order, the new tokens that the oracle is asked about."""
+
+
+_NOISE_NUMBERS = 1_000_003
+"""More random numbers than these are these again, from some place on. A prime: no two entries of a row are alike."""
+
+
+@cache
+def _noise() -> Tensor:
+    return torch.randn(_NOISE_NUMBERS, generator=torch.Generator().manual_seed(5))
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +179,12 @@ class Step:
             yield tokens, tuple(torch.cat([old, plane[tokens]]) for old, plane in zip(context, new, strict=True))
 
     def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator).to(self.bench.setting.dtype)
+        count = math.prod(shape)
+        if count <= _NOISE_NUMBERS:
+            return torch.randn(*shape, generator=self._generator).to(self.bench.setting.dtype)
+        start = int(torch.randint(_NOISE_NUMBERS, (1,), generator=self._generator))
+        noise = _noise().to(self.bench.setting.dtype)
+        return noise.repeat(-(-(start + count) // _NOISE_NUMBERS))[start : start + count].view(shape)
 
     def write_contexts(self, lengths: Sequence[int] | None = None) -> None:
         """Puts each row's context where earlier steps would have: all of it, or its first entries."""
