@@ -178,11 +178,12 @@ class _Run:
         return sorted(place for place in places if 0 <= place < row.seq_len)
 
     def _asked(self, layer: int) -> Asked:
-        """By row, the queries that are held against the oracle; of many rows, others in each layer."""
+        """By row, the queries that are held against the oracle; of many rows some, others in each layer, all in the
+        last."""
         case = self._case
         draw = random.Random(f"asked {case.seed} {layer}")
         rows = list(range(len(case.rows)))
-        if len(rows) > _ALL_ROWS:
+        if len(rows) > _ALL_ROWS and layer != case.number(Dimension.LAYERS) - 1:
             rows = sorted({*rows[:4], *rows[-4:], case.main_row, *draw.sample(rows, _ALL_ROWS // 2)})
         return {row: self._queries(case.rows[row], draw) for row in rows}
 
