@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sightline.attention.lanes import Depth
 from sightline.attention.workspace import MAIN_LANE
 from sightline.cache.prefix import PrefixCache
 from sightline.core.batch import MaskKind, RowWork
@@ -98,7 +99,7 @@ class Embedder:
 
         Raises `LaneBusyError` if another thread is inside: `TextEmbedder` has them wait.
         """
-        return self.runtime.planner.lanes.run(MAIN_LANE, self._embed, texts, terms, on_progress)
+        return self.runtime.planner.lanes.run(MAIN_LANE, Depth.ENGINE, self._embed, texts, terms, on_progress)
 
     def _embed(
         self, texts: Sequence[Sequence[int]], terms: Terms, on_progress: Callable[[int], None]

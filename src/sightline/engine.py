@@ -28,6 +28,7 @@ from itertools import accumulate
 
 import torch
 
+from sightline.attention.lanes import Depth
 from sightline.attention.workspace import MAIN_LANE
 from sightline.cache.prefix import PrefixCache
 from sightline.core.device import device_faults
@@ -171,7 +172,7 @@ class Engine:
 
         Raises `RequestError` for one that cannot run, `QueueFullError` where too many wait.
         """
-        return self._lanes.run(MAIN_LANE, self._submit, prompt_token_ids, params, prompt, terms)
+        return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._submit, prompt_token_ids, params, prompt, terms)
 
     def _submit(self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None, terms: Terms) -> str:
         self._check_open()
@@ -203,7 +204,7 @@ class Engine:
 
     def step(self) -> None:
         """Launches a step over whatever can run, and commits the one that is due."""
-        self._lanes.run(MAIN_LANE, self._step)
+        self._lanes.run(MAIN_LANE, Depth.ENGINE, self._step)
 
     def _step(self) -> None:
         with self._ending_on_a_fault():
@@ -234,11 +235,11 @@ class Engine:
 
     def take_delta(self, request_id: str) -> TextDelta | None:
         """What one continuation gained since it was last asked; None where none has anything new."""
-        return self._lanes.run(MAIN_LANE, self._find(request_id).take_delta)
+        return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._find(request_id).take_delta)
 
     def pop_output(self, request_id: str) -> RequestOutput:
         """The result of a finished request, which the engine then forgets."""
-        return self._lanes.run(MAIN_LANE, self._pop_output, request_id)
+        return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._pop_output, request_id)
 
     def _pop_output(self, request_id: str) -> RequestOutput:
         live = self._find(request_id)
@@ -249,7 +250,7 @@ class Engine:
 
     def forget(self, request_id: str) -> None:
         """Ends a request if it runs, and drops what it produced."""
-        self._lanes.run(MAIN_LANE, self._forget, request_id)
+        self._lanes.run(MAIN_LANE, Depth.ENGINE, self._forget, request_id)
 
     def _forget(self, request_id: str) -> None:
         live = self._live.get(request_id)
@@ -264,7 +265,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends everything and gives the pages back."""
-        self._lanes.run(MAIN_LANE, self._close)
+        self._lanes.run(MAIN_LANE, Depth.ENGINE, self._close)
 
     def _close(self) -> None:
         for request_id in tuple(self._live):

@@ -163,9 +163,9 @@ def _filled(batch: Batch, members: Sequence[Member], in_flight: Sequence[Launche
     for step in reversed(in_flight):
         found = [(unread.pop(sequence), step.places[sequence]) for sequence in tuple(unread) if sequence in step.places]
         if found:
-            host_places, host_sources = zip(*found, strict=True)
-            places, sources = (torch.tensor(each, device=batch.device) for each in (host_places, host_sources))
-            batch = batch.filled(places, step.chosen.tokens.index_select(0, sources), host_places)
+            places, sources = zip(*found, strict=True)
+            tokens = step.chosen.tokens.index_select(0, torch.tensor(sources, device=batch.device))
+            batch = batch.filled(places, tokens)
     return batch
 
 

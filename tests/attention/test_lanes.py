@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from sightline.attention.contract import AttentionPlan, StepView
-from sightline.attention.lanes import LaneGuard
+from sightline.attention.lanes import Depth, LaneGuard
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
@@ -24,7 +24,7 @@ from sightline.testing.bench import Row
 from sightline.testing.steps import Step
 from support import attention_cases as cases
 from support.layers import activations
-from support.one_layer import OneLayer, check_forward
+from support.one_layer import OneLayer, check_forward, runner_for
 from support.threads import Background, Hold, together, until
 
 SPEC = SoftmaxSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.35)
@@ -155,11 +155,11 @@ def test_an_error_inside_leaves_the_lane_free() -> None:
     Background(lambda: check_forward(second, second.bench.planner.plan(second.batch))).result()
 
 
-def test_a_thread_may_enter_a_lane_that_it_is_in_and_leaves_it_once() -> None:
+def test_a_thread_may_go_deeper_in_a_lane_that_it_is_in_and_leaves_it_once() -> None:
     guard = LaneGuard()
 
     def inner() -> str:
-        return guard.run(MAIN_LANE, lambda: "inner")
+        return guard.run(MAIN_LANE, Depth.RUNNER, lambda: "inner")
 
     def outer() -> str:
         found = inner()
@@ -167,8 +167,41 @@ def test_a_thread_may_enter_a_lane_that_it_is_in_and_leaves_it_once() -> None:
             Background(inner).result()
         return found
 
-    assert guard.run(MAIN_LANE, outer) == "inner"
+    assert guard.run(MAIN_LANE, Depth.ENGINE, outer) == "inner"
     assert Background(inner).result() == "inner"
+
+
+@pytest.mark.parametrize("outer", Depth)
+@pytest.mark.parametrize("inner", Depth)
+def test_a_call_within_a_step_leads_deeper_or_is_refused_in_the_same_thread_too(outer: Depth, inner: Depth) -> None:
+    """A signal handler that began a step within a step gave wrong vectors without an error."""
+    guard = LaneGuard()
+
+    def within() -> str:
+        return guard.run(MAIN_LANE, inner, lambda: "within")
+
+    if inner > outer:
+        assert guard.run(MAIN_LANE, outer, within) == "within"
+    else:
+        with pytest.raises(LaneBusyError, match="expected no call in lane 0 from within a step"):
+            guard.run(MAIN_LANE, outer, within)
+    assert guard._claims == {}
+
+
+def test_a_forward_within_a_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = two_steps()
+    runner = runner_for(second, planner=first.bench.planner)
+    planned = first.bench.planner.plan(second.batch)
+
+    def call(_batch: object) -> None:
+        runner.forward(planned)
+
+    planned_first = first.bench.planner.plan(first.batch)
+    with monkeypatch.context() as patch:
+        patch.setattr(PlannedBatch, "prepare", call)
+        with pytest.raises(LaneBusyError, match="from within a step"):
+            runner_for(first).forward(planned_first)
+    check_forward(first, planned_first)
 
 
 def test_a_lane_whose_thread_is_dead_is_free() -> None:
@@ -176,8 +209,8 @@ def test_a_lane_whose_thread_is_dead_is_free() -> None:
     dead = threading.Thread(target=lambda: None)
     dead.start()
     dead.join()
-    guard._claims[MAIN_LANE] = (dead,)
-    assert guard.run(MAIN_LANE, lambda: "taken over") == "taken over"
+    guard._claims[MAIN_LANE] = (dead, Depth.RUNNING)
+    assert guard.run(MAIN_LANE, Depth.ENGINE, lambda: "taken over") == "taken over"
     assert guard._claims == {}
 
 
@@ -200,7 +233,7 @@ def test_ctrl_c_never_leaves_a_lane_taken() -> None:
     try:
         for _ in range(300_000):
             try:
-                guard.run(MAIN_LANE, int)
+                guard.run(MAIN_LANE, Depth.ENGINE, int)
             except KeyboardInterrupt:
                 raised += 1
                 assert guard._claims == {}

@@ -202,12 +202,12 @@ def test_pending_tokens_are_put_in_once_and_only_where_they_are_pending() -> Non
     work = make_work(MIXED)
     batch = Batch((work[0], replace(work[1], tokens=(), num_pending=1), work[2]), SOURCES, CPU)
     assert (batch.query_lens.exact(), batch.pending) == ((3, 1, 2), frozenset({3}))
-    filled = batch.filled(torch.tensor([3]), torch.tensor([77]), [3])
+    filled = batch.filled([3], torch.tensor([77]))
     assert filled.tokens.tolist() == [1000, 1001, 1002, 77, 1004, 1005]
     assert filled.batch_id != batch.batch_id
     assert (filled.pending, batch.tokens.tolist()[3]) == (frozenset(), 0)
-    with pytest.raises(BatchError, match="expected tokens to be tokens at places out of"):
-        filled.filled(torch.tensor([3]), torch.tensor([78]), [3])
+    with pytest.raises(BatchError, match="expected tokens to be tokens at different places out of"):
+        filled.filled([3], torch.tensor([78]))
     assert batch.take([1, 0]).pending == {0}
     assert filled.take([1, 0]).tokens.tolist() == [77, 1000, 1001, 1002]
     assert replace(filled).pending == {3}, "what was put in is not a fact that a new batch could know"
@@ -216,7 +216,35 @@ def test_pending_tokens_are_put_in_once_and_only_where_they_are_pending() -> Non
 @pytest.mark.parametrize("place", [2, 4])
 def test_a_token_that_is_there_is_not_overwritten(place: int) -> None:
     with pytest.raises(BatchError, match="got"):
-        make_batch(MIXED).filled(torch.tensor([place]), torch.tensor([1]), [place])
+        make_batch(MIXED).filled([place], torch.tensor([1]))
+
+
+@pytest.mark.parametrize(("places", "count"), [([3, 3], 2), ([3], 2), ([3, 4], 1), ([], 1)])
+def test_each_pending_token_is_put_in_once_with_a_token_of_its_own(places: list[int], count: int) -> None:
+    work = make_work(MIXED)
+    batch = Batch((work[0], replace(work[1], tokens=(), num_pending=2), work[2]), SOURCES, CPU)
+    with pytest.raises(BatchError, match="expected tokens to be"):
+        batch.filled(places, torch.zeros(count, dtype=torch.int64))
+
+
+def test_rows_are_not_taken_from_behind_padding() -> None:
+    padded = make_batch(MIXED).pad(5, 9)
+    with pytest.raises(ValueError, match="expected padding rows, from 3 on, behind the others"):
+        padded.take([3, 0])
+    assert padded.take([2, 3]).num_rows == 2
+
+
+def test_a_row_of_work_that_is_changed_later_changes_no_batch() -> None:
+    work = make_work(MIXED)
+    batch = Batch(work, SOURCES, CPU)
+    expected = batch.take([0]).logit_indices.tolist()
+    work[0].num_logits, work[0].tokens = 0, [1]
+    assert batch.take([0]).logit_indices.tolist() == expected
+
+
+def test_a_part_has_the_tokens_of_its_rows() -> None:
+    with pytest.raises(BatchError, match="those of the part's rows"):
+        make_batch(MIXED).part(slice(1, 3), slice(0, 3))
 
 
 def test_bounds_may_be_looser_and_never_tighter() -> None:
@@ -240,6 +268,21 @@ def test_a_batch_placed_in_anothers_memory_keeps_its_contents_and_takes_the_boun
     for one, other in zip(contents(placed), before, strict=True):
         assert replace(one, lengths=()) == replace(other, lengths=())
         assert [length[::2] for length in one.lengths] == [length[::2] for length in other.lengths]
+
+
+def test_a_batch_whose_memory_another_was_placed_in_is_known_to_be_overwritten() -> None:
+    memory, *others = (make_batch([RowCase(2, 9), RowCase(2, 8)]) for _ in range(3))
+    first = others[0].placed_in(memory)
+    assert (memory.is_overwritten, first.is_overwritten) == (True, False)
+    second = others[1].placed_in(memory)
+    assert (first.is_overwritten, second.is_overwritten) == (True, False)
+    assert not second.bounded((2, 2), (9, 9), known=True).is_overwritten
+    assert not first.pad(3, 5).is_overwritten, "it was copied, though too late to know of what"
+
+
+def test_a_batch_is_not_placed_under_bounds_that_are_too_small() -> None:
+    with pytest.raises(ValueError, match="expected bounds of at least"):
+        make_batch([RowCase(3, 9), RowCase(1, 8)]).placed_in(make_batch([RowCase(2, 9), RowCase(2, 8)]))
 
 
 def test_a_batch_of_another_size_does_not_fit_into_anothers_memory() -> None:

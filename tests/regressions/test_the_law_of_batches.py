@@ -280,7 +280,7 @@ def test_a_token_that_is_still_being_chosen_keeps_a_batch_from_being_planned(run
     work = RowWork(row, PROMPT[:2], 0, 1, num_pending=1)
     batch = assemble([work], runtime.store)
     refused(runtime, batch, "tokens")
-    filled = batch.filled(torch.tensor([2]), torch.tensor(PROMPT[2:3]), [2])
+    filled = batch.filled([2], torch.tensor(PROMPT[2:3]))
     assert torch.equal(filled.tokens, torch.tensor(PROMPT[:3]))
     forward(runtime, filled)
     with pytest.raises(BatchError, match="that are not there yet"):
@@ -356,3 +356,70 @@ def test_lengths_of_contexts_that_only_the_device_knows_are_bounded_from_above(r
     early = chunk(runtime, row, 4, 13).bounded((9,), (7,), known=False)
     with pytest.raises(BatchError, match=r"expected context_lens\.bound of row 0 to be at least 8"):
         lengths.check(early, MAIN_LANE)
+
+
+@pytest.mark.parametrize("count", [-3, 0, 5])
+def test_a_copy_stays_within_one_page(runtime: Runtime, count: int) -> None:
+    store, first = runtime.store, open_row(runtime)
+    forward(runtime, chunk(runtime, first, 0, CHUNK))
+    store.lengths.commit(first, CHUNK)
+    with pytest.raises(ValueError, match=f"expected 1 to 4 entries, what a page holds, got {count}"):
+        store.copy_page(first, open_row(runtime), 0, count)
+
+
+def test_a_row_is_not_set_back_into_pages_that_others_read(runtime: Runtime) -> None:
+    store, first = runtime.store, open_row(runtime)
+    forward(runtime, chunk(runtime, first, 0, CHUNK))
+    store.lengths.commit(first, CHUNK)
+    store.share(store.committed_bundle(first, 1))
+    with pytest.raises(ValueError, match=r"expected pages of row .*'s own behind 4 tokens, got shared"):
+        store.fill_row(first, 4)
+    store.fill_row(first, CHUNK)
+
+
+def test_settling_adds_nothing(runtime: Runtime) -> None:
+    row = open_row(runtime)
+    forward(runtime, chunk(runtime, row, 0, CHUNK))
+    runtime.store.lengths.settle(row, 12)
+    assert runtime.store.lengths.launched(row) == CHUNK
+
+
+def test_a_step_that_was_overtaken_is_not_launched_by_hand(runtime: Runtime) -> None:
+    row = open_row(runtime)
+    planned = runtime.planner.plan(chunk(runtime, row, 0, 4))
+    forward(runtime, chunk(runtime, row, 0, CHUNK))
+    with pytest.raises(BatchError, match="expected context_lens of row 0 to be 8, as was launched, got 0"):
+        runtime.planner.launch(planned)
+
+
+def test_the_branches_of_a_tree_are_no_context_until_they_are_settled(runtime: Runtime) -> None:
+    row = open_row(runtime)
+    forward(runtime, chunk(runtime, row, 0, 4))
+    tree = RowMask(MaskKind.TREE, torch.tensor([[True, False, False], [True, True, False], [True, False, True]]))
+    forward(runtime, assemble([RowWork(row, PROMPT[4:7], 4, 1, tree, (4, 5, 5))], runtime.store))
+    assert runtime.store.lengths.launched(row) == 4
+    refused(runtime, chunk(runtime, row, 7, 9), "context_lens")
+
+
+def test_a_prefix_that_was_evicted_since_it_was_found_is_not_locked(runtime: Runtime) -> None:
+    store, prefixes, row = runtime.store, PrefixCache(runtime.store), open_row(runtime)
+    forward(runtime, chunk(runtime, row, 0, CHUNK))
+    store.lengths.commit(row, CHUNK)
+    node = prefixes.extend(prefixes.lock("", prefixes.find("", [])), PROMPT[:4], store.committed_bundle(row, 0))
+    store.close_row(row)
+    found = prefixes.find("", PROMPT)
+    prefixes.unlock(node)
+    prefixes.clear()
+    with pytest.raises(ValueError, match="got one that was evicted since"):
+        prefixes.lock("", found)
+
+
+@pytest.mark.parametrize("field", ["tokens", "logit_indices"])
+def test_paranoid_finds_what_changed_between_planning_and_running(folder: Path, field: str) -> None:
+    config = EngineConfig(cache_tokens=256, max_num_batched_tokens=64, page_size=4, paranoid=True)
+    runtime = load_runtime(folder, config)
+    batch = chunk(runtime, open_row(runtime), 0, CHUNK)
+    planned = runtime.planner.plan(batch)
+    CHANGES_IN_PLACE[field](batch)
+    with pytest.raises(StalePlanError, match=f"contents of batch {field} changed in place"):
+        runtime.runner.forward(planned)

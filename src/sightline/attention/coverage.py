@@ -285,7 +285,7 @@ class Coverage:
             yield from self._corner_gaps(pair, demand)
         elif two.is_scale:
             for value in _sorted(demand.values[one]):
-                wanted = possible_span(one, value, two, demand.scales[two])
+                wanted = _asked_span(one, value, two, demand)
                 if wanted is None:
                     continue
                 span = self.reach.get(pair, {}).get(value)
@@ -403,6 +403,16 @@ def possible_span(dimension: Dimension, value: Value, scale: Dimension, span: Sp
             return None
         case _:
             return span
+
+
+def _asked_span(dimension: Dimension, value: Value, scale: Dimension, demand: Demand) -> Span | None:
+    """As `possible_span`, of a demand: beside a row of one new token and no context none can be shorter."""
+    span = possible_span(dimension, value, scale, demand.scales[scale])
+    is_shorter = (dimension, value, scale) == (Dimension.COMPANY, Company.SHORTER.value, Dimension.CONTEXT)
+    new = demand.scales.get(Dimension.NEW_TOKENS)
+    if span is None or not is_shorter or new is None or new.high > 1:
+        return span
+    return Span(max(1, span.low), span.high) if span.high >= 1 else None
 
 
 def _possible_corner(pair: Pair, corner: Corner, demand: Demand) -> Corner:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from enum import IntEnum
 from typing import TypeAlias, TypeVar, TypeVarTuple
 
 from sightline.attention.workspace import Lane
@@ -20,8 +21,19 @@ from sightline.core.turns import is_gone
 _ArgsT = TypeVarTuple("_ArgsT")
 _T = TypeVar("_T")
 
-_Claim: TypeAlias = tuple[threading.Thread]
-"""The thread that is in a lane. A new tuple for each call: its identity tells an outer call from a nested one."""
+
+class Depth(IntEnum):
+    """How deep in a step a call is. A call in a lane may only lead to deeper ones."""
+
+    ENGINE = 0
+    RUNNER = 1
+    PLANNER = 2
+    RUNNING = 3
+    """The model runs: nothing else may use the lane, the same thread neither."""
+
+
+_Claim: TypeAlias = tuple[threading.Thread, Depth]
+"""The thread that is in a lane, and how deep. A new tuple for each call: its identity tells one call from another."""
 
 
 class _Here(threading.local):
@@ -32,8 +44,9 @@ class _Here(threading.local):
 
 
 class LaneGuard:
-    """Lets one thread at a time into each lane. A thread that is in a lane may enter it again.
+    """Lets one thread at a time into each lane. A thread that is in a lane may go deeper, and not begin again.
 
+    A signal handler or a callback runs in the middle of a step: what it began would overwrite the step's memory.
     Takes no lock unless two threads meet: `dict.setdefault` is atomic.
     """
 
@@ -42,19 +55,28 @@ class LaneGuard:
         self._claims: dict[Lane, _Claim] = {}
         self._taking_over = threading.Lock()
 
-    def run(self, lane: Lane, function: Callable[[*_ArgsT], _T], *args: *_ArgsT) -> _T:
-        """Calls `function` in the lane. Raises `LaneBusyError`, and does not call it, if another thread is there."""
+    def run(self, lane: Lane, depth: Depth, function: Callable[[*_ArgsT], _T], *args: *_ArgsT) -> _T:
+        """Calls `function` in the lane. Raises `LaneBusyError`, and does not call it, if another thread is there, or
+        this one as deep or deeper."""
         claims = self._claims
-        claim = (self._here.thread,)
+        claim = (self._here.thread, depth)
+        held = claim
         try:
             held = claims.setdefault(lane, claim)
-            if held is not claim and held[0] is not claim[0]:
-                self._take_over(lane, held, claim)
+            if held is not claim:
+                if held[0] is claim[0] and held[1] < depth:
+                    claims[lane] = claim
+                else:
+                    self._take_over(lane, held, claim)
+                    held = claim
             return function(*args)
         finally:
-            # No call in these two lines: Python handles signals at calls, so Ctrl-C cannot leave the lane taken.
+            # No call in these lines: Python handles signals at calls, so Ctrl-C cannot leave the lane taken.
             if lane in claims and claims[lane] is claim:
-                del claims[lane]
+                if held is claim:
+                    del claims[lane]
+                else:
+                    claims[lane] = held
 
     def _take_over(self, lane: Lane, held: _Claim, claim: _Claim) -> None:
         """Takes the lane if the thread that has it is dead, as another thread's is in a forked process."""
@@ -62,6 +84,11 @@ class LaneGuard:
             if is_gone(held[0]) and self._claims.get(lane) is held:
                 self._claims[lane] = claim
                 return
+        if held[0] is claim[0]:
+            raise LaneBusyError(
+                f"expected no call in lane {lane} from within a step, got one from a signal handler or a callback of "
+                f"{claim[0].name}; do it when the call has returned, or cancel the request"
+            )
         raise LaneBusyError(
             f"expected one thread at a time in lane {lane}, got {claim[0].name} while {held[0].name} is in it; let "
             "one thread do all of it, build an engine for each thread, or use LLM, whose calls wait for each other"

@@ -33,7 +33,7 @@ from sightline.attention.contract import (
     StepView,
 )
 from sightline.attention.fingerprint import Fingerprint, changed_parts, fingerprint_tensors
-from sightline.attention.lanes import LaneGuard
+from sightline.attention.lanes import Depth, LaneGuard
 from sightline.attention.spec import Feature, LayerGroup
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.lengths import RowLengths
@@ -216,7 +216,7 @@ class Planner:
         Raises `StalePlanError` if the batch's pages changed owner since it was made, `BatchError` if the batch says
         what is not so, and `LaneBusyError` if another thread is in the lane.
         """
-        return self.lanes.run(lane, self._plan, batch, needs, lane)
+        return self.lanes.run(lane, Depth.PLANNER, self._plan, batch, needs, lane)
 
     def _plan(self, batch: Batch, needs: frozenset[Feature], lane: Lane) -> PlannedBatch:
         started = time.perf_counter()
@@ -290,21 +290,22 @@ class Planner:
         Raises `LaneBusyError` if another thread is in the lane.
         """
         lane = work.plan.certificate.lane if isinstance(work, PlannedBatch) else MAIN_LANE
-        return self.lanes.run(lane, self._ensure, work)
+        return self.lanes.run(lane, Depth.PLANNER, self._ensure, work)
 
     def _ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
         match work:
             case Batch():
-                return self.plan(work)
+                return self._plan(work, frozenset(), MAIN_LANE)
             case PlannedBatch():
                 stale = self._staleness(work)
                 if stale.batch:
                     raise StalePlanError(stale.batch, REBUILD_BATCH)
+                self._check_step(work.batch, work.plan.certificate.lane)
                 self._lengths.check(work.batch, work.plan.certificate.lane)
                 if not stale.plan:
                     return work
                 self.num_rebuilt += 1
-                return self.plan(work.batch, needs=work.plan.asked, lane=work.plan.certificate.lane)
+                return self._plan(work.batch, work.plan.asked, work.plan.certificate.lane)
             case _:
                 raise UnplannedBatchError(
                     f"expected a Batch or a PlannedBatch, got {type(work).__name__}; assemble a Batch first"
@@ -312,6 +313,7 @@ class Planner:
 
     def launch(self, planned: PlannedBatch) -> None:
         """The batch is about to run: steps behind it in its lane may read what it writes."""
+        self._lengths.check(planned.batch, planned.plan.certificate.lane)
         self._lengths.launch(planned.batch, planned.plan.certificate.lane)
 
     def take_back(self, planned: PlannedBatch) -> None:
@@ -327,6 +329,8 @@ class Planner:
                 f"expected at most {self._limits.max_rows} rows and {self._limits.max_step_tokens} tokens in a "
                 f"step, got {batch.num_rows} and {batch.num_tokens}"
             )
+        if batch.is_overwritten:
+            raise BatchError("tensors", None, "its own", "those of a batch that was placed in its memory since")
         if batch.pending:
             missing = f"{len(batch.pending)} that are not there yet"
             raise BatchError("tokens", None, "all there", missing, "put them in with Batch.filled")
@@ -374,6 +378,8 @@ class Planner:
             "batch query_lens": batch.query_lens.device,
             "batch context_lens": batch.context_lens.device,
             "batch positions": batch.positions,
+            "batch tokens": batch.tokens,
+            "batch logit_indices": batch.logit_indices,
             "batch table rows": batch.table_rows,
         }
         for row, mask in enumerate(batch.masks):

@@ -59,11 +59,15 @@ class RowLengths:
         if not batch.pools:
             return
         launched, launched_by, batch_id = self._launched, self._launched_by, batch.batch_id
-        contexts, queries = batch.context_lens, batch.query_lens
-        firsts, counts = (each.bound if each.host is None else each.host for each in (contexts, queries))
-        for row, length in zip(batch.rows, map(add, firsts, counts), strict=True):
-            launched[row] = length
+        contexts, queries = batch.context_lens.host, batch.query_lens.host
+        for row in batch.rows:
             launched_by[row] = batch_id
+        # New entries of lengths that only the device knows, and of trees, are candidates: nobody reads them until they
+        # are settled.
+        if contexts is not None and queries is not None:
+            for row, mask, length in zip(batch.rows, batch.masks, map(add, contexts, queries), strict=True):
+                if mask.tree is None:
+                    launched[row] = length
         launched[PADDING_ROW] = 0
         if lane or self._lanes:
             self._lanes |= dict.fromkeys(batch.rows, lane)
@@ -85,10 +89,10 @@ class RowLengths:
             self._committed[row] = length
 
     def settle(self, row: int, launched: int) -> None:
-        """Nothing beyond `launched` is under way: a step that was launched did not come to be."""
+        """Nothing beyond `launched` is under way: a step that was launched did not come to be. Never adds anything."""
         if launched < self._committed[row]:
             raise BatchError("launched length", None, f"at least {self._committed[row]}, as is committed", launched)
-        self._launched[row] = launched
+        self._launched[row] = min(launched, self._launched[row])
         self._launched_by[row] = _NOBODY
 
     def fill(self, row: int, length: int) -> None:
@@ -119,7 +123,9 @@ class RowLengths:
 
     def _check_lanes(self, batch: Batch, lane: int) -> None:
         """What is launched and not committed may be read in the lane that writes it, and in no other."""
-        for index, (row, context) in enumerate(zip(batch.rows, batch.context_lens.bound, strict=True)):
+        contexts = batch.context_lens
+        known = contexts.bound if contexts.host is None else contexts.host
+        for index, (row, context) in enumerate(zip(batch.rows, known, strict=True)):
             if context > self._committed[row] and self._lanes.get(row, 0) != lane:
                 raise BatchError(
                     "lane",

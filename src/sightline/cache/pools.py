@@ -226,6 +226,10 @@ class CacheStore:
         """
         if not self.is_open(row) or not 0 <= num_tokens <= self.row_pages(row) * self.limits.page_size:
             raise ValueError(f"expected an open row with pages for {num_tokens} tokens, got row {row}")
+        for pool in self.pools:
+            for page in pool.table.pages_of(row)[num_tokens // self.limits.page_size :]:
+                if pool.allocator.owners(page) != 1:
+                    raise ValueError(f"expected pages of row {row}'s own behind {num_tokens} tokens, got shared {page}")
         self.lengths.fill(row, num_tokens)
 
     def grow_row(self, row: int, num_tokens: int) -> None:
@@ -272,8 +276,8 @@ class CacheStore:
 
     def adopt(self, row: int, bundles: Sequence[Bundle]) -> None:
         """Gives a row without pages those that others own too, with the entries that they hold."""
-        if self.row_pages(row):
-            raise ValueError(f"expected a row without pages to adopt others, got row {row} with {self.row_pages(row)}")
+        if not self.is_open(row) or self.row_pages(row):
+            raise ValueError(f"expected an open row without pages to adopt others, got row {row}")
         for pool, pages in zip(self.pools, zip(*bundles, strict=True), strict=False):
             pool.adopt(row, pages)
         self.lengths.fill(row, len(bundles) * self.limits.page_size)
@@ -298,6 +302,8 @@ class CacheStore:
         They must be committed, and the page that they go to must be the other row's alone.
         """
         first = index * self.limits.page_size
+        if not 0 < num_entries <= self.limits.page_size:
+            raise ValueError(f"expected 1 to {self.limits.page_size} entries, what a page holds, got {num_entries}")
         if self.lengths.committed(source) < first + num_entries or self.lengths.launched(target) != first:
             raise ValueError(
                 f"expected {first + num_entries} committed entries in row {source} and {first} in row {target}, got "

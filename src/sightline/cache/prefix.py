@@ -93,6 +93,8 @@ class PrefixCache:
     def lock(self, namespace: str, match: PrefixMatch) -> PrefixNode:
         """Keeps what was found, and all before it, until the node that is returned is unlocked."""
         node = self._root(namespace) if match.node is None else match.node
+        if node.parent is not None and node.parent.children.get(node.key) is not node:
+            raise ValueError("expected a prefix that is in the cache, got one that was evicted since; find it again")
         now = next(self._clock)
         node.last_used = now
         step: PrefixNode | None = node

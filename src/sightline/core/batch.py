@@ -148,6 +148,13 @@ class PoolRows:
     """[num_tokens] int64: where each new token's entry goes."""
 
 
+class BatchMemory:
+    """The memory of a batch's tensors, which another batch may be placed in: a number that says how often."""
+
+    def __init__(self) -> None:
+        self.tenant = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One step's rows. Frozen, unplanned."""
@@ -175,8 +182,13 @@ class Batch:
     """[num_logits] int64: the tokens whose logits are wanted, row after row."""
     logit_rows: tuple[int, ...] = field(init=False)
     """[num_logits]: the row of each wanted token."""
+    logit_places: tuple[int, ...] = field(init=False)
+    """[num_logits]: `logit_indices` on the host."""
     pending: frozenset[int] = field(init=False)
     """Tokens that are not there yet. A batch with any cannot be planned."""
+    memory: BatchMemory = field(init=False)
+    """Of the tensors: who may say what they hold."""
+    tenant: int = field(init=False)
     batch_id: BatchId = field(init=False)
     """New for every batch, also for one that `dataclasses.replace` makes: other contents are another batch."""
 
@@ -203,7 +215,10 @@ class Batch:
             },
             logit_indices=moved[5],
             logit_rows=tuple(facts.logit_rows),
+            logit_places=tuple(facts.logit_indices),
             pending=frozenset(facts.pending),
+            memory=BatchMemory(),
+            tenant=0,
             batch_id=_next_batch_id(),
         )
 
@@ -215,7 +230,14 @@ class Batch:
         """A new batch that differs in these fields. The only way around the derivation, for this class alone."""
         other: Batch = object.__new__(Batch)
         other._set(**{**vars(self), **fields, "batch_id": _next_batch_id()})
+        if "memory" in fields:
+            other._set(tenant=other.memory.tenant)
         return other
+
+    @property
+    def is_overwritten(self) -> bool:
+        """True if another batch was placed in this one's memory since."""
+        return self.memory.tenant != self.tenant
 
     @property
     def num_rows(self) -> int:
@@ -241,13 +263,17 @@ class Batch:
                 return row
         return len(bounds)
 
-    def filled(self, places: Tensor, tokens: Tensor, host_places: Sequence[int]) -> Batch:
-        """A new batch with pending tokens put in: `tokens` [n] int64 on the device at `places` [n], as on the host."""
-        wrong = [place for place in host_places if place not in self.pending]
-        if wrong:
-            raise BatchError("tokens", None, f"tokens at places out of {sorted(self.pending)}", wrong)
+    def filled(self, places: Sequence[int], tokens: Tensor) -> Batch:
+        """A new batch with pending tokens put in: `tokens` [n] int64 on the device, at n different places."""
+        if not self.pending.issuperset(places) or len(set(places)) != len(places):
+            raise BatchError("tokens", None, f"tokens at different places out of {sorted(self.pending)}", list(places))
+        if tokens.shape != (len(places),):
+            raise BatchError("tokens", None, f"{len(places)} tokens, one for each place", tuple(tokens.shape))
+        index = torch.tensor(list(places), dtype=torch.int64, device=self.device)
         return self._with(
-            tokens=self.tokens.index_copy(0, places, tokens), pending=self.pending - frozenset(host_places)
+            tokens=self.tokens.index_copy(0, index, tokens),
+            pending=self.pending - frozenset(places),
+            memory=BatchMemory(),
         )
 
     def pad(self, num_rows: int, num_tokens: int) -> Batch:
@@ -275,17 +301,21 @@ class Batch:
             rows=self.rows + (PADDING_ROW,) * extra_rows,
             table_rows=_extend(self.table_rows, extra_rows, PADDING_ROW),
             pools=pools,
+            memory=BatchMemory(),
         )
 
     def take(self, rows: Sequence[int]) -> Batch:
         """A new batch of the named rows, in that order. Padding tokens are left behind."""
         if len(set(rows)) != len(rows) or not all(0 <= row < self.num_rows for row in rows):
             raise ValueError(f"expected each row once, from 0 to {self.num_rows - 1}, got {list(rows)}")
+        padding = [row >= len(self.work) for row in rows]
+        if padding != sorted(padding):
+            raise ValueError(f"expected padding rows, from {len(self.work)} on, behind the others, got {list(rows)}")
         offsets = self.query_offsets_host()
         kept = [token for row in rows for token in range(offsets[row], offsets[row + 1])]
         new_token = {old: new for new, old in enumerate(kept)}
         wanted: dict[int, list[int]] = {row: [] for row in rows}
-        for token, row in zip(self._logit_places(), self.logit_rows, strict=True):
+        for token, row in zip(self.logit_places, self.logit_rows, strict=True):
             if row in wanted:
                 wanted[row].append(new_token[token])
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
@@ -305,13 +335,10 @@ class Batch:
             },
             logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=self.device),
             logit_rows=tuple(new for new, row in enumerate(rows) for _ in wanted[row]),
+            logit_places=tuple(logit_indices),
+            memory=BatchMemory(),
             pending=frozenset(new_token[token] for token in self.pending if token in new_token),
         )
-
-    def _logit_places(self) -> list[int]:
-        """`logit_indices`, from the facts: the device is not asked."""
-        ends = itertools.accumulate([len(row.tokens) + row.num_pending for row in self.work])
-        return [place for row, end in zip(self.work, ends, strict=True) for place in range(end - row.num_logits, end)]
 
     def split(self, first_rows: int) -> tuple[Batch, Batch]:
         """Two new batches: the first `first_rows` rows, and the rest."""
@@ -324,6 +351,8 @@ class Batch:
 
         A part has no logits: they are the whole step's.
         """
+        if self.query_lens.host is not None and tokens.start != sum(self.query_lens.host[: rows.start]):
+            raise BatchError("tokens", rows.start, "those of the part's rows", tokens)
         return self._with(
             work=self.work[rows],
             tokens=self.tokens[tokens],
@@ -339,6 +368,7 @@ class Batch:
             },
             logit_indices=self.logit_indices[:0],
             logit_rows=(),
+            logit_places=(),
         )
 
     def idle(self) -> Batch:
@@ -363,6 +393,7 @@ class Batch:
         sizes, expected = (self.num_rows, self.num_tokens), (memory.num_rows, memory.num_tokens)
         if sizes != expected or self.pools.keys() != memory.pools.keys():
             raise BatchError("sizes", None, f"{expected} rows and tokens over the same pools", sizes)
+        memory.memory.tenant += 1
         pools = {}
         for key, rows in self.pools.items():
             pools[key] = PoolRows(rows.table_id, rows.versions, memory.pools[key].write_slots.copy_(rows.write_slots))
@@ -373,6 +404,7 @@ class Batch:
             query_lens=_placed_lengths(self.query_lens, memory.query_lens),
             context_lens=_placed_lengths(self.context_lens, memory.context_lens),
             pools=pools,
+            memory=memory.memory,
         )
 
 
@@ -481,4 +513,4 @@ def _take_lengths(lengths: Lengths, rows: Sequence[int]) -> Lengths:
 
 
 def _placed_lengths(lengths: Lengths, memory: Lengths) -> Lengths:
-    return Lengths(memory.device.copy_(lengths.device), memory.bound, lengths.host)
+    return Lengths(memory.device.copy_(lengths.device), lengths.bounded(memory.bound, known=True).bound, lengths.host)

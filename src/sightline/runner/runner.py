@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from sightline.attention.lanes import Depth
 from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.workspace import Lane
 from sightline.core.errors import UnplannedBatchError
@@ -35,16 +36,19 @@ class Runner:
             raise UnplannedBatchError(
                 f"expected a PlannedBatch, got {type(planned).__name__}; give it to Planner.ensure first"
             )
-        return self._planner.lanes.run(planned.plan.certificate.lane, self._forward, planned)
+        return self._planner.lanes.run(planned.plan.certificate.lane, Depth.RUNNER, self._forward, planned)
 
     def _forward(self, planned: PlannedBatch) -> Tensor:
         current = self._planner.ensure(planned)
-        self._planner.launch(current)
+        lane = current.plan.certificate.lane
         try:
-            with torch.inference_mode():
-                current.prepare()
-                memory = self._activations[current.plan.certificate.lane]
-                return self._model.forward(current, memory.shaped(current.batch.num_tokens))
+            self._planner.launch(current)
+            return self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane])
         except BaseException:
             self._planner.take_back(current)
             raise
+
+    def _run(self, current: PlannedBatch, memory: Activations) -> Tensor:
+        with torch.inference_mode():
+            current.prepare()
+            return self._model.forward(current, memory.shaped(current.batch.num_tokens))

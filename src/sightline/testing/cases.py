@@ -57,6 +57,8 @@ class Case:
     """One for each dimension; `WINDOW` where there is one. `STEP_TOKENS` follows from the others, unless the rows
     beside the main one have to make up for so many."""
     seed: int = 0
+    most_pool_bytes: int = MOST_POOL_BYTES
+    """Larger pools are taken to cost more than they are worth."""
 
     def number(self, dimension: Dimension) -> int:
         return int(self.values[dimension])
@@ -272,11 +274,11 @@ class Case:
             made = 1e-10 * size * size * heads * self.main_len
         oracle = compared * (3e-9 * self._num_entries * heads * size + 1e-3 * min(len(self.lengths), 32) + made)
         filled = self.pool_bytes * self.needed_pages // self.num_pages
-        pool = 2e-6 * self.num_pages + 1.5e-9 * filled + _too_large(self.pool_bytes)
+        pool = 2e-6 * self.num_pages + 1.5e-9 * filled + _too_large(self.pool_bytes, self.most_pool_bytes)
         steps = 1 + self.has_others + self.goes_on
         return 0.008 * steps + layers * self._layer_seconds * (1 + self.goes_on) + oracle * (1 + self.goes_on) + pool
 
 
-def _too_large(num_bytes: int) -> float:
+def _too_large(num_bytes: int, most: int) -> float:
     """Keeps cases from pools that a machine may not have the memory for."""
-    return 0.0 if num_bytes <= MOST_POOL_BYTES else num_bytes / 1e8
+    return 0.0 if num_bytes <= most else num_bytes / 1e8

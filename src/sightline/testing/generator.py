@@ -330,10 +330,14 @@ class _Builder:
             able = self._domains.values[Dimension.FEATURES]
             values.setdefault(Dimension.FEATURES, next(value for value in able if _has_window(value)))
         values = {**self._cheapest, **values}
-        return Case(repaired(values), seed=len(self._cases))
+        return Case(repaired(values), seed=len(self._cases), most_pool_bytes=self._domains.most_pool_bytes)
 
     def _crowd(self, rows: int, new: int, context: int) -> Case:
-        """Many rows that are alike, the rest plain."""
+        """Many rows that are alike, as far as the domains go, the rest plain."""
+        new, context = (
+            min(number, self._domains.scales[scale].high)
+            for scale, number in ((Dimension.NEW_TOKENS, new), (Dimension.CONTEXT, context))
+        )
         plain = {each: values[0] for each, values in self._domains.values.items()}
         chosen: dict[Dimension, Value] = {
             Dimension.ROWS: rows,
@@ -357,7 +361,7 @@ class _Builder:
             for scale, span in self._domains.scales.items():
                 if scale not in DERIVED:
                     values[scale] = self._number_within(scale, span, page)
-            case = Case(repaired(values), seed=len(self._cases))
+            case = Case(repaired(values), len(self._cases), self._domains.most_pool_bytes)
             is_known = self._domains.compile_seconds == 0 or _compiled_for(case) in self._compiled
             if self._is_allowed(case.values) and is_known:
                 able.append(case)

@@ -112,7 +112,7 @@ def _with(case: Case, changes: Mapping[Dimension, Value]) -> Case:
         and changes.get(Dimension.COMPANY, Company.ALONE.value) != values[Dimension.COMPANY]
     ):
         values[Dimension.ROWS] = _PLAIN[Dimension.ROWS]
-    return Case(repaired(values), case.seed)
+    return Case(repaired(values), case.seed, case.most_pool_bytes)
 
 
 def _told(shrunk: Shrunk, dimension: Dimension, plain: Value, fails: Fails) -> str:

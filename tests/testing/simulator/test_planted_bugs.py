@@ -213,8 +213,8 @@ def give_a_token_to_the_wrong_row(patch: pytest.MonkeyPatch) -> None:
     """Of the tokens that a step in flight chooses, each row goes on with its neighbour's."""
     filled = Batch.filled
 
-    def rotated(batch: Batch, places: Tensor, tokens: Tensor, host_places: Sequence[int]) -> Batch:
-        return filled(batch, places, tokens.roll(1), host_places)
+    def rotated(batch: Batch, places: Sequence[int], tokens: Tensor) -> Batch:
+        return filled(batch, places, tokens.roll(1))
 
     patch.setattr(Batch, "filled", rotated)
 
