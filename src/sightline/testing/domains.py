@@ -109,7 +109,10 @@ def domains_of_demand(demand: Demand, subject: Subject, samples: Samples) -> Dom
     for dimension, asked in demand.values.items():
         known = [value for value in usual.values.get(dimension, ()) if value in asked]
         values[dimension] = (*known, *sorted((value for value in asked if value not in known), key=str))
-    return Domains(usual.kind, {**usual.scales, **demand.scales}, values, usual.compile_seconds)
+    scales = {**usual.scales, **demand.scales}
+    if not any(Feature.WINDOW.value in str(value).split("+") for value in values[Dimension.FEATURES]):
+        scales.pop(Dimension.WINDOW, None)
+    return Domains(usual.kind, scales, values, usual.compile_seconds)
 
 
 def borders(span: Span, page_size: int = 16) -> tuple[int, ...]:
