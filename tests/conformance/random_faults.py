@@ -130,6 +130,9 @@ class Fault:
         return Demand(scales, values)
 
 
+_LENGTHS = (Dimension.CONTEXT, Dimension.NEW_TOKENS)
+
+
 def draw_fault(domains: Domains, draw: random.Random) -> Fault:
     """A fault that can be observed."""
     while True:
@@ -187,7 +190,7 @@ def _is_observable(fault: Fault, domains: Domains) -> bool:
         Effect.STALE: True,
         Effect.NOT_WRITTEN: is_paged,
         Effect.WINDOW_OFF: (window := fault.of(Dimension.WINDOW)) is not None
-        and _most(fault, Dimension.CONTEXT) + _most(fault, Dimension.NEW_TOKENS) > int(window.value) + 1
+        and sum(min(_most(fault, each), domains.scales[each].high) for each in _LENGTHS) > int(window.value) + 1
         and _most(fault, Dimension.WINDOW) > 1
         and is_paged,
         Effect.WINDOW_CUT: window is not None

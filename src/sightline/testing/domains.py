@@ -46,8 +46,6 @@ _SPANS = {
 _OF_SPEC = (Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.LSE)
 """Features that make up `Dimension.FEATURES`; masks have a dimension of their own."""
 _MASKS = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE_MASK}
-_DEMAND_SECONDS = 90.0
-"""The most that one case of an engine's own demand may take: what it will ask for is tried, whatever it costs."""
 _ANY_POOL = {DeviceKind.CPU: MOST_POOL_BYTES, DeviceKind.CUDA: 1 << 62}
 """The largest pool of an engine's demand: on a GPU what is free was asked before, and memory costs no time."""
 _COMPILE_SECONDS = {DeviceKind.CPU: 0.0, DeviceKind.CUDA: 4.0}
@@ -63,14 +61,10 @@ class Domains:
     """The plainest first; never none."""
     compile_seconds: float = 0.0
     """What a backend may take for a spec that it has not seen: cases then share specs as far as they can."""
-    case_seconds: float = 6.0
-    """The most that one case may take, as it is estimated for one core: what needs more is not reached."""
     most_pool_bytes: int = MOST_POOL_BYTES
 
     def __hash__(self) -> int:
-        return hash(
-            (self.kind, tuple(self.scales.items()), tuple(self.values.items()), self.compile_seconds, self.case_seconds)
-        )
+        return hash((self.kind, tuple(self.scales.items()), tuple(self.values.items()), self.compile_seconds))
 
     def demand(self) -> Demand:
         """Everything that lies within."""
@@ -119,7 +113,9 @@ def domains_of_demand(demand: Demand, subject: Subject, samples: Samples) -> Dom
         known = [value for value in usual.values.get(dimension, ()) if value in asked]
         values[dimension] = (*known, *sorted((value for value in asked if value not in known), key=str))
     scales = {**usual.scales, **demand.scales}
-    return Domains(usual.kind, scales, values, usual.compile_seconds, _DEMAND_SECONDS, _ANY_POOL[subject.device.kind])
+    if not any(Feature.WINDOW.value in str(value).split("+") for value in values[Dimension.FEATURES]):
+        scales.pop(Dimension.WINDOW, None)
+    return Domains(usual.kind, scales, values, usual.compile_seconds, _ANY_POOL[subject.device.kind])
 
 
 def borders(span: Span, page_size: int = 16) -> tuple[int, ...]:

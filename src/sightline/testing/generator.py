@@ -39,8 +39,9 @@ _NUM_MIDDLE = 30
 """Random cases within the domains."""
 _CASE_SECONDS = 0.22
 """What a case may take unless its goal alone takes more."""
+_MOST_SECONDS = 6.0
+"""What a case may take at most, unless its goal takes more with everything else as cheap as can be."""
 _MIDDLE_SECONDS = 0.25
-_MIDDLE_TRIES = 200
 _PLAIN_NUMBERS = {
     Dimension.ROWS: 2,
     Dimension.NEW_TOKENS: 5,
@@ -126,7 +127,21 @@ class _Builder:
 
     @cached_property
     def _cheapest(self) -> dict[Dimension, Value]:
-        return {dimension: min(values, key=_cheapness) for dimension, values in self._domains.values.items()}
+        cheapest = {dimension: min(values, key=_cheapness) for dimension, values in self._domains.values.items()}
+        several = [int(size) for size in self._domains.values[Dimension.GROUP_SIZE] if int(size) > 1]
+        if self._has_one_key_head and several:
+            cheapest[Dimension.GROUP_SIZE] = min(several)
+        return cheapest
+
+    @property
+    def _has_one_key_head(self) -> bool:
+        """Heads beside each other are then those of one group."""
+        return self._domains.scales[Dimension.KEY_HEADS].high == 1
+
+    @property
+    def _apart(self) -> frozenset[End]:
+        """What leaves a case without company."""
+        return _APART | {(Dimension.GROUP_SIZE, 1)} if self._has_one_key_head else _APART
 
     def cases(self) -> list[Case]:
         for is_close in (True, False):
@@ -141,8 +156,8 @@ class _Builder:
         rows, context = (self._domains.scales[each].high for each in (Dimension.ROWS, Dimension.CONTEXT))
         more = [self._crowd(rows, new, 37) for new in _STAIRS]
         more += [self._crowd(min(rows, _CROWD), 1, context), self._crowd(rows, 1, context * _CROWD // rows)]
-        more += [self._middle() for _ in range(_NUM_MIDDLE)]
-        more = [case for case in more if case.seconds <= self._domains.case_seconds]
+        more = [case for case in more if case.seconds <= _MOST_SECONDS]
+        more += self._middle()
         return [*self._without_needless(more), *more]
 
     def _without_needless(self, others: Sequence[Case]) -> list[Case]:
@@ -162,12 +177,14 @@ class _Builder:
 
     def _best_around(self, goal: Goal, missing: set[Goal], reach: Reach, *, is_close: bool) -> Case | None:
         """A case that reaches the goal, and others for little time; None where rows, pages and windows forbid it."""
+        fixed = self._fixed(goal)
+        if fixed is None:
+            return None
+        most = max(_MOST_SECONDS, 2 * self._completed(fixed).seconds)
         able: list[tuple[float, Case]] = []
         for number in range(_MOST_TRIES):
-            case = self._around(goal, missing, number, is_close=is_close)
-            if case is None:
-                return None
-            goals = reach(case) if case.seconds <= self._domains.case_seconds else set()
+            case = self._around(fixed, missing, number, is_close=is_close)
+            goals = reach(case) if case.seconds <= most else set()
             if goal in goals:
                 able.append((self._worth(case, goals & missing), case))
             if len(able) == _TRIES:
@@ -181,17 +198,15 @@ class _Builder:
         is_new = _compiled_for(case) not in self._compiled
         return case.seconds + self._domains.compile_seconds * is_new
 
-    def _around(self, goal: Goal, missing: set[Goal], number: int, *, is_close: bool) -> Case | None:
-        chosen = self._fixed(goal)
-        if chosen is None:
-            return None
+    def _around(self, fixed: Mapping[Dimension, Value], missing: set[Goal], number: int, *, is_close: bool) -> Case:
+        chosen = dict(fixed)
         if number and self._domains.compile_seconds:
             chosen = self._with_known_spec(chosen)
-        most = max(_CASE_SECONDS, min(self._domains.case_seconds, 1.3 * self._completed(chosen).seconds))
+        most = max(_CASE_SECONDS, 1.3 * self._completed(chosen).seconds)
         turns = [each for each in self._free if each not in chosen]
         self._draw.shuffle(turns)
         turns.sort(key=lambda each: _TURNS.index(each) if each in _TURNS and number % 2 else len(_TURNS))
-        apart = _APART if is_close else frozenset()
+        apart = self._apart if is_close else frozenset()
         for dimension in turns:
             chosen[dimension] = self._chosen(dimension, chosen, missing, most, apart)
         return replace(self._completed(chosen), seed=1000 * number + len(self._cases))
@@ -341,19 +356,17 @@ class _Builder:
         plain = {each: values[0] for each, values in self._domains.values.items()}
         chosen: dict[Dimension, Value] = {
             Dimension.ROWS: rows,
-            Dimension.NEW_TOKENS: new,
-            Dimension.CONTEXT: context,
+            Dimension.NEW_TOKENS: min(new, self._domains.scales[Dimension.NEW_TOKENS].high),
+            Dimension.CONTEXT: min(context, self._domains.scales[Dimension.CONTEXT].high),
             Dimension.COMPANY: (Company.SAME if rows > 1 else Company.ALONE).value,
         }
         return self._completed({**plain, **chosen})
 
-    def _middle(self) -> Case:
-        """Numbers drawn log-uniformly, at borders as often as between them; every other value as likely as any.
-
-        The first case that is cheap, or the cheapest of many: an engine's heads and layers may allow no cheap one.
-        """
-        able: list[Case] = []
-        for _ in range(_MIDDLE_TRIES):
+    def _middle(self) -> list[Case]:
+        """Numbers drawn log-uniformly, at borders as often as between them; every other value as likely as any."""
+        found: list[Case] = []
+        # Of large models hardly any case is cheap.
+        for _ in range(20 * _NUM_MIDDLE):
             values: dict[Dimension, Value] = {
                 dimension: self._draw.choice(options) for dimension, options in self._domains.values.items()
             }
@@ -361,13 +374,13 @@ class _Builder:
             for scale, span in self._domains.scales.items():
                 if scale not in DERIVED:
                     values[scale] = self._number_within(scale, span, page)
-            case = Case(repaired(values), len(self._cases), self._domains.most_pool_bytes)
+            case = Case(repaired(values), len(self._cases) + len(found), self._domains.most_pool_bytes)
             is_known = self._domains.compile_seconds == 0 or _compiled_for(case) in self._compiled
-            if self._is_allowed(case.values) and is_known:
-                able.append(case)
-                if case.seconds <= _MIDDLE_SECONDS:
-                    return case
-        return min(able, key=lambda case: case.seconds, default=self._completed({}))
+            if case.seconds <= _MIDDLE_SECONDS and self._is_allowed(case.values) and is_known:
+                found.append(case)
+            if len(found) == _NUM_MIDDLE:
+                break
+        return found
 
     def _number_within(self, scale: Dimension, span: Span, page: int) -> int:
         if scale is Dimension.POOL_SLOTS:
