@@ -192,8 +192,14 @@ class TextStream(Iterator[TextDelta]):
 
     def close(self) -> None:
         """Ends the request if it runs, and frees its pages now. Any thread may call it, also while another reads."""
-        if not self._ended:
+        if self._ended:
+            return
+        try:
             self._shared.run(self._end)
+        except LaneBusyError:
+            # In the middle of a step, from a finaliser or a signal handler: it ends before the next one.
+            self._engine.abandon(self.request_id)
+            self._ended = True
 
     def __del__(self) -> None:
         if not self._ended:
