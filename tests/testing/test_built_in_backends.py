@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
-import torch
+from _pytest.mark.structures import ParameterSet
 
 from sightline.attention.backends import registry
 from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
@@ -14,7 +14,7 @@ from sightline.attention.latent_phases import Choose, Way, cheapest_way
 from sightline.attention.spec import LatentSpec, SpecKind
 from sightline.attention.tiles import RowSpan
 from sightline.core.batch import MaskKind
-from sightline.core.device import detect_device, lacks_products
+from sightline.core.device import detect_device
 from sightline.testing.checks import CHECKS
 from sightline.testing.kit import Verdict, try_check, try_row
 from sightline.testing.rows import RowToTry, list_rows
@@ -25,18 +25,27 @@ ROWS = [row for row in list_rows(registry.BUILT_IN, detect_device("cpu")) if isi
 FIRST_OF_EACH_KIND = {kind: next(row.subject for row in ROWS if row.subject.kind is kind) for kind in SpecKind}
 
 
-HALVES = {torch.bfloat16, torch.float16}
+def efforts() -> list[ParameterSet]:
+    """The whole kit takes a minute: one row of each kind of attention gets it in every run, the others where tests may
+    be slow."""
+    return [
+        pytest.param(
+            row,
+            effort,
+            id=f"{row.candidate.name}-{row.label}-{effort.value}",
+            marks=(pytest.mark.slow, pytest.mark.timeout(900)) if effort is slow else (),
+        )
+        for row in ROWS
+        for slow in [Effort.QUICK if row.subject in FIRST_OF_EACH_KIND.values() else Effort.FULL]
+        for effort in Effort
+    ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.candidate.name}-{row.label}")
-def test_every_declared_capability_is_proven(row: RowToTry) -> None:
-    subject = row.subject
-    # The longest rows of latent attention take a minute then, in float16 half a minute.
-    lacks_halves = lacks_products(subject.device, torch.bfloat16)
-    is_slow = lacks_halves and subject.kind is SpecKind.LATENT and subject.capability.dtypes <= HALVES
-    report = try_row(subject, Effort.QUICK if is_slow else Effort.FULL)
+@pytest.mark.parametrize(("row", "effort"), efforts())
+def test_every_declared_capability_is_proven(row: RowToTry, effort: Effort) -> None:
+    report = try_row(row.subject, effort)
     assert {result.check: f"{result.detail} {result.case}" for result in report.failed} == {}
-    assert sum(result.num_steps for result in report.results) > (200 if is_slow else 500)
+    assert sum(result.num_steps for result in report.results) > (200 if effort is Effort.QUICK else 500)
 
 
 @pytest.mark.parametrize(
