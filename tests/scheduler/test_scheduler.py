@@ -233,6 +233,7 @@ def test_a_row_that_completes_is_committed_with_its_token_and_others_without() -
     (row,) = loop.scheduler.schedule().rows
     with pytest.raises(ValueError, match="expected a token exactly where a row completes"):
         loop.scheduler.commit(row, None)
+    loop.store.lengths.advance(row.table_row, row.seq_len)
     loop.scheduler.launched([row])
     for _ in range(2):
         loop.scheduler.commit(row, 7)

@@ -101,6 +101,8 @@ class Loop:
                 self.running.append(row.sequence)
                 self.admitted.append(row.sequence.request.request_id)
         if rows:
+            for row in rows:
+                self.store.lengths.advance(row.table_row, row.seq_len)
             self.scheduler.launched(rows)
             self.flying.append(rows)
         while len(self.flying) > (self.depth if rows else 0):

@@ -72,6 +72,11 @@ class RowLengths:
         if lane or self._lanes:
             self._lanes |= dict.fromkeys(batch.rows, lane)
 
+    def advance(self, row: int, length: int) -> None:
+        """A step that writes a row's entries up to `length` is under way: for whoever runs rows without a batch."""
+        self._launched[row] = length
+        self._launched_by[row] = _NOBODY
+
     def take_back(self, batch: Batch) -> None:
         """The batch's launch failed: what it would have written is not there."""
         if not batch.pools:

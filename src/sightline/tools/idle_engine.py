@@ -148,12 +148,17 @@ class HostBench:
         return HostStep(**{name: statistics.median(seconds) for name, seconds in self._seconds.items()})
 
     def _take_apart(self, step: LaunchedStep) -> None:
-        """Does parts of the step that follows, by hand."""
+        """Does parts of a step once more, as if it had not been launched yet."""
         runtime = self._engine.runtime
+        lengths = runtime.store.lengths
+        for row in step.rows:
+            lengths.settle(row.table_row, row.context_len)
         with self._timed("assemble"):
-            batch = assemble([_next_work(row) for row in step.rows], runtime.store)
+            batch = assemble([_work(row) for row in step.rows], runtime.store)
         with self._timed("plan"):
             runtime.planner.plan(batch)
+        for row in step.rows:
+            lengths.advance(row.table_row, row.seq_len)
         with self._timed("sampling"):
             choose(step.chosen_logits, [live.sampling(row) for row, live in step.members])
             step.read()
@@ -212,5 +217,5 @@ def _submit(engine: Engine, load: Load) -> None:
         engine.submit(draw.choices(range(_VOCAB), k=length), params, terms=Terms(caller=caller_of(index)))
 
 
-def _next_work(row: ScheduledRow) -> RowWork:
-    return RowWork(row.table_row, [0], row.seq_len, 1)
+def _work(row: ScheduledRow) -> RowWork:
+    return RowWork(row.table_row, [0] * row.num_tokens, row.context_len, row.num_logits)

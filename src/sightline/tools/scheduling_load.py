@@ -106,7 +106,7 @@ class LoadedScheduler:
     def launch(self, rows: Sequence[ScheduledRow]) -> None:
         """What the engine tells a scheduler when a step is under way."""
         self._in_flight.append(rows)
-        self.scheduler.launched(rows)
+        self._launched(rows)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """What the engine tells it when the step that is due was read."""
@@ -151,13 +151,19 @@ class LoadedScheduler:
             wrong = [page for page, count in owners.items() if pool.allocator.owners(page) != count]
             _expect(f"pages of {pool.key} with other owners than theirs", [], wrong)
 
+    def _launched(self, rows: Sequence[ScheduledRow]) -> None:
+        """What a runner tells the store, and an engine the scheduler."""
+        for row in rows:
+            self.store.lengths.advance(row.table_row, row.seq_len)
+        self.scheduler.launched(rows)
+
     def _read_prompts(self) -> None:
         """Steps until every row has read its prompt, and decodes."""
         while self.scheduler.num_running < self.load.rows or any(
             sequence.num_generated == 0 for sequence in self.scheduler.running
         ):
             rows = self.scheduler.schedule().rows
-            self.scheduler.launched(rows)
+            self._launched(rows)
             for row in rows:
                 self.scheduler.commit(row, self._draw.randrange(_VOCAB) if row.completes else None)
             self.scheduler.landed(rows)
