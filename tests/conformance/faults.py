@@ -36,7 +36,8 @@ from sightline.attention.workspace import Workspace
 from sightline.cache.pools import Pool
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.cache.table import PageTable
-from sightline.core.batch import Batch, Lengths, MaskKind
+from sightline.core.batch import Batch, MaskKind
+from sightline.core.lengths import Lengths
 
 
 def refuse_large_heads(context: BackendContext[SoftmaxSpec]) -> None:

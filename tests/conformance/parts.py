@@ -20,7 +20,8 @@ from sightline.attention.reference import loaded_entries, stored_entries
 from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.pools import Pool
 from sightline.cache.table import PageTable
-from sightline.core.batch import Batch, Lengths, MaskKind
+from sightline.core.batch import Batch, MaskKind
+from sightline.core.lengths import Lengths
 
 SPLIT = 64
 """Keys of a split."""

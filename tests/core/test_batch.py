@@ -17,12 +17,12 @@ from sightline.core.batch import (
     PADDING_ROW,
     PADDING_SLOT,
     Batch,
-    Lengths,
     MaskKind,
     RowMask,
     RowWork,
 )
 from sightline.core.errors import BatchError
+from sightline.core.lengths import Lengths
 from support.fake_pages import FakePages
 from support.forged import forged
 

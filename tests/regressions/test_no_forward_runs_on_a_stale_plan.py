@@ -390,7 +390,8 @@ def test_a_row_closed_between_planning_and_running_harms_nobody_else(
     llm.engine.step()
 
     def cancelled(llm: LLM, planned: PlannedBatch) -> PlannedBatch:
-        llm.engine.forget(first)
+        # As a bug in the engine would: from outside, a call within a step is refused.
+        llm.engine._forget(first)
         return planned
 
     with monkeypatch.context() as patch:

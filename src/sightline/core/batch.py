@@ -23,11 +23,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NewType, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sightline.core.errors import BatchError
+from sightline.core.lengths import (
+    Lengths,
+    extend,
+    moved,
+    pad_lengths,
+    placed_lengths,
+    slice_lengths,
+    take_lengths,
+)
 
 BatchId = NewType("BatchId", int)
 PADDING_ROW = 0
@@ -102,41 +110,6 @@ class PoolPages(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Lengths:
-    """One length for each row. The device's copy is the truth."""
-
-    device: Tensor
-    """[num_rows] int64."""
-    bound: tuple[int, ...]
-    """A host upper bound for each row; always there."""
-    host: tuple[int, ...] | None
-    """The exact host copy, where the host knows it."""
-
-    def __post_init__(self) -> None:
-        if len(self.bound) != self.num_rows or (self.host is not None and len(self.host) != self.num_rows):
-            raise ValueError(
-                f"expected bounds and host copies of {self.num_rows} lengths, got {self.bound} and {self.host}"
-            )
-
-    @property
-    def num_rows(self) -> int:
-        return self.device.shape[0]
-
-    def exact(self) -> tuple[int, ...]:
-        """The exact host copy; a caller that needs it says so in its capability row."""
-        if self.host is None:
-            raise ValueError("expected lengths that the host knows, got device-only lengths")
-        return self.host
-
-    def bounded(self, bound: Sequence[int], *, known: bool) -> Lengths:
-        """The same lengths under looser bounds; unless `known`, as if only the device knew them."""
-        short = [row for row, (most, least) in enumerate(zip(bound, self.bound, strict=True)) if most < least]
-        if short:
-            raise ValueError(f"expected bounds of at least {self.bound}, got {tuple(bound)}")
-        return Lengths(self.device, tuple(bound), self.host if known else None)
-
-
-@dataclass(frozen=True, eq=False)
 class PoolRows:
     """A batch's rows in one pool's page table."""
 
@@ -198,22 +171,22 @@ class Batch:
         _check_rows(rows, context_lens, self.sources)
         slots = [source.slots_to_write(zip(rows, context_lens, query_lens, strict=True)) for source in self.sources]
         # One copy to the device for all of it.
-        moved = _moved(
+        on_device = moved(
             [facts.tokens, facts.positions, query_lens, context_lens, rows, facts.logit_indices, *slots], self.device
         )
         self._set(
-            tokens=moved[0],
-            positions=moved[1],
-            query_lens=Lengths(moved[2], query_lens, query_lens),
-            context_lens=Lengths(moved[3], context_lens, context_lens),
+            tokens=on_device[0],
+            positions=on_device[1],
+            query_lens=Lengths(on_device[2], query_lens, query_lens),
+            context_lens=Lengths(on_device[3], context_lens, context_lens),
             masks=tuple([row.mask for row in self.work]),
             rows=rows,
-            table_rows=moved[4],
+            table_rows=on_device[4],
             pools={
                 source.key: PoolRows(source.table_id, source.versions(rows), write_slots)
-                for source, write_slots in zip(self.sources, moved[6:], strict=True)
+                for source, write_slots in zip(self.sources, on_device[6:], strict=True)
             },
-            logit_indices=moved[5],
+            logit_indices=on_device[5],
             logit_rows=tuple(facts.logit_rows),
             logit_places=tuple(facts.logit_indices),
             pending=frozenset(facts.pending),
@@ -288,18 +261,18 @@ class Batch:
             key: PoolRows(
                 pool.table_id,
                 pool.versions + (0,) * extra_rows,
-                _extend(pool.write_slots, extra_tokens, PADDING_SLOT),
+                extend(pool.write_slots, extra_tokens, PADDING_SLOT),
             )
             for key, pool in self.pools.items()
         }
         return self._with(
-            tokens=_extend(self.tokens, extra_tokens, 0),
-            positions=_extend(self.positions, extra_tokens, 0),
-            query_lens=_pad_lengths(self.query_lens, extra_rows),
-            context_lens=_pad_lengths(self.context_lens, extra_rows),
+            tokens=extend(self.tokens, extra_tokens, 0),
+            positions=extend(self.positions, extra_tokens, 0),
+            query_lens=pad_lengths(self.query_lens, extra_rows),
+            context_lens=pad_lengths(self.context_lens, extra_rows),
             masks=self.masks + (CAUSAL,) * extra_rows,
             rows=self.rows + (PADDING_ROW,) * extra_rows,
-            table_rows=_extend(self.table_rows, extra_rows, PADDING_ROW),
+            table_rows=extend(self.table_rows, extra_rows, PADDING_ROW),
             pools=pools,
             memory=BatchMemory(),
         )
@@ -324,8 +297,8 @@ class Batch:
             work=tuple(self.work[row] for row in rows if row < len(self.work)),
             tokens=self.tokens[index],
             positions=self.positions[index],
-            query_lens=_take_lengths(self.query_lens, rows),
-            context_lens=_take_lengths(self.context_lens, rows),
+            query_lens=take_lengths(self.query_lens, rows),
+            context_lens=take_lengths(self.context_lens, rows),
             masks=tuple(self.masks[row] for row in rows),
             rows=tuple(self.rows[row] for row in rows),
             table_rows=self.table_rows[torch.tensor(list(rows), dtype=torch.int64, device=self.device)],
@@ -357,8 +330,8 @@ class Batch:
             work=self.work[rows],
             tokens=self.tokens[tokens],
             positions=self.positions[tokens],
-            query_lens=_slice_lengths(self.query_lens, rows),
-            context_lens=_slice_lengths(self.context_lens, rows),
+            query_lens=slice_lengths(self.query_lens, rows),
+            context_lens=slice_lengths(self.context_lens, rows),
             masks=self.masks[rows],
             rows=self.rows[rows],
             table_rows=self.table_rows[rows],
@@ -401,8 +374,8 @@ class Batch:
             tokens=memory.tokens.copy_(self.tokens),
             positions=memory.positions.copy_(self.positions),
             table_rows=memory.table_rows.copy_(self.table_rows),
-            query_lens=_placed_lengths(self.query_lens, memory.query_lens),
-            context_lens=_placed_lengths(self.context_lens, memory.context_lens),
+            query_lens=placed_lengths(self.query_lens, memory.query_lens),
+            context_lens=placed_lengths(self.context_lens, memory.context_lens),
             pools=pools,
             memory=memory.memory,
         )
@@ -484,33 +457,3 @@ def _check_rows(rows: tuple[int, ...], context_lens: tuple[int, ...], sources: S
     if rows and not (min(rows) > PADDING_ROW and max(rows) <= most):
         row = next(index for index, table_row in enumerate(rows) if not PADDING_ROW < table_row <= most)
         raise BatchError("rows", row, f"a page-table row from 1 to {most}", rows[row])
-
-
-def _moved(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """Each list as a tensor [length] int64, side by side in memory. numpy reads a list in a third of torch's time."""
-    joined = torch.from_numpy(np.array(list(itertools.chain.from_iterable(lists)), dtype=np.int64)).to(device)
-    return tuple(joined.split_with_sizes([len(each) for each in lists]))
-
-
-def _extend(values: Tensor, count: int, fill: int) -> Tensor:
-    return torch.cat([values, values.new_full((count,), fill)])
-
-
-def _pad_lengths(lengths: Lengths, count: int) -> Lengths:
-    host = None if lengths.host is None else lengths.host + (0,) * count
-    return Lengths(_extend(lengths.device, count, 0), lengths.bound + (0,) * count, host)
-
-
-def _slice_lengths(lengths: Lengths, rows: slice) -> Lengths:
-    host = None if lengths.host is None else lengths.host[rows]
-    return Lengths(lengths.device[rows], lengths.bound[rows], host)
-
-
-def _take_lengths(lengths: Lengths, rows: Sequence[int]) -> Lengths:
-    index = torch.tensor(list(rows), dtype=torch.int64, device=lengths.device.device)
-    host = None if lengths.host is None else tuple(lengths.host[row] for row in rows)
-    return Lengths(lengths.device[index], tuple(lengths.bound[row] for row in rows), host)
-
-
-def _placed_lengths(lengths: Lengths, memory: Lengths) -> Lengths:
-    return Lengths(memory.device.copy_(lengths.device), lengths.bounded(memory.bound, known=True).bound, lengths.host)

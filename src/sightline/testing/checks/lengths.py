@@ -8,7 +8,8 @@ import torch
 
 from sightline.attention.capability import HostLengths
 from sightline.attention.spec import Feature
-from sightline.core.batch import FULL, Lengths
+from sightline.core.batch import FULL
+from sightline.core.lengths import Lengths
 from sightline.testing.bench import Row, Subject
 from sightline.testing.steps import Step
 from sightline.testing.trial import Check, Trial, ragged_rows
