@@ -280,7 +280,8 @@ def test_a_server_with_a_wrong_backend_does_not_start(proofs: Path, wrong_backen
 def test_a_server_whose_engine_is_proven_starts_with_the_proof_required(proofs: Path, tmp_path: Path) -> None:
     embedder = str(save_embedder(tmp_path / "embedder"))
     limits = ["--task", "embed", "--max-num-seqs", "2", "--max-num-batched-tokens", "20"]
-    assert ask("--model", embedder, *limits).exit_code == 0
+    proven = ask("--model", embedder, *limits)
+    assert proven.exit_code == 0, proven.output
     with serving(embedder, "--prove", *limits) as served:
         assert served.get("/health")[0] == 200
         assert any("proven before" in line for line in served.lines)

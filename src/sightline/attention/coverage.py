@@ -408,11 +408,15 @@ def possible_span(dimension: Dimension, value: Value, scale: Dimension, span: Sp
 def _asked_span(dimension: Dimension, value: Value, scale: Dimension, demand: Demand) -> Span | None:
     """As `possible_span`, of a demand: beside a row of one new token and no context none can be shorter."""
     span = possible_span(dimension, value, scale, demand.scales[scale])
-    is_shorter = (dimension, value, scale) == (Dimension.COMPANY, Company.SHORTER.value, Dimension.CONTEXT)
-    new = demand.scales.get(Dimension.NEW_TOKENS)
-    if span is None or not is_shorter or new is None or new.high > 1:
+    if span is None or (dimension, value) != (Dimension.COMPANY, Company.SHORTER.value):
         return span
-    return Span(max(1, span.low), span.high) if span.high >= 1 else None
+    new, context = demand.scales.get(Dimension.NEW_TOKENS), demand.scales.get(Dimension.CONTEXT)
+    least = span.low
+    if scale is Dimension.CONTEXT and new is not None and new.high == 1:
+        least = max(1, span.low)
+    elif context is not None and context.high == 0:
+        least = max({Dimension.NEW_TOKENS: 2, Dimension.STEP_TOKENS: 3}.get(scale, 0), span.low)
+    return Span(least, span.high) if span.high >= least else None
 
 
 def _possible_corner(pair: Pair, corner: Corner, demand: Demand) -> Corner:
