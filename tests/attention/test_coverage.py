@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from sightline.attention.coverage import Coverage, Demand, Dimension, Point, Span
+from sightline.attention.coverage import Coverage, Demand
+from sightline.attention.dimensions import Dimension, Point, Span
 
 ROWS, CONTEXT, DTYPE, MASK = Dimension.ROWS, Dimension.CONTEXT, Dimension.DTYPE, Dimension.MASK
 

@@ -18,7 +18,8 @@ import torch
 from sightline.attention import proof as proof_module
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Requirement
-from sightline.attention.coverage import Coverage, Demand, Dimension, Span
+from sightline.attention.coverage import Coverage, Demand
+from sightline.attention.dimensions import Dimension, Span
 from sightline.attention.proof import Proof, ProofBook, declared, utc_now
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind

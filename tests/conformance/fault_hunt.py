@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from conformance.random_faults import Condition, Effect, Fault, draw_fault, subject_of
-from sightline.attention.coverage import Coverage, Dimension
+from sightline.attention.coverage import Coverage
+from sightline.attention.dimensions import Dimension
 from sightline.attention.spec import SpecKind
 from sightline.core.device import detect_device
 from sightline.testing.case_run import try_case

@@ -33,10 +33,10 @@ from sightline.attention.contract import (
     Lse,
     StepView,
 )
-from sightline.attention.coverage import (
+from sightline.attention.coverage import Demand
+from sightline.attention.dimensions import (
     IN_ORDER,
     Company,
-    Demand,
     Dimension,
     LaneUse,
     Padding,
@@ -217,7 +217,7 @@ def _can_hold(fault: Fault, domains: Domains) -> bool:
     for value in values:
         for condition in fault.conditions:
             if condition.dimension.is_scale:
-                within = possible_span(*value, condition.dimension, domains.scales[condition.dimension])
+                within = possible_span(*value, condition.dimension, domains.scales)
                 if within is None or not _reaches(condition, within):
                     return False
                 needs_pages = (Dimension.SHARING, Sharing.PREFIX.value) == value or (

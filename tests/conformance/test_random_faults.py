@@ -11,7 +11,7 @@ from conformance.fault_hunt import CPU, ground_of, hunt_all
 from conformance.random_faults import Condition, Effect, Fault, faulty_backend, seen_point, subject_of
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionPlan, BackendContext, StepView
-from sightline.attention.coverage import Dimension, Point
+from sightline.attention.dimensions import Dimension, Point
 from sightline.attention.spec import SpecKind
 from sightline.testing.case_run import try_case
 from sightline.testing.checks import CHECKS

@@ -256,15 +256,15 @@ def test_bounds_may_be_looser_and_never_tighter() -> None:
         batch.bounded((2, 1, 2), (0, 17, 5), known=True)
 
 
-def test_a_batch_placed_in_anothers_memory_keeps_its_contents_and_takes_the_bounds() -> None:
+def test_a_batch_placed_in_anothers_memory_keeps_its_contents_and_takes_the_query_bounds() -> None:
     memory = make_batch([RowCase(2, 9), RowCase(2, 8), RowCase(2, 7)]).bounded((4, 4, 4), (9, 9, 9), known=True)
-    batch = make_batch([RowCase(3, 0), RowCase(1, 7), RowCase(2, 5)])
+    batch = make_batch([RowCase(3, 0), RowCase(1, 70), RowCase(2, 5)])
     before = contents(batch)
     placed = batch.placed_in(memory)
     assert placed.batch_id not in (batch.batch_id, memory.batch_id)
     assert placed.tokens.data_ptr() == memory.tokens.data_ptr()
     assert placed.pools["kv"].write_slots.data_ptr() == memory.pools["kv"].write_slots.data_ptr()
-    assert (placed.query_lens.bound, placed.context_lens.bound) == ((4, 4, 4), (9, 9, 9))
+    assert (placed.query_lens.bound, placed.context_lens.bound) == ((4, 4, 4), (0, 70, 5))
     for one, other in zip(contents(placed), before, strict=True):
         assert replace(one, lengths=()) == replace(other, lengths=())
         assert [length[::2] for length in one.lengths] == [length[::2] for length in other.lengths]

@@ -13,7 +13,8 @@ import torch
 from sightline import LLM, SamplingParams
 from sightline.attention.capability import Work
 from sightline.attention.contract import CachePolicy
-from sightline.attention.coverage import Company, Demand, Dimension, Reuse, Sharing, Span
+from sightline.attention.coverage import Demand
+from sightline.attention.dimensions import Company, Dimension, Reuse, Sharing, Span
 from sightline.attention.spec import Feature, LatentSpec, LayerGroup, SoftmaxSpec
 from sightline.core.config import Quantization
 from sightline.core.device import detect_device

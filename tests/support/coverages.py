@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from sightline.attention.coverage import Coverage, Dimension, Point
+from sightline.attention.coverage import Coverage
+from sightline.attention.dimensions import Dimension, Point
 
 
 def points_of(

@@ -14,7 +14,7 @@ import torch
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.contract import AttentionBackend
-from sightline.attention.coverage import Dimension
+from sightline.attention.dimensions import Dimension
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import DeviceKind

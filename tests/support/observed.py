@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Work, decode_work
 from sightline.attention.contract import BackendContext, StepView
-from sightline.attention.coverage import (
+from sightline.attention.coverage import Demand
+from sightline.attention.dimensions import (
     Company,
-    Demand,
     Dimension,
     LaneUse,
     Padding,

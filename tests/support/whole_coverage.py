@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from sightline.attention.coverage import _SIGNS, Coverage, Demand, Dimension, _pairs
+from sightline.attention.coverage import _SIGNS, Coverage, Demand, _pairs
+from sightline.attention.dimensions import Dimension
 
 
 def coverage_of(demand: Demand) -> Coverage:

@@ -15,7 +15,8 @@ import torch
 from sightline.attention.backends import registry
 from sightline.attention.capability import Work
 from sightline.attention.contract import StepView
-from sightline.attention.coverage import Coverage, Demand, Dimension, Span
+from sightline.attention.coverage import Coverage, Demand
+from sightline.attention.dimensions import Dimension, Span
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SpecKind

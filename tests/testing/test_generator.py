@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sightline.attention.backends import registry
-from sightline.attention.coverage import Company, Coverage, Demand, Dimension, Span
+from sightline.attention.coverage import Coverage, Demand
+from sightline.attention.dimensions import Company, Dimension, Span
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import detect_device
 from sightline.testing.bench import Subject

@@ -13,7 +13,7 @@ import torch
 import sightline.testing
 from sightline.attention.backends.reference_backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability
-from sightline.attention.coverage import Dimension, Value
+from sightline.attention.dimensions import Dimension, Value
 from sightline.attention.proof import Proof, ProofBook, dtype_name
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import SpecKind

@@ -23,59 +23,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, TypeAlias
 
-
-class Dimension(Enum):
-    """One way in which two steps, specs or groups can differ."""
-
-    ROWS = "rows"
-    NEW_TOKENS = "new tokens of a row"
-    CONTEXT = "context of a row"
-    STEP_TOKENS = "tokens of a step"
-    LAYERS = "layers of a group"
-    KEY_HEADS = "key heads"
-    WINDOW = "window"
-    """Only of cases that have one; `FEATURES` says which do."""
-    POOL_SLOTS = "slots of a pool"
-    KIND = "kind of attention"
-    GROUP_SIZE = "query heads on a key head"
-    HEAD_DIM = "head dimension"
-    PAGE_SIZE = "page size"
-    DTYPE = "dtype"
-    CACHE_DTYPE = "cache dtype"
-    FEATURES = "features"
-    """Of the spec and of the step, masks aside: see `features_name`."""
-    MASK = "mask"
-    POLICY = "cache policy"
-    SHARING = "pages shared between rows"
-    PAGE_ORDER = "order of pages"
-    """`in order` also where a row has two pages at most: other orders need three to differ."""
-    PADDING = "padding"
-    REUSE = "steps planned before on the same backend"
-    COMPANY = "rows beside the longest"
-    LANE = "lane"
-
-    __hash__ = object.__hash__  # an enum's own is slow, and millions of points are looked up
-
-    @property
-    def is_scale(self) -> bool:
-        return self in _SCALES
-
-
-_SCALES = frozenset(
-    {
-        Dimension.ROWS,
-        Dimension.NEW_TOKENS,
-        Dimension.CONTEXT,
-        Dimension.STEP_TOKENS,
-        Dimension.LAYERS,
-        Dimension.KEY_HEADS,
-        Dimension.WINDOW,
-        Dimension.POOL_SLOTS,
-    }
-)
+from sightline.attention.dimensions import Dimension, Point, Span, Value, can_meet, possible_span
 
 _OF_SPECS = frozenset(
     {
@@ -87,85 +37,8 @@ _OF_SPECS = frozenset(
         Dimension.CACHE_DTYPE,
     }
 )
-
-
-class Sharing(Enum):
-    """Values of `Dimension.SHARING`."""
-
-    NONE = "none"
-    PREFIX = "prefix"
-    """Rows read the same pages at their beginning."""
-
-
-class Padding(Enum):
-    """Values of `Dimension.PADDING`."""
-
-    NONE = "none"
-    PADDED = "padded"
-    """With rows or tokens that belong to nobody."""
-
-
-class Reuse(Enum):
-    """Values of `Dimension.REUSE`."""
-
-    FIRST = "first"
-    """The step is the first that the backend plans."""
-    AFTER_OTHERS = "after others"
-    """Steps of other rows were planned before it."""
-    AGAIN = "planned again"
-    """It was planned, then another, then it again."""
-    GOES_ON = "goes on"
-    """Its rows read what an earlier step of theirs wrote."""
-
-
-class Company(Enum):
-    """Values of `Dimension.COMPANY`."""
-
-    ALONE = "alone"
-    SHORTER = "shorter"
-    """Beside rows that have less context and fewer new tokens, or as many."""
-    SAME = "same"
-    """All rows of a step have the same lengths."""
-
-
-class LaneUse(Enum):
-    """Values of `Dimension.LANE`."""
-
-    MAIN = "main"
-    SECOND = "second"
-    """In another lane than the main one, with a plan alive in each."""
-
-
-PLAIN_FEATURES = "plain"
-IN_ORDER = "in order"
-WITHOUT_CACHE = "transient"
-
-
-def features_name(names: Iterable[str]) -> str:
-    """The value of `Dimension.FEATURES`: the names sorted and joined by `+`, or `plain`."""
-    return "+".join(sorted(names)) or PLAIN_FEATURES
-
-
-Value: TypeAlias = int | str
-Point: TypeAlias = Mapping[Dimension, Value]
-"""One case. A dimension that the case does not have, such as the window of one without, is not there."""
 Pair: TypeAlias = tuple[Dimension, Dimension]
 Corner: TypeAlias = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Numbers from `low` to `high`, both included."""
-
-    low: int
-    high: int
-
-    def __post_init__(self) -> None:
-        if self.low > self.high:
-            raise ValueError(f"expected a span from low to high, got {self.low} to {self.high}")
-
-    def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
 
 
 @dataclass(frozen=True)
@@ -285,7 +158,7 @@ class Coverage:
             yield from self._corner_gaps(pair, demand)
         elif two.is_scale:
             for value in _sorted(demand.values[one]):
-                wanted = _asked_span(one, value, two, demand)
+                wanted = possible_span(one, value, two, demand.scales)
                 if wanted is None:
                     continue
                 span = self.reach.get(pair, {}).get(value)
@@ -358,65 +231,6 @@ class Coverage:
 
 
 _SIGNS = ((1, 1), (1, -1), (-1, 1), (-1, -1))
-_NEVER_MEET: tuple[frozenset[tuple[Dimension, Value]], ...] = tuple(
-    frozenset(pair)
-    for pair in (
-        ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.SHARING, Sharing.PREFIX.value)),
-        ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.REUSE, Reuse.GOES_ON.value)),
-        ((Dimension.COMPANY, Company.ALONE.value), (Dimension.SHARING, Sharing.PREFIX.value)),
-    )
-)
-
-
-def can_meet(one: tuple[Dimension, Value], two: tuple[Dimension, Value]) -> bool:
-    """False for two values that no step can have at once."""
-    ordered = any(
-        a == (Dimension.POLICY, WITHOUT_CACHE) and b[0] is Dimension.PAGE_ORDER and b[1] != IN_ORDER
-        for a, b in ((one, two), (two, one))
-    )
-    return not ordered and frozenset((one, two)) not in _NEVER_MEET
-
-
-def possible_span(dimension: Dimension, value: Value, scale: Dimension, span: Span) -> Span | None:
-    """The part of the span of a scale that steps with that value can have; None where there is none.
-
-    A shared prefix, and an order of pages, take some whole pages: how many tokens these hold is the page size's
-    matter, so that of a context only the far end is asked for.
-    """
-    match dimension, scale:
-        case Dimension.COMPANY, Dimension.ROWS if value == Company.ALONE.value:
-            return Span(1, 1) if span.low <= 1 else None
-        case Dimension.COMPANY | Dimension.SHARING, Dimension.ROWS | Dimension.STEP_TOKENS:
-            needs_two = value not in (Company.ALONE.value, Sharing.NONE.value)
-            if not needs_two:
-                return span
-            return Span(max(2, span.low), span.high) if span.high >= 2 else None
-        case Dimension.POLICY, Dimension.CONTEXT if value == WITHOUT_CACHE:
-            return Span(0, 0) if span.low <= 0 else None
-        case Dimension.REUSE, Dimension.CONTEXT if value == Reuse.GOES_ON.value:
-            return Span(max(1, span.low), span.high) if span.high >= 1 else None
-        case Dimension.SHARING, Dimension.CONTEXT if value == Sharing.PREFIX.value:
-            return Span(span.high, span.high) if span.high > 0 else None
-        case Dimension.PAGE_ORDER, Dimension.CONTEXT if value != IN_ORDER:
-            return Span(span.high, span.high) if span.high > 0 else None
-        case Dimension.FEATURES, Dimension.WINDOW if "window" not in str(value).split("+"):
-            return None
-        case _:
-            return span
-
-
-def _asked_span(dimension: Dimension, value: Value, scale: Dimension, demand: Demand) -> Span | None:
-    """As `possible_span`, of a demand: beside a row of one new token and no context none can be shorter."""
-    span = possible_span(dimension, value, scale, demand.scales[scale])
-    if span is None or (dimension, value) != (Dimension.COMPANY, Company.SHORTER.value):
-        return span
-    new, context = demand.scales.get(Dimension.NEW_TOKENS), demand.scales.get(Dimension.CONTEXT)
-    least = span.low
-    if scale is Dimension.CONTEXT and new is not None and new.high == 1:
-        least = max(1, span.low)
-    elif context is not None and context.high == 0:
-        least = max({Dimension.NEW_TOKENS: 2, Dimension.STEP_TOKENS: 3}.get(scale, 0), span.low)
-    return Span(least, span.high) if span.high >= least else None
 
 
 def _possible_corner(pair: Pair, corner: Corner, demand: Demand) -> Corner:

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from sightline.attention.capability import Capability, Requirement
-from sightline.attention.coverage import Coverage, Demand, Dimension
+from sightline.attention.coverage import Coverage, Demand
+from sightline.attention.dimensions import Dimension
 from sightline.attention.selection import Candidate, Doubt
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError

@@ -116,7 +116,7 @@ def _duty_lines(report: DutyReport, *, verbose: bool) -> Iterator[str]:
 
 def _told_ranges(report: DutyReport) -> Iterator[str]:
     """Each dimension once, with the widest range that the engine will ask for."""
-    from sightline.attention.coverage import Span
+    from sightline.attention.dimensions import Span
 
     spans: dict[str, Span] = {}
     for demand in report.duty.demands:

@@ -361,7 +361,8 @@ class Batch:
     def placed_in(self, memory: Batch) -> Batch:
         """A new batch with these contents copied into the tensors of `memory`, a batch of the same sizes.
 
-        It takes over the bounds of `memory`: a captured graph reads that memory, and its bucket fixes the bounds.
+        It takes over the bounds of the query lengths of `memory`: a captured graph reads that memory, and its bucket
+        fixes them. Contexts keep their own bounds.
         """
         sizes, expected = (self.num_rows, self.num_tokens), (memory.num_rows, memory.num_tokens)
         if sizes != expected or self.pools.keys() != memory.pools.keys():
@@ -374,7 +375,7 @@ class Batch:
             tokens=memory.tokens.copy_(self.tokens),
             positions=memory.positions.copy_(self.positions),
             table_rows=memory.table_rows.copy_(self.table_rows),
-            query_lens=placed_lengths(self.query_lens, memory.query_lens),
+            query_lens=placed_lengths(self.query_lens.bounded(memory.query_lens.bound, known=True), memory.query_lens),
             context_lens=placed_lengths(self.context_lens, memory.context_lens),
             pools=pools,
             memory=memory.memory,

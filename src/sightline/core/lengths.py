@@ -76,4 +76,5 @@ def take_lengths(lengths: Lengths, rows: Sequence[int]) -> Lengths:
 
 
 def placed_lengths(lengths: Lengths, memory: Lengths) -> Lengths:
-    return Lengths(memory.device.copy_(lengths.device), lengths.bounded(memory.bound, known=True).bound, lengths.host)
+    """The lengths copied into the tensor of `memory`, with their own bounds."""
+    return Lengths(memory.device.copy_(lengths.device), lengths.bound, lengths.host)

@@ -10,9 +10,9 @@ from enum import Enum
 
 from sightline.attention.capability import FEW_ROWS, Work
 from sightline.attention.contract import CachePolicy
-from sightline.attention.coverage import (
+from sightline.attention.coverage import Demand
+from sightline.attention.dimensions import (
     Company,
-    Demand,
     Dimension,
     LaneUse,
     Padding,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sightline.attention.coverage import Dimension, LaneUse, Reuse, Span
+from sightline.attention.dimensions import Dimension, LaneUse, Reuse, Span
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE, Lane

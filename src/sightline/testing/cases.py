@@ -17,17 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sightline.attention.contract import CachePolicy
-from sightline.attention.coverage import (
-    IN_ORDER,
-    Company,
-    Dimension,
-    LaneUse,
-    Padding,
-    Point,
-    Reuse,
-    Sharing,
-    Value,
-)
+from sightline.attention.dimensions import IN_ORDER, Company, Dimension, LaneUse, Padding, Point, Reuse, Sharing, Value
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.batch import CAUSAL, FULL, MaskKind
 from sightline.testing.bench import Row

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from sightline.attention.contract import CachePolicy
-from sightline.attention.coverage import (
+from sightline.attention.coverage import Demand
+from sightline.attention.dimensions import (
     Company,
-    Demand,
     Dimension,
     LaneUse,
     Padding,

@@ -20,7 +20,8 @@ import torch
 
 from sightline.attention.backends import registry
 from sightline.attention.capability import ANY, Capability, Requirement, Work
-from sightline.attention.coverage import Coverage, Demand, Dimension, Gap, Span
+from sightline.attention.coverage import Coverage, Demand, Gap
+from sightline.attention.dimensions import Dimension, Span
 from sightline.attention.proof import Identity, Proof, ProofBook, utc_now
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import LayerGroup

@@ -17,20 +17,11 @@ from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from sightline.attention.contract import CachePolicy
-from sightline.attention.coverage import (
-    IN_ORDER,
-    Company,
-    Dimension,
-    Reuse,
-    Sharing,
-    Span,
-    Value,
-    possible_span,
-)
+from sightline.attention.dimensions import IN_ORDER, Company, Dimension, Reuse, Sharing, Span, Value, possible_span
 from sightline.attention.spec import Feature
 from sightline.testing.cases import TIGHT, Case
 from sightline.testing.domains import Domains, borders
-from sightline.testing.goals import DERIVED, HIGH, LOW, End, Goal, Goals, needs_longer_rows
+from sightline.testing.goals import DERIVED, HIGH, LEAST_WINDOW, LOW, End, Goal, Goals, needs_longer_rows
 
 _TRIES = 3
 _MOST_TRIES = 8
@@ -199,7 +190,7 @@ class _Builder:
         return case.seconds + self._domains.compile_seconds * is_new
 
     def _around(self, fixed: Mapping[Dimension, Value], missing: set[Goal], number: int, *, is_close: bool) -> Case:
-        chosen = dict(fixed)
+        chosen = self._seen(fixed) if is_close else dict(fixed)
         if number and self._domains.compile_seconds:
             chosen = self._with_known_spec(chosen)
         most = max(_CASE_SECONDS, 1.3 * self._completed(chosen).seconds)
@@ -209,6 +200,8 @@ class _Builder:
         apart = self._apart if is_close else frozenset()
         for dimension in turns:
             chosen[dimension] = self._chosen(dimension, chosen, missing, most, apart)
+            if is_close:
+                chosen = self._seen(chosen)
         return replace(self._completed(chosen), seed=1000 * number + len(self._cases))
 
     def _fixed(self, goal: Goal) -> dict[Dimension, Value] | None:
@@ -250,8 +243,14 @@ class _Builder:
         span = self._domains.scales[scale]
         for dimension, value in (beside or {}).items():
             if not dimension.is_scale:
-                span = possible_span(dimension, value, scale, span) or span
+                span = possible_span(dimension, value, scale, {**self._domains.scales, scale: span}) or span
         return span.high if end == HIGH else span.low
+
+    @staticmethod
+    def _seen(chosen: Mapping[Dimension, Value]) -> dict[Dimension, Value]:
+        """What is chosen, with a window in which a query sees another key."""
+        window = chosen.get(Dimension.WINDOW)
+        return {**chosen, **({Dimension.WINDOW: LEAST_WINDOW} if window == 1 else {})}
 
     def _chosen(
         self,
@@ -310,7 +309,8 @@ class _Builder:
         if not dimension.is_scale:
             return dimension, value
         span = self._domains.scales[dimension]
-        is_low = value == TIGHT if dimension is Dimension.POOL_SLOTS else int(value) <= span.low
+        least = max(span.low, LEAST_WINDOW) if dimension is Dimension.WINDOW else span.low
+        is_low = value == TIGHT if dimension is Dimension.POOL_SLOTS else int(value) <= least
         return dimension, LOW if is_low else HIGH if int(value) >= span.high else "between"
 
     def _is_allowed(self, chosen: Mapping[Dimension, Value]) -> bool:

@@ -8,11 +8,12 @@ Knows numbers and names. Does not know how cases are made.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import NewType, TypeAlias
 
 from sightline.attention.contract import CachePolicy
-from sightline.attention.coverage import Company, Dimension, Span, Value, can_meet, possible_span
+from sightline.attention.dimensions import Company, Dimension, Span, Value, can_meet, possible_span
 from sightline.testing.cases import Case
 from sightline.testing.domains import Domains
 
@@ -25,11 +26,14 @@ DERIVED = frozenset({Dimension.STEP_TOKENS})
 """Scales that a case has no number of its own of."""
 WITHOUT_CONTEXT: frozenset[End] = frozenset({(Dimension.CONTEXT, LOW), (Dimension.POLICY, CachePolicy.TRANSIENT.value)})
 _ENTANGLED = ({Dimension.STEP_TOKENS, Dimension.ROWS}, {Dimension.STEP_TOKENS, Dimension.NEW_TOKENS})
-"""Pairs of which one follows from the other."""
+"""Pairs of which one follows from the other; only the largest step of the most rows is a goal of its own."""
+_FULL_STEP: frozenset[End] = frozenset({(Dimension.ROWS, HIGH), (Dimension.STEP_TOKENS, HIGH)})
 _ALONE: frozenset[End] = frozenset(
     {(Dimension.ROWS, LOW), (Dimension.STEP_TOKENS, LOW), (Dimension.COMPANY, Company.ALONE.value)}
 )
 _MOST_ENDS = 1 << 12
+LEAST_WINDOW = 2
+"""In a smaller one a query sees itself alone: whatever is wrong with other keys shows nowhere."""
 
 
 class Goals:
@@ -41,10 +45,10 @@ class Goals:
         self._ends = [end for dimension in self.dimensions for end in self._ends_of(dimension)]
         self._numbers = {end: number for number, end in enumerate(self._ends)}
         self._spans = {
-            (end, scale): possible_span(*end, scale, span)
+            (end, scale): possible_span(*end, scale, domains.scales)
             for end in self._ends
             if not end[0].is_scale
-            for scale, span in domains.scales.items()
+            for scale in domains.scales
         }
         self.all = frozenset(
             self.goal(one, two)
@@ -76,17 +80,28 @@ class Goals:
 
     def reached(self, case: Case) -> set[Goal]:
         """The goals that a case reaches."""
-        return self._reached(case, ())
+        return self._reached(case, (), self.domains.scales)
 
     def reached_closely(self, case: Case) -> set[Goal]:
         """The goals that a case reaches with company: a second layer, row, head and key, and a cache.
 
         Some faults show only there: a neighbour's entries are read, a row gives what the row beside it does.
         """
-        return self._reached(case, [ends for lacks, ends in _lacking(case) if lacks])
+        if case.window is not None and case.window < LEAST_WINDOW:
+            return set()
+        must_have = [ends for lacks, ends in _lacking(case) if lacks]
+        return self._reached(case, must_have, {**self.domains.scales, **self._close_windows})
 
-    def _reached(self, case: Case, must_have: Iterable[frozenset[End]]) -> set[Goal]:
-        """What a case reaches; only goals that have one of the ends of each `must_have`."""
+    @cached_property
+    def _close_windows(self) -> dict[Dimension, Span]:
+        """The windows in which a query sees another key than its own."""
+        window = self.domains.scales.get(Dimension.WINDOW)
+        if window is None or window.high < LEAST_WINDOW:
+            return {}
+        return {Dimension.WINDOW: Span(max(window.low, LEAST_WINDOW), window.high)}
+
+    def _reached(self, case: Case, must_have: Iterable[frozenset[End]], within: Mapping[Dimension, Span]) -> set[Goal]:
+        """What a case reaches of the ends of these spans; only goals that have one of the ends of each `must_have`."""
         point, goal = case.point(), self.goal
         values: list[End] = [(dimension, value) for dimension, value in point.items() if not dimension.is_scale]
         scales = [scale for scale in self.domains.scales if scale in point]
@@ -95,13 +110,11 @@ class Goals:
             number = int(point[scale])
             for value in values:
                 span = self._spans.get((value, scale))
+                if span is not None and scale is Dimension.WINDOW:
+                    span = within[scale]
                 if span is not None:
                     found |= {(value, (scale, which)) for which in _ends_at(case, scale, number, span)}
-        ends = [
-            (scale, which)
-            for scale in scales
-            for which in _ends_at(case, scale, int(point[scale]), self.domains.scales[scale])
-        ]
+        ends = [(scale, which) for scale in scales for which in _ends_at(case, scale, int(point[scale]), within[scale])]
         found |= {(one, two) for one, two in itertools.combinations(ends, 2) if one[0] is not two[0]}
         for wanted in must_have:
             found = {(one, two) for one, two in found if one in wanted or two in wanted}
@@ -118,7 +131,7 @@ class Goals:
     def _is_possible(self, one: End, two: End) -> bool:
         """Whether any case can have both."""
         if one[0].is_scale and two[0].is_scale:
-            return {one[0], two[0]} not in _ENTANGLED
+            return {one[0], two[0]} not in _ENTANGLED or {one, two} == _FULL_STEP
         if not one[0].is_scale and not two[0].is_scale:
             return can_meet(one, two)
         value, (scale, which) = (two, one) if one[0].is_scale else (one, two)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from sightline.attention.capability import Capability
-from sightline.attention.coverage import Point
+from sightline.attention.dimensions import Point
 from sightline.testing.bench import Subject
 from sightline.testing.checks import CHECKS
 from sightline.testing.samples import Samples

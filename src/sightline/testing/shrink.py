@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from sightline.attention.coverage import Company, Dimension, Value
+from sightline.attention.dimensions import Company, Dimension, Value
 from sightline.testing.cases import TIGHT, Case
 from sightline.testing.domains import Domains
 from sightline.testing.generator import repaired

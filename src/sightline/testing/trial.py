@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.capability import ANY, Capability
-from sightline.attention.coverage import Point
+from sightline.attention.dimensions import Point
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sightline.attention.capability import Capability, Work
-from sightline.attention.coverage import Dimension, Value
+from sightline.attention.dimensions import Dimension, Value
 from sightline.attention.proof import Proof, ProofBook, declared
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature

@@ -1,0 +1,215 @@
+"""Dimensions: the ways in which steps, specs and groups can differ, and which of their values can meet in a step.
+
+Knows numbers and names. Does not know what was proven, nor how a case is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+
+class Dimension(Enum):
+    """One way in which two steps, specs or groups can differ."""
+
+    ROWS = "rows"
+    NEW_TOKENS = "new tokens of a row"
+    CONTEXT = "context of a row"
+    STEP_TOKENS = "tokens of a step"
+    LAYERS = "layers of a group"
+    KEY_HEADS = "key heads"
+    WINDOW = "window"
+    """Only of cases that have one; `FEATURES` says which do."""
+    POOL_SLOTS = "slots of a pool"
+    KIND = "kind of attention"
+    GROUP_SIZE = "query heads on a key head"
+    HEAD_DIM = "head dimension"
+    PAGE_SIZE = "page size"
+    DTYPE = "dtype"
+    CACHE_DTYPE = "cache dtype"
+    FEATURES = "features"
+    """Of the spec and of the step, masks aside: see `features_name`."""
+    MASK = "mask"
+    POLICY = "cache policy"
+    SHARING = "pages shared between rows"
+    PAGE_ORDER = "order of pages"
+    """`in order` also where a row has two pages at most: other orders need three to differ."""
+    PADDING = "padding"
+    REUSE = "steps planned before on the same backend"
+    COMPANY = "rows beside the longest"
+    LANE = "lane"
+
+    __hash__ = object.__hash__  # an enum's own is slow, and millions of points are looked up
+
+    @property
+    def is_scale(self) -> bool:
+        return self in _SCALES
+
+
+_SCALES = frozenset(
+    {
+        Dimension.ROWS,
+        Dimension.NEW_TOKENS,
+        Dimension.CONTEXT,
+        Dimension.STEP_TOKENS,
+        Dimension.LAYERS,
+        Dimension.KEY_HEADS,
+        Dimension.WINDOW,
+        Dimension.POOL_SLOTS,
+    }
+)
+
+
+class Sharing(Enum):
+    """Values of `Dimension.SHARING`."""
+
+    NONE = "none"
+    PREFIX = "prefix"
+    """Rows read the same pages at their beginning."""
+
+
+class Padding(Enum):
+    """Values of `Dimension.PADDING`."""
+
+    NONE = "none"
+    PADDED = "padded"
+    """With rows or tokens that belong to nobody."""
+
+
+class Reuse(Enum):
+    """Values of `Dimension.REUSE`."""
+
+    FIRST = "first"
+    """The step is the first that the backend plans."""
+    AFTER_OTHERS = "after others"
+    """Steps of other rows were planned before it."""
+    AGAIN = "planned again"
+    """It was planned, then another, then it again."""
+    GOES_ON = "goes on"
+    """Its rows read what an earlier step of theirs wrote."""
+
+
+class Company(Enum):
+    """Values of `Dimension.COMPANY`."""
+
+    ALONE = "alone"
+    SHORTER = "shorter"
+    """Beside rows that have less context and fewer new tokens, or as many."""
+    SAME = "same"
+    """All rows of a step have the same lengths."""
+
+
+class LaneUse(Enum):
+    """Values of `Dimension.LANE`."""
+
+    MAIN = "main"
+    SECOND = "second"
+    """In another lane than the main one, with a plan alive in each."""
+
+
+PLAIN_FEATURES = "plain"
+IN_ORDER = "in order"
+WITHOUT_CACHE = "transient"
+
+
+def features_name(names: Iterable[str]) -> str:
+    """The value of `Dimension.FEATURES`: the names sorted and joined by `+`, or `plain`."""
+    return "+".join(sorted(names)) or PLAIN_FEATURES
+
+
+Value: TypeAlias = int | str
+Point: TypeAlias = Mapping[Dimension, Value]
+"""One case. A dimension that the case does not have, such as the window of one without, is not there."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Numbers from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"expected a span from low to high, got {self.low} to {self.high}")
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low} to {self.high}"
+
+
+_NEVER_MEET: tuple[frozenset[tuple[Dimension, Value]], ...] = tuple(
+    frozenset(pair)
+    for pair in (
+        ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.SHARING, Sharing.PREFIX.value)),
+        ((Dimension.POLICY, WITHOUT_CACHE), (Dimension.REUSE, Reuse.GOES_ON.value)),
+        ((Dimension.COMPANY, Company.ALONE.value), (Dimension.SHARING, Sharing.PREFIX.value)),
+    )
+)
+
+
+def can_meet(one: tuple[Dimension, Value], two: tuple[Dimension, Value]) -> bool:
+    """False for two values that no step can have at once."""
+    ordered = any(
+        a == (Dimension.POLICY, WITHOUT_CACHE) and b[0] is Dimension.PAGE_ORDER and b[1] != IN_ORDER
+        for a, b in ((one, two), (two, one))
+    )
+    return not ordered and frozenset((one, two)) not in _NEVER_MEET
+
+
+def possible_span(
+    dimension: Dimension, value: Value, scale: Dimension, scales: Mapping[Dimension, Span]
+) -> Span | None:
+    """The part of the span of a scale that steps with that value can have; None where there is none.
+
+    A shared prefix, and an order of pages, take some whole pages: how many tokens these hold is the page size's
+    matter, so that of a context only the far end is asked for.
+    """
+    span = scales[scale]
+    match dimension, scale:
+        case Dimension.COMPANY, Dimension.ROWS if value == Company.ALONE.value:
+            return Span(1, 1) if span.low <= 1 else None
+        case Dimension.COMPANY, _ if value == Company.SHORTER.value:
+            return _from(_least_beside_shorter(scale, scales), span)
+        case Dimension.COMPANY | Dimension.SHARING, Dimension.ROWS | Dimension.STEP_TOKENS:
+            needs_two = value not in (Company.ALONE.value, Sharing.NONE.value)
+            return _from(2, span) if needs_two else span
+        case Dimension.POLICY, Dimension.CONTEXT if value == WITHOUT_CACHE:
+            return Span(0, 0) if span.low <= 0 else None
+        case Dimension.REUSE, Dimension.CONTEXT if value == Reuse.GOES_ON.value:
+            return _from(1, span)
+        case Dimension.SHARING, Dimension.CONTEXT if value == Sharing.PREFIX.value:
+            return Span(span.high, span.high) if span.high > 0 else None
+        case Dimension.PAGE_ORDER, Dimension.CONTEXT if value != IN_ORDER:
+            return Span(span.high, span.high) if span.high > 0 else None
+        case Dimension.FEATURES, Dimension.WINDOW if "window" not in str(value).split("+"):
+            return None
+        case _:
+            return span
+
+
+def _least_beside_shorter(scale: Dimension, scales: Mapping[Dimension, Span]) -> int:
+    """The least number of a step in which some row is shorter than the longest.
+
+    Beside a row of one new token and no context none can be shorter: where rows have no context the longest has two
+    new tokens, where they have one new token it has a context.
+    """
+    new, context = scales.get(Dimension.NEW_TOKENS), scales.get(Dimension.CONTEXT)
+    is_fresh = context is not None and context.high == 0
+    match scale:
+        case Dimension.ROWS:
+            return 2
+        case Dimension.STEP_TOKENS:
+            return 3 if is_fresh else 2
+        case Dimension.NEW_TOKENS if is_fresh:
+            return 2
+        case Dimension.CONTEXT if new is not None and new.high == 1:
+            return 1
+        case _:
+            return scales[scale].low
+
+
+def _from(least: int, span: Span) -> Span | None:
+    """The part of a span from `least` on."""
+    return Span(max(least, span.low), span.high) if span.high >= least else None
