@@ -36,7 +36,7 @@ def publish(store: CacheStore, cache: PrefixCache, tokens: list[int], namespace:
     store.grow_row(row, len(tokens))
     store.fill_row(row, len(tokens))
     for index in range(len(bundles), len(tokens) // PAGE):
-        node = cache.extend(node, tokens[index * PAGE : (index + 1) * PAGE], store.bundle(row, index))
+        node = cache.extend(node, tokens[index * PAGE : (index + 1) * PAGE], store.committed_bundle(row, index))
     store.close_row(row)
     cache.unlock(node)
     return len(bundles) * PAGE
@@ -98,7 +98,7 @@ def test_tokens_that_two_computed_at_once_are_kept_once() -> None:
         store.grow_row(row, 2)
         store.fill_row(row, 2)
         nodes.append(locked(cache, [1, 2])[0])
-    nodes = [cache.extend(node, [1, 2], store.bundle(row, 0)) for node, row in zip(nodes, rows, strict=True)]
+    nodes = [cache.extend(node, [1, 2], store.committed_bundle(row, 0)) for node, row in zip(nodes, rows, strict=True)]
     assert nodes[0] is nodes[1]
     assert cache.num_pages == 1
     for row, node in zip(rows, nodes, strict=True):
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
         tokens = [*tokens, page, 0]
         self.store.grow_row(row, len(tokens))
         self.store.fill_row(row, len(tokens))
-        node = self.cache.extend(node, tokens[-PAGE:], self.store.bundle(row, len(tokens) // PAGE - 1))
+        node = self.cache.extend(node, tokens[-PAGE:], self.store.committed_bundle(row, len(tokens) // PAGE - 1))
         self.open[row] = (node, tokens, namespace)
         self.known.add((namespace, tuple(tokens)))
 
@@ -259,7 +259,7 @@ class Machine(RuleBasedStateMachine):
         for index, pool in enumerate(self.store.pools):
             owners: dict[int, int] = {}
             for node in self.cache.nodes():
-                owners[node.bundle[index]] = owners.get(node.bundle[index], 0) + 1
+                owners[node.bundle.pages[index]] = owners.get(node.bundle.pages[index], 0) + 1
             assert all(count == 1 for count in owners.values()), "no page stands for two prefixes"
             for row in self.open:
                 for page in pool.table.owned(row):

@@ -210,13 +210,46 @@ def test_what_was_launched_and_taken_back_is_not_there(runtime: Runtime) -> None
     refused(runtime, chunk(runtime, row, CHUNK, 13), "context_lens")
 
 
-def test_taking_back_a_step_that_another_followed_changes_nothing(runtime: Runtime) -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)])
+def test_what_failed_is_not_there_in_whatever_order_steps_are_taken_back(
+    runtime: Runtime, order: tuple[int, ...], expected: Tensor
+) -> None:
+    row, lengths = open_row(runtime), runtime.store.lengths
+    steps = []
+    for start, stop in ((0, 4), (4, CHUNK), (CHUNK, 13)):
+        steps.append(runtime.planner.plan(chunk(runtime, row, start, stop)))
+        runtime.runner.forward(steps[-1])
+    for step in order:
+        runtime.planner.take_back(steps[step])
+    assert lengths.launched(row) == 0
+    assert relative_error(forward(runtime, chunk(runtime, row, 0, 13)), expected[-1:]) < TOLERANCE
+
+
+def test_a_step_behind_one_that_failed_is_neither_committed_nor_followed(runtime: Runtime) -> None:
+    row, lengths = open_row(runtime), runtime.store.lengths
+    first, second = runtime.planner.plan(chunk(runtime, row, 0, 4)), None
+    runtime.runner.forward(first)
+    second = runtime.planner.plan(chunk(runtime, row, 4, CHUNK))
+    runtime.runner.forward(second)
+    runtime.planner.take_back(first)
+    with pytest.raises(BatchError, match="the step that writes more failed"):
+        lengths.commit(row, CHUNK)
+    for batch in (chunk(runtime, row, CHUNK, 13), chunk(runtime, row, 4, 13), chunk(runtime, row, 0, 13)):
+        refused(runtime, batch, "context_lens")
+    runtime.planner.take_back(second)
+    forward(runtime, chunk(runtime, row, 0, 13))
+    lengths.commit(row, 13)
+
+
+def test_taking_back_a_step_that_is_committed_changes_nothing(runtime: Runtime) -> None:
     row = open_row(runtime)
     first = runtime.planner.plan(chunk(runtime, row, 0, CHUNK))
     runtime.runner.forward(first)
+    runtime.store.lengths.commit(row, CHUNK)
     forward(runtime, chunk(runtime, row, CHUNK, 13))
     runtime.planner.take_back(first)
     assert runtime.store.lengths.launched(row) == 13
+    runtime.store.lengths.commit(row, 13)
 
 
 def test_a_step_may_read_what_is_launched_and_not_committed(runtime: Runtime, expected: Tensor) -> None:
@@ -260,6 +293,69 @@ def test_a_prefix_that_was_adopted_may_be_read_and_no_more(runtime: Runtime, exp
     store.grow_row(second, 16)
     refused(runtime, chunk(runtime, second, 9, 13), "context_lens")
     assert relative_error(forward(runtime, chunk(runtime, second, CHUNK, 13))[0], expected[-1]) < TOLERANCE
+
+
+def committed_row(runtime: Runtime, num_tokens: int = CHUNK) -> int:
+    row = open_row(runtime)
+    forward(runtime, chunk(runtime, row, 0, num_tokens))
+    runtime.store.lengths.commit(row, num_tokens)
+    return row
+
+
+def test_pages_that_were_freed_and_handed_out_again_are_not_adopted(runtime: Runtime) -> None:
+    store, row = runtime.store, committed_row(runtime)
+    bundles = [store.committed_bundle(row, index) for index in range(2)]
+    store.close_row(row)
+    with pytest.raises(ValueError, match="0 owners"):
+        store.adopt(store.open_row(), bundles)
+    other = committed_row(runtime)
+    assert {store.pages_at(other, index) for index in range(2)} == {bundle.pages for bundle in bundles}
+    uses: list[Callable[[], None]] = [
+        lambda: store.adopt(store.open_row(), bundles),
+        lambda: store.share(bundles[0]),
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="expected a bundle whose pages still hold its entries"):
+            use()
+    prefixes = PrefixCache(store)
+    with pytest.raises(ValueError, match="freed or written anew since"):
+        prefixes.extend(prefixes.lock("", prefixes.find("", [])), PROMPT[:4], bundles[0])
+    assert prefixes.num_pages == 0
+
+
+def test_pages_of_another_store_are_not_adopted(folder: Path, runtime: Runtime) -> None:
+    config = EngineConfig(cache_tokens=256, max_num_batched_tokens=64, page_size=4)
+    other = load_runtime(folder, config)
+    bundle = other.store.committed_bundle(committed_row(other), 0)
+    committed_row(runtime)
+    with pytest.raises(ValueError, match="of another store"):
+        runtime.store.adopt(runtime.store.open_row(), [bundle])
+
+
+def test_pages_that_their_row_writes_anew_are_not_adopted(runtime: Runtime) -> None:
+    store, row = runtime.store, committed_row(runtime)
+    kept, lost = store.committed_bundle(row, 0), store.committed_bundle(row, 1)
+    store.fill_row(row, 5)
+    store.adopt(store.open_row(), [kept])
+    with pytest.raises(ValueError, match="written anew since"):
+        store.adopt(store.open_row(), [lost])
+
+
+def test_pages_are_not_given_away_while_another_lane_writes_them() -> None:
+    bench = cases.bench([PLAIN], lanes=(MAIN_LANE, Lane(1)))
+    planner, store, row = bench.planner, bench.store, bench.store.open_row()
+    store.grow_row(row, 32)
+    planned = planner.plan(assemble([work_of(row, PROMPT[:CHUNK], 0)], store), lane=Lane(1))
+    planner.launch(planned)
+    ways: list[Callable[[], None]] = [lambda: store.close_row(row), lambda: store.trim_row(row, CHUNK)]
+    for give in ways:
+        with pytest.raises(BatchError, match="to be committed before its pages go"):
+            give()
+    store.lengths.commit(row, CHUNK)
+    store.trim_row(row, CHUNK)
+    planner.launch(planner.plan(assemble([work_of(row, PROMPT[CHUNK:], CHUNK)], store), lane=Lane(1)))
+    store.lengths.settle(row, CHUNK)
+    store.close_row(row)
 
 
 def test_a_fork_copies_committed_entries_behind_its_own(runtime: Runtime) -> None:

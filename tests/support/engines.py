@@ -10,7 +10,9 @@ def is_at_rest(llm: LLM) -> bool:
     store, prefixes = llm.engine.runtime.store, llm.engine.prefixes
     cached = list(prefixes.nodes()) if prefixes is not None else []
     owned_once = all(
-        pool.allocator.owners(page) == 1 for node in cached for pool, page in zip(store.pools, node.bundle, strict=True)
+        pool.allocator.owners(page) == 1
+        for node in cached
+        for pool, page in zip(store.pools, node.bundle.pages, strict=True)
     )
     evictable = prefixes.num_evictable if prefixes is not None else 0
     return (

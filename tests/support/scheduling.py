@@ -154,7 +154,7 @@ class Loop:
         for index, pool in enumerate(self.store.pools):
             owners = Counter(page for row in range(1, self.store.limits.max_rows + 1) for page in pool.table.owned(row))
             if self.prefixes is not None:
-                owners += Counter(node.bundle[index] for node in self.prefixes.nodes())
+                owners += Counter(node.bundle.pages[index] for node in self.prefixes.nodes())
             assert all(pool.allocator.owners(page) == owners[page] for page in range(1, pool.allocator.num_usable + 1))
 
     def run_to_the_end(self, most_steps: int) -> int:

@@ -31,6 +31,8 @@ class RowLengths:
         """The batch of each row's last launch."""
         self._lanes: dict[int, int] = {}
         """The lane of each row's last launch, once there was one outside the first lane."""
+        self._missing_from: dict[int, int] = {}
+        """Rows of a step that failed after another was launched behind it: where its entries should have begun."""
 
     def committed(self, row: int) -> int:
         return self._committed[row]
@@ -53,6 +55,8 @@ class RowLengths:
             self._explain(batch, contexts.host, expected)
         if lane or self._lanes:
             self._check_lanes(batch, lane)
+        if self._missing_from:
+            self._check_missing(batch)
 
     def launch(self, batch: Batch, lane: int) -> None:
         """The batch is about to run: what it writes may be read by steps behind it in the same lane."""
@@ -78,18 +82,28 @@ class RowLengths:
         self._launched_by[row] = _NOBODY
 
     def take_back(self, batch: Batch) -> None:
-        """The batch's launch failed: what it would have written is not there."""
+        """The launched batch failed: what it would have written is not there.
+
+        A step that was launched behind it has read what is not there: it is to be taken back too, and until then the
+        row takes no other step.
+        """
         if not batch.pools:
             return
         contexts = batch.context_lens
-        for row, first in zip(batch.rows, contexts.bound if contexts.host is None else contexts.host, strict=True):
-            if self._launched_by[row] == batch.batch_id:
-                self.settle(row, max(first, self._committed[row]))
+        for row, context in zip(batch.rows, contexts.bound if contexts.host is None else contexts.host, strict=True):
+            first = max(min(context, self._missing_from.get(row, context)), self._committed[row])
+            if self._launched_by[row] in (batch.batch_id, _NOBODY):
+                self.settle(row, first)
+            elif self._committed[row] <= context < self._launched[row]:
+                self._missing_from[row] = first
 
     def commit(self, row: int, length: int) -> None:
         """The first `length` entries of a row are there. Once more changes nothing."""
         if length > self._launched[row]:
             raise BatchError("committed length", None, f"at most {self._launched[row]}, as was launched", length)
+        if length > self._missing_from.get(row, length):
+            missing = self._missing_from[row]
+            raise BatchError("committed length", None, f"at most {missing}: the step that writes more failed", length)
         if length > self._committed[row]:
             self._committed[row] = length
 
@@ -99,12 +113,29 @@ class RowLengths:
             raise BatchError("launched length", None, f"at least {self._committed[row]}, as is committed", launched)
         self._launched[row] = min(launched, self._launched[row])
         self._launched_by[row] = _NOBODY
+        if self._launched[row] <= self._missing_from.get(row, -1):
+            del self._missing_from[row]
+
+    def require_written(self, row: int) -> None:
+        """Raises `BatchError` if a step may still write a row's pages while whoever gets them next does.
+
+        Steps of one lane run in order, so that pages may be given away while a step of it is under way.
+        """
+        if self._lanes.get(row, 0) and self._committed[row] < self._launched[row]:
+            raise BatchError(
+                "pages",
+                None,
+                f"all that lane {self._lanes[row]} launched in row {row} to be committed before its pages go",
+                f"{self._committed[row]} of {self._launched[row]} entries",
+                "commit that step, or take it back",
+            )
 
     def fill(self, row: int, length: int) -> None:
         """The first `length` entries of a row, and no others, are there: copied, shared or brought from elsewhere."""
         self._committed[row] = self._launched[row] = length
         self._launched_by[row] = _NOBODY
         self._lanes.pop(row, None)
+        self._missing_from.pop(row, None)
 
     def _check_bounds(self, batch: Batch, launched: Sequence[int]) -> None:
         """Of contexts that only the device knows, the host knows what they are at most."""
@@ -125,6 +156,17 @@ class RowLengths:
 
     def _is_run_again(self, batch: Batch, index: int) -> bool:
         return self._launched_by[batch.rows[index]] == batch.batch_id
+
+    def _check_missing(self, batch: Batch) -> None:
+        for index, row in enumerate(batch.rows):
+            if row in self._missing_from:
+                raise BatchError(
+                    "context_lens",
+                    index,
+                    f"{self._missing_from[row]}, since a step that was launched there failed",
+                    self._launched[row],
+                    "take back the steps behind it too",
+                )
 
     def _check_lanes(self, batch: Batch, lane: int) -> None:
         """What is launched and not committed may be read in the lane that writes it, and in no other."""

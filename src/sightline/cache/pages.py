@@ -1,15 +1,20 @@
 """The free list: which pages of a pool are owned, and by how many.
 
-Every page is free, or owned with a positive reference count, or the padding page. Does not know what a page holds.
+Every page is free, or owned with a positive reference count, or the padding page. A page's generation
+changes each time that the page is handed out, and never comes back, in this pool or another. Does not know what a page
+holds.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 
 from sightline.core.config import PADDING_PAGES
 from sightline.core.errors import OutOfPages
+
+_generations = itertools.count(1)
 
 
 class PageAllocator:
@@ -21,6 +26,7 @@ class PageAllocator:
         self._num_pages = num_pages
         self._free = list(range(num_pages - 1, PADDING_PAGES - 1, -1))
         self._owners = [0] * num_pages
+        self._generations = [0] * num_pages
 
     @property
     def num_free(self) -> int:
@@ -35,6 +41,16 @@ class PageAllocator:
         """The reference count of a page; 0 when it is free."""
         return self._owners[page]
 
+    def generation(self, page: int) -> int:
+        """Changes when the page is handed out, and when what it holds is given up: see `renew`."""
+        return self._generations[page]
+
+    def renew(self, pages: Iterable[int]) -> None:
+        """The owner of pages will write other entries into them: whoever kept their generation finds out."""
+        generation = next(_generations)
+        for page in pages:
+            self._generations[page] = generation
+
     def allocate(self, count: int) -> tuple[int, ...]:
         """`count` pages with one owner each; all of them or `OutOfPages`."""
         if count < 0:
@@ -42,8 +58,10 @@ class PageAllocator:
         if count > len(self._free):
             raise OutOfPages(f"expected {count} free pages, got {len(self._free)} of {self.num_usable}")
         pages = tuple([self._free.pop() for _ in range(count)])
+        generation = next(_generations)
         for page in pages:
             self._owners[page] = 1
+            self._generations[page] = generation
         return pages
 
     def share(self, pages: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,8 +19,18 @@ from sightline.cache.spec import GroupCacheSpec, PoolSpec
 from sightline.cache.table import PageTable
 from sightline.core.errors import BatchError, OutOfPages
 
-Bundle: TypeAlias = tuple[int, ...]
+BundlePages: TypeAlias = tuple[int, ...]
 """One page of each pool of a store, in its order: the entries of the same tokens."""
+
+
+class Bundle(NamedTuple):
+    """Pages whose entries are committed, for others to read. Only `CacheStore.committed_bundle` makes one.
+
+    The generations say which entries are meant: once the pages are freed, or written anew, the bundle is refused.
+    """
+
+    pages: BundlePages
+    generations: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -226,10 +236,14 @@ class CacheStore:
         """
         if not self.is_open(row) or not 0 <= num_tokens <= self.row_pages(row) * self.limits.page_size:
             raise ValueError(f"expected an open row with pages for {num_tokens} tokens, got row {row}")
+        behind = num_tokens // self.limits.page_size
         for pool in self.pools:
-            for page in pool.table.pages_of(row)[num_tokens // self.limits.page_size :]:
+            for page in pool.table.pages_of(row)[behind:]:
                 if pool.allocator.owners(page) != 1:
                     raise ValueError(f"expected pages of row {row}'s own behind {num_tokens} tokens, got shared {page}")
+        if num_tokens < self.lengths.committed(row):
+            for pool in self.pools:
+                pool.allocator.renew(pool.table.pages_of(row)[behind:])
         self.lengths.fill(row, num_tokens)
 
     def grow_row(self, row: int, num_tokens: int) -> None:
@@ -254,47 +268,64 @@ class CacheStore:
         """Takes back the pages that `num_tokens` do not need. What they hold is nobody's."""
         if not self.is_open(row):
             raise ValueError(f"expected a row that is open, got {row}")
+        self.lengths.require_written(row)
         for pool in self.pools:
             pool.release(pool.table.trim(row, self.pages_for(num_tokens)))
         kept = self.row_pages(row) * self.limits.page_size
         if kept < self.lengths.launched(row):
             self.lengths.fill(row, min(kept, self.lengths.committed(row)))
 
-    def bundle(self, row: int, index: int) -> Bundle:
+    def pages_at(self, row: int, index: int) -> BundlePages:
         """The `index`-th page of a row in each pool."""
         return tuple([pool.table.page(row, index) for pool in self.pools])
 
     def committed_bundle(self, row: int, index: int) -> Bundle:
-        """As `bundle`, for others to read: all the entries of the page must be committed."""
+        """The `index`-th page of a row in each pool, for others to read: all its entries must be committed."""
         stop = (index + 1) * self.limits.page_size
         if self.lengths.committed(row) < stop:
             raise ValueError(
                 f"expected {stop} committed entries in row {row} to share its page {index}, got "
                 f"{self.lengths.committed(row)}; commit them first"
             )
-        return self.bundle(row, index)
+        pages = self.pages_at(row, index)
+        return Bundle(pages, self._generations(pages))
+
+    def _generations(self, pages: BundlePages) -> tuple[int, ...]:
+        return tuple([pool.allocator.generation(page) for pool, page in zip(self.pools, pages, strict=True)])
+
+    def _require_kept(self, bundles: Iterable[Bundle]) -> None:
+        """Raises `ValueError` if the pages of a bundle hold other entries than when it was made."""
+        for bundle in bundles:
+            if self._generations(bundle.pages) != bundle.generations:
+                raise ValueError(
+                    f"expected a bundle whose pages still hold its entries, got pages {bundle.pages} of another store, "
+                    "or freed or written anew since; find the prefix again"
+                )
 
     def adopt(self, row: int, bundles: Sequence[Bundle]) -> None:
         """Gives a row without pages those that others own too, with the entries that they hold."""
         if not self.is_open(row) or self.row_pages(row):
             raise ValueError(f"expected an open row without pages to adopt others, got row {row}")
-        for pool, pages in zip(self.pools, zip(*bundles, strict=True), strict=False):
+        self._require_kept(bundles)
+        for pool, pages in zip(self.pools, zip(*[bundle.pages for bundle in bundles], strict=True), strict=False):
             pool.adopt(row, pages)
         self.lengths.fill(row, len(bundles) * self.limits.page_size)
 
     def share(self, bundle: Bundle) -> None:
         """Adds an owner to a page of each pool."""
-        for pool, page in zip(self.pools, bundle, strict=True):
+        self._require_kept([bundle])
+        for pool, page in zip(self.pools, bundle.pages, strict=True):
             pool.allocator.share([page])
 
     def release(self, bundle: Bundle) -> None:
         """Takes an owner away from a page of each pool."""
-        for pool, page in zip(self.pools, bundle, strict=True):
+        self._require_kept([bundle])
+        for pool, page in zip(self.pools, bundle.pages, strict=True):
             pool.release([page])
 
-    def owners(self, bundle: Bundle) -> int:
-        """Rows and others that own a bundle's pages, which always have the same."""
-        return self.pools[0].allocator.owners(bundle[0])
+    def owners(self, pages: BundlePages) -> int:
+        """Rows and others that own the pages of a bundle, which always have the same."""
+        return self.pools[0].allocator.owners(pages[0])
 
     def copy_page(self, source: int, target: int, index: int, num_entries: int) -> None:
         """Puts the first entries of the `index`-th page of one row behind all that another has.
@@ -324,9 +355,10 @@ class CacheStore:
         return 1 <= row <= self.limits.max_rows and self._is_open[row]
 
     def close_row(self, row: int) -> None:
-        """Takes the row and its pages back."""
+        """Takes the row and its pages back. Raises `BatchError` where a lane beside the first still writes them."""
         if not self.is_open(row):
             raise ValueError(f"expected a row that is open, got {row}")
+        self.lengths.require_written(row)
         for pool in self.pools:
             pool.clear(row)
         self.lengths.fill(row, 0)

@@ -163,7 +163,7 @@ class PrefixCache:
 
     def _root(self, namespace: str) -> PrefixNode:
         if namespace not in self._roots:
-            self._roots[namespace] = PrefixNode(None, b"", (), namespace)
+            self._roots[namespace] = PrefixNode(None, b"", Bundle((), ()), namespace)
         return self._roots[namespace]
 
     def _can_go(self, node: PrefixNode) -> bool:

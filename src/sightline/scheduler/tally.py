@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from sightline.cache.pools import Bundle, CacheStore
+from sightline.cache.pools import BundlePages, CacheStore
 from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
 from sightline.scheduler.sequence import SequenceState
 
@@ -21,7 +21,7 @@ class Tally:
         self.num_pages = store.num_free_pages + (0 if prefixes is None else prefixes.num_evictable)
         self._kept: set[PrefixNode] = set()
         """Nodes that somebody who is let in shares, with all before them."""
-        self._held: Counter[Bundle] = Counter()
+        self._held: Counter[BundlePages] = Counter()
         """Bundles of those that are retracted, and how many of them hold each."""
         self._unlocked: Counter[PrefixNode] = Counter()
         """Locks that they give up."""
@@ -49,13 +49,13 @@ class Tally:
         """A running sequence gives its pages up: those that nobody else holds come free or can be evicted."""
         assert sequence.table_row is not None, "a running sequence has a row"
         for index in range(sequence.num_pages):
-            bundle = self._store.bundle(sequence.table_row, index)
-            self._held[bundle] += 1
-            self.num_pages += self._store.owners(bundle) == self._held[bundle]
+            pages = self._store.pages_at(sequence.table_row, index)
+            self._held[pages] += 1
+            self.num_pages += self._store.owners(pages) == self._held[pages]
         for node in _path(sequence.prefix):
             self._unlocked[node] += 1
-            is_idle = node.num_locks == self._unlocked[node]
-            if is_idle and node not in self._kept and self._store.owners(node.bundle) == self._held[node.bundle] + 1:
+            is_idle, pages = node.num_locks == self._unlocked[node], node.bundle.pages
+            if is_idle and node not in self._kept and self._store.owners(pages) == self._held[pages] + 1:
                 self._gained.add(node)
                 self.num_pages += 1
 

@@ -225,7 +225,8 @@ class Bench:
         table_rows = [self.store.open_row() for _ in rows]
         if shared_pages:
             self.store.grow_row(table_rows[owner], rows[owner].seq_len)
-            bundles = [self.store.bundle(table_rows[owner], index) for index in range(shared_pages)]
+            self.store.fill_row(table_rows[owner], shared_pages * self.setting.page_size)
+            bundles = [self.store.committed_bundle(table_rows[owner], index) for index in range(shared_pages)]
             for table_row in (each for each in table_rows if each != table_rows[owner]):
                 self.store.adopt(table_row, bundles)
         self._grow(rows, table_rows)

@@ -144,7 +144,7 @@ class LoadedScheduler:
         """Every page is free, or has exactly its rows and the prefix tree as owners."""
         nodes = list(self.prefixes.nodes())
         for index, pool in enumerate(self.store.pools):
-            owners = Counter(node.bundle[index] for node in nodes)
+            owners = Counter(node.bundle.pages[index] for node in nodes)
             for row in range(1, self.load.rows + 1):
                 owners.update(pool.table.owned(row))
             _expect(f"free pages of {pool.key}", pool.allocator.num_usable - len(owners), pool.allocator.num_free)
@@ -208,7 +208,7 @@ def _cache(prefixes: PrefixCache, store: CacheStore, caller: str, tokens: Sequen
     store.grow_row(row, len(tokens))
     store.fill_row(row, len(tokens))
     node = prefixes.lock(caller, prefixes.find(caller, []))
-    bundles = tuple(store.bundle(row, index) for index in range(store.row_pages(row)))
+    bundles = tuple(store.committed_bundle(row, index) for index in range(store.row_pages(row)))
     for bundle, page in zip(bundles, _pages(tokens), strict=True):
         node = prefixes.extend(node, page, bundle)
     store.close_row(row)

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch, Planner, StepPlan
-from sightline.cache.pools import CacheStore, Pool
+from sightline.cache.pools import Bundle, CacheStore, Pool
 from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
@@ -38,7 +38,7 @@ def free_twice(patch: pytest.MonkeyPatch) -> None:
     """An evicted bundle is given back once too often."""
     release = CacheStore.release
 
-    def twice(store: CacheStore, bundle: tuple[int, ...]) -> None:
+    def twice(store: CacheStore, bundle: Bundle) -> None:
         release(store, bundle)
         release(store, bundle)
 

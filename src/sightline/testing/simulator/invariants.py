@@ -80,7 +80,7 @@ class Invariants:
                 for page in pages:
                     expected[page] += 1
             for node in nodes:
-                expected[node.bundle[index]] += 1
+                expected[node.bundle.pages[index]] += 1
             owners, free = allocator.state()
             if owners != expected:
                 wrong = {
@@ -158,7 +158,7 @@ class Invariants:
             starts.append(start)
         tokens.frombytes(b"".join([node.key for node in nodes]))
         for index, numbers in enumerate(pages):
-            numbers.extend([node.bundle[index] for node in nodes])
+            numbers.extend([node.bundle.pages[index] for node in nodes])
         for sequence in holders:
             count = min(sequence.num_computed, len(sequence.tokens))
             num_pages = -(-count // size)

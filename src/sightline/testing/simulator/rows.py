@@ -105,7 +105,7 @@ class RowShares:
             pages.update(table.owned(sequence.table_row or 0)[:num_pages])
             node = sequence.prefix
             while node is not None and node.parent is not None:
-                pages.add(node.bundle[0])
+                pages.add(node.bundle.pages[0])
                 node = node.parent
         return len(pages)
 
