@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sightline import LLM, SamplingParams
-from sightline.launch import Choices, LaunchedStep
+from sightline.engine.launch import Choices, LaunchedStep
 
 VOCAB = 32_000
 

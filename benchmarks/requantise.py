@@ -13,8 +13,8 @@ from pathlib import Path
 
 from gguf import GGMLQuantizationType
 
+from sightline.bench.engine.peer_copies import copy_gguf
 from sightline.models.loading.default_model import default_model_path
-from sightline.tools.peer_copies import copy_gguf
 
 
 def main() -> None:

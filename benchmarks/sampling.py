@@ -1,8 +1,9 @@
 """How long choosing the next tokens takes, without a model: `python benchmarks/sampling.py`.
 
-Times `sightline.runner.sampler.sample` on random logits, one thread unless told otherwise, and prints the median of
-several runs as a Markdown table. Peaked logits are normal with a deviation of 4, so that some two hundred tokens hold
-nine tenths of the probability; flat ones have a deviation of 0.3, so that most of the vocabulary does.
+Times `sample` of `sightline.runner.sampling.sampler` on random logits, one thread unless told otherwise, and prints
+the median of several runs as a Markdown table. Peaked logits are normal with a deviation of 4, so that some two
+hundred tokens hold nine tenths of the probability; flat ones have a deviation of 0.3, so that most of the vocabulary
+does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from sightline.core.request import EffectiveParams
-from sightline.runner.sampler import RowSampling, choose
+from sightline.runner.sampling.sampler import RowSampling, choose
 
 PLAIN = EffectiveParams(
     temperature=1.0,

@@ -13,10 +13,10 @@ from sightline import LLM, SamplingParams
 from sightline.attention.backends import registry
 from sightline.core.device import detect_device
 from sightline.llm import TokensPrompt
-from sightline.testing.kit import Verdict, checks_of, try_check
-from sightline.testing.rows import RowToTry, list_rows
-from sightline.testing.samples import Samples
-from sightline.testing.trial import Effort
+from sightline.testing.conformance.kit import Verdict, checks_of, try_check
+from sightline.testing.conformance.rows import RowToTry, list_rows
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import Effort
 from support.engines import is_at_rest
 from support.threads import together
 from support.tiny_models import FAMILIES, make_model, random_prompts

@@ -8,7 +8,7 @@ import torch
 from sightline import LLM, SamplingParams
 from sightline.attention.capability import Work
 from sightline.core.errors import NoBackendError
-from sightline.tools.startup import startup_report
+from sightline.runner.startup import startup_report
 from support.tiny_models import stepped_logits
 
 PROMPTS = ["The capital of France is", "Water is made of hydrogen and", "Q: What is 2 + 2?\nA:"]

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from sightline import LLM, SamplingParams
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
-from sightline.attention.latent_phases import Way
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
+from sightline.attention.latent.phases import Way
 from sightline.core.config import EngineConfig
 from sightline.llm import EngineSettings, TokensPrompt
 from support.engines import is_at_rest

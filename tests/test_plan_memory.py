@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from sightline.attention.backends.torch_backend import TorchBackend
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.backends.torch.backend import TorchBackend
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.contract import AttentionBackend
 from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
+from sightline.cache.layout import Layout
 from sightline.core.device import detect_device
-from sightline.testing.bench import Bench, Layout, Row, Setting, Subject
-from sightline.testing.steps import Step
+from sightline.testing.conformance.bench import Bench, Row, Setting, Subject
+from sightline.testing.conformance.steps import Step
 
 SPECS: dict[str, tuple[AttentionSpec, type[AttentionBackend[Any, Any]]]] = {
     "softmax": (SoftmaxSpec(num_q_heads=2, num_kv_heads=1, head_dim=8, scale=0.35), TorchBackend),

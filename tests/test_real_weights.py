@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sightline import LLM, SamplingParams
-from sightline.launch import Choices, LaunchedStep
+from sightline.engine.launch import Choices, LaunchedStep
 from sightline.models.loading.default_model import default_model_path
 from support.greedy import greedy_tokens
 

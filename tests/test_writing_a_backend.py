@@ -9,8 +9,8 @@ import pytest
 import sightline.attention
 from sightline.attention.backends import registry
 from sightline.core.device import detect_device
-from sightline.testing.kit import try_row
-from sightline.testing.rows import RowToTry, list_rows
+from sightline.testing.conformance.kit import try_row
+from sightline.testing.conformance.rows import RowToTry, list_rows
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/writing_a_backend.md").read_text()

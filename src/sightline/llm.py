@@ -14,21 +14,21 @@ from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sightline.calls import BatchCall, Encoded, SharedEngine, TextStream
 from sightline.core.config import EngineConfig, Task
 from sightline.core.errors import ConfigError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
 from sightline.core.request import EmbeddingRequestOutput, RequestOutput, SamplingParams, Terms
 from sightline.core.turns import Turn
-from sightline.embedding import TextEmbedder, build_embedder, log_ledger
-from sightline.engine import Engine
+from sightline.engine.calls import BatchCall, Encoded, SharedEngine, TextStream
+from sightline.engine.engine import Engine
+from sightline.engine.text_embedder import TextEmbedder, build_embedder, log_ledger
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import build_runtime
-from sightline.text.chat_template import read_template
-from sightline.text.tokenizer import Tokenizer
+from sightline.text.templates.chat_template import read_template
+from sightline.text.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("sightline")
 _InputT = TypeVar("_InputT")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sightline.attention.backends import registry
-from sightline.attention.backends.reference_backend import ReferenceBackend
+from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.capability import ANY, Capability, HostLengths, Ranks, Requirement, lacks_package, refusals
 from sightline.attention.contract import AttentionBackend, SoftmaxInputs
@@ -473,7 +473,7 @@ def test_latent_rows_say_which_heads_they_can_make_from_entries() -> None:
 
 
 def test_a_library_that_is_there_but_broken_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "sightline.attention.backends.flashinfer_backend"
+    module = "sightline.attention.backends.flashinfer.backend"
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(ConfigError, match=r"expected flashinfer, which backend 'flashinfer' computes with.*mend"):

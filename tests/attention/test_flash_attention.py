@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from sightline.attention.backends.flash_attention_rows import LATENT_ROWS, ROWS
+from sightline.attention.backends.flash_attention.rows import LATENT_ROWS, ROWS
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend
-from sightline.attention.merge import merge_states
+from sightline.attention.shared.merge import merge_states
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import FULL
 from sightline.core.device import Device, DeviceKind, lacks_products
-from sightline.testing.bench import Bench, Row, Setting, Subject
-from sightline.testing.kit import try_row
-from sightline.testing.samples import Samples
-from sightline.testing.steps import Step
-from sightline.testing.trial import Effort, Trial
+from sightline.testing.conformance.bench import Bench, Row, Setting, Subject
+from sightline.testing.conformance.kit import try_row
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.steps import Step
+from sightline.testing.conformance.trial import Effort, Trial
 from support import fake_flash_attention
 
 pytest.importorskip("triton")
@@ -49,8 +49,8 @@ def on_cpu(row: Capability, **changes: Any) -> Capability:
 def configurations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """The fake in place; what it would have compiled for is told here."""
     found = fake_flash_attention.install(monkeypatch)
-    softmax = importlib.import_module("sightline.attention.backends.flash_attention_backend")
-    latent = importlib.import_module("sightline.attention.backends.flash_attention_latent_backend")
+    softmax = importlib.import_module("sightline.attention.backends.flash_attention.backend")
+    latent = importlib.import_module("sightline.attention.backends.flash_attention.latent_backend")
     monkeypatch.setattr(softmax, "write_keys_values", write_keys_values)
     monkeypatch.setattr(latent, "write_latents", write_latents)
     monkeypatch.setattr(latent, "merge_states", merge_states)
@@ -58,13 +58,13 @@ def configurations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
 
 
 def softmax_backend() -> type[AttentionBackend[Any, Any]]:
-    module = importlib.import_module("sightline.attention.backends.flash_attention_backend")
+    module = importlib.import_module("sightline.attention.backends.flash_attention.backend")
     backend: type[AttentionBackend[Any, Any]] = module.FlashAttentionBackend
     return backend
 
 
 def latent_backend(room_bytes: int) -> type[AttentionBackend[Any, Any]]:
-    module = importlib.import_module("sightline.attention.backends.flash_attention_latent_backend")
+    module = importlib.import_module("sightline.attention.backends.flash_attention.latent_backend")
     return type("Roomed", (module.FlashAttentionLatentBackend,), {"room_bytes": room_bytes})
 
 

@@ -142,7 +142,7 @@ class _Problem:
                 paged[self.pages[row, places // paged.shape[1]].long(), places % paged.shape[1]] = dense[row][:length]
 
     def call(self) -> tuple[Tensor, Tensor | None]:
-        from sightline.attention.backends.flash_attention_call import FlashAttention, PagedKeys, RaggedKeys
+        from sightline.attention.backends.flash_attention.call import FlashAttention, PagedKeys, RaggedKeys
 
         form = self.form
         keys: PagedKeys | RaggedKeys

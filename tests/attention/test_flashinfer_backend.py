@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.attention.backends.flashinfer_plans import (
+from sightline.attention.backends.flashinfer.plans import (
     RowLists,
     fill_pages,
     last_page_lens,
@@ -21,28 +21,29 @@ from sightline.attention.backends.flashinfer_plans import (
     padded,
     row_sizes,
 )
-from sightline.attention.backends.flashinfer_rows import LATENT_ROWS, ROWS
+from sightline.attention.backends.flashinfer.rows import LATENT_ROWS, ROWS
 from sightline.attention.capability import Capability
 from sightline.attention.contract import BackendContext, CachePolicy, Limits, SoftmaxInputs, StepView
-from sightline.attention.reference import attend_row
+from sightline.attention.oracle.attention import attend_row
 from sightline.attention.spec import Feature, LayerGroup, SoftmaxSpec, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.cache.layout import Layout
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
 from sightline.cache.table import PageTable
 from sightline.core.batch import RowWork
 from sightline.core.device import detect_device
 from sightline.runner.batching import assemble
-from sightline.testing.bench import Bench, Layout, Row, Setting, Subject
-from sightline.testing.kit import try_row
-from sightline.testing.steps import Step
-from sightline.testing.trial import Effort
+from sightline.testing.conformance.bench import Bench, Row, Setting, Subject
+from sightline.testing.conformance.kit import try_row
+from sightline.testing.conformance.steps import Step
+from sightline.testing.conformance.trial import Effort
 from support import fake_flashinfer, torch_kernels
 from support.plan_buffers import plan_buffers, plan_memory
 
 CPU = torch.device("cpu")
-SOFTMAX_NAME = "sightline.attention.backends.flashinfer_backend"
-LATENT_NAME = "sightline.attention.backends.flashinfer_latent_backend"
+SOFTMAX_NAME = "sightline.attention.backends.flashinfer.backend"
+LATENT_NAME = "sightline.attention.backends.flashinfer.latent_backend"
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from sightline.attention.backends.flashinfer_rows import LATENT_ROWS, ROWS
+from sightline.attention.backends.flashinfer.rows import LATENT_ROWS, ROWS
 from sightline.attention.spec import AttentionSpec, Feature, SoftmaxSpec
+from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.core.device import detect_device
-from sightline.testing.bench import Bench, Layout, Row, Setting, Subject, Unused
-from sightline.testing.steps import Step, to_device
+from sightline.testing.conformance.bench import Bench, Row, Setting, Subject, Unused
+from sightline.testing.conformance.steps import Step, to_device
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,8 +20,8 @@ from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.errors import LaneBusyError
 from sightline.layers.scratch import Scratch
 from sightline.runner.runner import Runner
-from sightline.testing.bench import Row
-from sightline.testing.steps import Step
+from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.layers import activations
 from support.one_layer import OneLayer, check_forward, runner_for

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.contract import (
@@ -24,11 +24,11 @@ from sightline.attention.contract import (
     Limits,
     StepView,
 )
-from sightline.attention.latent_phases import plan_phases
-from sightline.attention.latent_varlen import LatentVarlen, VarlenPhases, never_absorbed
-from sightline.attention.reference import attend_latent_row
+from sightline.attention.latent.phases import plan_phases
+from sightline.attention.latent.varlen import LatentVarlen, VarlenPhases, never_absorbed
+from sightline.attention.oracle.attention import attend_latent_row
+from sightline.attention.shared.tiles import row_spans
 from sightline.attention.spec import Feature, LatentSpec, SpecKind, group_layers
-from sightline.attention.tiles import row_spans
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.batch import CAUSAL, FULL, RowMask, RowWork
@@ -36,12 +36,12 @@ from sightline.core.device import Device, DeviceKind
 from sightline.kernels.paging import write_entries
 from sightline.kernels.softmax_attention import composed_attention
 from sightline.runner.batching import assemble
-from sightline.testing.bench import Bench, Row, Setting, Subject
-from sightline.testing.kit import try_row
-from sightline.testing.problems import PROBLEMS
-from sightline.testing.samples import Samples
-from sightline.testing.steps import Step
-from sightline.testing.trial import Effort, Trial
+from sightline.testing.conformance.bench import Bench, Row, Setting, Subject
+from sightline.testing.conformance.kit import try_row
+from sightline.testing.conformance.problems import PROBLEMS
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.steps import Step
+from sightline.testing.conformance.trial import Effort, Trial
 from support.plan_buffers import plan_buffers
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)

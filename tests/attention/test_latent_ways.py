@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sightline.attention.backends.reference_latent_backend import ReferenceLatentBackend
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.backends.reference.latent_backend import ReferenceLatentBackend
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.contract import AttentionBackend, BackendContext, LatentInputs, Limits
-from sightline.attention.latent_phases import (
+from sightline.attention.latent.phases import (
     Choose,
     PhaseKind,
     Way,
@@ -22,10 +22,10 @@ from sightline.attention.latent_phases import (
     expanded_cost,
     plan_phases,
 )
+from sightline.attention.oracle.attention import attend_latent_row
 from sightline.attention.planner import GroupBinding, Planner
-from sightline.attention.reference import attend_latent_row
+from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.spec import Feature, LatentSpec, group_layers
-from sightline.attention.tiles import RowSpan
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask, RowWork

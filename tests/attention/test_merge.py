@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sightline.attention.merge import merge_parts
-from sightline.attention.reference import attend_row
+from sightline.attention.oracle.attention import attend_row
+from sightline.attention.shared.merge import merge_parts
 from sightline.attention.spec import SoftmaxSpec
 
 SPEC = SoftmaxSpec(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=0.35)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sightline import LLM, SamplingParams
-from sightline.attention.backends.reference_backend import ReferenceBackend
-from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.backends.reference.backend import ReferenceBackend
+from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.capability import FEW_ROWS, Work
 from sightline.attention.planner import PlannedBatch, divide
 from sightline.attention.spec import Feature, SoftmaxSpec
@@ -19,9 +19,9 @@ from sightline.attention.workspace import MAIN_LANE
 from sightline.core.batch import FULL, Batch
 from sightline.core.errors import PlanError, StalePlanError
 from sightline.llm import TokensPrompt
-from sightline.testing.bench import Row
-from sightline.testing.steps import Step
-from sightline.tools.startup import serving_text, startup_report
+from sightline.runner.startup import serving_text, startup_report
+from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.steps import Step
 from support import recording_backend
 from support.recording_backend import RecordingBackend
 from support.tiny_models import make_model, random_prompts

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sightline.attention import proof as proof_module
-from sightline.attention.backends.reference_backend import ReferenceBackend
+from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Requirement
 from sightline.attention.coverage import Coverage, Demand
 from sightline.attention.dimensions import Dimension, Span

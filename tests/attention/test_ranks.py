@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from sightline.attention.backends import registry
-from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.capability import Capability, Ranks, Requirement, Work
 from sightline.attention.contract import AttentionBackend
 from sightline.attention.selection import Candidate, Selection, select_backend
 from sightline.attention.spec import SoftmaxSpec
+from sightline.bench.attention.contenders import selected
+from sightline.bench.attention.shapes import find_shapes
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import NoBackendError
-from sightline.tools.attention_bench_contenders import selected
-from sightline.tools.attention_bench_shapes import find_shapes
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 HOPPER = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sightline.attention.reference import attend_latent_row, attend_row
+from sightline.attention.oracle.attention import attend_latent_row, attend_row
 from sightline.attention.spec import LatentSpec, SoftmaxSpec
 
 SPEC = SoftmaxSpec(num_q_heads=6, num_kv_heads=2, head_dim=8, scale=0.3)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sightline.attention.backends.torch_backend import TorchBackend
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
-from sightline.attention.entry_planes import PlainPlane, ScaledPlane, entry_planes
-from sightline.attention.latent_phases import Way
-from sightline.attention.reference import loaded_entries, stored_entries
+from sightline.attention.backends.torch.backend import TorchBackend
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
+from sightline.attention.latent.phases import Way
+from sightline.attention.oracle.attention import loaded_entries, stored_entries
+from sightline.attention.shared.entry_planes import PlainPlane, ScaledPlane, entry_planes
+from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.spec import LatentSpec, SoftmaxSpec, group_layers
-from sightline.attention.tiles import RowSpan
+from sightline.cache.layout import walk_slots
 from sightline.core.device import detect_device
-from sightline.testing.bench import Bench, Row, Setting, Subject, as_bytes, walk_slots
-from sightline.testing.steps import Step
+from sightline.testing.conformance.bench import Bench, Row, Setting, Subject, as_bytes
+from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 
 FP8 = torch.float8_e4m3fn

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sightline.attention import tiles as tiles_module
-from sightline.attention.reference import visible_keys
-from sightline.attention.spec import SoftmaxSpec
-from sightline.attention.tiles import (
+from sightline.attention.oracle.attention import visible_keys
+from sightline.attention.shared import tiles as tiles_module
+from sightline.attention.shared.tiles import (
     RowSpan,
     fill_bias,
     fill_slots,
@@ -21,6 +20,7 @@ from sightline.attention.tiles import (
     pack_tiles,
     row_spans,
 )
+from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.table import PageTable
 from sightline.core.batch import CAUSAL, FULL, Batch, MaskKind, RowMask, RowWork
 from support.fake_pages import FakePages

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sightline.attention import tiles
-from sightline.attention.backends.torch_backend import MIN_KEYS_IN_PLACE
+from sightline.attention.backends.torch.backend import MIN_KEYS_IN_PLACE
+from sightline.attention.shared import tiles
 from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
-from sightline.testing.bench import Layout, Row
-from sightline.testing.steps import Step
-from sightline.testing.trial import ragged_rows
+from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.steps import Step
+from sightline.testing.conformance.trial import ragged_rows
 from support import attention_cases as cases
 
 PLAIN = SoftmaxSpec(num_q_heads=6, num_kv_heads=2, head_dim=16, scale=0.25)

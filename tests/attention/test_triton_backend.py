@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sightline.attention.backends.triton_backend import TritonBackend
-from sightline.attention.backends.triton_latent_backend import TritonLatentBackend
+from sightline.attention.backends.triton.backend import TritonBackend
+from sightline.attention.backends.triton.latent_backend import TritonLatentBackend
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend
 from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.core.device import Device, DeviceKind
-from sightline.testing.bench import Bench, Row, Setting, Subject
-from sightline.testing.checks import CHECKS
-from sightline.testing.kit import Verdict, try_row
-from sightline.testing.steps import Step
-from sightline.testing.trial import Check, Effort
+from sightline.testing.conformance.bench import Bench, Row, Setting, Subject
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.kit import Verdict, try_row
+from sightline.testing.conformance.steps import Step
+from sightline.testing.conformance.trial import Check, Effort
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -20,14 +20,14 @@ from sightline.attention.coverage import Coverage
 from sightline.attention.dimensions import Dimension
 from sightline.attention.spec import SpecKind
 from sightline.core.device import detect_device
-from sightline.testing.case_run import try_case
-from sightline.testing.cases import Case
-from sightline.testing.checks import CHECKS
-from sightline.testing.checks.covering import covering_cases
-from sightline.testing.domains import Domains, domains_of
-from sightline.testing.kit import Verdict, try_check
-from sightline.testing.samples import Samples
-from sightline.testing.trial import Effort, Trial
+from sightline.testing.conformance.case_run import try_case
+from sightline.testing.conformance.cases import Case
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.checks.covering import covering_cases
+from sightline.testing.conformance.domains import Domains, domains_of
+from sightline.testing.conformance.kit import Verdict, try_check
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import Effort, Trial
 
 CPU = detect_device("cpu")
 _ABSENT = Fault((Condition(Dimension.ROWS, 1 << 40),), Effect.ZERO)

@@ -28,9 +28,9 @@ from conformance.parts import (
 )
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import BackendContext, CachePolicy, SoftmaxInputs, StepView
-from sightline.attention.merge import merge_parts
+from sightline.attention.oracle.attention import loaded_entries, stored_entries
 from sightline.attention.planner import PlannedBatch, Planner
-from sightline.attention.reference import loaded_entries, stored_entries
+from sightline.attention.shared.merge import merge_parts
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Workspace
 from sightline.cache.pools import Pool

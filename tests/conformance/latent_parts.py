@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from sightline.attention.contract import LatentInputs
-from sightline.attention.merge import merge_parts
-from sightline.attention.reference import loaded_entries
+from sightline.attention.oracle.attention import loaded_entries
+from sightline.attention.shared.merge import merge_parts
 from sightline.attention.spec import LatentSpec
 from sightline.core.batch import MaskKind
 

@@ -22,7 +22,7 @@ from sightline.attention.contract import (
     Lse,
     StepView,
 )
-from sightline.attention.reference import stored_entries, visible_keys
+from sightline.attention.oracle.attention import stored_entries, visible_keys
 from sightline.attention.spec import Feature, LatentSpec, SpecKind
 from sightline.cache.pools import Pool
 

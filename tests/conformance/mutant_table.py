@@ -10,8 +10,8 @@ from pathlib import Path
 from conformance.latent_mutants import LATENT_MUTANTS, LatentMutant
 from conformance.mutants import MUTANTS, Mutant
 from sightline.attention.spec import SpecKind
-from sightline.testing.checks import CHECKS
-from sightline.testing.trial import Check
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.trial import Check
 
 COMMAND = "PYTHONPATH=tests .venv/bin/python -m conformance.mutant_table"
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"

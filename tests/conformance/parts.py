@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import BackendContext, CachePolicy, SoftmaxInputs, StepView
-from sightline.attention.merge import merge_parts
-from sightline.attention.reference import loaded_entries, stored_entries
+from sightline.attention.oracle.attention import loaded_entries, stored_entries
+from sightline.attention.shared.merge import merge_parts
 from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.pools import Pool
 from sightline.cache.table import PageTable

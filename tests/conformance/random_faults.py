@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sightline.attention.backends.torch_backend import TorchBackend
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.backends.torch.backend import TorchBackend
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.contract import (
@@ -49,16 +49,17 @@ from sightline.attention.dimensions import (
     features_name,
     possible_span,
 )
+from sightline.attention.oracle.attention import loaded_entries, visible_keys
 from sightline.attention.proof import dtype_name
-from sightline.attention.reference import loaded_entries, visible_keys
 from sightline.attention.spec import Feature, SpecKind
 from sightline.attention.workspace import MAIN_LANE
+from sightline.cache.layout import Layout
 from sightline.cache.pools import Pool
 from sightline.core.batch import Batch, MaskKind
 from sightline.core.device import Device
-from sightline.testing.bench import Layout, Subject
-from sightline.testing.domains import Domains
-from sightline.testing.problems import PROBLEMS
+from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.domains import Domains
+from sightline.testing.conformance.problems import PROBLEMS
 
 
 class Effect(Enum):

@@ -19,12 +19,12 @@ from conformance.mutants import MUTANTS, Mutant
 from conformance.parts_backend import EVERYTHING, make_backend
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.device import available_bytes, detect_device
-from sightline.testing.bench import Subject
-from sightline.testing.checks import CHECKS
-from sightline.testing.checks.pages import large_numbers
-from sightline.testing.kit import Verdict, try_row
-from sightline.testing.samples import Samples
-from sightline.testing.trial import Effort
+from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.checks.pages import large_numbers
+from sightline.testing.conformance.kit import Verdict, try_row
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import Effort
 
 CPU = detect_device("cpu")
 FEW = Samples(head_dims=(16, 192), group_sizes=(1, 2, 3), page_sizes=(16, 3, 32))

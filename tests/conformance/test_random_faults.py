@@ -13,10 +13,10 @@ from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionPlan, BackendContext, StepView
 from sightline.attention.dimensions import Dimension, Point
 from sightline.attention.spec import SpecKind
-from sightline.testing.case_run import try_case
-from sightline.testing.checks import CHECKS
-from sightline.testing.kit import Verdict, try_check
-from sightline.testing.trial import Effort, Trial
+from sightline.testing.conformance.case_run import try_case
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.kit import Verdict, try_check
+from sightline.testing.conformance.trial import Effort, Trial
 
 [COVERING] = [check for check in CHECKS if check.name == "covering"]
 LAYERS, ROWS, WINDOW = Dimension.LAYERS, Dimension.ROWS, Dimension.WINDOW

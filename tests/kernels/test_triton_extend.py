@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sightline.attention.reference import attend_row, visible_keys
+from sightline.attention.oracle.attention import attend_row, visible_keys
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.core.batch import MaskKind as RowKind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sightline.attention.merge import merge_parts
+from sightline.attention.shared.merge import merge_parts
 from sightline.kernels.triton.merge import merge_states
 from support.extend_cases import DEVICE
 

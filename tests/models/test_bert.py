@@ -12,14 +12,14 @@ import torch
 from transformers import BertModel
 
 from sightline.attention.backends import registry
-from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.capability import Capability, Work
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, group_layers
 from sightline.core.batch import CAUSAL, RowMask
 from sightline.core.errors import NoBackendError, UnsupportedModelError
 from sightline.core.ledger import Ledger
-from sightline.embedder import Embedder
+from sightline.engine.embedder import Embedder
 from sightline.layers.mlp import Activation
 from sightline.layers.norm import LayerNorm
 from sightline.models.bert import bert

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.contract import (
@@ -35,8 +35,8 @@ from sightline.attention.workspace import MAIN_LANE, Lane, LeaseEntry, Workspace
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
 from sightline.core.config import EngineConfig
 from sightline.core.errors import PlanError
-from sightline.testing.bench import Bench, Row, Setting
-from sightline.testing.steps import Step
+from sightline.testing.conformance.bench import Bench, Row, Setting
+from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.attention_cases import BACKENDS, CPU
 from support.source_rules import half_built_attributes, memory_of_modules, modules, violations

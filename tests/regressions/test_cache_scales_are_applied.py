@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sightline.attention import entry_planes
+from sightline.attention.shared import entry_planes
 from sightline.core.config import EngineConfig
 from sightline.runner.build import Runtime
 from support.tiny_models import load_runtime, make_model, random_prompts, relative_error, stepped_logits

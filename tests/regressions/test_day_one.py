@@ -15,13 +15,14 @@ import torch
 
 from sightline import LLM, RequestOutput, SamplingParams
 from sightline.attention.backends import registry
-from sightline.attention.backends.reference_backend import ReferenceBackend
+from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.capability import Capability, Requirement
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.selection import Candidate, select_backend
 from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.cache.layout import walk_slots
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
 from sightline.core.device import Device, DeviceKind
@@ -30,8 +31,8 @@ from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
-from sightline.testing.bench import Bench, Row, Setting, walk_slots
-from sightline.testing.steps import Step
+from sightline.testing.conformance.bench import Bench, Row, Setting
+from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.attention_cases import BACKENDS
 from support.engines import is_at_rest

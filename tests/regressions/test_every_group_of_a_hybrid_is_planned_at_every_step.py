@@ -20,8 +20,8 @@ from sightline import LLM, SamplingParams
 from sightline.attention.contract import AttentionBackend, AttentionPlan
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
-from sightline.testing.bench import Bench, Row, Setting
-from sightline.testing.steps import Step
+from sightline.testing.conformance.bench import Bench, Row, Setting
+from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.one_layer import check_forward
 from support.recording_backend import Record, RecordingBackend, install

@@ -92,7 +92,7 @@ def test_a_backend_is_built_from_its_context_and_from_nothing_else() -> None:
 
 
 def test_attention_and_cache_know_nothing_of_who_builds_them() -> None:
-    above = ("sightline.runner", "sightline.models", "sightline.layers", "sightline.engine", "sightline.llm")
+    above = ("sightline.runner", "sightline.models", "sightline.layers", "sightline.engine.engine", "sightline.llm")
     imported = [
         f"{path}: {name}"
         for path, module in modules("attention", "cache")

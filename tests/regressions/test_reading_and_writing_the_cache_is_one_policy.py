@@ -25,11 +25,12 @@ from sightline.attention.contract import (
 )
 from sightline.attention.planner import Certificate, Planner, StepPlan
 from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.cache.layout import walk_slots
 from sightline.core.batch import FULL, Batch
 from sightline.core.errors import BatchError, StalePlanError
-from sightline.testing.bench import Row, Unused, walk_slots
-from sightline.testing.steps import Step
-from sightline.testing.trial import ragged_rows
+from sightline.testing.conformance.bench import Row, Unused
+from sightline.testing.conformance.steps import Step
+from sightline.testing.conformance.trial import ragged_rows
 from support import attention_cases as cases
 from support.attention_cases import BACKENDS
 

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sightline.cache.layout import Layout, arrange_free_pages, walk_slots
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
 from sightline.core.batch import CAUSAL, MaskKind, RowMask, RowWork
 from sightline.runner.batching import assemble, assemble_transient
-from sightline.testing.bench import Layout, arrange_free_pages, walk_slots
 
 CPU = torch.device("cpu")
 POOL = PoolSpec("kv", (PlaneSpec("k", (1,), torch.float32),), num_layers=1)

@@ -16,14 +16,14 @@ from sightline.attention.contract import CachePolicy
 from sightline.attention.coverage import Demand
 from sightline.attention.dimensions import Company, Dimension, Reuse, Sharing, Span
 from sightline.attention.spec import Feature, LatentSpec, LayerGroup, SoftmaxSpec
+from sightline.cache.layout import Layout
 from sightline.core.config import Quantization
 from sightline.core.device import detect_device
 from sightline.core.resolution import ResolvedConfig
 from sightline.llm import EngineSettings, TokensPrompt
+from sightline.runner.backend_choice import works_of
 from sightline.runner.build import Runtime
-from sightline.runner.choices import works_of
 from sightline.runner.demand import PAGE_ORDERS, Usage, demands_of
-from sightline.testing.bench import Layout
 from support.observed import Observed, ObservingBackend, holds
 from support.recording_backend import install
 from support.tiny_bert import VOCAB, make_bert, save_embedder

@@ -10,9 +10,9 @@ import socket
 import pytest
 
 from sightline.core.errors import ConfigError
-from sightline.server.access import Access, HostList, Keyring, Secret, first_header
-from sightline.server.errors import ApiError
-from sightline.server.routing import NO_BODY, Call, Reply, Route, RouteTable
+from sightline.server.http.access import Access, HostList, Keyring, Secret, first_header
+from sightline.server.http.errors import ApiError
+from sightline.server.http.routing import NO_BODY, Call, Reply, Route, RouteTable
 
 KEYS = ("sk-first-key", "sk-second-key")
 

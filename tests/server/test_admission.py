@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sightline.server.admission import MAX_RETRY_AFTER, UNKNOWN_RETRY_AFTER, Admission
-from sightline.server.errors import ApiError
+from sightline.server.http.admission import MAX_RETRY_AFTER, UNKNOWN_RETRY_AFTER, Admission
+from sightline.server.http.errors import ApiError
 
 
 class Clock:

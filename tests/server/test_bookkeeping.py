@@ -13,14 +13,14 @@ import pytest
 from sightline.core.ledger import Ledger
 from sightline.core.metrics import EngineMetrics
 from sightline.core.request import SamplingParams
-from sightline.server.admission import Admission
+from sightline.server.api.generation import Continuation, Outcome, _take
 from sightline.server.desk import TextDesk
-from sightline.server.generation import Continuation, Outcome, _take
-from sightline.server.limits import BodyBudget, Limits
+from sightline.server.http.admission import Admission
+from sightline.server.http.limits import BodyBudget, Limits
+from sightline.server.http.routing import Call
 from sightline.server.metrics import ServiceMetrics
-from sightline.server.port import Answers, EnginePort
-from sightline.server.protocol import Delta, Ended, Opened, Progress
-from sightline.server.routing import Call
+from sightline.server.process.port import Answers, EnginePort
+from sightline.server.process.protocol import Delta, Ended, Opened, Progress
 from sightline.server.service import Service
 from support.fake_engine import FAILING, tokenizer_data
 from support.serving import fake_serving

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from sightline.core.config import EngineConfig
 from sightline.core.request import SamplingParams, Terms
-from sightline.server.admission import Admission
-from sightline.server.errors import ApiError
-from sightline.server.generation import Continuation, Outcome, _take
-from sightline.server.port import EnginePort
-from sightline.server.protocol import Cancel, Delta, Ended, Stop, command_codec
+from sightline.server.api.generation import Continuation, Outcome, _take
+from sightline.server.http.admission import Admission
+from sightline.server.http.errors import ApiError
+from sightline.server.process.port import EnginePort
+from sightline.server.process.protocol import Cancel, Delta, Ended, Stop, command_codec
+from sightline.server.process.supervisor import Supervisor
 from sightline.server.serve import Server, ServerConfig
-from sightline.server.supervisor import Supervisor
 from support.fake_serve import FAKE_ENGINE
 from support.serving import ServedProcess, fake_serving
 
@@ -129,8 +129,8 @@ def test_an_engine_process_that_reads_nothing_is_ended_all_the_same() -> None:
 
 
 def test_engine_processes_may_fail_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sightline.server.supervisor.FIRST_PAUSE", 0.0)
-    monkeypatch.setattr("sightline.server.supervisor.LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr("sightline.server.process.supervisor.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("sightline.server.process.supervisor.LONGEST_PAUSE", 0.0)
 
     async def run() -> int:
         port = EnginePort(_NoMeter())  # type: ignore[arg-type]

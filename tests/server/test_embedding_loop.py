@@ -13,11 +13,11 @@ import pytest
 from sightline import LLM
 from sightline.core.errors import RequestError
 from sightline.core.request import Terms
-from sightline.embedder import Embedded
+from sightline.engine.embedder import Embedded
 from sightline.llm import TokensPrompt
-from sightline.server.channel import Channel
-from sightline.server.embedding_loop import EmbeddingWorker
-from sightline.server.protocol import (
+from sightline.server.process.channel import Channel
+from sightline.server.process.embedding_loop import EmbeddingWorker
+from sightline.server.process.protocol import (
     LENGTH_BYTES,
     Cancel,
     Command,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from sightline.server.errors import ApiError
-from sightline.server.ingress import Exchange
-from sightline.server.limits import MAX_CONTAINERS, MAX_DEPTH, Limits, check_cost, check_nesting, parse
-from sightline.server.schema import ChatRequest, CompletionRequest
+from sightline.server.api.schema import ChatRequest, CompletionRequest
+from sightline.server.http.errors import ApiError
+from sightline.server.http.ingress import Exchange
+from sightline.server.http.limits import MAX_CONTAINERS, MAX_DEPTH, Limits, check_cost, check_nesting, parse
 
 
 def refusal(body: bytes, kind: type[object] = CompletionRequest) -> ApiError:

@@ -20,9 +20,9 @@ from threading import Thread
 
 import pytest
 
-from sightline.tools.http_stream import Address, Client
-from sightline.tools.serving_load import LoadResult, Outcome, Record, run_load
-from sightline.tools.serving_work import Arrivals, Ask, Sampling
+from sightline.bench.serving.http_stream import Address, Client
+from sightline.bench.serving.load import LoadResult, Outcome, Record, run_load
+from sightline.bench.serving.work import Arrivals, Ask, Sampling
 from support.serving import ONE_THREAD, ServedProcess, fake_serving, serving
 
 VOCAB_SIZE = 49_152

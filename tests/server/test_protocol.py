@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sightline.core.config import EngineConfig
 from sightline.core.metrics import EngineMetrics
 from sightline.core.request import EffectiveParams, Logprob, SamplingParams, Terms
-from sightline.server.protocol import (
+from sightline.server.process.protocol import (
     LENGTH_BYTES,
     Accepted,
     Cancel,

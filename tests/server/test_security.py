@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from sightline.server.access import Access
-from sightline.server.routing import NO_BODY
+from sightline.server.http.access import Access
+from sightline.server.http.routing import NO_BODY
 from support import attacks
 from support.attacks import ALPHA, BETA, bearer, is_error_body, metrics, until_idle
 from support.serving import ServedProcess, serving

@@ -24,10 +24,10 @@ import msgspec
 import pytest
 
 from sightline.core.errors import ConfigError
-from sightline.server import protocol
-from sightline.server.access import Access, Keyring, Secret
-from sightline.server.protocol import Cancel, Failed, ProtocolError, command_codec, report_codec
-from sightline.server.routing import NO_BODY, Route, RouteTable
+from sightline.server.http.access import Access, Keyring, Secret
+from sightline.server.http.routing import NO_BODY, Route, RouteTable
+from sightline.server.process import protocol
+from sightline.server.process.protocol import Cancel, Failed, ProtocolError, command_codec, report_codec
 from support import attacks
 from support.attacks import ALPHA, CLOSE, SMUGGLED, bearer, head, is_error_body, until_idle
 from support.serving import ServedProcess, serving

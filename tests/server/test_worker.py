@@ -16,10 +16,10 @@ from sightline import LLM, SamplingParams
 from sightline.core.config import EngineConfig
 from sightline.core.errors import DeviceFaultError
 from sightline.core.request import Terms
-from sightline.server import worker
-from sightline.server.channel import Channel, FrontEndGoneError
-from sightline.server.generating_loop import Worker
-from sightline.server.protocol import (
+from sightline.server.process import worker
+from sightline.server.process.channel import Channel, FrontEndGoneError
+from sightline.server.process.generating_loop import Worker
+from sightline.server.process.protocol import (
     LENGTH_BYTES,
     Accepted,
     Cancel,
@@ -38,7 +38,7 @@ from sightline.server.protocol import (
     command_codec,
     report_codec,
 )
-from sightline.server.worker import model_name
+from sightline.server.process.worker import model_name
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 

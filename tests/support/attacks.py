@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from sightline.core.config import EngineConfig, Task
-from sightline.server.routing import NO_BODY, Route
+from sightline.server.http.routing import NO_BODY, Route
 from sightline.server.serve import Server, ServerConfig
 from support.serving import ServedProcess
 

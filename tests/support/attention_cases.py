@@ -9,7 +9,7 @@ import torch
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.spec import SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
-from sightline.testing.bench import Bench, Setting, Subject
+from sightline.testing.conformance.bench import Bench, Setting, Subject
 
 CPU = torch.device("cpu")
 CPU_DEVICE = Device(DeviceKind.CPU, CPU, "cpu", None)

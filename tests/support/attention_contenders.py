@@ -10,21 +10,21 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from sightline.attention.backends.torch_backend import TorchBackend
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.backends.torch.backend import TorchBackend
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, Lse, SoftmaxInputs, StepView
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import SoftmaxSpec
+from sightline.bench.attention import surroundings as surroundings_module
+from sightline.bench.attention.data import ShapeData
+from sightline.bench.attention.measure import Field, measure_attention
+from sightline.bench.attention.peers import AttentionPeer, PeerKernel
+from sightline.bench.attention.report import render
+from sightline.bench.attention.results import AttentionReport
+from sightline.bench.attention.shapes import SHAPE_SETS, find_shapes
+from sightline.bench.attention.timing import Effort, Rates
 from sightline.core.device import detect_device
-from sightline.tools import attention_bench_surroundings as surroundings_module
-from sightline.tools.attention_bench import Field, measure_attention
-from sightline.tools.attention_bench_data import ShapeData
-from sightline.tools.attention_bench_report import render
-from sightline.tools.attention_bench_results import AttentionReport
-from sightline.tools.attention_bench_shapes import SHAPE_SETS, find_shapes
-from sightline.tools.attention_bench_timing import Effort, Rates
-from sightline.tools.attention_peers import AttentionPeer, PeerKernel
 
 CPU = detect_device("cpu")
 QUICK = Effort(rounds=2, sample_seconds=1e-4)

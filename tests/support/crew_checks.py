@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from sightline.attention.backends.reference_backend import ReferenceBackend
+from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability, HostLengths
 from sightline.attention.contract import AttentionBackend
 from sightline.attention.dimensions import Dimension
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import DeviceKind
-from sightline.testing.bench import Subject
-from sightline.testing.trial import Check, Trial, fail
+from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.trial import Check, Trial, fail
 
 SINGLE = Capability(
     spec_kinds=frozenset({SpecKind.SOFTMAX}),
@@ -122,7 +122,9 @@ def _has_no_neighbour(trial: Trial) -> None:
     parent = os.getppid()
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     workers = [
-        child for child in children if b"sightline.testing.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        child
+        for child in children
+        if b"sightline.testing.conformance.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
     trial.require(workers == [str(os.getpid())], f"expected no process beside this one, got {len(workers)} in all")
 

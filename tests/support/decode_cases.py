@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sightline.attention.backends.triton_plans import Chip
-from sightline.attention.reference import (
+from sightline.attention.backends.triton.plans import Chip
+from sightline.attention.oracle.attention import (
     attend_latent_row,
     attend_row,
     loaded_entries,

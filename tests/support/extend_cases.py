@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sightline.attention.reference import attend_row, visible_keys
+from sightline.attention.oracle.attention import attend_row, visible_keys
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import CAUSAL, RowMask
 from sightline.core.batch import MaskKind as RowKind

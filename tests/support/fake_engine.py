@@ -19,7 +19,7 @@ import tokenizers
 
 from sightline.core.metrics import EngineMetrics
 from sightline.core.request import EffectiveParams, SamplingParams
-from sightline.server.protocol import (
+from sightline.server.process.protocol import (
     LENGTH_BYTES,
     Accepted,
     Cancel,
@@ -38,7 +38,7 @@ from sightline.server.protocol import (
     command_codec,
     report_codec,
 )
-from sightline.text.tokenizer import PromptTokens, TokenizerData
+from sightline.text.tokenizers.tokenizer import PromptTokens, TokenizerData
 
 DEADLY, HANGING, FAILING = 666, 667, 668
 MAX_MODEL_LEN, VOCAB_SIZE, MAX_ROWS = 256, 257, 4

@@ -15,7 +15,7 @@ import uvloop
 
 from sightline.core.config import EngineConfig
 from sightline.core.errors import SightlineError
-from sightline.server.limits import Limits
+from sightline.server.http.limits import Limits
 from sightline.server.logs import log_as_json
 from sightline.server.serve import Server, ServerConfig
 

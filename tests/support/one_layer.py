@@ -10,7 +10,7 @@ from sightline.attention.planner import PlannedBatch, Planner
 from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model
 from sightline.runner.runner import Runner
-from sightline.testing.steps import Step
+from sightline.testing.conformance.steps import Step
 from support.layers import activations
 
 

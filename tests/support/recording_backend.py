@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from sightline.attention.backends import registry
-from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.contract import (

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from sightline.runner.logprobs import TokenLogprobs, token_logprobs
-from sightline.runner.sampler import RowSampling, choose
+from sightline.runner.sampling.logprobs import TokenLogprobs, token_logprobs
+from sightline.runner.sampling.sampler import RowSampling, choose
 
 
 class Sampled(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from sightline.tools.http_stream import Address, Client
-from sightline.tools.serving_answers import Usage
-from sightline.tools.serving_load import LoadResult, Outcome, Record, run_load
-from sightline.tools.serving_report import Sent
-from sightline.tools.serving_work import Arrivals, Ask
+from sightline.bench.serving.answers import Usage
+from sightline.bench.serving.http_stream import Address, Client
+from sightline.bench.serving.load import LoadResult, Outcome, Record, run_load
+from sightline.bench.serving.report import Sent
+from sightline.bench.serving.work import Arrivals, Ask
 from support.stub_completions import Scripted, StubServer, stub_server
 
 

@@ -6,11 +6,11 @@ import json
 
 from sightline.attention.backends import registry
 from sightline.core.device import detect_device
-from sightline.testing.checks import CHECKS
-from sightline.testing.checks.covering import covering_cases, told
-from sightline.testing.rows import RowToTry, list_rows
-from sightline.testing.samples import Samples
-from sightline.testing.trial import Effort, Share, Trial
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.checks.covering import covering_cases, told
+from sightline.testing.conformance.rows import RowToTry, list_rows
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import Effort, Share, Trial
 
 
 def _cases(row: RowToTry, share: Share) -> list[str]:

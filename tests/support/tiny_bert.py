@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel, PreTrainedModel
 
 from sightline.core.config import EngineConfig, Task
 from sightline.core.ledger import Ledger
-from sightline.embedding import TextEmbedder, build_embedder
+from sightline.engine.text_embedder import TextEmbedder, build_embedder
 from sightline.models.loading.opening import open_checkpoint
 from support.tiny_models import WEIGHT_SCALE
 

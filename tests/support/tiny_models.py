@@ -29,13 +29,14 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.core.batch import RowWork
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
-from sightline.testing.bench import Layout, Unused, arrange_free_pages, fill_pools
+from sightline.testing.conformance.bench import Unused, fill_pools
 from support.tiny_deepseek import DEEPSEEK
 
 VOCAB = 101

@@ -10,7 +10,7 @@ from sightline.attention.contract import AttentionBackend, BackendContext, Limit
 from sightline.attention.planner import GroupBinding, PartBackend, Planner
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Workspace
-from sightline.testing.bench import Bench, Setting
+from sightline.testing.conformance.bench import Bench, Setting
 from support.attention_cases import subject_for
 
 Serving = Mapping[Work, type[AttentionBackend[Any, Any]]]

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sightline.attention.backends.torch_backend import TorchBackend
+from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.contract import (

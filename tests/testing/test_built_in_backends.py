@@ -9,17 +9,17 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from sightline.attention.backends import registry
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
-from sightline.attention.latent_phases import Choose, Way, cheapest_way
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
+from sightline.attention.latent.phases import Choose, Way, cheapest_way
+from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.spec import LatentSpec, SpecKind
-from sightline.attention.tiles import RowSpan
 from sightline.core.batch import MaskKind
 from sightline.core.device import detect_device
-from sightline.testing.checks import CHECKS
-from sightline.testing.kit import Verdict, try_check, try_row
-from sightline.testing.rows import RowToTry, list_rows
-from sightline.testing.samples import Samples
-from sightline.testing.trial import Effort
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.kit import Verdict, try_check, try_row
+from sightline.testing.conformance.rows import RowToTry, list_rows
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import Effort
 
 ROWS = [row for row in list_rows(registry.BUILT_IN, detect_device("cpu")) if isinstance(row, RowToTry)]
 FIRST_OF_EACH_KIND = {kind: next(row.subject for row in ROWS if row.subject.kind is kind) for kind in SpecKind}

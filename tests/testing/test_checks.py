@@ -9,10 +9,10 @@ import torch
 
 from sightline.attention.backends import registry
 from sightline.core.device import DeviceKind, detect_device
-from sightline.testing.checks.pages import large_numbers
-from sightline.testing.rows import RowToTry, list_rows
-from sightline.testing.samples import Samples
-from sightline.testing.trial import Check, Effort, Share, Trial
+from sightline.testing.conformance.checks.pages import large_numbers
+from sightline.testing.conformance.rows import RowToTry, list_rows
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import Check, Effort, Share, Trial
 
 CPU = detect_device("cpu")
 GIB = 1 << 30

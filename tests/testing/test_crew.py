@@ -18,14 +18,14 @@ import pytest
 from sightline.attention.proof import ProofBook
 from sightline.core.device import DeviceKind, detect_device
 from sightline.core.errors import ConfigError
-from sightline.testing.crew import SideBySide
-from sightline.testing.errands import Brief, Desk, Errand, packed, unpacked
-from sightline.testing.kit import CheckResult, RowReport, Verdict
-from sightline.testing.report import more_samples, run_conformance
-from sightline.testing.rows import RowToTry, list_rows
-from sightline.testing.samples import Samples
-from sightline.testing.trial import WHOLE, Check, Effort, Share
-from sightline.testing.trying import PreparedRow, Watch
+from sightline.testing.conformance.crew import SideBySide
+from sightline.testing.conformance.errands import Brief, Desk, Errand, packed, unpacked
+from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict
+from sightline.testing.conformance.report import more_samples, run_conformance
+from sightline.testing.conformance.rows import RowToTry, list_rows
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import WHOLE, Check, Effort, Share
+from sightline.testing.conformance.trying import PreparedRow, Watch
 from support.crew_checks import BUILDING, DEADLY, HALF, SHY, SINGLE, STUB
 
 CPU = detect_device("cpu")

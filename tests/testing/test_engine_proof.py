@@ -25,9 +25,9 @@ from sightline.core.errors import CheckpointError, NoBackendError, UnsupportedMo
 from sightline.core.ledger import Ledger
 from sightline.llm import LLM
 from sightline.models.loading.default_model import default_model_path
-from sightline.testing import case_run, engine_proof
-from sightline.testing.checks import CHECKS, covering
-from sightline.testing.engine_proof import (
+from sightline.testing.conformance import case_run, engine_proof
+from sightline.testing.conformance.checks import CHECKS, covering
+from sightline.testing.conformance.engine_proof import (
     Duty,
     EngineReport,
     EngineWatch,
@@ -37,7 +37,7 @@ from sightline.testing.engine_proof import (
     prove_engine,
     uncovered,
 )
-from sightline.testing.kit import Verdict
+from sightline.testing.conformance.kit import Verdict
 from support.tiny_bert import make_bert, save_embedder
 from support.tiny_models import make_model
 from support.wrong_backends import wrong_candidate

@@ -12,16 +12,16 @@ from sightline.attention.coverage import Coverage, Demand
 from sightline.attention.dimensions import Company, Dimension, Span
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import detect_device
-from sightline.testing.bench import Subject
-from sightline.testing.case_run import try_case
-from sightline.testing.cases import Case
-from sightline.testing.domains import Domains, borders, domains_of, domains_of_demand
-from sightline.testing.generator import cases_for
-from sightline.testing.goals import Goals
-from sightline.testing.rows import RowToTry, list_rows
-from sightline.testing.samples import Samples
-from sightline.testing.shrink import shrink
-from sightline.testing.trial import Effort, Trial
+from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.case_run import try_case
+from sightline.testing.conformance.cases import Case
+from sightline.testing.conformance.domains import Domains, borders, domains_of, domains_of_demand
+from sightline.testing.conformance.generator import cases_for
+from sightline.testing.conformance.goals import Goals
+from sightline.testing.conformance.rows import RowToTry, list_rows
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.shrink import shrink
+from sightline.testing.conformance.trial import Effort, Trial
 
 CPU = detect_device("cpu")
 ROWS = [row.subject for row in list_rows(registry.BUILT_IN, CPU) if isinstance(row, RowToTry)]

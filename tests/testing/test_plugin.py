@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from sightline.attention.spec import SpecKind
-from sightline.testing.checks import CHECKS
+from sightline.testing.conformance.checks import CHECKS
 
 pytest_plugins = ["pytester"]
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 BACKEND = """
 from dataclasses import replace
-from sightline.attention.backends.reference_backend import ReferenceBackend
+from sightline.attention.backends.reference.backend import ReferenceBackend
 
 class Mine(ReferenceBackend):
     '''Forgets the window.'''

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.spec import Feature, LatentSpec, SpecKind
 from sightline.core.device import detect_device
 from sightline.core.errors import ConfigError
-from sightline.testing.bench import Subject
-from sightline.testing.problem import Problem
-from sightline.testing.problems import PROBLEMS
-from sightline.testing.steps import tensors_of
-from sightline.testing.trial import needs_feature
+from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.problem import Problem
+from sightline.testing.conformance.problems import PROBLEMS
+from sightline.testing.conformance.steps import tensors_of
+from sightline.testing.conformance.trial import needs_feature
 
 ALL = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=lambda problem: problem.kind.value)
 NUM_KEYS = 9

@@ -11,20 +11,22 @@ import pytest
 import torch
 
 import sightline.testing
-from sightline.attention.backends.reference_backend import ReferenceBackend
+from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.capability import ANY, Capability
+from sightline.attention.declared_rows import Unloadable, row_labels
 from sightline.attention.dimensions import Dimension, Value
+from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
 from sightline.attention.proof import Proof, ProofBook, dtype_name
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import SpecKind
 from sightline.core.device import Device, DeviceKind, detect_device
 from sightline.core.errors import ConfigError
-from sightline.testing.kit import Verdict
-from sightline.testing.report import ConformanceReport, TriedRow, more_samples, run_conformance
-from sightline.testing.rows import RowToTry, SkippedRow, Unloadable, list_rows, row_labels
-from sightline.testing.samples import Samples
-from sightline.testing.trial import Check, Effort, Trial, cache_dtypes, compute_dtypes, fail
-from sightline.testing.trying import Watch
+from sightline.testing.conformance.kit import Verdict
+from sightline.testing.conformance.report import ConformanceReport, TriedRow, more_samples, run_conformance
+from sightline.testing.conformance.rows import RowToTry, SkippedRow, list_rows
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import Check, Effort, Trial, fail
+from sightline.testing.conformance.trying import Watch
 from support.coverages import points_of
 from support.crew_checks import SINGLE as ROW
 

@@ -15,8 +15,8 @@ from tokenizers import decoders, models
 
 from sightline.core.errors import UnsupportedModelError
 from sightline.text.detokenizer import IncrementalDetokenizer, _Step, check_streamable
-from sightline.text.tokenizer import PromptTokens, Tokenizer
-from text.tiny_tokenizers import SPACE, TEXTS, train_byte_level, train_sentence_piece
+from sightline.text.tokenizers.tokenizer import PromptTokens, Tokenizer
+from support.tiny_tokenizers import SPACE, TEXTS, train_byte_level, train_sentence_piece
 
 KINDS = ("byte-level", "sentence-piece", "sentence-piece without prefix", "metaspace")
 REPLACEMENT = "\ufffd"

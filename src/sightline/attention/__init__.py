@@ -15,7 +15,7 @@ from sightline.attention.contract import (
     SoftmaxInputs,
     StepView,
 )
-from sightline.attention.merge import merge_parts
+from sightline.attention.shared.merge import merge_parts
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind

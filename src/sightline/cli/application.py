@@ -6,8 +6,8 @@ import sys
 
 import click
 
-from sightline.cli.bench import bench
-from sightline.cli.conformance import conformance
+from sightline.cli.bench.engine import bench
+from sightline.cli.conformance.rows import conformance
 from sightline.cli.console import print_error
 from sightline.cli.embed import embed
 from sightline.cli.generate import chat, generate

@@ -1,4 +1,4 @@
-"""`embed`: texts in, vectors out. Files are read and written by `sightline.tools.embedding_files`."""
+"""`embed`: texts in, vectors out. Files are read and written by `sightline.offline.embedding_files`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import click
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 
+from sightline.cli.conformance.proving import prove_first
 from sightline.cli.console import notes
 from sightline.cli.options import (
     collected,
@@ -23,14 +24,13 @@ from sightline.cli.options import (
     prove_option,
     quiet_option,
 )
-from sightline.cli.proving import prove_first
 from sightline.cli.signals import ended_by
 from sightline.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sightline.embedding import TextEmbedder
-    from sightline.tools.embedding_files import OutputFormat, TextSource, VectorWriter
-    from sightline.tools.embedding_run import Embedding, Totals
+    from sightline.engine.text_embedder import TextEmbedder
+    from sightline.offline.embedding_files import OutputFormat, TextSource, VectorWriter
+    from sightline.offline.embedding_run import Embedding, Totals
 
 reading_options = collected(
     "reading",
@@ -140,7 +140,7 @@ def embed(
     A line of JSONL is an object with the text in a field, a string, or a list of token ids. All lines are checked
     before the first is embedded. Vectors go out as JSONL, NumPy (.npy) or safetensors.
     """
-    from sightline.tools.embedding_files import WRITERS
+    from sightline.offline.embedding_files import WRITERS
 
     with ExitStack() as stack:
         form = _output_format(**writing)
@@ -156,7 +156,7 @@ def embed(
 
 
 def _output_format(output: Path | None, output_format: str | None) -> OutputFormat:
-    from sightline.tools.embedding_files import OutputFormat, output_format_of
+    from sightline.offline.embedding_files import OutputFormat, output_format_of
 
     if output is None and output_format not in (None, OutputFormat.JSONL.value):
         raise click.UsageError(f"expected --output with --format {output_format}, got none; only jsonl can be printed")
@@ -176,7 +176,7 @@ def _opened(
     named_field: str | None,
 ) -> Iterator[TextSource]:
     """Where the texts come from."""
-    from sightline.tools.embedding_files import (
+    from sightline.offline.embedding_files import (
         OUTPUT_FIELDS,
         GivenTexts,
         InputFormat,
@@ -215,7 +215,7 @@ def _stream(input_path: str | None, *, quiet: bool) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _target(output: Path | None) -> Iterator[BinaryIO]:
-    from sightline.tools.embedding_files import whole_file
+    from sightline.offline.embedding_files import whole_file
 
     if output is None:
         yield sys.stdout.buffer
@@ -227,7 +227,7 @@ def _target(output: Path | None) -> Iterator[BinaryIO]:
 def _load(settings: dict[str, Any], truncate: bool, dimensions: int | None, *, prove: bool, quiet: bool) -> Embedding:
     """Builds the embedder, and says what was decided. Degradations are logged by whoever finds them."""
     from sightline.llm import LLM
-    from sightline.tools.embedding_run import Embedding
+    from sightline.offline.embedding_run import Embedding
 
     given = {name: value for name, value in settings.items() if value is not None}
     if prove:
@@ -261,7 +261,7 @@ def _describe(model: str, embedder: TextEmbedder) -> None:
 
 def _run(asked: Embedding, source: TextSource, writer: VectorWriter, *, quiet: bool) -> Totals:
     """Checks every text, then embeds them, with a bar on a terminal."""
-    from sightline.tools.embedding_run import check_texts, embed_texts
+    from sightline.offline.embedding_run import check_texts, embed_texts
 
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns, console=notes, disable=quiet or not notes.is_terminal, transient=True) as bar:

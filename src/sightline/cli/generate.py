@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.markup import escape
 
+from sightline.cli.conformance.proving import prove_first
 from sightline.cli.console import notes, print_error
 from sightline.cli.options import (
     engine_options,
@@ -21,12 +22,11 @@ from sightline.cli.options import (
     report_options,
     sampling_options,
 )
-from sightline.cli.proving import prove_first
 from sightline.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from sightline.calls import TextStream
     from sightline.core.request import EffectiveParams, SamplingParams
+    from sightline.engine.calls import TextStream
     from sightline.llm import LLM
 
 
@@ -109,7 +109,7 @@ def _load(
     started = time.perf_counter()
     from sightline.core.request import SamplingParams
     from sightline.llm import LLM
-    from sightline.tools.startup import startup_report
+    from sightline.runner.startup import startup_report
 
     params = SamplingParams(**sampling)
     llm = LLM(**(prove_first(settings) if prove else settings))

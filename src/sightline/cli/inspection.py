@@ -21,7 +21,7 @@ def version() -> None:
 @json_option
 def collect_env(as_json: bool) -> None:
     """Print what a bug report needs to say about this machine."""
-    from sightline.tools.environment import collect_environment
+    from sightline.runner.environment import collect_environment
 
     facts = collect_environment()
     if as_json:
@@ -43,7 +43,7 @@ def capabilities(device: str | None, backends: tuple[str, ...], markdown: bool, 
     from sightline.attention.proof import ProofBook
     from sightline.core.device import detect_device
     from sightline.core.environment import proof_folder
-    from sightline.tools.capabilities import capability_matrix, capability_page
+    from sightline.diagnose.capabilities import capability_matrix, capability_page
 
     if markdown:
         others = {"--device": device is not None, "--backend": bool(backends), "--json": as_json}

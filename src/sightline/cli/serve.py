@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.markup import escape
 
+from sightline.cli.conformance.proving import prove_first
 from sightline.cli.console import notes
 from sightline.cli.options import collected, count_option, engine_options, prove_option, task_option
-from sightline.cli.proving import prove_first
 
 if TYPE_CHECKING:
-    from sightline.server.protocol import Opened
+    from sightline.server.process.protocol import Opened
 
 server_options = collected(
     "served",
@@ -112,7 +112,7 @@ def serve(
 
 async def _run(served: dict[str, Any], engine: Any, started: float) -> None:
     from sightline.core.environment import api_keys
-    from sightline.server.limits import Limits
+    from sightline.server.http.limits import Limits
     from sightline.server.serve import Server, ServerConfig
 
     keys = (*served["api_key"], *api_keys())

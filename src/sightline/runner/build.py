@@ -38,7 +38,7 @@ from sightline.models.contract import Definition, EmbedderDefinition, Model
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader, choose_kept_product
-from sightline.runner.choices import GroupSelection, import_chosen, make_offers, tell_choices
+from sightline.runner.backend_choice import GroupSelection, import_chosen, make_offers, tell_choices
 from sightline.runner.demand import Usage, demands_of
 from sightline.runner.runner import Runner
 

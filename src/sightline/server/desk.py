@@ -12,10 +12,10 @@ import msgspec
 
 from sightline.core.errors import RequestError
 from sightline.core.request import PositionLogprobs
-from sightline.server.errors import invalid
-from sightline.server.schema import Message
+from sightline.server.api.schema import Message
+from sightline.server.http.errors import invalid
 from sightline.text.detokenizer import IncrementalDetokenizer
-from sightline.text.tokenizer import Tokenizer, TokenizerData
+from sightline.text.tokenizers.tokenizer import Tokenizer, TokenizerData
 
 _T = TypeVar("_T")
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})

@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from sightline.core.metrics import EngineMetrics
 from sightline.core.request import FinishReason
-from sightline.server.port import Answers, RequestReport
-from sightline.server.protocol import Accepted, Delta, Ended, Vector
+from sightline.server.process.port import Answers, RequestReport
+from sightline.server.process.protocol import Accepted, Delta, Ended, Vector
 
 PREFIX = "sightline:"
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

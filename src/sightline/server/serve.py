@@ -20,19 +20,19 @@ import uvicorn
 from sightline.core.config import EngineConfig, Task
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
-from sightline.server.access import HostList, Keyring
-from sightline.server.admission import Admission
-from sightline.server.http import BoundedProtocol
-from sightline.server.ingress import Ingress
-from sightline.server.inspection import Inspection, Patience
-from sightline.server.limits import Limits
+from sightline.server.api.inspection import Inspection, Patience
+from sightline.server.api.routes import route_table
+from sightline.server.http.access import HostList, Keyring
+from sightline.server.http.admission import Admission
+from sightline.server.http.bounds import BoundedProtocol
+from sightline.server.http.ingress import Ingress
+from sightline.server.http.limits import Limits
 from sightline.server.logs import log
 from sightline.server.metrics import ServiceMetrics
-from sightline.server.port import EnginePort, EngineStartError
-from sightline.server.protocol import Configure, Opened
-from sightline.server.routes import route_table
+from sightline.server.process.port import EnginePort, EngineStartError
+from sightline.server.process.protocol import Configure, Opened
+from sightline.server.process.supervisor import WORKER, Supervisor
 from sightline.server.service import Service
-from sightline.server.supervisor import WORKER, Supervisor
 
 logger = logging.getLogger("sightline.server")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -11,13 +11,13 @@ from typing import Any
 from sightline.core.errors import RequestError
 from sightline.core.ledger import Ledger
 from sightline.core.request import EffectiveParams, SamplingParams, Terms, check_prompt
-from sightline.server.admission import Admission
 from sightline.server.desk import TextDesk
-from sightline.server.errors import ApiError, busy, field_named_in, invalid, unavailable
-from sightline.server.limits import COST_IN_CONTEXTS, Limits
-from sightline.server.port import Answers, EngineDownError, EnginePort, RefusedError
-from sightline.server.protocol import Opened
-from sightline.server.routing import Call
+from sightline.server.http.admission import Admission
+from sightline.server.http.errors import ApiError, busy, field_named_in, invalid, unavailable
+from sightline.server.http.limits import COST_IN_CONTEXTS, Limits
+from sightline.server.http.routing import Call
+from sightline.server.process.port import Answers, EngineDownError, EnginePort, RefusedError
+from sightline.server.process.protocol import Opened
 
 RESTART_SECONDS = 2
 """What a client is told to wait while the engine process starts."""

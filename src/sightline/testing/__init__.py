@@ -15,12 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sightline.testing.bench import Subject
-    from sightline.testing.kit import CheckResult, RowReport, Verdict, try_check, try_row
-    from sightline.testing.report import ConformanceReport, more_samples, run_conformance
-    from sightline.testing.rows import list_rows
-    from sightline.testing.samples import Samples
-    from sightline.testing.trial import Check, CheckFailed, Effort
+    from sightline.testing.conformance.bench import Subject
+    from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, try_check, try_row
+    from sightline.testing.conformance.report import ConformanceReport, more_samples, run_conformance
+    from sightline.testing.conformance.rows import list_rows
+    from sightline.testing.conformance.samples import Samples
+    from sightline.testing.conformance.trial import Check, CheckFailed, Effort
 
 __all__ = [
     "Check",
@@ -60,7 +60,7 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'sightline.testing' has no attribute {name!r}")
-    return getattr(import_module(f"sightline.testing.{_HOMES[name]}"), name)
+    return getattr(import_module(f"sightline.testing.conformance.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
-    from sightline.testing.kit import CheckResult
-    from sightline.testing.rows import RowToTry, SkippedRow, Unloadable
-    from sightline.testing.trial import Check
+    from sightline.attention.declared_rows import Unloadable
+    from sightline.testing.conformance.kit import CheckResult
+    from sightline.testing.conformance.rows import RowToTry, SkippedRow
+    from sightline.testing.conformance.trial import Check
 
 
 class ConformanceFailure(Exception):  # noqa: N818 - the name is what pytest prints
@@ -62,7 +63,7 @@ def _rows(config: pytest.Config) -> Sequence[RowToTry | SkippedRow | Unloadable]
     from sightline.attention.backends import registry
     from sightline.core.device import detect_device
     from sightline.core.errors import ConfigError
-    from sightline.testing.rows import list_rows
+    from sightline.testing.conformance.rows import list_rows
 
     try:
         installed = registry.installed()
@@ -80,8 +81,9 @@ class _Conformance(pytest.Collector):
         self._rows = rows
 
     def collect(self) -> Iterator[pytest.Item]:
-        from sightline.testing.kit import checks_of
-        from sightline.testing.rows import SkippedRow, Unloadable
+        from sightline.attention.declared_rows import Unloadable
+        from sightline.testing.conformance.kit import checks_of
+        from sightline.testing.conformance.rows import SkippedRow
 
         for row in self._rows:
             match row:
@@ -142,9 +144,9 @@ class _CheckItem(_Item):
         """Of the same row in this process: a check whose ground failed elsewhere fails by itself."""
 
     def runtest(self) -> None:
-        from sightline.testing.kit import Verdict, try_check
-        from sightline.testing.samples import Samples
-        from sightline.testing.trial import Effort
+        from sightline.testing.conformance.kit import Verdict, try_check
+        from sightline.testing.conformance.samples import Samples
+        from sightline.testing.conformance.trial import Effort
 
         effort = Effort.QUICK if self.config.option.conformance_quick else Effort.FULL
         subject = self._row.subject

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from sightline.core.errors import UnsupportedModelError
-from sightline.text.tokenizer import Tokenizer
+from sightline.text.tokenizers.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

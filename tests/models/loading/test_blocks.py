@@ -14,8 +14,8 @@ from sightline.core.ledger import Ledger
 from sightline.kernels.block_product import DynamicInt4Product, Int4PackProduct
 from sightline.kernels.block_weights import CodeBits
 from sightline.models.loading.default_model import default_model_path
-from sightline.models.loading.gguf_quantization import block_bits, dequantise, read_blocks
-from sightline.models.loading.gguf_types import STORAGE_BY_CODE
+from sightline.models.loading.gguf.quantization import block_bits, dequantise, read_blocks
+from sightline.models.loading.gguf.types import STORAGE_BY_CODE
 from sightline.models.loading.opening import open_checkpoint
 from support.gguf_checks import opened
 from support.gguf_families import tiny, write_family

@@ -13,8 +13,8 @@ from gguf import GGMLQuantizationType
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sightline.core.ledger import Ledger
-from sightline.models.loading.gguf_quantization import dequantise
-from sightline.models.loading.gguf_types import STORAGE_BY_CODE
+from sightline.models.loading.gguf.quantization import dequantise
+from sightline.models.loading.gguf.types import STORAGE_BY_CODE
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.weights import WeightReader
 from support.gguf_files import random_blocks, tiny_llama, write_llama
@@ -92,7 +92,7 @@ def test_a_large_tensor_is_decoded_in_pieces_to_the_same_numbers(monkeypatch: py
     storage = STORAGE_BY_CODE[GGMLQuantizationType.Q6_K]
     raw = memoryview(bytearray(random_blocks((7, 512), GGMLQuantizationType.Q6_K).tobytes()))
     whole = dequantise(raw, storage, (7, 512))
-    monkeypatch.setattr("sightline.models.loading.gguf_quantization._PIECE_ELEMENTS", 1024)
+    monkeypatch.setattr("sightline.models.loading.gguf.quantization._PIECE_ELEMENTS", 1024)
     assert torch.equal(dequantise(raw, storage, (7, 512)), whole)
 
 

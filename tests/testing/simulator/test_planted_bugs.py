@@ -13,8 +13,8 @@ from sightline.cache.pools import Bundle, CacheStore, Pool
 from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
-from sightline.engine import Engine
-from sightline.launch import Choices, Failure, Launch, LaunchedStep, Launcher, Member
+from sightline.engine.engine import Engine
+from sightline.engine.launch import Choices, Failure, Launch, LaunchedStep, Launcher, Member
 from sightline.scheduler.queue import Turn, WaitingQueue
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import ScheduledRow, SequenceState

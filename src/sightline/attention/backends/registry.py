@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from sightline.attention.backends import flash_attention_rows, flashinfer_rows, triton_rows
-from sightline.attention.backends.reference_backend import ReferenceBackend
-from sightline.attention.backends.reference_latent_backend import ReferenceLatentBackend
-from sightline.attention.backends.torch_backend import TorchBackend
-from sightline.attention.backends.torch_latent_backend import TorchLatentBackend
+from sightline.attention.backends.flash_attention import rows as flash_attention_rows
+from sightline.attention.backends.flashinfer import rows as flashinfer_rows
+from sightline.attention.backends.reference.backend import ReferenceBackend
+from sightline.attention.backends.reference.latent_backend import ReferenceLatentBackend
+from sightline.attention.backends.torch.backend import TorchBackend
+from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
+from sightline.attention.backends.triton import rows as triton_rows
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend
 from sightline.attention.selection import Candidate, Offer
@@ -24,37 +26,37 @@ ENTRY_POINT_GROUP = "sightline.attention_backends"
 
 
 def _load_triton() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.triton_backend import TritonBackend
+    from sightline.attention.backends.triton.backend import TritonBackend
 
     return TritonBackend
 
 
 def _load_triton_latent() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.triton_latent_backend import TritonLatentBackend
+    from sightline.attention.backends.triton.latent_backend import TritonLatentBackend
 
     return TritonLatentBackend
 
 
 def _load_flashinfer() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.flashinfer_backend import FlashInferBackend
+    from sightline.attention.backends.flashinfer.backend import FlashInferBackend
 
     return FlashInferBackend
 
 
 def _load_flashinfer_latent() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.flashinfer_latent_backend import FlashInferLatentBackend
+    from sightline.attention.backends.flashinfer.latent_backend import FlashInferLatentBackend
 
     return FlashInferLatentBackend
 
 
 def _load_flash_attention() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.flash_attention_backend import FlashAttentionBackend
+    from sightline.attention.backends.flash_attention.backend import FlashAttentionBackend
 
     return FlashAttentionBackend
 
 
 def _load_flash_attention_latent() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.flash_attention_latent_backend import FlashAttentionLatentBackend
+    from sightline.attention.backends.flash_attention.latent_backend import FlashAttentionLatentBackend
 
     return FlashAttentionLatentBackend
 

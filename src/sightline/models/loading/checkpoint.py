@@ -15,7 +15,7 @@ import torch
 from sightline.core.errors import CheckpointError
 from sightline.kernels.block_weights import BlockWeights, CodeBits
 from sightline.models.loading.generation import GenerationDefaults
-from sightline.text.tokenizer import Tokenizer
+from sightline.text.tokenizers.tokenizer import Tokenizer
 
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 """Stored types whose elements are the weights."""

@@ -13,9 +13,9 @@ import torch
 
 from sightline.core.errors import CheckpointError
 from sightline.models.loading.checkpoint import Checkpoint
-from sightline.models.loading.folder import read_config
 from sightline.models.loading.generation import GenerationDefaults
-from sightline.text.tokenizer import Tokenizer
+from sightline.models.loading.safetensors.folder import read_config
+from sightline.text.tokenizers.tokenizer import Tokenizer
 
 
 class ConfigCheckpoint(Checkpoint):

@@ -11,10 +11,10 @@ from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.config_only import ConfigCheckpoint
-from sightline.models.loading.folder import FolderCheckpoint
-from sightline.models.loading.gguf_checkpoint import GgufCheckpoint
+from sightline.models.loading.gguf.checkpoint import GgufCheckpoint
 from sightline.models.loading.hub import fetch, parse_reference
 from sightline.models.loading.prefixed import with_prefix
+from sightline.models.loading.safetensors.folder import FolderCheckpoint
 
 
 def open_description(location: str | Path, ledger: Ledger) -> Checkpoint:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
-from sightline.text.json_file import read_json, read_json_object
+from sightline.text.tokenizers.json_file import read_json, read_json_object
 
 MODULES_FILE = "modules.json"
 LENGTH_FILE = "sentence_bert_config.json"

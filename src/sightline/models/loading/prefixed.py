@@ -12,7 +12,7 @@ import torch
 
 from sightline.kernels.block_weights import BlockWeights
 from sightline.models.loading.checkpoint import Checkpoint
-from sightline.text.tokenizer import Tokenizer
+from sightline.text.tokenizers.tokenizer import Tokenizer
 
 PREFIX = "model."
 _TELLING = "embed_tokens.weight"

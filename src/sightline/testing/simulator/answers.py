@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from sightline.core.request import CompletionOutput, EffectiveParams, PositionLogprobs, RequestOutput
-from sightline.runner.noise import derived_seed
+from sightline.runner.sampling.noise import derived_seed
 from sightline.scheduler.sequence import SequenceState
 from sightline.testing.simulator.faults import UNBEARABLE
 from sightline.testing.simulator.oracle import RAISING, SPOILING, expected_tokens, logprob, prefix_hashes

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from sightline.core.request import EffectiveParams
-from sightline.runner.sampler import RowSampling, choose
+from sightline.runner.sampling.sampler import RowSampling, choose
 
 NUM_ORDINARY = 37
 """Tokens 0 to 36 are generated, and most prompts are made of them."""

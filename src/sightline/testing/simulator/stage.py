@@ -18,7 +18,7 @@ from sightline.core.config import PADDING_PAGES, Quantization
 from sightline.core.device import detect_device
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
-from sightline.engine import Engine
+from sightline.engine.engine import Engine
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import assemble_runtime, make_store
 from sightline.scheduler.scheduler import Scheduler

@@ -1,0 +1,407 @@
+"""Latent attention with FlashInfer: absorbed rows on its kernel over paged entries, others on its ragged prefill.
+
+    rows of at most one new token     absorbed, one call that may be captured
+    others                            the phases of `latent_phases`: absorbed, in calls of so many tokens, or with keys
+                                      and values made of entries, by `latent_varlen`
+
+Entries are written first, by a kernel of ours. Every wrapper but the captured ones belongs to one plan: several are
+planned before the first of them runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import flashinfer
+import numpy as np
+import torch
+from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
+from torch import Tensor
+
+from sightline.attention.backends.flashinfer.plans import (
+    CopiesInFlight,
+    RowLists,
+    fill_pages,
+    offsets,
+    on_host,
+    padded,
+    row_sizes,
+    streaming_multiprocessors,
+)
+from sightline.attention.backends.flashinfer.rows import LATENT_ROWS
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import Capability
+from sightline.attention.contract import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendContext,
+    CachePolicy,
+    LatentInputs,
+    Lse,
+    StepView,
+)
+from sightline.attention.latent.phases import PhaseKind, cheapest_way, plan_phases
+from sightline.attention.latent.varlen import LatentVarlen, VarlenPhases, never_absorbed
+from sightline.attention.shared.tiles import row_spans
+from sightline.attention.spec import Feature, LatentSpec
+from sightline.attention.workspace import Lane
+from sightline.core.batch import PADDING_ROW
+from sightline.core.errors import ConfigError
+from sightline.kernels.latent_attention import absorb_queries, project_values
+from sightline.kernels.triton.project import project_real
+from sightline.kernels.triton.write import write_latents
+
+Wrapper: TypeAlias = Any
+"""One of the library's, which has no types."""
+
+RAGGED_DIMS = (192, 128)
+"""Of a head's key and value: the pair of unequal ones that Hopper's ragged kernel has."""
+ABSORBED_TOKENS = 1024
+"""New tokens of one absorbed call, where there are not more rows than that: they have room for queries and latents."""
+QUERY_TILE = 128
+"""New tokens of a row that are one unit of work of the ragged kernel."""
+
+
+class _Scratch(NamedTuple):
+    """A lane's leases."""
+
+    queries: Tensor
+    """[absorbed tokens, heads, latent + rope]."""
+    latents: Tensor
+    """[absorbed tokens, heads, latent]: what heads found."""
+    values: Tensor
+    """[absorbed tokens, heads, value]."""
+    partial: Tensor
+    """Bytes: the library's float workspace."""
+
+
+class _LayerRun(NamedTuple):
+    """One layer of one step."""
+
+    entries: Tensor
+    """[num_pages, page_size, latent + rope]."""
+    scale: float | None
+    """Of a cache so narrow that it has one."""
+    inputs: LatentInputs
+    scratch: _Scratch
+    out: Tensor
+    lse: Tensor | None
+
+
+class _Absorbed(NamedTuple):
+    """Rows that one wrapper over entries computes."""
+
+    wrapper: Wrapper
+    num_queries: int
+    """As planned: of a captured step, those of rows that stand for nobody too."""
+    num_tokens: int
+    """Of the step's, which are the first queries."""
+    tokens: Tensor | None
+    """[num_tokens] int64; None: the step's first."""
+    num_real: Tensor | None
+    """[1] int64, of a step that may be captured: the tokens of rows, which are the first."""
+
+    def __call__(self, run: _LayerRun) -> None:
+        inputs, scratch, count = run.inputs, run.scratch, self.num_tokens
+        q_nope, q_rope = (self._of(each) for each in (inputs.q_nope, inputs.q_rope))
+        queries = scratch.queries[:count]
+        if self.num_real is not None:
+            # Of queries beyond them the kernel reads what lies there: what it finds for those, nobody projects.
+            project_real(q_nope, inputs.key_up.transpose(1, 2), self.num_real, queries, beside=q_rope)
+        else:
+            absorb_queries(q_nope, q_rope, inputs.key_up, queries)
+        found = scratch.latents[: self.num_queries]
+        lse = None
+        if run.lse is not None:
+            lse = torch.empty(found.shape[:2], dtype=torch.float32, device=found.device)
+        self.wrapper.run(
+            query=scratch.queries[: self.num_queries],
+            kv_cache=run.entries,
+            out=found,
+            lse=lse,
+            return_lse=lse is not None,
+            return_lse_base_on_e=lse is not None,
+            ckv_scale=run.scale,
+            kpe_scale=run.scale,
+        )
+        if self.num_real is not None:
+            project_real(found[:count], inputs.value_up, self.num_real, run.out[:count])
+        else:
+            values = scratch.values[:count]
+            project_values(found[:count], inputs.value_up, values)
+            self._put(run.out, values)
+        if run.lse is not None and lse is not None:
+            self._put(run.lse, lse[:count])
+
+    def _of(self, values: Tensor) -> Tensor:
+        return values[: self.num_tokens] if self.tokens is None else values.index_select(0, self.tokens)
+
+    def _put(self, target: Tensor, values: Tensor) -> None:
+        if self.tokens is not None:
+            target.index_copy_(0, self.tokens, values)
+        else:
+            target[: self.num_tokens] = values
+
+
+@dataclass(frozen=True, eq=False)
+class _FlashInferLatentPlan(AttentionPlan[LatentInputs]):
+    entries: tuple[Tensor, ...]
+    """By layer: [num_slots, latent + rope]."""
+    page_size: int
+    scales: tuple[float | None, ...]
+    """By layer, of a cache so narrow that it has them."""
+    device_scales: tuple[Tensor | None, ...]
+    """By layer: one number each."""
+    write_slots: Tensor | None
+    """[num_tokens] int64; None under `TRANSIENT`."""
+    scratch: _Scratch
+    absorbed: tuple[_Absorbed, ...]
+    expanded: VarlenPhases | None
+    needs_lse: bool
+
+    def prepare(self) -> None:
+        """Everything was planned by the library."""
+
+    def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
+        entries = self.entries[layer]
+        if self.write_slots is not None:
+            write_latents(inputs.latent, inputs.k_rope, entries, self.write_slots, self.device_scales[layer])
+        lse = None
+        if self.needs_lse:
+            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        paged = entries.view(-1, self.page_size, entries.shape[1])
+        run = _LayerRun(paged, self.scales[layer], inputs, self.scratch, out, lse)
+        for absorbed in self.absorbed:
+            absorbed(run)
+        if self.expanded is not None:
+            self.expanded.run(layer, inputs, out, lse)
+        return lse
+
+
+class _Decode(NamedTuple):
+    """A captured step's wrapper for one number of rows, all of them of one token in every plan."""
+
+    wrapper: Wrapper
+    num_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Lane:
+    """What the steps of one lane share."""
+
+    scratch: _Scratch
+    decode: tuple[_Decode, ...]
+    """By number of rows."""
+    pages: Tensor
+    """[max_rows * max_pages] int32: of captured steps."""
+    copies: CopiesInFlight
+
+
+@dataclass(frozen=True, eq=False)
+class _RaggedCall:
+    wrapper: Wrapper
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        self.wrapper.run(q, k, v, out=out, lse=lse, return_lse=True, lse_base="ln")
+        return lse
+
+
+@dataclass(frozen=True, eq=False)
+class _RaggedKernel:
+    """The library's ragged prefill, as `latent_varlen` wants it."""
+
+    spec: LatentSpec
+    dtype: torch.dtype
+    partial: Tensor
+    multiprocessors: int
+
+    def plan(
+        self, name: str, query_lens: Sequence[int], key_lens: Sequence[int], *, causal: bool, buffers: PlanBuffers
+    ) -> _RaggedCall:
+        heads = self.spec.num_q_heads
+        tiles = sum(-(-query_len // QUERY_TILE) for query_len in query_lens)
+        # Seven numbers for each tile of each head, and one for each multiprocessor; each list on a border of 16 bytes.
+        num_bytes = 4 * (7 * heads * tiles + self.multiprocessors + 1) + 256
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self.partial, "NHD", backend="fa3")
+        wrapper.reset_workspace_buffer(self.partial, buffers.take(f"{name}.plan", (num_bytes,), torch.uint8))
+        wrapper.plan(
+            on_host(offsets(np.array(query_lens, dtype=np.int32))),
+            on_host(offsets(np.array(key_lens, dtype=np.int32))),
+            heads,
+            heads,
+            self.spec.nope_dim + self.spec.rope_dim,
+            head_dim_vo=self.spec.value_dim,
+            causal=causal,
+            sm_scale=self.spec.scale,
+            q_data_type=self.dtype,
+        )
+        return _RaggedCall(wrapper)
+
+
+class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
+    """For NVIDIA's Hopper."""
+
+    capabilities: ClassVar[tuple[Capability, ...]] = LATENT_ROWS
+
+    def __init__(self, context: BackendContext[LatentSpec]) -> None:
+        self._spec = spec = context.spec
+        dims = (spec.nope_dim + spec.rope_dim, spec.value_dim)
+        if dims != RAGGED_DIMS:
+            raise ConfigError(
+                f"expected heads of {RAGGED_DIMS} for keys and values, got {dims}, which FlashInfer's ragged kernel "
+                "does not have; choose another attention backend"
+            )
+        self._pool = pool = context.cache.pools["latent"]
+        self._dtype = context.dtype
+        self._entries = pool.plane("entry").unbind(0)
+        self._is_scaled = pool.plane("entry").dtype == torch.float8_e4m3fn
+        scales = pool.scales_device("entry")
+        self._device_scales = tuple(
+            scales[layer : layer + 1] if self._is_scaled else None for layer in range(len(self._entries))
+        )
+        self._absorbed_tokens = max(context.limits.max_rows, ABSORBED_TOKENS)
+        self._lanes = {lane: self._lane(context, lane) for lane in context.limits.lanes}
+        multiprocessors = streaming_multiprocessors(context.device)
+        kernels = {
+            lane: _RaggedKernel(spec, context.dtype, own.scratch.partial, multiprocessors)
+            for lane, own in self._lanes.items()
+        }
+        self._varlen = LatentVarlen(context, kernels, entry_scales=pool.scales("entry"))
+
+    def _lane(self, context: BackendContext[LatentSpec], lane: Lane) -> _Lane:
+        limits, spec, tokens = context.limits, context.spec, self._absorbed_tokens
+
+        def lease(name: str, *shape: int, dtype: torch.dtype = context.dtype) -> Tensor:
+            return context.workspace.lease(context.group, f"flashinfer {name}", lane, shape, dtype)
+
+        heads = spec.num_q_heads
+        # A partial result of the captured kernel: one vector and one number for each of 64 rows of each block, twice.
+        partial_bytes = 2 * 64 * streaming_multiprocessors(context.device) * (2 * spec.latent_dim + 4) + 1024
+        scratch = _Scratch(
+            queries=lease("queries", tokens, heads, spec.head_dim),
+            latents=lease("latents", tokens, heads, spec.latent_dim),
+            values=lease("values", tokens, heads, spec.value_dim),
+            partial=lease("partial results", partial_bytes, dtype=torch.uint8),
+        )
+        pages = lease("pages", limits.max_rows * self._pool.table.max_pages, dtype=torch.int32)
+        query_offsets = lease("query offsets", limits.max_rows + 1, dtype=torch.int32)
+        page_offsets = lease("page offsets", limits.max_rows + 1, dtype=torch.int32)
+        lens = lease("lengths", limits.max_rows, dtype=torch.int32)
+
+        def decode(num_rows: int) -> _Decode:
+            wrapper = BatchMLAPagedAttentionWrapper(
+                scratch.partial,
+                use_cuda_graph=True,
+                qo_indptr=query_offsets[: num_rows + 1],
+                kv_indptr=page_offsets[: num_rows + 1],
+                kv_indices=pages,
+                kv_len_arr=lens[:num_rows],
+                backend="fa3",
+            )
+            return _Decode(wrapper, num_rows)
+
+        sizes = row_sizes(limits.max_rows)
+        return _Lane(scratch, tuple(decode(size) for size in sizes), pages, CopiesInFlight(context.device))
+
+    def plan(self, step: StepView, buffers: PlanBuffers) -> _FlashInferLatentPlan:
+        batch, lane = step.batch, self._lanes[step.lane]
+        transient = step.policy is CachePolicy.TRANSIENT
+        num_layers = len(self._entries)
+        lane.copies.wait()
+        absorbed: tuple[_Absorbed, ...] = ()
+        expanded = None
+        if not transient and batch.num_rows and max(batch.query_lens.bound) <= 1:
+            absorbed = (self._plan_decode(step, lane, buffers),)
+        elif batch.num_rows:
+            choose = never_absorbed if transient else cheapest_way
+            phases = plan_phases(row_spans(batch, None), self._spec, self._varlen.room, choose)
+            rows = [part.span.row for phase in phases if phase.kind is PhaseKind.ABSORBED for part in phase.parts]
+            absorbed = tuple(self._plan_absorbed(rows, step, lane, buffers))
+            others = [phase for phase in phases if phase.kind is not PhaseKind.ABSORBED]
+            expanded = self._varlen.plan(others, step, buffers)
+        lane.copies.mark()
+        return _FlashInferLatentPlan(
+            entries=self._entries,
+            page_size=self._pool.page_size,
+            scales=self._pool.scales("entry") if self._is_scaled else (None,) * num_layers,
+            device_scales=self._device_scales,
+            write_slots=None if transient else batch.pools[self._pool.key].write_slots,
+            scratch=lane.scratch,
+            absorbed=absorbed,
+            expanded=expanded,
+            needs_lse=Feature.LSE in step.needs,
+        )
+
+    def _plan_decode(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Absorbed:
+        """Every row has one query, and those beyond the step's an entry of the padding page.
+
+        The library launches one of two shapes, by the average number of queries: it must not depend on padding.
+        """
+        batch = step.batch
+        decode = next(each for each in lane.decode if each.num_rows >= batch.num_rows)
+        rows = RowLists.of(batch)
+        ones = np.ones(decode.num_rows, dtype=np.int32)
+        whole = RowLists(
+            rows=np.arange(decode.num_rows, dtype=np.int32),
+            query_lens=ones,
+            seq_lens=padded(rows.seq_lens, decode.num_rows, 1),
+            table_rows=padded(rows.table_rows, decode.num_rows, PADDING_ROW),
+        )
+        self._plan_wrapper("decode", decode.wrapper, whole, lane.pages, step, buffers)
+        num_tokens = min(batch.num_rows, batch.num_tokens)
+        num_real = buffers.take("decode.real", (1,), torch.int64).fill_(rows.num_rows)
+        return _Absorbed(decode.wrapper, decode.num_rows, num_tokens, None, num_real)
+
+    def _plan_absorbed(
+        self, rows: Sequence[int], step: StepView, lane: _Lane, buffers: PlanBuffers
+    ) -> Iterator[_Absorbed]:
+        """As many calls as there is room for queries."""
+        starts = step.batch.query_offsets_host()
+        for index, chosen in enumerate(_packed(rows, step.batch.query_lens.exact(), self._absorbed_tokens)):
+            name, lists = f"absorbed{index}", RowLists.of(step.batch, chosen)
+            wrapper = BatchMLAPagedAttentionWrapper(lane.scratch.partial, backend="fa3")
+            num_pages = int(lists.pages(self._pool.page_size).sum())
+            pages = buffers.take(f"{name}.pages", (num_pages,), torch.int32)
+            self._plan_wrapper(name, wrapper, lists, pages, step, buffers)
+            listed = [token for row in chosen for token in range(starts[row], starts[row + 1])]
+            tokens = buffers.take(f"{name}.tokens", (len(listed),), torch.int64)
+            tokens.copy_(torch.tensor(listed, dtype=torch.int64), non_blocking=True)
+            yield _Absorbed(wrapper, len(listed), len(listed), tokens, None)
+
+    def _plan_wrapper(
+        self, name: str, wrapper: Wrapper, rows: RowLists, memory: Tensor, step: StepView, buffers: PlanBuffers
+    ) -> None:
+        spec, page_size = self._spec, self._pool.page_size
+        pages = rows.pages(page_size)
+        listed = fill_pages(name, self._pool.table, rows.table_rows, pages, buffers, memory)
+        wrapper.plan(
+            metadata=MLAPlanMetadata.csr(
+                on_host(offsets(rows.query_lens)), on_host(offsets(pages)), listed, on_host(rows.seq_lens)
+            ),
+            num_heads=spec.num_q_heads,
+            head_dim_ckv=spec.latent_dim,
+            head_dim_kpe=spec.rope_dim,
+            page_size=page_size,
+            # One query sees all of its row.
+            causal=bool(rows.query_lens.max() > 1),
+            sm_scale=spec.scale,
+            q_data_type=self._dtype,
+            kv_data_type=self._entries[0].dtype,
+            lse_mode="basee" if Feature.LSE in step.needs else "none",
+            scale_mode="kv-per-tensor" if self._is_scaled else "default",
+        )
+
+
+def _packed(rows: Sequence[int], query_lens: Sequence[int], room: int) -> Iterator[list[int]]:
+    """Rows side by side, as many as there is room for their tokens; a row alone always has it."""
+    packed: list[int] = []
+    for row in rows:
+        if packed and sum(query_lens[each] for each in packed) + query_lens[row] > room:
+            yield packed
+            packed = []
+        packed.append(row)
+    if packed:
+        yield packed

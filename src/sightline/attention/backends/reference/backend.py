@@ -1,0 +1,60 @@
+"""The oracle as a backend: token by token, page by page, in fp32. Slow on purpose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import Capability
+from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, Lse, SoftmaxInputs, StepView
+from sightline.attention.oracle.attention import attend_row
+from sightline.attention.oracle.rows import ReferenceStep, reference_capability
+from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
+from sightline.cache.pools import Pool
+
+
+@dataclass(frozen=True, eq=False)
+class _ReferencePlan(AttentionPlan[SoftmaxInputs]):
+    spec: SoftmaxSpec
+    pool: Pool
+    step: ReferenceStep
+
+    def prepare(self) -> None:
+        """Nothing is shared between layers."""
+
+    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
+        keys, values = self.pool.plane("k")[layer], self.pool.plane("v")[layer]
+        k_scale, v_scale = self.pool.scales("k")[layer], self.pool.scales("v")[layer]
+        self.step.write(keys, k_scale, inputs.k)
+        self.step.write(values, v_scale, inputs.v)
+        lse = inputs.q.new_full(inputs.q.shape[:2], -torch.inf, dtype=torch.float32)
+        for row in self.step.rows:
+            row_out, row_lse = attend_row(
+                self.spec,
+                inputs.q[row.tokens],
+                row.entries(keys, k_scale, inputs.k),
+                row.entries(values, v_scale, inputs.v),
+                row.visible,
+                inputs.sinks,
+            )
+            out[row.tokens] = row_out.to(out.dtype)
+            lse[row.tokens] = row_lse
+        return lse if self.step.needs_lse else None
+
+
+class ReferenceBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
+    """Serves anything, slowly."""
+
+    capabilities: ClassVar[tuple[Capability, ...]] = (reference_capability(SpecKind.SOFTMAX, frozenset(Feature)),)
+
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
+        self._spec = context.spec
+        self._pool = context.cache.pools["kv"]
+
+    def plan(self, step: StepView, buffers: PlanBuffers) -> _ReferencePlan:
+        del buffers
+        return _ReferencePlan(self._spec, self._pool, ReferenceStep.of(step, self._spec, self._pool))

@@ -1,0 +1,65 @@
+"""The oracle of latent attention as a backend: head by head, entry by entry, in fp32. Slow on purpose.
+
+Knows one way only: every head's keys and values are made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import Capability
+from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, LatentInputs, Lse, StepView
+from sightline.attention.oracle.attention import attend_latent_row
+from sightline.attention.oracle.rows import ReferenceStep, reference_capability
+from sightline.attention.spec import Feature, LatentSpec, SpecKind
+from sightline.cache.pools import Pool
+
+
+@dataclass(frozen=True, eq=False)
+class _ReferencePlan(AttentionPlan[LatentInputs]):
+    spec: LatentSpec
+    pool: Pool
+    step: ReferenceStep
+
+    def prepare(self) -> None:
+        """Nothing is shared between layers."""
+
+    def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
+        entries, new = self.pool.plane("entry")[layer], torch.cat([inputs.latent, inputs.k_rope], dim=-1)
+        scale = self.pool.scales("entry")[layer]
+        self.step.write(entries, scale, new)
+        lse = new.new_full((new.shape[0], self.spec.num_q_heads), -torch.inf, dtype=torch.float32)
+        for row in self.step.rows:
+            row_out, row_lse = attend_latent_row(
+                self.spec,
+                inputs.q_nope[row.tokens],
+                inputs.q_rope[row.tokens],
+                row.entries(entries, scale, new),
+                inputs.key_up,
+                inputs.value_up,
+                row.visible,
+            )
+            out[row.tokens] = row_out.to(out.dtype)
+            lse[row.tokens] = row_lse
+        return lse if self.step.needs_lse else None
+
+
+class ReferenceLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
+    """Serves any latent spec, slowly."""
+
+    capabilities: ClassVar[tuple[Capability, ...]] = (
+        reference_capability(SpecKind.LATENT, frozenset(Feature) - {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS}),
+    )
+
+    def __init__(self, context: BackendContext[LatentSpec]) -> None:
+        self._spec = context.spec
+        self._pool = context.cache.pools["latent"]
+
+    def plan(self, step: StepView, buffers: PlanBuffers) -> _ReferencePlan:
+        del buffers
+        return _ReferencePlan(self._spec, self._pool, ReferenceStep.of(step, self._spec, self._pool))

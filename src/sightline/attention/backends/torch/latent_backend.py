@@ -1,0 +1,285 @@
+"""Latent attention with torch alone: the phases of `latent_phases`, each a few products.
+
+Absorbed rows are computed in tiles, as attention over one key head; where a row's pages lie side by side its entries
+are read in place. The other phases make keys and values in leased memory, for as many entries as fit, and attend row by
+row; parts of one row are merged by their log-sum-exp. Out of a cache of 8-bit floats everything is gathered, since it
+is converted anyway, new tokens too: what a row sees of them is what the cache keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import ANY, Capability, HostLengths
+from sightline.attention.contract import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendContext,
+    CachePolicy,
+    LatentInputs,
+    Lse,
+    StepView,
+)
+from sightline.attention.latent.phases import Choose, Phase, PhaseKind, RowPart, cheapest_way, plan_phases
+from sightline.attention.latent.run import (
+    AbsorbedTile,
+    EntriesInPlace,
+    EntrySource,
+    Expansion,
+    GatheredEntries,
+    LatentScratch,
+    LayerRun,
+    Merged,
+    QueryBlock,
+    StepEntries,
+)
+from sightline.attention.shared.entry_planes import EntryPlane, entry_planes, is_scaled
+from sightline.attention.shared.key_sources import TileTokens
+from sightline.attention.shared.tiles import (
+    RowSpan,
+    fill_bias,
+    fill_slots,
+    needs_bias,
+    pack_tiles,
+    row_spans,
+    split_long,
+)
+from sightline.attention.spec import Feature, LatentSpec, SpecKind
+from sightline.attention.workspace import Lane
+from sightline.cache.spec import SCALED_DTYPES
+from sightline.core.batch import MaskKind
+from sightline.core.device import DeviceKind
+
+MIN_GATHERED_KEYS = 4096
+"""Entries that a tile may gather even where sequences are shorter: enough rows to be worth a call."""
+MIN_KEYS_IN_PLACE = 256
+"""Entries from which on a row is worth a call of its own, if that saves gathering them. A row alone has one anyway."""
+MAX_SCORES = 1 << 22
+"""Of a call: 16 MiB in fp32. What would have more is cut by query."""
+
+
+@dataclass(frozen=True, eq=False)
+class _LatentPlan(AttentionPlan[LatentInputs]):
+    spec: LatentSpec
+    planes: tuple[Tensor, ...]
+    """By layer: [num_slots, latent + rope], as it is stored."""
+    entries: tuple[EntryPlane, ...]
+    """The same, to move entries through."""
+    write_slots: Tensor | None
+    """[num_tokens] int64; None under `TRANSIENT`, which then has no phase that reads a pool either."""
+    scratch: LatentScratch
+    absorbed: tuple[AbsorbedTile, ...]
+    expanded: tuple[Expansion, ...]
+    merged: Merged
+    needs_lse: bool
+
+    def prepare(self) -> None:
+        """Everything was built on the host."""
+
+    def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
+        num_tokens = inputs.latent.shape[0]
+        step = self.scratch.step[:num_tokens]
+        torch.cat((inputs.latent, inputs.k_rope), dim=-1, out=step)
+        if self.write_slots is not None:
+            self.entries[layer].write(self.write_slots, step)
+        lse = None
+        if self.needs_lse:
+            lse = inputs.latent.new_full((num_tokens, self.spec.num_q_heads), -torch.inf, dtype=torch.float32)
+        run = LayerRun(self.spec, layer, self.planes[layer], self.entries[layer], inputs, self.scratch, out, lse)
+        self.merged.begin(run)
+        for tile in self.absorbed:
+            tile(run)
+        for expansion in self.expanded:
+            expansion(run)
+        self.merged.end(run)
+        return lse
+
+
+def _capability(dtype: torch.dtype) -> Capability:
+    return Capability(
+        spec_kinds=frozenset({SpecKind.LATENT}),
+        devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
+        compute_capabilities=ANY,
+        dtypes=frozenset({dtype}),
+        cache_dtypes=SCALED_DTYPES | {dtype},
+        head_dims=ANY,
+        group_sizes=ANY,
+        page_sizes=ANY,
+        features=frozenset({Feature.NON_CAUSAL, Feature.TREE_MASK, Feature.LSE, Feature.DETERMINISTIC}),
+        host_lengths=HostLengths.EXACT,
+    )
+
+
+class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
+    """For real use on a CPU."""
+
+    capabilities: ClassVar[tuple[Capability, ...]] = tuple(
+        _capability(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    )
+    choose: ClassVar[Choose] = staticmethod(cheapest_way)
+    """The way of a row."""
+    room_bytes: ClassVar[int] = 128 << 20
+    """For keys and values that are made of entries."""
+
+    def __init__(self, context: BackendContext[LatentSpec]) -> None:
+        self._spec = spec = context.spec
+        self._pool = context.cache.pools["latent"]
+        self._planes = self._pool.plane("entry").unbind(0)
+        self._entries = entry_planes(self._pool, "entry")
+        self._is_scaled = is_scaled(self._pool)
+        self._dtype = context.dtype
+        limits = context.limits
+        self._max_keys = max(limits.max_seq_len, MIN_GATHERED_KEYS)
+        key_bytes = spec.num_q_heads * (spec.nope_dim + spec.rope_dim + spec.value_dim) * context.dtype.itemsize
+        self._room = max(1, min(limits.max_seq_len, self.room_bytes // key_bytes))
+
+        def scratch(lane: Lane) -> LatentScratch:
+            def lease(name: str, *shape: int, dtype: torch.dtype = context.dtype) -> Tensor:
+                return context.workspace.lease(context.group, name, lane, shape, dtype)
+
+            heads, tokens = spec.num_q_heads, limits.max_step_tokens
+            return LatentScratch(
+                step=lease("step", tokens, spec.head_dim),
+                gathered=lease("gathered", self._max_keys, spec.head_dim),
+                keys=lease("keys", self._room, heads, spec.nope_dim + spec.rope_dim),
+                values=lease("values", self._room, heads, spec.value_dim),
+                merged=lease("merged", tokens, heads, spec.value_dim, dtype=torch.float32),
+                merged_lse=lease("merged lse", tokens, heads, dtype=torch.float32),
+            )
+
+        self._scratch = {lane: scratch(lane) for lane in limits.lanes}
+
+    def plan(self, step: StepView, buffers: PlanBuffers) -> _LatentPlan:
+        transient = step.policy is CachePolicy.TRANSIENT
+        spans = row_spans(step.batch, None)
+        phases = plan_phases(spans, self._spec, self._room, type(self).choose)
+        absorbed = [part.span for phase in phases if phase.kind is PhaseKind.ABSORBED for part in phase.parts]
+        expanded = [phase for phase in phases if phase.kind is not PhaseKind.ABSORBED]
+        pieces = [part.span for phase in expanded for part in phase.parts]
+        merged = {span for span in pieces if pieces.count(span) > 1}
+        return _LatentPlan(
+            spec=self._spec,
+            planes=self._planes,
+            entries=self._entries,
+            write_slots=None if transient else step.batch.pools[self._pool.key].write_slots,
+            scratch=self._scratch[step.lane],
+            absorbed=tuple(self._plan_absorbed(absorbed, step, buffers)),
+            expanded=tuple(
+                self._plan_expansion(f"phase{index}", phase, merged, step, buffers)
+                for index, phase in enumerate(expanded)
+            ),
+            merged=Merged(tuple(_tokens(span) for span in spans if span in merged)),
+            needs_lse=Feature.LSE in step.needs,
+        )
+
+    def _plan_absorbed(self, spans: Sequence[RowSpan], step: StepView, buffers: PlanBuffers) -> Iterator[AbsorbedTile]:
+        transient = step.policy is CachePolicy.TRANSIENT
+        if not transient:
+            most = MAX_SCORES // self._spec.num_q_heads
+            spans = split_long(spans, self._spec, knows_causal=False, most=most)
+        least = MIN_KEYS_IN_PLACE if len(spans) > 1 else 1
+        alone = {
+            span: EntriesInPlace(run)
+            for span in spans
+            if span.num_keys >= least and (run := self._run(span, step)) is not None
+        }
+        together = pack_tiles([span for span in spans if span not in alone], self._max_keys, transient=transient)
+        for index, rows in enumerate([*((span,) for span in alone), *together]):
+            yield self._plan_tile(f"tile{index}", rows, alone.get(rows[0]), step, buffers)
+
+    def _run(self, span: RowSpan, step: StepView) -> slice | None:
+        """The slots of a row that is read where it lies."""
+        if self._is_scaled or self._comes_from_step(span, step):
+            return None
+        return self._pool.table.run(step.batch.rows[span.row], 0, span.num_keys, self._pool.page_size)
+
+    def _comes_from_step(self, span: RowSpan, step: StepView) -> bool:
+        """True where the step's own entries are all that a row reads, and the cache, if any, holds just those."""
+        return step.policy is CachePolicy.TRANSIENT or (span.is_fresh and not self._is_scaled)
+
+    def _plan_tile(
+        self, name: str, rows: tuple[RowSpan, ...], in_place: EntrySource | None, step: StepView, buffers: PlanBuffers
+    ) -> AbsorbedTile:
+        query_len, num_keys = rows[0].query_len, max(span.num_keys for span in rows)
+        tokens = TileTokens.planned(name, rows, buffers)
+        source = in_place
+        if source is None and self._comes_from_step(rows[0], step):
+            source = StepEntries(tokens)
+        elif source is None:
+            slots = buffers.take(f"{name}.slots", (len(rows), num_keys), torch.int64)
+            fill_slots(rows, self._pool.table, step.batch.rows, self._pool.page_size, slots)
+            source = GatheredEntries(slots)
+        bias = None
+        if needs_bias(rows, self._spec):
+            bias = buffers.take(f"{name}.bias", (len(rows), 1, query_len, num_keys), self._dtype)
+            fill_bias(rows, self._spec, step.batch, bias)
+        plain = Feature.LSE not in step.needs and rows[0].kind is not MaskKind.TREE
+        return AbsorbedTile(tokens, source, bias, plain)
+
+    def _plan_expansion(
+        self, name: str, phase: Phase, merged: set[RowSpan], step: StepView, buffers: PlanBuffers
+    ) -> Expansion:
+        blocks: list[QueryBlock] = []
+        first = 0
+        for index, part in enumerate(phase.parts):
+            blocks += self._plan_blocks(f"{name}.part{index}", part, first, buffers, merges=part.span in merged)
+            first += part.num_keys
+        return Expansion(self._plan_source(name, phase, step, buffers), tuple(blocks))
+
+    def _plan_source(self, name: str, phase: Phase, step: StepView, buffers: PlanBuffers) -> EntrySource:
+        """The phase's entries: the step's own where all of them are, else out of the pool."""
+        places = buffers.take(f"{name}.entries", (1, phase.num_keys), torch.int64)
+        ragged = phase.kind is PhaseKind.RAGGED and not self._is_scaled
+        from_step = step.policy is CachePolicy.TRANSIENT or ragged
+        start = 0
+        for part in phase.parts:
+            entries = torch.arange(part.first_key, part.stop_key, device=places.device)
+            if from_step:
+                found = entries + (part.span.first_token - part.span.context_len)
+            else:
+                rows = torch.full_like(entries, step.batch.rows[part.span.row])
+                found = self._pool.table.slots(rows, entries, self._pool.page_size)
+            places[0, start : start + part.num_keys] = found
+            start += part.num_keys
+        if not from_step:
+            return GatheredEntries(places)
+        return StepEntries(TileTokens(1, phase.num_keys, places.view(-1), _one_run(phase.parts)))
+
+    def _plan_blocks(
+        self, name: str, part: RowPart, first: int, buffers: PlanBuffers, *, merges: bool
+    ) -> Iterator[QueryBlock]:
+        """The part's queries, cut so that a call has few enough scores; `first` is where its keys begin."""
+        span = part.span
+        count = max(1, MAX_SCORES // (self._spec.num_q_heads * part.num_keys))
+        for start in range(part.first_query, span.query_len, count):
+            stop = min(start + count, span.query_len)
+            last_key = part.stop_key
+            if span.kind is MaskKind.CAUSAL:
+                last_key = min(last_key, span.context_len + stop)
+            num_keys = last_key - part.first_key
+            bias = None
+            # The first query of the block sees the fewest keys.
+            if span.kind is MaskKind.CAUSAL and span.context_len + start < last_key - 1:
+                bias = buffers.take(f"{name}.bias{start}", (1, 1, stop - start, num_keys), self._dtype)
+                reach = span.context_len + start - part.first_key
+                seen = torch.ones(stop - start, num_keys, dtype=torch.bool, device=bias.device).tril(reach)
+                bias.fill_(-torch.inf).masked_fill_(seen, 0.0)
+            tokens = slice(span.first_token + start, span.first_token + stop)
+            yield QueryBlock(tokens, slice(first, first + num_keys), bias, merges)
+
+
+def _tokens(span: RowSpan) -> slice:
+    return slice(span.first_token, span.first_token + span.query_len)
+
+
+def _one_run(parts: Sequence[RowPart]) -> slice | None:
+    """The step's tokens that the parts' keys are, where they lie side by side."""
+    starts = [part.span.first_token - part.span.context_len + part.first_key for part in parts]
+    stops = [start + part.num_keys for start, part in zip(starts, parts, strict=True)]
+    return slice(starts[0], stops[-1]) if starts[1:] == stops[:-1] else None

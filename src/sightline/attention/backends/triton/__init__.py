@@ -1,0 +1,1 @@
+"""Attention with Sightline's own Triton kernels."""

@@ -1,0 +1,257 @@
+"""Softmax attention with Sightline's own Triton kernels.
+
+Leading rows of one new token are decoded by two launches a layer, which write the cache too; other rows, and whatever
+stands among them, are extended by a write and one launch. Planning is device work: the host looks at bounds of query
+lengths and at nothing else, so that a captured step serves any lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sightline.attention.backends.triton.plans import (
+    Chip,
+    decode_rows,
+    layer_scales,
+    lease_decode,
+    plan_masks,
+)
+from sightline.attention.backends.triton.rows import ROWS
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import Capability
+from sightline.attention.contract import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendContext,
+    CachePolicy,
+    Lse,
+    SoftmaxInputs,
+    StepView,
+)
+from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.workspace import Lane
+from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
+from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
+from sightline.kernels.triton.extend import extend_contiguous, extend_paged
+from sightline.kernels.triton.extend_rules import ExtendMasks, ScoreRule
+from sightline.kernels.triton.extend_tiles import (
+    FIELDS,
+    ExtendConfig,
+    Tiles,
+    choose_config,
+    num_tiles,
+    prepare_tiles,
+)
+from sightline.kernels.triton.write import write_keys_values
+
+
+@dataclass(frozen=True, eq=False)
+class _Decode:
+    """Rows of one new token at most."""
+
+    rows: DecodeRows
+    scratch: DecodeScratch
+    config: DecodeConfig
+
+
+@dataclass(frozen=True, eq=False)
+class _Extend:
+    """Rows of any number of new tokens."""
+
+    query_lens: Tensor
+    context_lens: Tensor | None
+    """None under `TRANSIENT`, as the page-table rows."""
+    table_rows: Tensor | None
+    served: Tensor | None
+    """[num_rows] int8: 1 for the rows that are extended; None for all."""
+    query_offsets: Tensor
+    tiles: Tiles
+    masks: ExtendMasks
+    config: ExtendConfig
+    num_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class _TritonPlan(AttentionPlan[SoftmaxInputs]):
+    spec: SoftmaxSpec
+    layers: Sequence[DecodeLayer]
+    write_slots: Tensor | None
+    """[num_tokens] int64; None under `TRANSIENT`, which then reads no pool either."""
+    pages: Tensor
+    page_size: int
+    decode: _Decode | None
+    extend: _Extend | None
+    needs_lse: bool
+
+    def prepare(self) -> None:
+        """Deals out the work on the device."""
+        if self.decode is not None:
+            config, spec = self.decode.config, self.spec
+            heads = spec.num_kv_heads * config.num_subgroups(spec.group_size)
+            divide(self.decode.rows, self.decode.scratch, config, heads, spec.window)
+        if self.extend is not None:
+            rows = self.extend
+            prepare_tiles(
+                rows.query_lens,
+                rows.context_lens,
+                rows.table_rows,
+                rows.num_tokens,
+                rows.query_offsets,
+                rows.tiles,
+                rows.served,
+            )
+
+    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
+        if self.extend is not None:
+            self._run_extend(self.extend, self.layers[layer], inputs, out, lse)
+        if self.decode is not None:
+            rows, scratch, config = self.decode.rows, self.decode.scratch, self.decode.config
+            decode_softmax(
+                inputs.q, inputs.k, inputs.v, inputs.sinks, self.layers[layer], rows, scratch, config, out, lse
+            )
+        return lse
+
+    def _run_extend(
+        self, rows: _Extend, layer: DecodeLayer, inputs: SoftmaxInputs, out: Tensor, lse: Tensor | None
+    ) -> None:
+        rule = ScoreRule(layer.scale, layer.softcap, layer.window)
+        if self.write_slots is None:
+            extend_contiguous(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                rows.tiles,
+                out,
+                rule=rule,
+                masks=rows.masks,
+                config=rows.config,
+                sinks=inputs.sinks,
+                lse=lse,
+            )
+            return
+        # All tokens: those that are decoded are written twice, alike.
+        write_keys_values(inputs.k, inputs.v, layer.keys, layer.values, self.write_slots, layer.k_scale, layer.v_scale)
+        extend_paged(
+            inputs.q,
+            layer.keys,
+            layer.values,
+            self.pages,
+            self.page_size,
+            rows.tiles,
+            out,
+            rule=rule,
+            masks=rows.masks,
+            config=rows.config,
+            sinks=inputs.sinks,
+            lse=lse,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Lane:
+    """A lane's leases."""
+
+    decode: DecodeScratch
+    query_offsets: Tensor
+    """[max_rows + 1] int64."""
+    records: Tensor
+    """[most tiles, fields] int32."""
+
+
+class TritonBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
+    """For NVIDIA GPUs."""
+
+    capabilities: ClassVar[tuple[Capability, ...]] = ROWS
+
+    def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
+        self._spec = spec = context.spec
+        self._pool = pool = context.cache.pools["kv"]
+        self._dtype = context.dtype
+        keys, values = pool.plane("k"), pool.plane("v")
+        planes = zip(keys, values, layer_scales(pool, "k"), layer_scales(pool, "v"), strict=True)
+        self._layers = tuple(DecodeLayer(*each, spec.scale, spec.window, spec.softcap) for each in planes)
+        self._chip = chip = Chip.of(context.device)
+        self._config = choose_decode(
+            spec.head_dim,
+            spec.group_size,
+            keys.dtype,
+            context.dtype,
+            multiprocessors=chip.multiprocessors,
+            shared_bytes=chip.shared_bytes,
+            overlaps=chip.overlaps,
+        )
+        limits = context.limits
+
+        def lane_leases(lane: Lane) -> _Lane:
+            def lease(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+                return context.workspace.lease(context.group, f"triton {name}", lane, shape, dtype)
+
+            most_tiles = max(
+                num_tiles(limits.max_rows, limits.max_step_tokens, self._extend_config(longest)[1])
+                for longest in (1, limits.max_step_tokens)
+            )
+            return _Lane(
+                lease_decode(lease, self._config, limits.max_rows, spec.head_dim),
+                lease("query offsets", (limits.max_rows + 1,), torch.int64),
+                lease("tiles", (most_tiles, FIELDS), torch.int32),
+            )
+
+        self._lanes = {lane: lane_leases(lane) for lane in limits.lanes}
+        # Zeros, then ones: a slice of it says that the first so many rows are decoded, and needs no copy.
+        self._served = torch.zeros(2 * limits.max_rows, dtype=torch.int8, device=context.device)
+        self._served[limits.max_rows :] = 1
+        self._max_rows = limits.max_rows
+
+    def _extend_config(self, longest_query: int) -> tuple[ExtendConfig, int]:
+        """How queries are cut, and how many a tile has."""
+        spec = self._spec
+        config = choose_config(
+            self._dtype,
+            spec.head_dim,
+            spec.head_dim,
+            spec.group_size,
+            longest_query,
+            shared_bytes=self._chip.shared_bytes,
+        )
+        return config, config.tile_tokens(spec.group_size)
+
+    def plan(self, step: StepView, buffers: PlanBuffers) -> _TritonPlan:
+        batch, pool, lane = step.batch, self._pool, self._lanes[step.lane]
+        transient = step.policy is CachePolicy.TRANSIENT
+        decoding = 0 if transient else batch.num_decoding()
+        decode = None
+        if decoding:
+            decode = _Decode(decode_rows(batch, decoding, pool), lane.decode, self._config)
+        extend = None
+        if decoding < batch.num_rows and batch.num_tokens:
+            config, tile_tokens = self._extend_config(max(batch.query_lens.bound))
+            tiles = num_tiles(batch.num_rows, batch.num_tokens, tile_tokens)
+            extend = _Extend(
+                query_lens=batch.query_lens.device,
+                context_lens=None if transient else batch.context_lens.device,
+                table_rows=None if transient else batch.table_rows,
+                served=self._served[self._max_rows - decoding :][: batch.num_rows] if decoding else None,
+                query_offsets=lane.query_offsets[: batch.num_rows + 1],
+                tiles=Tiles(lane.records[:tiles], tile_tokens),
+                masks=plan_masks(batch, buffers),
+                config=config,
+                num_tokens=batch.num_tokens,
+            )
+        return _TritonPlan(
+            spec=self._spec,
+            layers=self._layers,
+            write_slots=None if transient else batch.pools[pool.key].write_slots,
+            pages=pool.table.pages,
+            page_size=pool.page_size,
+            decode=decode,
+            extend=extend,
+            needs_lse=Feature.LSE in step.needs,
+        )

@@ -1,0 +1,369 @@
+"""Latent attention with Sightline's own Triton kernels.
+
+A step of rows of one new token is decoded over the entries by two launches a layer, which write the cache too. Of other
+steps, rows of few queries attend to the entries as they lie, absorbed, and the rest to keys and values that are made of
+them (`latent_varlen`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sightline.attention.backends.triton.plans import (
+    Chip,
+    decode_rows,
+    layer_scales,
+    lease_decode,
+    plan_masks,
+)
+from sightline.attention.backends.triton.rows import LATENT_ROWS
+from sightline.attention.buffers import PlanBuffers
+from sightline.attention.capability import Capability
+from sightline.attention.contract import (
+    AttentionBackend,
+    AttentionPlan,
+    BackendContext,
+    CachePolicy,
+    LatentInputs,
+    Lse,
+    StepView,
+)
+from sightline.attention.latent.phases import PhaseKind, cheapest_way, plan_phases
+from sightline.attention.latent.varlen import LatentVarlen, VarlenPhases
+from sightline.attention.shared.tiles import row_spans
+from sightline.attention.spec import Feature, LatentSpec
+from sightline.attention.workspace import Lane
+from sightline.kernels.latent_attention import absorb_queries, project_values
+from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
+from sightline.kernels.triton.extend import extend_contiguous, extend_paged
+from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, ScoreRule
+from sightline.kernels.triton.extend_tiles import (
+    FIELDS,
+    ExtendConfig,
+    Tiles,
+    choose_config,
+    num_tiles,
+    prepare_ragged_tiles,
+    prepare_tiles,
+)
+from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
+from sightline.kernels.triton.merge import merge_states
+from sightline.kernels.triton.project import project_real
+from sightline.kernels.triton.write import write_latents
+
+
+@dataclass(frozen=True, eq=False)
+class _Lane:
+    """A lane's leases."""
+
+    decode: DecodeScratch
+    queries: Tensor
+    """[max_step_tokens, heads, latent + rope]: taken into the latent's space."""
+    found: Tensor
+    """[max_step_tokens, heads, latent]."""
+    entries: Tensor
+    """[max_step_tokens, latent + rope]: of the step itself, where there is no pool."""
+    projected: Tensor
+    """[max_step_tokens, heads, value]."""
+    num_real: Tensor
+    """[1] int64: of a step that is decoded, the tokens of rows."""
+    query_offsets: Tensor
+    """[max_rows + 1] int64."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Decode:
+    """Rows of one new token at most."""
+
+    rows: DecodeRows
+    scratch: DecodeScratch
+    config: DecodeConfig
+
+
+@dataclass(frozen=True, eq=False)
+class _Absorbed:
+    """Rows whose queries meet entries as they lie."""
+
+    query_lens: Tensor
+    context_lens: Tensor | None
+    """None under `TRANSIENT`, as the page-table rows."""
+    table_rows: Tensor | None
+    served: Tensor
+    """[num_rows] int8: 1 for those rows."""
+    is_served: Tensor
+    """[num_tokens] bool: True for their tokens."""
+    query_offsets: Tensor
+    tiles: Tiles
+    masks: ExtendMasks
+    config: ExtendConfig
+
+
+@dataclass(frozen=True, eq=False)
+class _RaggedCall:
+    """One call over ragged rows."""
+
+    spec: LatentSpec
+    tiles: Tiles
+    config: ExtendConfig
+    masks: ExtendMasks
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        rule = ScoreRule(self.spec.scale)
+        extend_contiguous(q, k, v, self.tiles, out, rule=rule, masks=self.masks, config=self.config, lse=lse)
+        return lse
+
+
+@dataclass(frozen=True, eq=False)
+class _RaggedKernel:
+    """The extend kernel, as `latent_varlen` wants it."""
+
+    spec: LatentSpec
+    dtype: torch.dtype
+    shared_bytes: int
+    """That one program may have."""
+
+    def plan(
+        self, name: str, query_lens: Sequence[int], key_lens: Sequence[int], *, causal: bool, buffers: PlanBuffers
+    ) -> _RaggedCall:
+        spec, rows, tokens = self.spec, len(query_lens), sum(query_lens)
+        config = choose_config(
+            self.dtype,
+            spec.nope_dim + spec.rope_dim,
+            spec.value_dim,
+            1,
+            max(query_lens),
+            shared_bytes=self.shared_bytes,
+        )
+        offsets = buffers.take(f"{name}.offsets", (2, rows + 1), torch.int64)
+        lens = torch.tensor([[0, *query_lens], [0, *key_lens]], dtype=torch.int64)
+        offsets.copy_(lens.cumsum(1), non_blocking=True)
+        tile_tokens = config.tile_tokens(1)
+        records = buffers.take(f"{name}.tiles", (num_tiles(rows, tokens, tile_tokens), FIELDS), torch.int32)
+        tiles = Tiles(records, tile_tokens)
+        prepare_ragged_tiles(offsets[0], offsets[1], tokens, tiles)
+        return _RaggedCall(spec, tiles, config, CAUSAL_ROWS if causal else FULL_ROWS)
+
+
+@dataclass(frozen=True, eq=False)
+class _TritonLatentPlan(AttentionPlan[LatentInputs]):
+    spec: LatentSpec
+    layers: Sequence[LatentLayer]
+    write_slots: Tensor | None
+    """[num_tokens] int64; None under `TRANSIENT`, which then reads no pool either."""
+    pages: Tensor
+    page_size: int
+    lane: _Lane
+    decode: _Decode | None
+    absorbed: _Absorbed | None
+    expanded: VarlenPhases | None
+    needs_lse: bool
+
+    def prepare(self) -> None:
+        """Deals out the work on the device."""
+        if self.decode is not None:
+            rows, config = self.decode.rows, self.decode.config
+            divide(rows, self.decode.scratch, config, config.num_subgroups(self.spec.num_q_heads), None)
+            torch.sum(rows.query_lens, 0, keepdim=True, out=self.lane.num_real)
+        if self.absorbed is not None:
+            chosen = self.absorbed
+            prepare_tiles(
+                chosen.query_lens,
+                chosen.context_lens,
+                chosen.table_rows,
+                chosen.is_served.shape[0],
+                chosen.query_offsets,
+                chosen.tiles,
+                chosen.served,
+            )
+
+    def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
+        if self.decode is not None:
+            self._decode(self.decode, self.layers[layer], inputs, out, lse)
+            return lse
+        if self.write_slots is not None:
+            cached = self.layers[layer]
+            write_latents(inputs.latent, inputs.k_rope, cached.entries, self.write_slots, cached.entry_scale)
+        if self.expanded is not None:
+            self.expanded.run(layer, inputs, out, lse)
+        if self.absorbed is not None:
+            self._absorb(self.absorbed, self.layers[layer], inputs, out, lse)
+        return lse
+
+    def _decode(
+        self, decode: _Decode, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
+    ) -> None:
+        # Rows of one token each come first: what is beyond them is padding, and its output stays.
+        tokens = min(decode.rows.num_rows, out.shape[0])
+        num_real, overlaps = self.lane.num_real, decode.config.overlaps
+        q_latent = self.lane.queries[:tokens, :, : self.spec.latent_dim]
+        key_up = inputs.key_up.transpose(1, 2)
+        project_real(inputs.q_nope[:tokens], key_up, num_real, q_latent, overlaps=overlaps)
+        decode_latent(
+            q_latent,
+            inputs.q_rope,
+            inputs.latent,
+            inputs.k_rope,
+            layer,
+            decode.rows,
+            decode.scratch,
+            decode.config,
+            self.lane.found[:tokens],
+            lse,
+        )
+        project_real(
+            self.lane.found[:tokens], inputs.value_up, num_real, out[:tokens], overlaps=overlaps, early=overlaps
+        )
+
+    def _absorb(
+        self, rows: _Absorbed, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
+    ) -> None:
+        tokens, latent_dim = out.shape[0], self.spec.latent_dim
+        queries, found = self.lane.queries[:tokens], self.lane.found[:tokens]
+        absorb_queries(inputs.q_nope, inputs.q_rope, inputs.key_up, queries)
+        rule = ScoreRule(layer.scale)
+        if self.write_slots is None:
+            new = self.lane.entries[:tokens]
+            torch.cat((inputs.latent, inputs.k_rope), dim=-1, out=new)
+            keys, values = new.unsqueeze(1), new[:, None, :latent_dim]
+            extend_contiguous(
+                queries, keys, values, rows.tiles, found, rule=rule, masks=rows.masks, config=rows.config, lse=lse
+            )
+        else:
+            extend_paged(
+                queries,
+                layer.entries.unsqueeze(1),
+                layer.entries[:, None, :latent_dim],
+                self.pages,
+                self.page_size,
+                rows.tiles,
+                found,
+                rule=rule,
+                masks=rows.masks,
+                config=rows.config,
+                lse=lse,
+                k_scale=layer.entry_scale,
+                v_scale=layer.entry_scale,
+            )
+        projected = self.lane.projected[:tokens]
+        project_values(found, inputs.value_up, projected)
+        torch.where(rows.is_served[:, None, None], projected, out, out=out)
+
+
+class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
+    """For NVIDIA GPUs."""
+
+    capabilities: ClassVar[tuple[Capability, ...]] = LATENT_ROWS
+
+    def __init__(self, context: BackendContext[LatentSpec]) -> None:
+        self._spec = spec = context.spec
+        self._pool = pool = context.cache.pools["latent"]
+        self._dtype = context.dtype
+        scales = layer_scales(pool, "entry")
+        self._layers = tuple(
+            LatentLayer(entries, scale, spec.scale) for entries, scale in zip(pool.plane("entry"), scales, strict=True)
+        )
+        self._chip = chip = Chip.of(context.device)
+        self._config = choose_latent_decode(
+            spec.latent_dim,
+            spec.rope_dim,
+            spec.num_q_heads,
+            context.dtype,
+            multiprocessors=chip.multiprocessors,
+            shared_bytes=chip.shared_bytes,
+            overlaps=chip.overlaps,
+        )
+        limits = context.limits
+
+        def lane_leases(lane: Lane) -> _Lane:
+            def lease(name: str, shape: tuple[int, ...], dtype: torch.dtype = context.dtype) -> Tensor:
+                return context.workspace.lease(context.group, f"triton {name}", lane, shape, dtype)
+
+            per_token = (limits.max_step_tokens, spec.num_q_heads)
+            return _Lane(
+                lease_decode(lease, self._config, limits.max_rows, spec.latent_dim),
+                lease("queries", (*per_token, spec.head_dim)),
+                lease("found", (*per_token, spec.latent_dim)),
+                lease("entries", (limits.max_step_tokens, spec.head_dim)),
+                lease("projected", (*per_token, spec.value_dim)),
+                lease("real tokens", (1,), torch.int64),
+                lease("query offsets", (limits.max_rows + 1,), torch.int64),
+            )
+
+        self._lanes = {lane: lane_leases(lane) for lane in limits.lanes}
+        kernel = _RaggedKernel(spec, context.dtype, chip.shared_bytes)
+        self._varlen = LatentVarlen(
+            context, dict.fromkeys(limits.lanes, kernel), entry_scales=pool.scales("entry"), merge=merge_states
+        )
+
+    def plan(self, step: StepView, buffers: PlanBuffers) -> _TritonLatentPlan:
+        batch, pool, lane = step.batch, self._pool, self._lanes[step.lane]
+        transient = step.policy is CachePolicy.TRANSIENT
+        decode = absorbed = expanded = None
+        if not transient and batch.num_rows and batch.num_decoding() == batch.num_rows:
+            decode = _Decode(decode_rows(batch, batch.num_rows, pool), lane.decode, self._config)
+        elif batch.num_rows:
+            absorbed, expanded = self._plan_phases(step, lane, buffers)
+        return _TritonLatentPlan(
+            spec=self._spec,
+            layers=self._layers,
+            write_slots=None if transient else batch.pools[pool.key].write_slots,
+            pages=pool.table.pages,
+            page_size=pool.page_size,
+            lane=lane,
+            decode=decode,
+            absorbed=absorbed,
+            expanded=expanded,
+            needs_lse=Feature.LSE in step.needs,
+        )
+
+    def _plan_phases(
+        self, step: StepView, lane: _Lane, buffers: PlanBuffers
+    ) -> tuple[_Absorbed | None, VarlenPhases | None]:
+        batch = step.batch
+        phases = plan_phases(row_spans(batch, None), self._spec, self._varlen.room, cheapest_way)
+        rows = [part.span.row for phase in phases if phase.kind is PhaseKind.ABSORBED for part in phase.parts]
+        absorbed = self._plan_absorbed(rows, step, lane, buffers) if rows else None
+        others = [phase for phase in phases if phase.kind is not PhaseKind.ABSORBED]
+        return absorbed, self._varlen.plan(others, step, buffers) if others else None
+
+    def _plan_absorbed(self, rows: Sequence[int], step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Absorbed:
+        batch, spec = step.batch, self._spec
+        paged = step.policy is CachePolicy.PAGED
+        lens = batch.query_lens.exact()
+        chosen = set(rows)
+        config = choose_config(
+            self._dtype,
+            spec.head_dim,
+            spec.latent_dim,
+            spec.num_q_heads,
+            max(lens),
+            shared_bytes=self._chip.shared_bytes,
+        )
+        tile_tokens = config.tile_tokens(spec.num_q_heads)
+        served = buffers.take("served", (batch.num_rows,), torch.int8)
+        served.copy_(
+            torch.tensor([row in chosen for row in range(batch.num_rows)], dtype=torch.int8), non_blocking=True
+        )
+        is_served = buffers.take("is served", (batch.num_tokens,), torch.bool)
+        flags = [row in chosen for row, count in enumerate(lens) for _ in range(count)]
+        flags += [False] * (batch.num_tokens - len(flags))
+        is_served.copy_(torch.tensor(flags, dtype=torch.bool), non_blocking=True)
+        count = num_tiles(batch.num_rows, batch.num_tokens, tile_tokens)
+        return _Absorbed(
+            query_lens=batch.query_lens.device,
+            context_lens=batch.context_lens.device if paged else None,
+            table_rows=batch.table_rows if paged else None,
+            served=served,
+            is_served=is_served,
+            query_offsets=lane.query_offsets[: batch.num_rows + 1],
+            tiles=Tiles(buffers.take("tiles", (count, FIELDS), torch.int32), tile_tokens),
+            masks=plan_masks(batch, buffers),
+            config=config,
+        )

@@ -1,0 +1,159 @@
+"""The ways of latent attention, as data: which keys of which rows are computed how, decided before the first layer.
+
+    absorbed      |------------- keys -------------|   queries taken into the latent's space; entries read as they lie
+    one-shot      |------------- keys -------------|   every head's keys and values made from the entries, at once
+    prefix chunk  |-- chunk --|-- chunk --|            as one-shot, of a part of the context, which all queries see
+    ragged                                |- new --|   as one-shot, of the step's own tokens
+
+A row goes one of three ways: absorbed, one-shot, or chunked, which is prefix chunks and a ragged phase, merged. What a
+way costs, in multiplications of a head, for q new tokens among s keys:
+
+    absorbed   q * latent * (nope + value)  +  q * s * (2 * latent + rope)
+    others     s * latent * (nope + value)  +  q * s * (nope + rope + value)
+
+so that a few queries are absorbed and many are not. One-shot costs what chunks cost, without the merges, and needs room
+for every key; chunks need room for one chunk.
+
+Pure functions of lengths and room. They know no tensor and no backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from sightline.attention.shared.tiles import RowSpan
+from sightline.attention.spec import LatentSpec
+from sightline.core.batch import MaskKind
+
+
+class Way(Enum):
+    """How a whole row is computed."""
+
+    ABSORBED = "absorbed"
+    ONE_SHOT = "one-shot"
+    CHUNKED = "chunked"
+
+
+class PhaseKind(Enum):
+    """How the keys of a phase are used."""
+
+    ABSORBED = "absorbed"
+    ONE_SHOT = "one-shot"
+    PREFIX_CHUNK = "prefix chunk"
+    RAGGED = "ragged"
+
+
+@dataclass(frozen=True)
+class RowPart:
+    """Some queries of a row and a run of its keys.
+
+    |-- context_len --|-- new tokens --|
+          |-- keys: first_key .. stop_key --|
+    """
+
+    span: RowSpan
+    """The row."""
+    first_query: int
+    """The first of its new tokens that takes part; all after it do."""
+    first_key: int
+    stop_key: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.span.query_len - self.first_query
+
+    @property
+    def num_keys(self) -> int:
+        return self.stop_key - self.first_key
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Parts of rows that are computed together."""
+
+    kind: PhaseKind
+    parts: tuple[RowPart, ...]
+
+    @property
+    def num_keys(self) -> int:
+        return sum(part.num_keys for part in self.parts)
+
+
+Choose: TypeAlias = Callable[[LatentSpec, RowSpan, int], Way]
+"""The way of a row, given for how many keys there is room at once."""
+
+
+def absorbed_cost(spec: LatentSpec, query_len: int, num_keys: int) -> int:
+    """Multiplications of a head."""
+    once = spec.latent_dim * (spec.nope_dim + spec.value_dim)
+    return query_len * (once + num_keys * (2 * spec.latent_dim + spec.rope_dim))
+
+
+def expanded_cost(spec: LatentSpec, query_len: int, num_keys: int) -> int:
+    """Multiplications of a head, by any way that makes keys and values."""
+    once = spec.latent_dim * (spec.nope_dim + spec.value_dim)
+    return num_keys * (once + query_len * (spec.nope_dim + spec.rope_dim + spec.value_dim))
+
+
+def cheapest_way(spec: LatentSpec, span: RowSpan, room: int) -> Way:
+    """The way of the fewest multiplications for which there is room."""
+    num_keys = span.context_len + span.query_len
+    # A tree's mask is over queries and keys at once: it stays in one piece.
+    if span.kind is MaskKind.TREE or absorbed_cost(spec, span.query_len, num_keys) <= expanded_cost(
+        spec, span.query_len, num_keys
+    ):
+        return Way.ABSORBED
+    return Way.ONE_SHOT if num_keys <= room else Way.CHUNKED
+
+
+def plan_phases(spans: Sequence[RowSpan], spec: LatentSpec, room: int, choose: Choose) -> tuple[Phase, ...]:
+    """The phases of a step: no phase but the absorbed has more than `room` keys."""
+    ways = {span: choose(spec, span, room) for span in spans}
+    whole = [RowPart(span, 0, 0, span.context_len + span.query_len) for span in spans]
+    absorbed = tuple(part for part in whole if ways[part.span] is Way.ABSORBED)
+    one_shot = [part for part in whole if ways[part.span] is Way.ONE_SHOT]
+    chunked = [span for span in spans if ways[span] is Way.CHUNKED]
+    prefixes = [RowPart(span, 0, 0, span.context_len) for span in chunked if span.context_len]
+    return (
+        *([Phase(PhaseKind.ABSORBED, absorbed)] if absorbed else []),
+        *_packed(PhaseKind.ONE_SHOT, one_shot, room),
+        *_packed(PhaseKind.PREFIX_CHUNK, _cut(prefixes, room), room),
+        *_packed(PhaseKind.RAGGED, [part for span in chunked for part in _ragged(span, room)], room),
+    )
+
+
+def _ragged(span: RowSpan, room: int) -> Iterator[RowPart]:
+    """A row's own tokens as keys. Where there is not room for all, earlier queries see nothing of a later run."""
+    for start in range(0, span.query_len, room):
+        stop = min(start + room, span.query_len)
+        first_query = start if span.kind is MaskKind.CAUSAL else 0
+        yield RowPart(span, first_query, span.context_len + start, span.context_len + stop)
+
+
+def _cut(parts: Iterable[RowPart], room: int) -> Iterator[RowPart]:
+    """Runs of keys, cut where a phase is full."""
+    left = room
+    for part in parts:
+        start = part.first_key
+        while start < part.stop_key:
+            stop = min(start + left, part.stop_key)
+            yield RowPart(part.span, part.first_query, start, stop)
+            left = (left - (stop - start)) or room
+            start = stop
+
+
+def _packed(kind: PhaseKind, parts: Iterable[RowPart], room: int) -> Iterator[Phase]:
+    """Parts side by side, as many in a phase as there is room for."""
+    packed: list[RowPart] = []
+    num_keys = 0
+    for part in parts:
+        if packed and num_keys + part.num_keys > room:
+            yield Phase(kind, tuple(packed))
+            packed, num_keys = [], 0
+        packed.append(part)
+        num_keys += part.num_keys
+    if packed:
+        yield Phase(kind, tuple(packed))

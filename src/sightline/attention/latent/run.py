@@ -1,0 +1,197 @@
+"""The phases of latent attention at work: what a plan holds of each, and what it does in a layer, with torch.
+
+    step's entries ──write──▶ pool
+    Absorbed   queries into the latent's space ─ entries as they lie ─ values after
+    Expanded   entries ─ every head's keys and values ─ attention ─ merged where a row has several parts
+
+Composed by backends. Everything here was decided by the plan: which tokens, which slots, what is visible.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sightline.attention.contract import LatentInputs
+from sightline.attention.shared.entry_planes import EntryPlane
+from sightline.attention.shared.key_sources import TileTokens
+from sightline.attention.shared.merge import merge_states
+from sightline.attention.spec import LatentSpec
+from sightline.kernels.latent_attention import (
+    absorb_queries,
+    attend_entries,
+    attend_entries_with_lse,
+    expand_entries,
+    project_values,
+)
+from sightline.kernels.softmax_attention import composed_attention
+
+
+@dataclass(frozen=True, eq=False)
+class LatentScratch:
+    """A lane's leases."""
+
+    step: Tensor
+    """[max_step_tokens, latent + rope]: the step's own entries."""
+    gathered: Tensor
+    """[max_keys, latent + rope]."""
+    keys: Tensor
+    """[room, heads, nope + rope]."""
+    values: Tensor
+    """[room, heads, value]."""
+    merged: Tensor
+    """[max_step_tokens, heads, value] fp32: of rows in several parts, what was found until now."""
+    merged_lse: Tensor
+    """[max_step_tokens, heads] fp32."""
+
+
+class LayerRun(NamedTuple):
+    """One layer of one step."""
+
+    spec: LatentSpec
+    layer: int
+    plane: Tensor
+    """[num_slots, latent + rope]: the layer's part of the pool, as it is stored."""
+    entries: EntryPlane
+    """The same, to move entries through."""
+    inputs: LatentInputs
+    scratch: LatentScratch
+    out: Tensor
+    """[num_tokens, heads, value]."""
+    lse: Tensor | None
+    """[num_tokens, heads] fp32, where the step needs it."""
+
+
+class EntrySource(ABC):
+    """Where entries come from."""
+
+    @abstractmethod
+    def read(self, run: LayerRun) -> Tensor:
+        """[num_rows, num_keys, latent + rope]."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepEntries(EntrySource):
+    """They are the step's own."""
+
+    tokens: TileTokens
+
+    def read(self, run: LayerRun) -> Tensor:
+        return self.tokens.of(run.scratch.step[: run.out.shape[0]])
+
+
+@dataclass(frozen=True, eq=False)
+class EntriesInPlace(EntrySource):
+    """They are one row's, side by side in a pool that holds values themselves."""
+
+    slots: slice
+
+    def read(self, run: LayerRun) -> Tensor:
+        return run.plane[self.slots].unsqueeze(0)
+
+
+@dataclass(frozen=True, eq=False)
+class GatheredEntries(EntrySource):
+    """They are copied side by side into scratch memory."""
+
+    slots: Tensor
+    """[num_rows, num_keys] int64."""
+
+    def read(self, run: LayerRun) -> Tensor:
+        gathered = run.scratch.gathered[: self.slots.numel()]
+        run.entries.gather(self.slots.view(-1), gathered)
+        return gathered.view(*self.slots.shape, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class AbsorbedTile:
+    """Rows of equal query length whose queries meet the entries themselves."""
+
+    tokens: TileTokens
+    source: EntrySource
+    bias: Tensor | None
+    """[num_rows, 1, query_len, num_keys]."""
+    plain: bool
+    """True where no log-sum-exp is wanted and every query sees a key."""
+
+    def __call__(self, run: LayerRun) -> None:
+        spec, inputs = run.spec, run.inputs
+        q_nope, q_rope = self.tokens.of(inputs.q_nope), self.tokens.of(inputs.q_rope)
+        rows, query_len, heads, _ = q_nope.shape
+        q = q_nope.new_empty(rows * query_len, heads, spec.head_dim)
+        absorb_queries(q_nope.flatten(0, 1), q_rope.flatten(0, 1), inputs.key_up, q)
+        q, entries = q.view(rows, query_len, heads, -1), self.source.read(run)
+        if self.plain:
+            found = attend_entries(q, entries, self.bias, scale=spec.scale, latent_dim=spec.latent_dim)
+        else:
+            found, lse = attend_entries_with_lse(q, entries, self.bias, scale=spec.scale, latent_dim=spec.latent_dim)
+            if run.lse is not None:
+                self.tokens.put(run.lse, lse)
+        values = q.new_empty(rows * query_len, heads, spec.value_dim)
+        project_values(found.flatten(0, 1), inputs.value_up, values)
+        self.tokens.put(run.out, values)
+
+
+@dataclass(frozen=True, eq=False)
+class QueryBlock:
+    """Queries of one row, side by side, and the keys of a phase that they may see."""
+
+    tokens: slice
+    keys: slice
+    """Of the phase's."""
+    bias: Tensor | None
+    """[1, 1, num_queries, num_keys]; None where all are visible."""
+    merges: bool
+    """True where its row has keys in other phases too."""
+
+    def __call__(self, run: LayerRun) -> None:
+        q = torch.cat((run.inputs.q_nope[self.tokens], run.inputs.q_rope[self.tokens]), dim=-1)
+        keys, values = (each[self.keys].transpose(0, 1).unsqueeze(0) for each in (run.scratch.keys, run.scratch.values))
+        [found], [lse] = composed_attention(
+            q.unsqueeze(0), keys, values, self.bias, scale=run.spec.scale, softcap=None, sinks=None
+        )
+        if self.merges:
+            merged, merged_lse = run.scratch.merged[self.tokens], run.scratch.merged_lse[self.tokens]
+            merge_states(merged, merged_lse, found, lse)
+            return
+        run.out[self.tokens] = found
+        if run.lse is not None:
+            run.lse[self.tokens] = lse
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """A phase that makes keys and values of its entries."""
+
+    source: EntrySource
+    """All of the phase's entries as one row."""
+    blocks: tuple[QueryBlock, ...]
+
+    def __call__(self, run: LayerRun) -> None:
+        [entries] = self.source.read(run)
+        keys, values = (each[: entries.shape[0]] for each in (run.scratch.keys, run.scratch.values))
+        expand_entries(entries, run.inputs.key_up, run.inputs.value_up, keys, values)
+        for block in self.blocks:
+            block(run)
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """The tokens of rows whose parts are merged."""
+
+    tokens: tuple[slice, ...]
+
+    def begin(self, run: LayerRun) -> None:
+        for tokens in self.tokens:
+            run.scratch.merged[tokens] = 0.0
+            run.scratch.merged_lse[tokens] = -torch.inf
+
+    def end(self, run: LayerRun) -> None:
+        for tokens in self.tokens:
+            run.out[tokens] = run.scratch.merged[tokens].to(run.out.dtype)
+            if run.lse is not None:
+                run.lse[tokens] = run.scratch.merged_lse[tokens]

@@ -1,0 +1,1 @@
+"""The oracle: what every backend is compared with."""

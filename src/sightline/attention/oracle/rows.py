@@ -1,0 +1,89 @@
+"""What a step means to the oracle's backends, of whatever kind: which tokens, which slots, what each query sees.
+
+Finds slots by walking the page table itself, so that it shares no index arithmetic with what it checks. Does not know
+what an entry holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sightline.attention.capability import ANY, Capability, HostLengths
+from sightline.attention.contract import CachePolicy, StepView
+from sightline.attention.oracle.attention import loaded_entries, stored_entries, visible_keys
+from sightline.attention.spec import AttentionSpec, Feature, SpecKind
+from sightline.cache.pools import Pool
+from sightline.cache.spec import SCALED_DTYPES
+from sightline.core.device import DeviceKind
+
+_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceRow:
+    """One row of a step."""
+
+    tokens: slice
+    slots: tuple[int, ...] | None
+    """Of all its entries, context and new; None where the new ones are all there is, and in no pool."""
+    visible: Tensor
+    """[query_len, seq_len] bool."""
+
+    def entries(self, plane: Tensor, scale: float, new: Tensor) -> Tensor:
+        """What the row reads, [seq_len, ...]: of a layer's plane, or of the step's own."""
+        return new[self.tokens] if self.slots is None else loaded_entries(plane[list(self.slots)], scale)
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceStep:
+    """A step, row by row."""
+
+    rows: tuple[ReferenceRow, ...]
+    write_slots: tuple[int, ...]
+    """By token; none where nothing is written."""
+    needs_lse: bool
+
+    @staticmethod
+    def of(step: StepView, spec: AttentionSpec, pool: Pool) -> ReferenceStep:
+        batch = step.batch
+        paged = step.policy is CachePolicy.PAGED
+        write_slots = tuple(batch.pools[pool.key].write_slots.tolist()) if paged else ()
+        offsets = batch.query_offsets_host()
+        rows = []
+        for row, (context_len, mask) in enumerate(zip(batch.context_lens.exact(), batch.masks, strict=True)):
+            tokens = slice(offsets[row], offsets[row + 1])
+            if tokens.start == tokens.stop:
+                continue
+            slots = (*_walk(pool, batch.rows[row], context_len), *write_slots[tokens]) if paged else None
+            visible = visible_keys(spec, mask, context_len, batch.positions[tokens])
+            rows.append(ReferenceRow(tokens, slots, visible))
+        return ReferenceStep(tuple(rows), write_slots, Feature.LSE in step.needs)
+
+    def write(self, plane: Tensor, scale: float, new: Tensor) -> None:
+        """Puts the new entries of a layer where they belong, one by one."""
+        for token, slot in enumerate(self.write_slots):
+            plane[slot] = stored_entries(new[token], plane.dtype, scale)
+
+
+def _walk(pool: Pool, table_row: int, length: int) -> list[int]:
+    pages, size = pool.table.pages[table_row].tolist(), pool.page_size
+    return [pages[entry // size] * size + entry % size for entry in range(length)]
+
+
+def reference_capability(kind: SpecKind, features: frozenset[Feature]) -> Capability:
+    """Everything of one kind, slowly."""
+    return Capability(
+        spec_kinds=frozenset({kind}),
+        devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
+        compute_capabilities=ANY,
+        dtypes=_DTYPES,
+        cache_dtypes=_DTYPES | SCALED_DTYPES,
+        head_dims=ANY,
+        group_sizes=ANY,
+        page_sizes=ANY,
+        features=features,
+        host_lengths=HostLengths.EXACT,
+    )

@@ -1,0 +1,1 @@
+"""Attention backends and peers, measured on the same shapes."""

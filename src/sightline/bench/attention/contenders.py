@@ -1,0 +1,113 @@
+"""Who is measured: Sightline's backends on a shape, each with a plan of its own over the shape's pools.
+
+Owns what a contender is and how a backend becomes one. Does not know other people's kernels: `attention_peers` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from sightline.attention.capability import Capability, GraphLevel, Requirement, Work, decode_work
+from sightline.attention.contract import BackendContext, Limits
+from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.selection import Candidate, Offer, select_backend
+from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.bench.attention.data import ShapeData
+from sightline.bench.attention.shapes import RowKind, Shape
+from sightline.core.device import Device
+from sightline.core.errors import NoBackendError
+
+_SCRATCH_BYTES = 1 << 36
+
+
+class Origin(Enum):
+    """Whose contender it is."""
+
+    OURS = "backend"
+    PEER = "peer"
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """Something that computes a shape, planned and ready."""
+
+    name: str
+    origin: Origin
+    layer: Callable[[int], Tensor]
+    """Runs a whole layer, cache write included, and gives its output."""
+    kernel: Callable[[int], Tensor] | None
+    """Runs attention alone, where that can be had."""
+    plan: Callable[[], object] | None
+    """Host work, once a step."""
+    prepare: Callable[[], object] | None
+    """Device work, once a step."""
+    no_graph: str | None
+    """Why a graph cannot hold it."""
+
+
+def requirement(shape: Shape, device: Device) -> Requirement:
+    """What the shape needs of a backend."""
+    return Requirement(shape.spec, device, shape.dtype, shape.dtype, shape.page_size)
+
+
+def work_of(shape: Shape) -> Work:
+    """What selection takes the shape's rows for."""
+    if shape.row_kind is RowKind.PREFILL:
+        return Work.PREFILL
+    return decode_work(shape.num_rows)
+
+
+def selected(candidates: Sequence[Candidate], shape: Shape, device: Device) -> str | None:
+    """The backend that an engine would use for such rows; None where it has none."""
+    offered = Offer(tuple(candidate for candidate in candidates if candidate.by_default))
+    try:
+        return select_backend(offered, requirement(shape, device), shape.name, work=work_of(shape)).candidate.name
+    except NoBackendError:
+        return None
+
+
+def build_ours(candidate: Candidate, capability: Capability, data: ShapeData) -> Contender:
+    """A backend of Sightline, planned for the shape's batch."""
+    planner = _planner(candidate, capability, data)
+    planned, out = planner.plan(data.batch), data.new_out()
+
+    def layer(index: int) -> Tensor:
+        planned.attend(index, data.inputs[index], out)
+        return out
+
+    planned.prepare()
+    return Contender(
+        name=candidate.name,
+        origin=Origin.OURS,
+        layer=layer,
+        kernel=None,
+        plan=lambda: planner.plan(data.batch),
+        prepare=planned.prepare,
+        no_graph=_no_graph(capability, data.shape),
+    )
+
+
+def _no_graph(capability: Capability, shape: Shape) -> str | None:
+    is_served = {
+        GraphLevel.NONE: False,
+        GraphLevel.DECODE: shape.row_kind is RowKind.DECODE,
+        GraphLevel.FULL: True,
+    }[capability.graph]
+    return None if is_served else f"declares graph level {capability.graph.value}"
+
+
+def _planner(candidate: Candidate, capability: Capability, data: ShapeData) -> Planner:
+    shape, target = data.shape, data.device.torch_device
+    limits = Limits(shape.num_rows, shape.num_tokens, shape.length, (MAIN_LANE,))
+    workspace = Workspace(target, _SCRATCH_BYTES)
+    [cache] = data.store.groups
+    context = BackendContext(data.group.name, shape.spec, cache, workspace, limits, shape.dtype, target)
+    backend = candidate.load()(context)
+    binding = GroupBinding.alone(data.group, cache, backend, capability)
+    planner = Planner([binding], limits, data.store.lengths, workspace)
+    workspace.seal()
+    return planner

@@ -1,0 +1,177 @@
+"""What a layer does around an attention kernel, with torch: the cache write, and a latent's projections.
+
+    softmax          write ─▶ kernel
+    latent, decode   write, queries into the latent's space ─▶ kernel ─▶ outputs out of it
+    latent, prefill  write, keys and values out of latents  ─▶ kernel
+
+Makes a whole layer of a kernel that has none of it. Does not know kernels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from sightline.attention.contract import LatentInputs, SoftmaxInputs
+from sightline.attention.spec import LatentSpec, SoftmaxSpec
+from sightline.bench.attention.data import ShapeData
+from sightline.bench.attention.shapes import RowKind
+from sightline.core.device import Device, DeviceKind
+from sightline.kernels.paging import write_entries
+
+_FUSED_WRITES = "sightline.kernels.triton.write"
+
+
+def _write_keys_values(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    write_entries(keys, slots, k)
+    write_entries(values, slots, v)
+
+
+def _write_latents(latent: Tensor, k_rope: Tensor, entries: Tensor, slots: Tensor) -> None:
+    latent_dim = latent.shape[1]
+    write_entries(entries[:, :latent_dim], slots, latent)
+    write_entries(entries[:, latent_dim:], slots, k_rope)
+
+
+@dataclass(frozen=True)
+class CacheWrites:
+    """The fastest that there are: what a contender's layer has around its kernel must not decide the comparison."""
+
+    keys_values: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
+    latents: Callable[[Tensor, Tensor, Tensor, Tensor], object]
+
+    @staticmethod
+    def on(device: Device) -> CacheWrites:
+        if device.kind is DeviceKind.CUDA and _is_there("triton") and _is_there(_FUSED_WRITES):
+            fused = import_module(_FUSED_WRITES)
+            return CacheWrites(fused.write_keys_values, fused.write_latents)
+        return CacheWrites(_write_keys_values, _write_latents)
+
+
+def _is_there(module: str) -> bool:
+    names = module.split(".")
+    return all(find_spec(".".join(names[:count])) is not None for count in range(1, len(names) + 1))
+
+
+class Surroundings(ABC):
+    """Of one shape. What a kernel reads lies in the same memory in every layer, but for the cache."""
+
+    kernel_out: Tensor
+    """What stands for a kernel's output where there is none."""
+
+    @abstractmethod
+    def before(self, layer: int) -> None:
+        """Writes the cache and what the kernel reads."""
+
+    @abstractmethod
+    def after(self, layer: int, given: Tensor) -> Tensor:
+        """The layer's output out of the kernel's."""
+
+    def alone(self, layer: int) -> Tensor:
+        """All of it, without a kernel."""
+        self.before(layer)
+        return self.after(layer, self.kernel_out)
+
+
+class SoftmaxSurroundings(Surroundings):
+    """Keys and values are written."""
+
+    def __init__(self, data: ShapeData, inputs: SoftmaxInputs) -> None:
+        self.inputs = inputs
+        self.keys, self.values = data.pool.plane("k"), data.pool.plane("v")
+        self.kernel_out = data.new_out()
+        self._slots = data.write_slots
+        self._write = CacheWrites.on(data.device).keys_values
+
+    def before(self, layer: int) -> None:
+        self._write(self.inputs.k, self.inputs.v, self.keys[layer], self.values[layer], self._slots)
+
+    def after(self, layer: int, given: Tensor) -> Tensor:
+        del layer
+        return given
+
+
+class _LatentWriter:
+    """Writes [latent | rope] entries."""
+
+    def __init__(self, data: ShapeData) -> None:
+        self._entries, self._slots = data.pool.plane("entry"), data.write_slots
+        self._write = CacheWrites.on(data.device).latents
+
+    def write(self, layer: int, inputs: LatentInputs) -> None:
+        self._write(inputs.latent, inputs.k_rope, self._entries[layer], self._slots)
+
+
+class AbsorbedSurroundings(Surroundings):
+    """Queries meet entries as they are cached."""
+
+    def __init__(self, data: ShapeData, inputs: tuple[LatentInputs, ...], spec: LatentSpec) -> None:
+        self.inputs = inputs
+        tokens, heads, like = data.shape.num_tokens, spec.num_q_heads, inputs[0].q_nope
+        self.latent_dim = spec.latent_dim
+        self.query = like.new_zeros(tokens, heads, spec.head_dim)
+        """[num_tokens, num_q_heads, latent_dim | rope_dim]: an engine's rotation would write the second part here."""
+        self.query[..., spec.latent_dim :] = inputs[0].q_rope
+        self._q_latent = self.query[..., : spec.latent_dim].transpose(0, 1)
+        self.kernel_out = like.new_zeros(tokens, heads, spec.latent_dim)
+        self._out = data.new_out()
+        self._writer = _LatentWriter(data)
+
+    def before(self, layer: int) -> None:
+        inputs = self.inputs[layer]
+        self._writer.write(layer, inputs)
+        torch.bmm(inputs.q_nope.transpose(0, 1), inputs.key_up, out=self._q_latent)
+
+    def after(self, layer: int, given: Tensor) -> Tensor:
+        taken = given.transpose(0, 1)
+        torch.bmm(taken, self.inputs[layer].value_up.transpose(1, 2), out=self._out.transpose(0, 1))
+        return self._out
+
+
+class ExpandedSurroundings(Surroundings):
+    """Every head has keys and values of its own."""
+
+    def __init__(self, data: ShapeData, inputs: tuple[LatentInputs, ...], spec: LatentSpec) -> None:
+        self.inputs = inputs
+        tokens, heads, like = data.shape.num_tokens, spec.num_q_heads, inputs[0].q_nope
+        head_dim = spec.nope_dim + spec.rope_dim
+        whole = inputs[0].whole_queries()
+        assert whole is not None, "the benchmark's queries are whole heads"
+        self.q = whole
+        """[num_tokens, num_q_heads, nope_dim + rope_dim]."""
+        self.keys = like.new_zeros(tokens, heads, head_dim)
+        self.values = like.new_zeros(tokens, heads, spec.value_dim)
+        self.kernel_out = data.new_out()
+        self._nope_dim = spec.nope_dim
+        self._writer = _LatentWriter(data)
+
+    def before(self, layer: int) -> None:
+        inputs = self.inputs[layer]
+        self._writer.write(layer, inputs)
+        latents = inputs.latent.expand(inputs.key_up.shape[0], *inputs.latent.shape)
+        torch.bmm(latents, inputs.key_up.transpose(1, 2), out=self.keys[..., : self._nope_dim].transpose(0, 1))
+        self.keys[..., self._nope_dim :] = inputs.k_rope[:, None]
+        torch.mm(inputs.latent, inputs.value_up.flatten(0, 1).T, out=self.values.flatten(1))
+
+    def after(self, layer: int, given: Tensor) -> Tensor:
+        del layer
+        return given
+
+
+def surround(data: ShapeData) -> Surroundings:
+    """Those of the shape."""
+    match data.shape.spec:
+        case SoftmaxSpec():
+            [inputs] = {id(each): each for each in data.inputs if isinstance(each, SoftmaxInputs)}.values()
+            return SoftmaxSurroundings(data, inputs)
+        case LatentSpec() as spec:
+            by_layer = tuple(each for each in data.inputs if isinstance(each, LatentInputs))
+            if data.shape.row_kind is RowKind.DECODE:
+                return AbsorbedSurroundings(data, by_layer, spec)
+            return ExpandedSurroundings(data, by_layer, spec)

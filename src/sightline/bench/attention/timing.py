@@ -1,0 +1,236 @@
+"""Time on a device, taken in turns: every task once a round, so that a machine that drifts drifts for all. Rounds begin
+at different tasks: whoever comes first finds a device that has rested.
+
+Owns clocks, rounds, captured graphs and the machine's rates. Does not know what the tasks are.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from sightline.bench.attention.shapes import Cost
+from sightline.core.device import Device, DeviceKind
+
+_KeyT = TypeVar("_KeyT")
+_SLOW_SECONDS = 1.0
+"""All rounds of one task together, unless one round alone takes more."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one run, over the rounds."""
+
+    median: float
+    low: float
+    high: float
+    num_samples: int
+
+    @staticmethod
+    def of(samples: list[float]) -> Timing:
+        return Timing(statistics.median(samples), min(samples), max(samples), len(samples))
+
+    def less(self, seconds: float) -> Timing:
+        """What is left without something that each run did, too."""
+        median, low, high = (max(each - seconds, 0.0) for each in (self.median, self.low, self.high))
+        return Timing(median, low, high, self.num_samples)
+
+
+class Clock(ABC):
+    """Takes the time of work on one kind of device."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until the device has done all that it was given."""
+
+    @abstractmethod
+    def seconds(self, work: Callable[[], object]) -> float:
+        """From the first of the work to the last on the device."""
+
+
+class HostClock(Clock):
+    """Work is done when it returns."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
+
+
+class CudaClock(Clock):
+    """Events around the work, on the current stream."""
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        first.record()
+        work()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) * 1e-3
+
+
+def clock_of(device: Device) -> Clock:
+    return CudaClock() if device.kind is DeviceKind.CUDA else HostClock()
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What is timed: something that runs one layer after the other."""
+
+    run: Callable[[int], object]
+    """Runs so many layers; a multiple of `unit`."""
+    unit: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long measuring goes on."""
+
+    rounds: int = 7
+    sample_seconds: float = 0.02
+    """Of one task in one round, about: so many layers that the first one's launch does not count."""
+
+
+def time_in_turns(tasks: Mapping[_KeyT, Task], clock: Clock, effort: Effort) -> dict[_KeyT, Timing]:
+    """Each task's seconds a layer. The first timing of each says how many layers one sample runs."""
+    counts: dict[_KeyT, int] = {}
+    rounds: dict[_KeyT, int] = {}
+    for key, task in tasks.items():
+        task.run(task.unit)
+        # A clock that is too coarse to see one run must not ask for endless ones.
+        first = max(clock.seconds(partial(task.run, task.unit)), 1e-7)
+        counts[key] = task.unit * max(1, round(effort.sample_seconds / first))
+        rounds[key] = max(1, min(effort.rounds, int(_SLOW_SECONDS / first)))
+    samples: dict[_KeyT, list[float]] = {key: [] for key in tasks}
+    keys = list(tasks)
+    for number in range(effort.rounds):
+        begin = number % max(len(keys), 1)
+        for key in (*keys[begin:], *keys[:begin]):
+            if number < rounds[key]:
+                samples[key].append(clock.seconds(partial(tasks[key].run, counts[key])) / counts[key])
+    return {key: Timing.of(taken) for key, taken in samples.items()}
+
+
+def eager_task(layer: Callable[[int], object], num_layers: int) -> Task:
+    """Launched from the host, layer after layer."""
+
+    def run(count: int) -> None:
+        for index in range(count):
+            layer(index % num_layers)
+
+    return Task(run, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """All layers in one CUDA graph."""
+
+    graph: torch.cuda.CUDAGraph
+    out: Tensor
+    """What the last layer gives."""
+    num_layers: int
+
+    def task(self) -> Task:
+        def run(count: int) -> None:
+            for _ in range(count // self.num_layers):
+                self.graph.replay()
+
+        return Task(run, self.num_layers)
+
+
+class Between:
+    """What stands behind each layer in a graph: an ordinary launch, as of a norm, which waits for all before it.
+
+    Without it, launches that may begin early would begin under the layer before, as in no model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._count = torch.zeros(1, device=device)
+
+    def launch(self) -> None:
+        self._count.add_(1)
+
+    def no_layer(self, layer: int) -> Tensor:
+        """Stands for a layer where only what is between them is timed."""
+        del layer
+        return self._count
+
+
+def capture(layer: Callable[[int], Tensor], num_layers: int, between: Between) -> Captured:
+    """Runs all layers once beside the current stream, then captures them."""
+    current = torch.cuda.current_stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        for index in range(num_layers):
+            layer(index)
+    current.wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(num_layers):
+            out = layer(index)
+            between.launch()
+    return Captured(graph, out, num_layers)
+
+
+def host_seconds(work: Callable[[], object], clock: Clock, count: int) -> Timing:
+    """Of the host alone: the device is idle when the work begins, and is not waited for."""
+    samples = []
+    work()
+    for _ in range(count):
+        clock.wait()
+        start = time.perf_counter()
+        work()
+        samples.append(time.perf_counter() - start)
+    clock.wait()
+    return Timing.of(samples)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine can do, measured in the same run."""
+
+    bytes_per_second: float
+    """Of a copy, read and written counted both."""
+    operations_per_second: float
+    """Of a square product."""
+
+    def floor(self, cost: Cost) -> float:
+        """The least seconds."""
+        return max(cost.num_bytes / self.bytes_per_second, cost.operations / self.operations_per_second)
+
+    def is_bound_by_bytes(self, cost: Cost) -> bool:
+        return cost.num_bytes / self.bytes_per_second >= cost.operations / self.operations_per_second
+
+
+def measure_rates(device: Device, dtype: torch.dtype) -> Rates:
+    """On a GPU with 1 GiB and 8192³; on a CPU with a part of that."""
+    on_cuda = device.kind is DeviceKind.CUDA
+    clock, target = clock_of(device), device.torch_device
+    num_bytes, size = (1 << 30, 8192) if on_cuda else (1 << 26, 512)
+    source, copy = (torch.zeros(num_bytes, dtype=torch.uint8, device=target) for _ in range(2))
+    square = torch.randn(size, size, device=target).to(dtype)
+    product = torch.empty_like(square)
+    tasks = {
+        "copy": eager_task(lambda _: copy.copy_(source), 1),
+        "product": eager_task(lambda _: torch.mm(square, square, out=product), 1),
+    }
+    taken = time_in_turns(tasks, clock, Effort(rounds=9, sample_seconds=0.02 if on_cuda else 0.002))
+    return Rates(2 * num_bytes / taken["copy"].median, 2 * size**3 / taken["product"].median)

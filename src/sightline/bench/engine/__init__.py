@@ -1,0 +1,1 @@
+"""Whole engines, measured side by side with peers."""

@@ -1,0 +1,191 @@
+"""What `sightline bench` measures: the prompts, how many tokens, and the floor of each piece of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeAlias, cast
+
+import torch
+
+from sightline.bench.engine.measure import (
+    CHECKED_TOKENS,
+    OURS,
+    Conditions,
+    Report,
+    Span,
+    Work,
+    check_agreement,
+    compare_tokens,
+    measure,
+    random_prompts,
+    sightline_engine,
+    summarise,
+)
+from sightline.bench.engine.peers import PeerModel, check_peers, load_peers
+from sightline.bench.floor import Floor, cache_reads, measure_machine, model_size
+from sightline.core.config import Quantization
+from sightline.core.errors import ConfigError, SightlineError
+from sightline.core.ledger import Ledger
+from sightline.llm import LLM, EngineSettings
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.models.loading.default_model import default_model_path
+from sightline.models.loading.opening import open_checkpoint
+
+CHECKED_TEXT = (
+    "The kettle had been on the stove for some time when Anna came home from the market. She put the basket on the "
+    "table, opened the window and looked out at the river, where two boats were being unloaded. In the afternoon the "
+    "children would come back from school, and"
+)
+"""Continued by every engine before it is timed: on random tokens any rounding changes the likeliest token."""
+CHECKED_LENGTHS = (12, 24, 36, 48)
+Works: TypeAlias = Callable[[Floor, int], Sequence[Work]]
+"""(floor, size of the vocabulary) to what is measured."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Sightline with the model that is measured."""
+
+    llm: LLM
+    checkpoint: Checkpoint
+    floor: Floor
+    """By the machine's rates before anything was timed."""
+    conditions: Conditions
+
+    def measured_again(self) -> Floor:
+        """By the better rates of those and of now: a machine that was busy for a while is not taken for a slow one."""
+        config = self.llm.engine.runtime.config
+        return replace(
+            self.floor, machine=self.floor.machine.best(measure_machine(config.dtype, config.device.torch_device))
+        )
+
+
+def load_subject(settings: dict[str, object]) -> Subject:
+    """Loads the model of the engine's `settings` and measures the machine."""
+    wanted = dict(settings)
+    model = cast("str | None", wanted.pop("model", None))
+    checkpoint = open_checkpoint(default_model_path() if model is None else model, Ledger())
+    # Rounds repeat their prompts: what one of them leaves in the cache must be of no use to the next.
+    wanted |= {"skip_tokenizer_init": True, "prefix_caching": False}
+    llm = LLM(str(checkpoint.location), **cast("EngineSettings", wanted))
+    runtime = llm.engine.runtime
+    dtype, quantization = runtime.config.dtype, runtime.config.quantization.value
+    machine = measure_machine(dtype, runtime.config.device.torch_device)
+    return Subject(
+        llm=llm,
+        checkpoint=checkpoint,
+        floor=Floor(machine, model_size(checkpoint, dtype, quantization), cache_reads(runtime)),
+        conditions=Conditions(
+            model=_shown_name(model, checkpoint),
+            dtype=str(dtype).removeprefix("torch."),
+            quantization=quantization,
+            threads=torch.get_num_threads(),
+            degradations=tuple(map(str, llm.engine.ledger.degradations)),
+        ),
+    )
+
+
+def _shown_name(model: str | None, checkpoint: Checkpoint) -> str:
+    """A Hugging Face id as it was given; of a path the last part."""
+    if model is None or Path(model).exists():
+        return checkpoint.location.resolve().name
+    return model
+
+
+def latency_works(
+    floor: Floor, vocab_size: int, lengths: tuple[int, int], contexts: Sequence[int], rows: int
+) -> list[Work]:
+    """A prompt read, and rows that generate, whose prompts have the `contexts` in turns."""
+    input_len, output_len = lengths
+    if len(contexts) > rows:
+        raise ConfigError(f"expected at most {rows} contexts, one a row, got {len(contexts)}; raise --batch-size")
+    held = [contexts[row % len(contexts)] for row in range(rows)]
+    described = "+".join(str(context) for context in dict.fromkeys(held))
+    return [
+        Work(
+            name=f"prefill {input_len}",
+            span=Span.PREFILL,
+            prompts=random_prompts([input_len], vocab_size),
+            output_len=1,
+            floor_seconds=floor.prefill(input_len),
+        ),
+        Work(
+            name=f"decode {rows} × {output_len - 1} at {described}",
+            span=Span.DECODE,
+            prompts=random_prompts(held, vocab_size),
+            output_len=output_len,
+            floor_seconds=floor.decode_all(held, output_len - 1),
+        ),
+    ]
+
+
+def throughput_works(floor: Floor, vocab_size: int, lengths: tuple[int, int], count: int) -> list[Work]:
+    """Many prompts at once, read and continued."""
+    input_len, output_len = lengths
+    held = [input_len] * count
+    return [
+        Work(
+            name=f"{count} × ({input_len} in, {output_len} out)",
+            span=Span.WHOLE,
+            prompts=random_prompts(held, vocab_size),
+            output_len=output_len,
+            floor_seconds=floor.prefill(sum(held)) + floor.decode_all(held, output_len - 1),
+        )
+    ]
+
+
+def compare_engines(settings: dict[str, object], works: Works, compared: Sequence[str], rounds: int) -> Report:
+    """Loads all engines, checks that they agree, then measures each piece of work."""
+    check_peers(compared)
+    subject = load_subject(settings)
+    vocab_size = subject.llm.engine.vocab_size
+    planned = works(subject.floor, vocab_size)
+    checked_on, checked = checked_prompts(subject.checkpoint, vocab_size)
+    # The copies are large, and needed only while the engines are.
+    with TemporaryDirectory(prefix="sightline-bench-") as folder:
+        peers = load_peers(compared, _peer_model(subject, planned, Path(folder)))
+        engines = {OURS: sightline_engine(subject.llm)} | {name: peer.generate for name, peer in peers.items()}
+        agreement = compare_tokens(engines, checked, frozenset(subject.checkpoint.generation.eos_token_ids))
+        check_agreement(agreement, exact=_is_exact(subject.conditions))
+        seconds = [measure(engines, work, rounds) for work in planned]
+    kept = subject.conditions.quantization == Quantization.KEEP.value
+    own = "the file's own" if kept else subject.conditions.dtype
+    ours = f"{own} weights, {subject.conditions.dtype} cache"
+    described = {OURS: ours} | {name: peer.runs for name, peer in peers.items()}
+    floor = subject.measured_again()
+    timed = zip(works(floor, vocab_size), seconds, strict=True)
+    results = tuple(result for work, times in timed for result in summarise(work, times))
+    return Report(subject.conditions, floor.machine, described, checked_on, agreement, results)
+
+
+def checked_prompts(checkpoint: Checkpoint, vocab_size: int) -> tuple[str, list[list[int]]]:
+    """What the prompts of the check are, and they: starts of a text, or random tokens without a tokenizer."""
+    try:
+        tokens = list(checkpoint.load_tokenizer().encode_prompt(CHECKED_TEXT))
+    except SightlineError as error:
+        return f"random tokens, for want of a tokenizer ({error})", random_prompts(CHECKED_LENGTHS, vocab_size)
+    return "starts of a text", [tokens[:length] for length in CHECKED_LENGTHS]
+
+
+def _is_exact(conditions: Conditions) -> bool:
+    """True where engines differ by rounding too small to change a greedy token, bar a tie."""
+    return conditions.dtype == "float32" and conditions.quantization != Quantization.KEEP.value
+
+
+def _peer_model(subject: Subject, works: Sequence[Work], folder: Path) -> PeerModel:
+    config = subject.llm.engine.runtime.config
+    longest = max(len(prompt) + work.output_len for work in works for prompt in work.prompts)
+    return PeerModel(
+        checkpoint=subject.checkpoint,
+        dtype=config.dtype,
+        quantization=subject.conditions.quantization,
+        device=config.device.torch_device,
+        threads=subject.conditions.threads,
+        max_rows=max(len(CHECKED_LENGTHS), *(len(work.prompts) for work in works)),
+        max_tokens=max(longest, max(CHECKED_LENGTHS) + CHECKED_TOKENS),
+        cache_bytes_per_token=sum(cache.bytes_per_token for cache in subject.floor.caches),
+        folder=folder,
+    )

@@ -1,0 +1,39 @@
+"""How the pages of rows lie in a pool: for tests and benchmarks, which choose it."""
+
+from __future__ import annotations
+
+import random
+from enum import Enum
+
+from sightline.cache.pools import CacheStore, Pool
+
+
+class Layout(Enum):
+    """How the pages of a row lie in the pool."""
+
+    IN_ORDER = "in order"
+    """Side by side, each row's after the other's."""
+    SHUFFLED = "shuffled"
+    """In random order, and the rows' interleaved."""
+    DESCENDING = "descending"
+    """Side by side, the last page first."""
+
+
+def arrange_free_pages(store: CacheStore, layout: Layout, seed: int = 7, passed_over: int = 0) -> None:
+    """Makes every pool hand out its free pages in that order; `passed_over` of those in order come last."""
+    order = random.Random(seed)
+    for pool in store.pools:
+        pages = sorted(pool.allocator.allocate(pool.allocator.num_free))
+        if layout is Layout.SHUFFLED:
+            order.shuffle(pages)
+        elif layout is Layout.DESCENDING:
+            pages.reverse()
+        else:
+            pages = pages[passed_over:] + pages[:passed_over]
+        pool.allocator.release(pages)
+
+
+def walk_slots(pool: Pool, table_row: int, length: int) -> list[int]:
+    """The slots of a row's first entries, by walking its pages."""
+    pages = pool.table.owned(table_row)
+    return [pages[entry // pool.page_size] * pool.page_size + entry % pool.page_size for entry in range(length)]

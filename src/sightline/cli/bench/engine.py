@@ -1,0 +1,197 @@
+"""`bench`: what is measured is asked for here; how, is in `sightline.bench.engine`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sightline.cli.bench.attention import attention
+from sightline.cli.bench.serving import serve
+from sightline.cli.console import notes
+from sightline.cli.options import (
+    collected,
+    counts_option,
+    measure_option,
+    measured_engine_options,
+    parse_target,
+)
+from sightline.cli.reports import json_settings, print_report, report_file_options
+
+if TYPE_CHECKING:
+    from sightline.bench.engine.work import Works
+
+bench_options = collected(
+    "how",
+    compare=click.option(
+        "--compare", default="", metavar="NAMES", help="Other engines to run in turns: transformers,llama.cpp,vllm."
+    ),
+    num_iters=measure_option("--num-iters", default=5, help="Rounds that count; medians are told."),
+    **json_settings,
+)
+
+
+@click.group()
+def bench() -> None:
+    """Measure speed: engines in turns, after they have given the same tokens, with the floor."""
+
+
+bench.add_command(attention)
+bench.add_command(serve)
+
+
+@bench.command()
+@measure_option("--input-len", default=512, help="Tokens of the prompt that is read.")
+@measure_option("--output-len", default=48, help="Tokens that each row generates.")
+@measure_option("--batch-size", default=1, help="Rows that generate at once.")
+@counts_option("--contexts", default="32", help="Tokens of the rows' prompts, in turns: 64,128,256,512 mixes them.")
+@bench_options
+@measured_engine_options
+def latency(
+    input_len: int,
+    output_len: int,
+    batch_size: int,
+    contexts: list[int],
+    how: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """Time the reading of a prompt, and the decoding of a batch of rows without the reading.
+
+    Decoding is a run of --output-len tokens less a run of one token on the same prompts, in the same round.
+    """
+    from sightline.bench.engine.work import latency_works
+
+    if output_len < 2:
+        raise click.BadParameter(f"expected at least 2 tokens, got {output_len}", param_hint="--output-len")
+    lengths = (input_len, output_len)
+    _compare(how, settings, lambda floor, vocab: latency_works(floor, vocab, lengths, contexts, batch_size))
+
+
+@bench.command()
+@measure_option("--num-prompts", default=16, help="Prompts that run at once.")
+@measure_option("--random-input-len", default=64, help="Random tokens of each prompt.")
+@measure_option("--random-output-len", default=48, help="Tokens that each generates.")
+@bench_options
+@measured_engine_options
+def throughput(
+    num_prompts: int, random_input_len: int, random_output_len: int, how: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Time many prompts, read and continued."""
+    from sightline.bench.engine.work import throughput_works
+
+    lengths = (random_input_len, random_output_len)
+    _compare(how, settings, lambda floor, vocab: throughput_works(floor, vocab, lengths, num_prompts))
+
+
+@bench.command()
+@counts_option("--rows", default="1,2,4,8,16,32,64", help="Rows of a step, at the first of the contexts.")
+@counts_option("--contexts", default="64,128,256,512,1k,2k,4k", help="Tokens that rows hold, with 1 row and with 8.")
+@measure_option("--num-steps", default=8, help="Decode steps of each point; medians are told.")
+@click.option("--plot", type=parse_target, metavar="FILE.svg", help="Draw the curves here.")
+@report_file_options
+@measured_engine_options
+def growth(
+    rows: list[int],
+    contexts: list[int],
+    num_steps: int,
+    plot: Path | None,
+    how: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """Time decode steps over rows and over contexts, with the floor."""
+    from sightline.bench.engine.growth import measure_growth
+    from sightline.bench.engine.work import load_subject
+
+    report = measure_growth(
+        load_subject(settings),
+        rows,
+        contexts,
+        num_steps,
+        lambda timing: notes.print(
+            f"[dim]{len(timing.held)} × context {timing.context}: {timing.step_seconds * 1e3:.2f} ms a step[/]"
+        ),
+    )
+    if plot is not None:
+        plot.write_text(report.svg())
+    print_report(report, how)
+
+
+@bench.command()
+@measure_option("--batch-size", default=1, help="Rows of a step.")
+@measure_option("--input-len", default=64, help="Tokens that each row holds.")
+@measure_option("--num-steps", default=16, help="Decode steps that are timed, and then taken apart.")
+@report_file_options
+@measured_engine_options
+def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Tell where the time of a decode step goes."""
+    from sightline.bench.engine.profile_step import profile_steps
+    from sightline.bench.engine.work import load_subject
+
+    print_report(profile_steps(load_subject(settings), batch_size, input_len, num_steps), how)
+
+
+@bench.command()
+@measure_option("--users", default=8, help="Users who ask at once and share a system prompt.")
+@measure_option("--turns", default=6, help="Questions of each user; every prompt holds all that was said before.")
+@measure_option("--system-len", default=256, help="Tokens of the system prompt.")
+@measure_option("--question-len", default=48, help="Tokens of each question.")
+@measure_option("--answer-len", default=32, help="Tokens of each answer.")
+@report_file_options
+@measured_engine_options
+def multiturn(how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> None:
+    """Hold a chat with the prefix cache and without: what is reused, and how much sooner first tokens come."""
+    from sightline.bench.engine.multiturn import Chat, measure_multiturn
+
+    if lengths["turns"] < 2:
+        raise click.BadParameter("expected at least 2 turns, got 1, which has nothing to reuse", param_hint="--turns")
+    chat = Chat(**lengths)
+    report = measure_multiturn(settings, chat, lambda turn: notes.print(f"[dim]turn {turn} of {chat.turns}[/]"))
+    print_report(report, how)
+
+
+@bench.command()
+@measure_option("--rows", default=8, help="Rows that decode when the long prompt arrives.")
+@measure_option("--row-len", default=32, help="Tokens of each row's prompt.")
+@measure_option("--prompt-len", default=4000, help="Tokens of the long prompt.")
+@measure_option("--num-iters", default=3, help="Rounds that count.")
+@report_file_options
+@measured_engine_options
+def interference(num_iters: int, how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> None:
+    """Let a long prompt arrive among rows that decode: how long they wait for their tokens, and it for its first."""
+    from sightline.bench.engine.interference import Traffic, measure_interference
+
+    report = measure_interference(
+        settings,
+        Traffic(**lengths),
+        num_iters,
+        lambda number, measured: notes.print(
+            f"[dim]round {number} of {num_iters}: largest gap {measured.ratio:.2f} budgeted steps[/]"
+        ),
+    )
+    print_report(report, how)
+
+
+@bench.command()
+@counts_option("--rows", default="16,64,256,1024", help="Rows that run, at 10,000 prefixes, or at the first of them.")
+@counts_option("--prefixes", default="1000,10000,100000", help="Cached prefixes, at 256 rows, or at the first of them.")
+@measure_option("--num-steps", default=128, help="Decode steps of each point; medians are told.")
+@report_file_options
+def scheduler(rows: list[int], prefixes: list[int], num_steps: int, how: dict[str, Any]) -> None:
+    """Time scheduling and bookkeeping, and the lookup of a long prompt, over rows and cached prefixes; no model."""
+    from sightline.bench.host.scheduling import measure_scheduling
+
+    report = measure_scheduling(
+        rows,
+        prefixes,
+        num_steps,
+        lambda load: notes.print(f"[dim]built: {load.rows} rows, {load.prefixes} prefixes[/]"),
+    )
+    print_report(report, how)
+
+
+def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> None:
+    from sightline.bench.engine.work import compare_engines
+
+    compared = [name.strip() for name in how["compare"].split(",") if name.strip()]
+    print_report(compare_engines(settings, works, compared, how["num_iters"]), how)

@@ -1,0 +1,1 @@
+"""What runs here, and why: the environment, capabilities, and packages that are missing."""

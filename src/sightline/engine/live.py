@@ -1,0 +1,274 @@
+"""The life of one request: its continuations, and what each has produced.
+
+Owns what a token means once it is chosen: its text, its log probabilities, and whether it ends the continuation. Does
+not know the queue, the pages or the forward; the engine moves it along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from sightline.core.request import (
+    CompletionOutput,
+    EffectiveParams,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    Request,
+    RequestOutput,
+    TextDelta,
+)
+from sightline.runner.sampling.adjust import TokenAdjustment
+from sightline.runner.sampling.logprobs import TokenLogprobs, token_logprobs
+from sightline.runner.sampling.noise import derived_seed
+from sightline.runner.sampling.sampler import RowSampling
+from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from sightline.text.detokenizer import IncrementalDetokenizer
+from sightline.text.stop import StopMatcher
+from sightline.text.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class LiveSequence:
+    """One continuation in the engine, and what it has produced."""
+
+    sequence: SequenceState
+    params: EffectiveParams
+    """The request's, with a seed of its own."""
+    tokenizer: Tokenizer | None
+    detokenizer: IncrementalDetokenizer | None
+    stops: StopMatcher | None
+    adjustment: TokenAdjustment | None
+    text: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    ending: FinishReason | None = None
+    """Why it ends, from the token on that ends it; `finish_reason` follows when its last text is out."""
+    num_taken_in: int = 0
+    """Generated tokens whose text and meaning are known."""
+    num_read_pieces: int = 0
+    """Pieces of text that a stream has taken."""
+    num_read_tokens: int = 0
+    """Generated tokens that a stream has taken."""
+    end_was_read: bool = False
+    """A stream has taken the finish reason."""
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """From the second prompt token on."""
+
+    def generated(self, start: int = 0) -> tuple[int, ...]:
+        """The generated tokens from the `start`-th on."""
+        return tuple(self.sequence.tokens[len(self.sequence.request.prompt_token_ids) + start :])
+
+    def sampling(self, row: ScheduledRow) -> RowSampling:
+        """How the token behind a row is chosen."""
+        if self.adjustment is not None:
+            if not self.adjustment.is_whole:
+                self.adjustment = TokenAdjustment(self.params, self.sequence.request.prompt_token_ids)
+            self.adjustment.count(self.generated(self.adjustment.num_counted))
+        return RowSampling(self.params, self._place(row), self.adjustment)
+
+    def keep_logprobs(self, row: ScheduledRow, entry: TokenLogprobs | None) -> None:
+        """Those of the token behind a row. Once more after an interruption changes nothing."""
+        if entry is not None:
+            self._logprobs[self._place(row) :] = [entry]
+
+    def _place(self, row: ScheduledRow) -> int:
+        """Tokens that were generated before the one behind a row."""
+        return row.context_len + row.num_tokens - len(self.sequence.request.prompt_token_ids)
+
+    def keep_prompt_logprobs(self, row: ScheduledRow, logits: Tensor) -> None:
+        """From the logits [num_tokens, vocab_size] of the row's tokens."""
+        prompt, first = self.sequence.request.prompt_token_ids, row.context_len
+        followers = prompt[first + 1 : first + 1 + logits.shape[0]]
+        wanted = logits[: len(followers)]
+        if not bool(wanted.isfinite().all()):
+            self.error = _not_finite(first)
+            return
+        entries = token_logprobs(wanted, followers, [self.params.prompt_logprobs or 0] * len(followers))
+        self._prompt_logprobs[first : first + len(entries)] = entries
+
+    def fail_at(self, position: int) -> None:
+        """The logits at `position` were no numbers."""
+        self.error = _not_finite(position)
+
+    def take_in(self) -> FinishReason | None:
+        """Reads the generated tokens that were not read yet: their text, and whether one is an end."""
+        if self.ending is None:
+            self.ending = self._read_tokens()
+        return self.ending
+
+    def _read_tokens(self) -> FinishReason | None:
+        for token in self.generated(self.num_taken_in):
+            ends = token in self.params.eos_token_ids or token in self.params.stop_token_ids
+            text = ""
+            if self.detokenizer is not None and (not ends or self.params.include_stop_str_in_output):
+                text = self.detokenizer.push([token])
+            # Counted once its text is there: where an interruption lost it, the token is read again.
+            self.num_taken_in += 1
+            if text:
+                self._say(text)
+            if self._stopped_by_text():
+                return FinishReason.STOP
+            if ends:
+                self.stop_reason = None if token in self.params.eos_token_ids else token
+                return FinishReason.STOP
+        return FinishReason.LENGTH if self.sequence.num_generated >= self.params.max_tokens else None
+
+    def finish(self, reason: FinishReason) -> None:
+        """Gives out the text that was held back. It may hold a stop string, which then is the end."""
+        if self.detokenizer is not None:
+            self._say(self.detokenizer.flush())
+        if reason in (FinishReason.LENGTH, FinishReason.STOP) and self._stopped_by_text():
+            reason = FinishReason.STOP
+        if self.stops is not None:
+            self.text.append(self.stops.flush())
+        self.finish_reason = reason
+
+    def break_off(self, error: str) -> None:
+        """Ends it as it stands."""
+        self.error, self.finish_reason = error, FinishReason.ERROR
+
+    @property
+    def has_delta(self) -> bool:
+        """True where something is new since the last `take_delta`."""
+        return not self.end_was_read and (
+            self.finish_reason is not None
+            or len(self.text) > self.num_read_pieces
+            or self.sequence.num_generated > self.num_read_tokens
+        )
+
+    def take_delta(self) -> TextDelta | None:
+        """What it gained since the last call; None where nothing is new."""
+        if not self.has_delta:
+            return None
+        pieces, tokens = self.text[self.num_read_pieces :], self.generated(self.num_read_tokens)
+        logprobs = self._told(self.num_read_tokens, self.num_read_tokens + len(tokens))
+        self.num_read_pieces += len(pieces)
+        self.num_read_tokens += len(tokens)
+        self.end_was_read = self.finish_reason is not None
+        return TextDelta(
+            self.sequence.request.request_id,
+            "".join(pieces),
+            tokens,
+            self.finish_reason,
+            self.error,
+            self.sequence.index,
+            self.stop_reason,
+            logprobs,
+        )
+
+    def output(self) -> CompletionOutput:
+        tokens = self.generated()
+        reason = None if self.finish_reason is None else self.finish_reason.value
+        logprobs = self._told(0, len(tokens))
+        return CompletionOutput(self.sequence.index, "".join(self.text), tokens, reason, self.stop_reason, logprobs)
+
+    def prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
+        """One for each prompt token that was computed; None where nobody asked."""
+        if self.params.prompt_logprobs is None:
+            return None
+        return (None, *(_position(entry, self.tokenizer) for entry in self._prompt_logprobs))
+
+    def _told(self, start: int, end: int) -> tuple[PositionLogprobs, ...] | None:
+        if self.params.logprobs is None:
+            return None
+        return tuple(_position(entry, self.tokenizer) for entry in self._logprobs[start:end])
+
+    def _say(self, text: str) -> None:
+        if self.stops is not None:
+            text = self.stops.push(text, may_end=self.num_taken_in > self.params.min_tokens)
+        self.text.append(text)
+
+    def _stopped_by_text(self) -> bool:
+        if self.stops is None or self.stops.matched is None:
+            return False
+        self.stop_reason = self.stops.matched
+        return True
+
+
+@dataclass(eq=False)
+class LiveRequest:
+    """A request in the engine."""
+
+    request: Request
+    sequences: tuple[LiveSequence, ...]
+    """Its `n` continuations, by index."""
+    submitted_at: float
+    """By the engine's clock."""
+    started_at: float | None = None
+    """When it first had a row in a step."""
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def end_was_read(self) -> bool:
+        """True where a stream has taken everything."""
+        return all(sequence.end_was_read for sequence in self.sequences)
+
+    @property
+    def has_delta(self) -> bool:
+        """True where a continuation has something new."""
+        return any(sequence.has_delta for sequence in self.sequences)
+
+    def take_delta(self) -> TextDelta | None:
+        """What one of the continuations gained since it was last asked; None where none has anything new."""
+        for sequence in self.sequences:
+            delta = sequence.take_delta()
+            if delta is not None:
+                return delta
+        return None
+
+    def output(self, now: float) -> RequestOutput:
+        """As it stands `now`, by the engine's clock."""
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=tuple(sequence.output() for sequence in self.sequences),
+            finished=self.is_finished,
+            params=self.request.params,
+            error=next((sequence.error for sequence in self.sequences if sequence.error is not None), None),
+            prompt_logprobs=self.sequences[0].prompt_logprobs(),
+            num_cached_tokens=self.sequences[0].sequence.num_cached,
+            num_retractions=sum(live.sequence.num_retractions for live in self.sequences),
+            queue_seconds=(now if self.started_at is None else self.started_at) - self.submitted_at,
+        )
+
+
+def start(request: Request, tokenizer: Tokenizer | None, now: float) -> LiveRequest:
+    """The request with its continuations, before their first step."""
+    leader = _start_one(SequenceState(request), tokenizer)
+    others = (SequenceState(request, index, leader.sequence) for index in range(1, request.params.n))
+    return LiveRequest(request, (leader, *(_start_one(sequence, tokenizer) for sequence in others)), now)
+
+
+def _start_one(sequence: SequenceState, tokenizer: Tokenizer | None) -> LiveSequence:
+    request, index = sequence.request, sequence.index
+    params = replace(request.params, seed=derived_seed(request.params.seed, index))
+    detokenizer = stops = None
+    if tokenizer is not None:
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+    if params.stop:
+        stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
+    adjustment = TokenAdjustment(params, request.prompt_token_ids) if params.adjusts_logits else None
+    return LiveSequence(sequence, params, tokenizer, detokenizer, stops, adjustment)
+
+
+def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
+    named: PositionLogprobs = {}
+    for token, logprob, rank in zip(entry.tokens, entry.logprobs, entry.ranks, strict=True):
+        text = None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        named.setdefault(token, Logprob(logprob, rank, text))
+    return named
+
+
+def _not_finite(position: int) -> str:
+    return (
+        f"the model's logits at position {position} held a NaN or an infinity; check the weights and the compute dtype"
+    )

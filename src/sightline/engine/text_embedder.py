@@ -1,0 +1,140 @@
+"""Offline embeddings: texts in, vectors out.
+
+Owns what becomes of a text before and after the `Embedder`: its tokens, cut where that is asked for, and the vector's
+length. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sightline.core.batch import MaskKind
+from sightline.core.config import EngineConfig
+from sightline.core.device import same_stream
+from sightline.core.errors import RequestError
+from sightline.core.ledger import Ledger
+from sightline.core.request import EmbeddingOutput, EmbeddingRequestOutput, Terms, new_request_id
+from sightline.core.turns import Turn, Turns
+from sightline.engine.embedder import NO_TERMS, Embedded, Embedder
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.models.loading.pooling import Pooling, PoolingKind, read_pooling
+from sightline.models.registry import define_embedder
+from sightline.runner.build import build_embedding_runtime
+from sightline.text.tokenizers.tokenizer import Tokenizer
+
+logger = logging.getLogger("sightline")
+
+
+class TextEmbedder:
+    """An embedder with its tokenizer. Several threads may call `embed`: they are served one after another, in order."""
+
+    def __init__(self, embedder: Embedder, tokenizer: Tokenizer | None, ledger: Ledger) -> None:
+        self.embedder = embedder
+        self.tokenizer = tokenizer
+        self.ledger = ledger
+        self._turns = Turns()
+        self._on_stream = same_stream(embedder.runtime.config.device)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one text."""
+        return self.embedder.runtime.config.max_model_len
+
+    def tokens(self, texts: Sequence[str | Sequence[int]], *, truncate: bool) -> list[tuple[list[int], int]]:
+        """Each text's tokens, and how many were left out of its end."""
+        as_text = [text for text in texts if isinstance(text, str)]
+        if as_text and self.tokenizer is None:
+            raise RequestError("expected token ids, got text: the tokenizer was not loaded (skip_tokenizer_init)")
+        encoded = iter(self.tokenizer.encode_prompts(as_text) if self.tokenizer is not None else ())
+        end = () if self.tokenizer is None else self.tokenizer.suffix
+        return [
+            self._cut(next(encoded), end, truncate=truncate)
+            if isinstance(text, str)
+            else self._cut(list(text), (), truncate=truncate)
+            for text in texts
+        ]
+
+    def _cut(self, tokens: list[int], end: Sequence[int], *, truncate: bool) -> tuple[list[int], int]:
+        """To the most that a text may have, where that is asked for; its `end` stays."""
+        excess = len(tokens) - self.max_tokens
+        if excess <= 0 or not truncate:
+            return tokens, 0
+        return [*tokens[: self.max_tokens - len(end)], *end], excess
+
+    def embed(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        truncate: bool = False,
+        dimensions: int | None = None,
+        terms: Terms = NO_TERMS,
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each text, in order. Raises `RequestError` for texts that cannot be embedded.
+
+        `truncate` cuts what is too long; `dimensions` keeps so many of a vector's first numbers.
+        """
+        self.check_dimensions(dimensions)
+        cut = self.tokens(texts, truncate=truncate)
+
+        def work(_turn: Turn) -> list[Embedded]:
+            with self._on_stream():
+                return self.embedder.embed([tokens for tokens, _ in cut], terms, on_progress)
+
+        embedded = self._turns.run(work)
+        return [
+            EmbeddingRequestOutput(
+                new_request_id(),
+                text if isinstance(text, str) else None,
+                tuple(tokens),
+                EmbeddingOutput(shortened(each.vector, dimensions).tolist()),
+                each.num_cached,
+                num_truncated,
+            )
+            for text, (tokens, num_truncated), each in zip(texts, cut, embedded, strict=True)
+        ]
+
+    def check_dimensions(self, dimensions: int | None) -> None:
+        size = self.embedder.definition.state_size
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise RequestError(f"expected dimensions from 1 to {size}, what a vector has, got {dimensions}")
+
+
+def shortened(vector: Tensor, dimensions: int | None) -> Tensor:
+    """The first numbers of a vector, at length 1 again."""
+    if dimensions is None or dimensions == vector.shape[0]:
+        return vector
+    return F.normalize(vector[:dimensions], dim=-1)
+
+
+def log_ledger(ledger: Ledger) -> None:
+    """Logs degradations as warnings and notes as information."""
+    for degradation in ledger.degradations:
+        logger.warning("degraded: %s", degradation)
+    for note in ledger.notes:
+        logger.info("note: %s", note)
+
+
+def embedder_config(config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger) -> tuple[EngineConfig, Pooling]:
+    """The config with what the model's own files say of texts' lengths, and how states become vectors."""
+    sees_all = define_embedder(checkpoint.config, Ledger()).mask.kind is MaskKind.FULL
+    pooling = read_pooling(checkpoint.location, PoolingKind.MEAN if sees_all else PoolingKind.LAST, ledger)
+    if config.max_model_len is None and pooling.max_tokens is not None:
+        config = replace(config, max_model_len=pooling.max_tokens)
+    return config, pooling
+
+
+def build_embedder(
+    config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger, on_progress: Callable[[int, int], None]
+) -> TextEmbedder:
+    """Builds an embedder for an opened model, as its own files say."""
+    config, pooling = embedder_config(config, checkpoint, ledger)
+    runtime, definition = build_embedding_runtime(config, checkpoint, ledger, on_progress)
+    log_ledger(ledger)
+    tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
+    return TextEmbedder(Embedder(runtime, definition, pooling), tokenizer, ledger)

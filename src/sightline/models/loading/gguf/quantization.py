@@ -1,0 +1,181 @@
+"""Decoding of GGUF tensor bytes to fp32, and to block weights where a type is one of small integers.
+
+Owns the arithmetic. The common types are decoded with torch, in the operation order of the reference decoder,
+so results are equal bit for bit; the rest go through the `gguf` package. Does not know files or tensor names.
+
+A quantised row is a run of blocks of 32 or 256 elements. Each block has its own scale, and some types a
+minimum, in fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from sightline.kernels.block_weights import BlockWeights, CodeBits
+from sightline.models.loading.gguf.types import StorageType
+
+
+def dequantise(raw: memoryview, storage: StorageType, shape: tuple[int, ...]) -> torch.Tensor:
+    """The elements of a tensor as fp32, shape `shape`.
+
+    F32 input is not copied. The type is one `can_dequantise` takes.
+    """
+    data = torch.frombuffer(raw, dtype=torch.uint8)
+    decode = _DECODERS.get(storage.name)
+    if decode is not None:
+        return decode(data.view(-1, storage.block_bytes)).view(shape)
+    return _decode_with_reference(data, storage, shape)
+
+
+def _decode_f32(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.view(torch.float32)
+
+
+def _decode_f16(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.view(torch.float16).float()
+
+
+def _decode_bf16(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.view(torch.bfloat16).float()
+
+
+def _halves(blocks: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """The fp16 numbers in bytes `start` to `stop` of each block, as fp32 of shape [blocks, numbers]."""
+    return blocks[:, start:stop].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """[blocks, 16] bytes to [blocks, 32] of 0 to 15: the low nibbles of a block are its first half."""
+    packed = packed.contiguous()
+    return torch.stack((packed & 0x0F, packed >> 4), dim=1).view(packed.shape[0], -1)
+
+
+def _decode_q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0, 2))
+
+
+def _decode_q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _nibbles(blocks[:, 2:]).float().sub_(8.0).mul_(_halves(blocks, 0, 2))
+
+
+def _decode_q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    halves = _halves(blocks, 0, 4)
+    # Two rounded operations, as in the reference: a fused multiply-add would differ in the last bit.
+    return _nibbles(blocks[:, 4:]).float().mul_(halves[:, :1]).add_(halves[:, 1:])
+
+
+_DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {
+        "F32": _decode_f32,
+        "F16": _decode_f16,
+        "BF16": _decode_bf16,
+        "Q8_0": _decode_q8_0,
+        "Q4_0": _decode_q4_0,
+        "Q4_1": _decode_q4_1,
+    }
+)
+
+
+def block_bits(storage: StorageType) -> CodeBits | None:
+    """The width of the codes of a type that `read_blocks` takes: codes in blocks of 32 with a scale."""
+    reader = _BLOCK_READERS.get(storage.name)
+    return None if reader is None else reader.bits
+
+
+def read_blocks(raw: memoryview, storage: StorageType, shape: tuple[int, ...]) -> BlockWeights:
+    """The elements of a tensor [out_features, in_features] as they are stored, copied out of `raw`.
+
+    The type is one with `block_bits`. Finite numbers are equal to those of `dequantise` once they are dequantised.
+    """
+    reader = _BLOCK_READERS[storage.name]
+    codes, scales, minima = reader.read(torch.frombuffer(raw, dtype=torch.uint8).view(-1, storage.block_bytes))
+    return BlockWeights(codes.view(shape), scales.view(shape[0], -1), minima.view(shape[0], -1), reader.bits)
+
+
+_Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Codes [blocks, 32], scales and minima [blocks, 1]."""
+
+
+def _read_q8_0(blocks: torch.Tensor) -> _Blocks:
+    scales = _halves(blocks, 0, 2)
+    # Flipping the sign bit of a signed byte adds 128 to it.
+    return blocks[:, 2:] ^ 0x80, scales, scales * -128
+
+
+def _read_q4_0(blocks: torch.Tensor) -> _Blocks:
+    scales = _halves(blocks, 0, 2)
+    return _nibbles(blocks[:, 2:]), scales, scales * -8
+
+
+def _read_q4_1(blocks: torch.Tensor) -> _Blocks:
+    halves = _halves(blocks, 0, 4)
+    return _nibbles(blocks[:, 4:]), halves[:, :1].contiguous(), halves[:, 1:].contiguous()
+
+
+class _BlockReader(NamedTuple):
+    bits: CodeBits
+    read: Callable[[torch.Tensor], _Blocks]
+
+
+_BLOCK_READERS: Mapping[str, _BlockReader] = MappingProxyType(
+    {
+        "Q8_0": _BlockReader(CodeBits.EIGHT, _read_q8_0),
+        "Q4_0": _BlockReader(CodeBits.FOUR, _read_q4_0),
+        "Q4_1": _BlockReader(CodeBits.FOUR, _read_q4_1),
+    }
+)
+
+
+_REFERENCE_ONLY = frozenset(
+    {
+        "Q5_0",
+        "Q5_1",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ2_XXS",
+        "IQ2_XS",
+        "IQ2_S",
+        "IQ3_XXS",
+        "IQ3_S",
+        "IQ1_S",
+        "IQ1_M",
+        "IQ4_NL",
+        "IQ4_XS",
+        "TQ1_0",
+        "TQ2_0",
+        "MXFP4",
+        "NVFP4",
+    }
+)
+"""Types that the `gguf` package decodes."""
+
+
+def can_dequantise(storage: StorageType) -> bool:
+    """Whether `dequantise` has a decoder; integers and intermediate types of matrix products have none."""
+    return storage.name in _DECODERS or storage.name in _REFERENCE_ONLY
+
+
+_PIECE_ELEMENTS = 1 << 20
+
+
+def _decode_with_reference(data: torch.Tensor, storage: StorageType, shape: tuple[int, ...]) -> torch.Tensor:
+    # Imported here: the package takes longer to import than the default model takes to open.
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    row_bytes = shape[-1] // storage.block_elements * storage.block_bytes
+    rows = data.view(-1, row_bytes).numpy()
+    decoded = torch.empty(shape, dtype=torch.float32)
+    # In pieces: the package holds several times the size of what it decodes.
+    step = max(1, _PIECE_ELEMENTS // shape[-1])
+    for start in range(0, len(rows), step):
+        piece = dequantize(rows[start : start + step], GGMLQuantizationType(storage.code))
+        decoded.view(-1, shape[-1])[start : start + step] = torch.from_numpy(piece)
+    return decoded

@@ -1,0 +1,1 @@
+"""Models in Hugging Face folders of safetensors files."""

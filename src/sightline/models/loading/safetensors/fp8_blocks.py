@@ -1,0 +1,121 @@
+"""fp8 tensors in safetensors files: 8-bit floats in rectangular blocks, each with its own fp32 factor.
+
+Owns the pairing of `*.weight` with `*.weight_scale_inv` and the decoding. Does not know models: a pair stands for one
+matrix in fp32, each element rounded once.
+
+    x.weight           [outputs, inputs]                        float8_e4m3fn
+    x.weight_scale_inv [ceil(outputs / 128), ceil(inputs / 128)] fp32, multiplied by; the last blocks may be smaller
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.models.loading.checkpoint import TensorInfo
+from sightline.models.loading.safetensors.file import SafetensorsFile
+from sightline.models.loading.safetensors.packed import (
+    UNCONVERTED,
+    PackedFormat,
+    PackedTensor,
+    check_settings,
+    check_unconverted,
+)
+
+METHOD = "fp8"
+"""As `quantization_config` names it."""
+SCALES = "_scale_inv"
+_CODES, _FACTORS = "F8_E4M3", "F32"
+"""As the files name the types of the two."""
+_SETTINGS = frozenset({"quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", UNCONVERTED})
+"""How activations would be rounded is of no use: they are not."""
+
+Block = tuple[int, int]
+"""Outputs and inputs."""
+
+
+@dataclass(frozen=True)
+class Fp8Tensor(PackedTensor):
+    """A pair of stored tensors that stands for one."""
+
+    name: str
+    block: Block
+    codes: SafetensorsFile
+    factors: SafetensorsFile
+    """The file of each: a pair may lie in two parts of a model."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return self.name, self.name + SCALES
+
+    def describe(self) -> TensorInfo:
+        shape = self.codes.packed_shape(self.name, _CODES)
+        scales = self.factors.packed_shape(self.name + SCALES, _FACTORS)
+        expected = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=False))
+        if len(shape) != 2 or scales != expected:
+            raise CheckpointError(
+                f"expected {self.name} of shape [outputs, inputs] and {SCALES} with a factor for each block of "
+                f"{self.block[0]} x {self.block[1]}, got {shape} and {scales}. The file is damaged: get it again."
+            )
+        return TensorInfo(shape, torch.float32, _CODES)
+
+    def read(self) -> Tensor:
+        return decode(self.codes.read(self.name), self.factors.read(self.name + SCALES), self.block)
+
+
+@dataclass(frozen=True)
+class Fp8Blocks(PackedFormat):
+    """The format with the size of its blocks, and the section that describes it."""
+
+    block: Block
+    section: Mapping[str, object]
+
+    def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
+        scaled = sorted(name.removesuffix(SCALES) for name in owners if name.endswith(SCALES))
+        alone = [name for name in scaled if name not in owners]
+        if alone:
+            raise CheckpointError(
+                f"expected {alone[0]!r} beside its {SCALES}, got the factors alone. Get the missing part."
+            )
+        check_unconverted(METHOD, self.section, scaled)
+        return {name: Fp8Tensor(name, self.block, owners[name], owners[name + SCALES]) for name in scaled}
+
+
+def read_section(section: Mapping[str, object]) -> Fp8Blocks:
+    """The format that a config's section describes; raises where it asks for more than this module does."""
+    check_settings(METHOD, section, _SETTINGS)
+    for name, known in {
+        "fmt": (None, "e4m3"),
+        "activation_scheme": (None, "dynamic"),
+        "scale_fmt": (None, "ue8m0"),
+    }.items():
+        if section.get(name) not in known:
+            raise UnsupportedModelError(
+                f"expected 'quantization_config' of fp8 with {name} {known[1]!r}, got {section[name]!r}. "
+                "Use the unquantised model, or a GGUF file."
+            )
+    size = section.get("weight_block_size")
+    match size:
+        case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
+            return Fp8Blocks((outputs, inputs), section)
+    raise UnsupportedModelError(
+        f"expected 'quantization_config' of fp8 with a weight_block_size of two numbers above 0, got {size!r}: one "
+        "factor for a whole tensor is another format. Use the unquantised model, or a GGUF file."
+    )
+
+
+def decode(codes: Tensor, factors: Tensor, block: Block) -> Tensor:
+    """[outputs, inputs] float8_e4m3fn and a factor for each block to [outputs, inputs] fp32."""
+    outputs, inputs = block
+    num_rows, num_columns = codes.shape
+    decoded = codes.float()
+    by_column = factors.repeat_interleave(inputs, dim=1)[:, :num_columns]
+    num_whole = num_rows // outputs
+    whole = decoded[: num_whole * outputs].view(num_whole, outputs, num_columns)
+    whole.mul_(by_column[:num_whole].unsqueeze(1))
+    decoded[num_whole * outputs :].mul_(by_column[num_whole:])  # the last block, where it has fewer rows
+    return decoded

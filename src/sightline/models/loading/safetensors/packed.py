@@ -1,0 +1,77 @@
+"""What a quantisation format of safetensors folders has to give: the tensors that its stored ones stand for.
+
+Owns the contract. Does not know formats.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.models.loading.checkpoint import TensorInfo
+from sightline.models.loading.safetensors.file import SafetensorsFile
+
+
+class PackedTensor(ABC):
+    """Stored tensors that stand for one."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[str, ...]:
+        """The names of the stored ones."""
+
+    @abstractmethod
+    def describe(self) -> TensorInfo:
+        """The tensor that they stand for; raises where they do not fit each other."""
+
+    @abstractmethod
+    def read(self) -> Tensor:
+        """The tensor that they stand for."""
+
+
+class PackedFormat(ABC):
+    """A format with its settings, as a `quantization_config` gives them."""
+
+    @abstractmethod
+    def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
+        """The tensors that some of the stored ones stand for, by name; a part without the others is an error."""
+
+
+UNCONVERTED = "modules_to_not_convert"
+"""The setting that lists modules whose tensors are stored as they are."""
+
+
+def check_unconverted(method: str, section: Mapping[str, object], packed: Collection[str]) -> None:
+    """Raises if a packed tensor belongs to a module that the section lists as not packed."""
+    listed = section.get(UNCONVERTED) or []
+    if not isinstance(listed, list) or not all(isinstance(module, str) for module in listed):
+        raise UnsupportedModelError(
+            f"expected {UNCONVERTED!r} of an {method} 'quantization_config' to be a list of names, got {listed!r}."
+        )
+    for name in packed:
+        module = name.removesuffix(".weight")
+        found = [each for each in listed if _covers(each, module)]
+        if found:
+            raise CheckpointError(
+                f"expected {name!r} unpacked, because {UNCONVERTED!r} lists {found[0]!r}, got it in {method}. Correct "
+                "the list in config.json, or get the model again."
+            )
+
+
+def _covers(listed: str, module: str) -> bool:
+    """A listed name stands for a module, for all within it, or for a module's last name; `*` for anything."""
+    return fnmatchcase(module, listed) or fnmatchcase(module, f"{listed}.*") or module.endswith(f".{listed}")
+
+
+def check_settings(method: str, section: Mapping[str, object], known: Collection[str]) -> None:
+    """Raises where a section has settings that the format does not know."""
+    unknown = set(section) - set(known)
+    if unknown:
+        raise UnsupportedModelError(
+            f"expected an {method} 'quantization_config' with {', '.join(sorted(known))} only, got "
+            f"{', '.join(sorted(unknown))}. Use the unquantised model, or a GGUF file."
+        )

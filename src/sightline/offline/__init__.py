@@ -1,0 +1,1 @@
+"""Whole files of texts through an engine."""

@@ -1,0 +1,57 @@
+"""What a bug report needs to say about a machine. No names of users, hosts or paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+import torch
+
+from sightline.attention.backends import registry
+from sightline.core.device import available_bytes, detect_device
+from sightline.runner.missing import missing_packages
+from sightline.version import __version__
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "gguf",
+    "tokenizers",
+    "jinja2",
+    "triton",
+    "flashinfer-python",
+    "flash-attn-4",
+    "transformers",
+)
+
+
+def collect_environment() -> dict[str, str]:
+    """Facts by name, in the order to print."""
+    facts = {
+        "sightline": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "torch threads": str(torch.get_num_threads()),
+        "memory available": f"{available_bytes(detect_device('cpu')) / 2**30:.1f} GiB",
+        "cuda": _cuda(),
+    }
+    device = detect_device("cuda" if torch.cuda.is_available() else "cpu")
+    missing = {f"missing {each.package}": each.text for each in missing_packages(registry.BUILT_IN, device)}
+    return facts | {name: _version(name) for name in PACKAGES} | missing
+
+
+def _cuda() -> str:
+    if not torch.cuda.is_available():
+        return "not available"
+    device = detect_device("cuda")
+    return f"{device.name}, compute capability {device.compute_capability}, CUDA {torch.version.cuda}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,53 @@
+"""The lines that an engine says about itself when it starts: what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sightline.attention.backends import registry
+from sightline.attention.capability import Work
+from sightline.core.config import Quantization
+from sightline.core.ledger import Note
+from sightline.runner.backend_choice import GroupSelection
+from sightline.runner.build import Runtime
+from sightline.runner.missing import missing_packages
+
+
+def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
+    """A few lines for a person: what runs where, and what packages that are not installed would bring on this device.
+
+    `notes` are those of the ledger. Degradations are not among them: they are logged, whoever starts the engine.
+    """
+    config = runtime.config
+    cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
+    dtype = str(config.dtype).removeprefix("torch.")
+    weights = f"{dtype}, weights as quantised" if config.quantization is Quantization.KEEP else dtype
+    narrow = "" if config.cache_dtype == config.dtype else f" in {str(config.cache_dtype).removeprefix('torch.')}"
+    cache = f"cache of {_mebibytes(cache_bytes)}{narrow}: {config.cache_tokens:,} tokens in pages of {config.page_size}"
+    lines = [
+        f"{config.device.name} · {weights} · context {config.max_model_len:,} tokens",
+        f"{cache if config.num_pages else 'no cache'} · scratch {_mebibytes(runtime.workspace.num_bytes)}",
+    ]
+    for binding, selection in zip(runtime.bindings, runtime.selections, strict=True):
+        group = binding.group
+        num_bytes = sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values())
+        cached = f", {num_bytes // len(group.layers):,} cached bytes a token and layer"
+        lines.append(
+            f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {serving_text(selection)}"
+            f"{cached if config.num_pages else ''}"
+        )
+    lines += [f"note: {note}" for note in notes]
+    return lines + [each.line for each in missing_packages(registry.BUILT_IN, config.device) if not each.hindrance]
+
+
+def serving_text(selection: GroupSelection) -> str:
+    """Which backends serve a group: one name, or which kind of rows goes where."""
+    names = {work: each.candidate.name for work, each in selection.items()}
+    if len(set(names.values())) == 1:
+        return names[Work.PREFILL]
+    works = {name: [work.value for work, other in names.items() if other == name] for name in names.values()}
+    return ", ".join(f"{name} ({', '.join(each)})" for name, each in works.items())
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,0 +1,1 @@
+"""The routes: what clients send, what they get, and what happens in between."""

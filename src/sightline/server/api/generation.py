@@ -1,0 +1,309 @@
+"""Completions: from a body to prompts and sampling parameters, and from reports to answers, whole or streamed.
+
+Owns what both kinds of completion share. `chat` and `completion` own their shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+import msgspec
+
+from sightline.core.errors import RequestError
+from sightline.core.request import EffectiveParams, Logprob, PositionLogprobs, SamplingParams
+from sightline.server.api.answers import PromptDetails, PromptLogprob, PromptLogprobs, Usage
+from sightline.server.api.schema import GenerationFields
+from sightline.server.http.errors import ApiError, failed, field_named_in, invalid, unavailable
+from sightline.server.http.limits import check_adjustments, check_cost
+from sightline.server.http.routing import Call, Header, Reply, Stream
+from sightline.server.process.port import EngineDownError
+from sightline.server.process.protocol import Delta, Ended
+from sightline.server.service import RESTART_SECONDS, Running, Service
+
+RequestT = TypeVar("RequestT", bound=GenerationFields)
+_ENCODER = msgspec.json.Encoder()
+_SAMPLED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "ignore_eos",
+    "min_tokens",
+    "stop_token_ids",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+)
+"""Fields that go to the engine under their own names."""
+
+
+@dataclass
+class Continuation:
+    """One of the answers, as far as it has come."""
+
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def take(self, delta: Delta) -> None:
+        self.pieces.append(delta.text)
+        self.logprobs += delta.logprobs or ()
+        self.num_tokens += delta.num_tokens
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass
+class Outcome:
+    """What came of all of a client's prompts."""
+
+    num_prompt_tokens: int
+    n: int
+    """Continuations of each prompt."""
+    continuations: list[Continuation]
+    """Prompt by prompt."""
+    num_cached: int = 0
+    prompt_logprobs: dict[int, tuple[PositionLogprobs | None, ...]] = field(default_factory=dict)
+    """By the prompt's place."""
+
+    def usage(self) -> Usage:
+        generated = sum(each.num_tokens for each in self.continuations)
+        return Usage(
+            self.num_prompt_tokens, generated, self.num_prompt_tokens + generated, PromptDetails(self.num_cached)
+        )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a continuation follows."""
+
+    token_ids: list[int]
+    echoed: str = ""
+    """Its text, where the answer begins with it."""
+    first_token: str = ""
+    """The text of its first token, where it is echoed: nothing predicts that one."""
+    offsets: Sequence[int] = ()
+    """Where in `echoed` each of its tokens begins, where that is told."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What every body and every event of an answer begins with."""
+
+    id: str
+    created: int
+    model: str
+
+
+class Completer(ABC, Generic[RequestT]):
+    """One kind of completion."""
+
+    id_prefix: ClassVar[str]
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def handle(self, call: Call[RequestT]) -> Reply | Stream:
+        """From a checked body to its answer, or to the beginning of its stream."""
+        request, service = call.body, self._service
+        head = Head(self.id_prefix + call.request_id, int(time.time()), service.check_model(request.model))
+        params, num_prompts = self._params(request), self.num_prompts(request)
+        self._check_cost(params, num_prompts, self.num_prompt_bytes(request))
+        with ExitStack() as places:
+            places.enter_context(service.admission.admitted(call.caller, num_prompts * params.n))
+            prompts = await self.prompts(call)
+            # A template may write more than a conversation's texts.
+            self._check_cost(params, num_prompts, max(len(each.token_ids) for each in prompts))
+            running = await service.start(call, [each.token_ids for each in prompts], params, places.pop_all())
+        headers = (_sampling_header(running.params[0]),)
+        continuations = [Continuation() for _ in range(num_prompts * params.n)]
+        outcome = Outcome(running.num_prompt_tokens, params.n, continuations)
+        if request.stream:
+            options = request.stream_options
+            chunks = self.chunks(request, head, prompts, includes_usage=options is not None and options.include_usage)
+            return Stream(self._events(call, running, outcome, chunks), running.release.close, headers)
+        with running.release:
+            await self._finish(call, running, outcome)
+        return Reply(_ENCODER.encode(self.whole(request, head, prompts, outcome)), headers=headers)
+
+    @abstractmethod
+    def num_prompts(self, request: RequestT) -> int:
+        """Before any of them is looked at."""
+
+    @abstractmethod
+    def num_prompt_bytes(self, request: RequestT) -> int:
+        """Of the texts of the longest prompt: no text has more tokens than bytes."""
+
+    @abstractmethod
+    async def prompts(self, call: Call[RequestT]) -> list[Prompt]: ...
+
+    @abstractmethod
+    def sampling(self, request: RequestT) -> dict[str, Any]:
+        """What this kind calls by other names. Raises for what is not there yet."""
+
+    @abstractmethod
+    def whole(self, request: RequestT, head: Head, prompts: Sequence[Prompt], outcome: Outcome) -> object:
+        """The answer's body."""
+
+    @abstractmethod
+    def chunks(self, request: RequestT, head: Head, prompts: Sequence[Prompt], *, includes_usage: bool) -> Chunks:
+        """What makes a stream's events."""
+
+    def _params(self, request: RequestT) -> SamplingParams:
+        given = {name: getattr(request, name) for name in _SAMPLED}
+        params = {name: value for name, value in (given | self.sampling(request)).items() if value is not None}
+        if request.stream and request.prompt_logprobs is not None:
+            raise invalid("expected prompt_logprobs without stream, got both: a stream has no place", "prompt_logprobs")
+        if request.stream_options is not None and not request.stream:
+            raise invalid("expected stream_options with stream: true, got it without", "stream_options")
+        try:
+            return SamplingParams(**({"max_tokens": None} | params))
+        except RequestError as error:
+            raise invalid(str(error), field_named_in(str(error))) from error
+
+    def _check_cost(self, params: SamplingParams, count: int, prompt_len: int) -> None:
+        context = self._service.opened.max_model_len
+        bound = min(context, prompt_len) + min(context, params.max_tokens or context)
+        check_cost(
+            prompts=count,
+            n=params.n,
+            tokens=min(context, bound),
+            logprobs=max(params.logprobs or 0, params.prompt_logprobs or 0),
+            most=self._service.max_cost,
+        )
+        check_adjustments(
+            sequences=count * params.n,
+            biases=len(params.logit_bias or ()),
+            stop_characters=sum(map(len, params.stop_strings)),
+        )
+
+    async def _finish(self, call: Call[RequestT], running: Running, outcome: Outcome) -> None:
+        """Takes everything in. Raises where a continuation failed."""
+        try:
+            async for place, report in running.answers.reports():
+                _take(report, place, outcome)
+        except EngineDownError as error:
+            raise unavailable(str(error), RESTART_SECONDS) from error
+        call.facts["completion_tokens"] = outcome.usage().completion_tokens
+
+    async def _events(
+        self, call: Call[RequestT], running: Running, outcome: Outcome, chunks: Chunks
+    ) -> AsyncGenerator[bytes, None]:
+        """The stream: chunks, usage where asked for, and the end. An error is an event too, and has no end after it."""
+        try:
+            for chunk in chunks.opening():
+                yield _event(chunk)
+            async for place, report in running.answers.reports():
+                delta = _take(report, place, outcome)
+                chunk = None if delta is None else chunks.chunk(place * outcome.n + delta.index, delta)
+                if chunk is not None:
+                    yield _event(chunk)
+        except EngineDownError as error:
+            yield _error_event(call, unavailable(str(error), RESTART_SECONDS))
+            return
+        except ApiError as error:
+            yield _error_event(call, error)
+            return
+        finally:
+            call.facts["completion_tokens"] = outcome.usage().completion_tokens
+        if chunks.includes_usage:
+            yield _event(chunks.closing(outcome.usage()))
+        yield b"data: [DONE]\n\n"
+
+
+class Chunks(ABC):
+    """Makes the events of one stream."""
+
+    def __init__(self, head: Head, *, includes_usage: bool) -> None:
+        """Where a stream tells usage at its end, every event before has a place for it."""
+        self._head = head
+        self.includes_usage = includes_usage
+
+    @abstractmethod
+    def opening(self) -> Sequence[object]:
+        """What is told before the first token."""
+
+    @abstractmethod
+    def chunk(self, index: int, delta: Delta) -> object | None:
+        """What a continuation gained; None where there is nothing to tell of it."""
+
+    @abstractmethod
+    def closing(self, usage: Usage) -> object:
+        """The event that tells usage."""
+
+
+def _take(report: Delta | Ended, place: int, outcome: Outcome) -> Delta | None:
+    """Takes a report in. Gives back what a stream can tell of it; raises where the prompt failed."""
+    first = place * outcome.n
+    match report:
+        case Delta(index=index):
+            outcome.continuations[first + index].take(report)
+            return report
+        case Ended(error=error, num_cached=num_cached, prompt_logprobs=prompt_logprobs):
+            outcome.num_cached += num_cached
+            if prompt_logprobs is not None:
+                outcome.prompt_logprobs[place] = prompt_logprobs
+            ended = outcome.continuations[first : first + outcome.n]
+            if error is not None and "error" in {each.finish_reason for each in ended}:
+                raise failed(f"the engine could not finish the request: {error}")
+            if error is not None and not any(each.num_tokens for each in ended):
+                raise unavailable(f"the request was not begun: {error}", RESTART_SECONDS)
+            return None
+
+
+def told_prompt_logprobs(entries: Sequence[PositionLogprobs | None]) -> PromptLogprobs:
+    """As they go into a body."""
+    return [
+        None
+        if entry is None
+        else {str(token): PromptLogprob(each.logprob, each.rank, each.decoded_token) for token, each in entry.items()}
+        for entry in entries
+    ]
+
+
+def chosen(entry: PositionLogprobs) -> Logprob:
+    """Of the token that is there."""
+    return next(iter(entry.values()))
+
+
+def likeliest(entry: PositionLogprobs, count: int) -> list[tuple[str, float]]:
+    """The text and log probability of a position's `count` likeliest tokens, the likeliest first."""
+    # The token that is there comes first; beyond the likeliest, it is one too many.
+    known = list(entry.items())[len(entry) > count :]
+    ranked = sorted((each.rank, token) for token, each in known)
+    return [(entry[token].decoded_token or "", entry[token].logprob) for _, token in ranked][:count]
+
+
+def _sampling_header(params: EffectiveParams) -> Header:
+    """What really applies, for whoever asks why."""
+    shown = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in asdict(params).items()}
+    for name in ("stop", "logit_bias", "eos_token_ids", "stop_token_ids"):
+        shown.pop(name)
+    return (b"x-sightline-sampling", _ENCODER.encode(shown))
+
+
+def _event(chunk: object) -> bytes:
+    return b"data: " + _ENCODER.encode(chunk) + b"\n\n"
+
+
+def _error_event(call: Call[Any], error: ApiError) -> bytes:
+    """An error in the middle of an answer whose status is told already."""
+    call.facts["error"] = error.code
+    return b"data: " + error.body() + b"\n\n"

@@ -1,0 +1,105 @@
+"""The OpenAPI document, made from the table of routes and the types of their bodies: it cannot say what is not so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from sightline.server.api.answers import ErrorBody
+from sightline.server.http.access import Access
+from sightline.server.http.routing import EVENTS, JSON, NO_BODY, Route
+from sightline.version import __version__
+
+_REFUSALS = {
+    400: "The request cannot run as it is.",
+    401: "No API key, or one that is not known.",
+    404: "There is no such thing here.",
+    405: "The path is there, and not for this method.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    415: "The body is no JSON.",
+    421: "The server does not go by this name.",
+    429: "As many requests wait as may; Retry-After says when to try again.",
+    500: "The engine began and could not finish.",
+    503: "The engine is starting or the server is shutting down; Retry-After says when to try again.",
+}
+_ALWAYS = (400, 421)
+_WITH_KEY = (401,)
+_WITH_BODY = (408, 413, 415)
+
+
+def openapi_document(routes: Iterable[Route[Any]], *, needs_key: bool) -> bytes:
+    """`needs_key` where the server has keys."""
+    listed = [route for route in routes if route.answer is not None or route.content_type.startswith("text/plain")]
+    kinds = [ErrorBody, *(route.answer for route in listed if route.answer is not None)]
+    kinds += [route.body for route in listed if route.body is not NO_BODY]
+    kinds += [route.event for route in listed if route.event is not None]
+    _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    paths: dict[str, dict[str, Any]] = {}
+    for route in listed:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, needs_key=needs_key)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "Sightline", "version": __version__, "description": "An OpenAI-compatible LLM service."},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return msgspec.json.encode(document)
+
+
+def _operation(route: Route[Any], *, needs_key: bool) -> dict[str, Any]:
+    statuses = [*_ALWAYS, *route.refusals]
+    if route.access is Access.KEY and needs_key:
+        statuses += _WITH_KEY
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "tags": [route.tag],
+        "operationId": route.handler.__name__ + route.path.translate(str.maketrans("/{}", "___")),
+        "x-access": route.access.value,
+        "security": [{"key": []}] if route.access is Access.KEY and needs_key else [],
+    }
+    if "{" in route.path:
+        name = route.path.partition("{")[2].rstrip("}")
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
+    if route.body is not NO_BODY:
+        statuses += _WITH_BODY
+        content: dict[str, Any] = {"schema": _reference(route.body)}
+        if route.example is not None:
+            content["example"] = route.example
+        operation["requestBody"] = {"required": True, "content": {JSON: content}}
+    operation["responses"] = {"200": _success(route)} | {
+        str(status): {
+            "description": _REFUSALS[status],
+            "content": {JSON: {"schema": _reference(ErrorBody)}},
+        }
+        for status in sorted(set(statuses))
+    }
+    return operation
+
+
+def _success(route: Route[Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if route.answer is not None:
+        content[JSON] = {"schema": _reference(route.answer)}
+    else:
+        content[route.content_type.partition(";")[0]] = {"schema": {"type": "string"}}
+    if route.event is not None:
+        content[EVENTS] = {"schema": _event(route.event)}
+    return {"description": "As asked for.", "content": content}
+
+
+def _event(kind: Any) -> dict[str, Any]:
+    """One event of a stream: JSON, or what the last says. An error is an event too."""
+    told = {"anyOf": [_reference(kind), _reference(ErrorBody)]}
+    chunk = {"type": "string", "contentMediaType": JSON, "contentSchema": told}
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}}
+
+
+def _reference(kind: Any) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}

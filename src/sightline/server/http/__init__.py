@@ -1,0 +1,1 @@
+"""HTTP: the pipeline that every request passes, its limits, and who may ask."""

@@ -1,0 +1,140 @@
+"""Who may ask: API keys, and the names under which the server may be addressed.
+
+A key is kept as a digest and compared in constant time, with all of them, whichever fits. Does not know routes: each
+declares its own `Access`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Iterable, Mapping
+from enum import Enum
+
+from sightline.core.errors import ConfigError
+from sightline.server.http.errors import ApiError
+
+MIN_KEY_CHARACTERS = 8
+LOCAL_NAMES = frozenset({"localhost"})
+
+
+class Access(Enum):
+    """Who may use a route."""
+
+    PUBLIC = "public"
+    """Everybody: nothing of any client, and nothing that costs anything."""
+    KEY = "key"
+    """Whoever has a key; everybody where the server has no keys."""
+
+
+class Secret:
+    """A value that cannot be printed, logged or serialised by accident: only its digest is kept."""
+
+    __slots__ = ("_digest",)
+
+    def __init__(self, value: str) -> None:
+        self._digest = hashlib.sha256(value.encode("utf-8", "surrogateescape")).digest()
+
+    def matches(self, given: bytes) -> bool:
+        """In the same time, whatever is given."""
+        return hmac.compare_digest(self._digest, hashlib.sha256(given).digest())
+
+    def __repr__(self) -> str:
+        return "Secret(…)"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a Secret is not serialised")
+
+
+class Keyring:
+    """The keys that are accepted. Without any, everybody is the same caller."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        listed = list(dict.fromkeys(keys))
+        for key in listed:
+            if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError(
+                    f"expected API keys of at least {MIN_KEY_CHARACTERS} printable ASCII characters without spaces, "
+                    f"got one of {len(key)} that is not; choose another"
+                )
+        self._secrets = {f"key-{place}": Secret(key) for place, key in enumerate(listed, 1)}
+
+    def __len__(self) -> int:
+        return len(self._secrets)
+
+    def caller(self, authorization: bytes | None) -> str:
+        """Who asks, by the key's place in the list. Raises where no key fits."""
+        if not self._secrets:
+            return ""
+        scheme, _, given = (authorization or b"").partition(b" ")
+        matching = [name for name, secret in self._secrets.items() if secret.matches(given.strip())]
+        if scheme.lower() != b"bearer" or not matching:
+            raise ApiError(
+                401,
+                "expected an API key in the header 'Authorization: Bearer KEY', got "
+                + ("none" if authorization is None else "one that is not known"),
+                code="invalid_api_key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+        return matching[0]
+
+
+class HostList:
+    """Names under which the server may be addressed.
+
+    A page of a stranger's whose name leads here can make a browser send requests with that name. An address in numbers
+    cannot be borrowed so: those are always good.
+    """
+
+    def __init__(self, bound: str, allowed: Iterable[str] = ()) -> None:
+        self._names = {*LOCAL_NAMES, bound.lower(), socket.gethostname().lower(), *(name.lower() for name in allowed)}
+
+    def check(self, host: bytes | None) -> None:
+        if "*" in self._names:
+            return
+        shown = (host or b"").decode("ascii", "replace")
+        name = host_name(shown)
+        if name is None or not (name in self._names or _is_address(name)):
+            raise ApiError(
+                421,
+                f"expected a Host header with a name of this server, got {shown[:80]!r}; add --allowed-host NAME to "
+                "serve under another",
+                code="unknown_host",
+            )
+
+
+def host_name(host: str) -> str | None:
+    """The name in a Host header, without its port; None where it is none."""
+    if host.startswith("["):
+        name, bracket, port = host[1:].partition("]")
+        if not bracket or (port and not port.startswith(":")):
+            return None
+        port = port[1:]
+    else:
+        name, _, port = host.partition(":")
+    if not name or (port and not port.isdecimal()):
+        return None
+    return name.lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def first_header(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[bytes, bytes]:
+    """By name; a header that decides something and comes twice is an error, whichever would be taken."""
+    found: dict[bytes, bytes] = {}
+    for name, value in headers:
+        if name in found and name in SINGLE_HEADERS:
+            raise ApiError(400, f"expected one {name.decode()} header, got two", code="repeated_header")
+        found.setdefault(name, value)
+    return found
+
+
+SINGLE_HEADERS = frozenset({b"host", b"authorization", b"content-length", b"content-type", b"transfer-encoding"})

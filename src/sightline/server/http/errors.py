@@ -1,0 +1,65 @@
+"""What a client is told when a request fails: OpenAI's error bodies, whatever went wrong and wherever."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import msgspec
+
+from sightline.core.request import SamplingParams
+from sightline.server.api.answers import Error, ErrorBody
+
+
+class ApiError(Exception):
+    """An answer other than the one asked for."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+        """Seconds."""
+        self.headers = headers if retry_after is None else (*headers, (b"retry-after", str(retry_after).encode()))
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(Error(self.message, self.kind, self.param, self.code)))
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The request can never run as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def field_named_in(message: str) -> str | None:
+    """The sampling parameter that an error is about: the first that it names."""
+    names = {each.name for each in fields(SamplingParams)}
+    return next((word for word in re.findall(r"\w+", message) if word in names), None)
+
+
+def busy(message: str, retry_after: int) -> ApiError:
+    """As many wait as may."""
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after=retry_after)
+
+
+def unavailable(message: str, retry_after: int) -> ApiError:
+    """Nothing can be run at the moment."""
+    return ApiError(503, message, kind="service_unavailable", code="engine_unavailable", retry_after=retry_after)
+
+
+def failed(message: str) -> ApiError:
+    """The engine began and could not end it."""
+    return ApiError(500, message, kind="server_error", code="generation_failed")

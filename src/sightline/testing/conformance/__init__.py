@@ -1,0 +1,1 @@
+"""The conformance kit: cases, checks, and what came of them."""

@@ -1,0 +1,286 @@
+"""A planner over pools that are laid out to find faults: pages out of order, unused slots full of what would show.
+
+Builds what a runtime builds, for one backend and without a model. Does not know what is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sightline.attention.capability import Capability
+from sightline.attention.contract import AttentionBackend, BackendContext, Limits
+from sightline.attention.oracle.attention import stored_entries
+from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.spec import AttentionSpec, Feature, SpecKind, group_layers
+from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
+from sightline.cache.layout import Layout, arrange_free_pages
+from sightline.cache.pools import CacheLimits, CacheStore, Pool
+from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
+from sightline.core.batch import CAUSAL, Batch, RowMask, RowWork
+from sightline.core.device import Device
+from sightline.core.errors import ConfigError
+from sightline.runner.batching import assemble
+from sightline.testing.conformance.problem import Problem
+from sightline.testing.conformance.problems import PROBLEMS
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is tried: one capability row of one backend, for one kind of attention, on one device."""
+
+    name: str
+    backend: type[AttentionBackend[Any, Any]]
+    capability: Capability
+    device: Device
+    planner: type[Planner] = Planner
+    named_kind: SpecKind | None = None
+    """Which of the row's kinds; None is the only one."""
+
+    @property
+    def kind(self) -> SpecKind:
+        kinds = self.capability.spec_kinds if self.named_kind is None else {self.named_kind}
+        if len(kinds) != 1:
+            names = ", ".join(sorted(kind.value for kind in kinds)) or "none"
+            raise ConfigError(f"expected one kind of attention to try, got {names}; name one of the row's")
+        return next(iter(kinds))
+
+    @property
+    def problem(self) -> Problem[Any, Any]:
+        return PROBLEMS[self.kind]
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What the row declares and the kind of attention can ask for."""
+        return self.capability.features & self.problem.features
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a step."""
+
+    context_len: int
+    query_len: int
+    mask: RowMask = CAUSAL
+    positions: tuple[int, ...] | None = None
+    """Of the new tokens, where they do not follow the context one by one."""
+
+    @property
+    def seq_len(self) -> int:
+        return self.context_len + self.query_len
+
+
+_NOISE_ENTRIES = 61
+_FILLED_BYTES = 96 << 20
+"""Of a pool: in a larger one only the pages of rows are filled, with NaN."""
+GARBAGE_VALUE = 100.0
+"""The size of values in slots that nobody wrote: far from any that somebody did."""
+
+
+PLAIN_SCALES = (1.0,)
+SCALES = (0.5, 0.25, 2.0, 0.125)
+"""Of the first layer's keys, its values, the second layer's keys, and so on in turn. Powers of two: whether a backend
+divides, or multiplies by the reciprocal, the same bits are stored."""
+
+_GIVES_KEYS = ("k", "entry")
+"""Planes that scores come from: what is far from all others there may weigh nothing, and be read unseen."""
+
+
+class Unused(Enum):
+    """What stands in slots that nobody wrote."""
+
+    GARBAGE = "garbage"
+    """Numbers: they show where they are read with any weight."""
+    NAN = "NaN"
+    """It shows where it is read at all, also where its weight is 0."""
+
+
+class Memory(Enum):
+    """What stands in leases that did not ask for zeros."""
+
+    ZEROS = "zeros"
+    POISON = "poison"
+
+
+class _ZeroedWorkspace(Workspace):
+    """Gives zeros to everyone, so that only the check that is about them can find a backend that forgot to ask."""
+
+    def lease(
+        self, owner: str, name: str, lane: Lane, shape: Sequence[int], dtype: torch.dtype, *, zeroed: bool = False
+    ) -> Tensor:
+        del zeroed
+        return super().lease(owner, name, lane, shape, dtype, zeroed=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything about a bench but its backend and its specs."""
+
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    """None is the compute dtype."""
+    cache_scales: tuple[float, ...] = SCALES
+    """In turn, of a cache dtype that has scales."""
+    max_seq_len: int = 512
+    max_rows: int = 16
+    max_step_tokens: int = 512
+    lanes: tuple[Lane, ...] = (MAIN_LANE,)
+    paranoid: bool = False
+    layout: Layout = Layout.SHUFFLED
+    unused: Unused = Unused.NAN
+    memory: Memory = Memory.POISON
+    num_pages: int | None = None
+    """None is enough for all rows at their longest."""
+    pages_passed_over: int = 0
+    """At the beginning of a pool, handed out last where pages lie in order."""
+
+
+class Bench:
+    """Pools, backends and a planner for one or more layers."""
+
+    def __init__(self, subject: Subject, specs: Sequence[AttentionSpec], setting: Setting) -> None:
+        self.subject = subject
+        self.problem = subject.problem
+        self.specs = tuple(specs)
+        self.setting = setting
+        self.device = subject.device.torch_device
+        self.groups = group_layers(specs)
+        pages = setting.num_pages or setting.max_rows * -(-setting.max_seq_len // setting.page_size) + 1
+        cache_dtype = setting.cache_dtype or setting.dtype
+        scales = self._scales() if cache_dtype in SCALED_DTYPES else None
+        self.store = CacheStore(
+            [group.cache_spec(cache_dtype, scales) for group in self.groups],
+            CacheLimits(pages, setting.page_size, setting.max_rows, setting.max_seq_len),
+            self.device,
+        )
+        self._is_large = max(pool.num_bytes for pool in self.store.pools) > _FILLED_BYTES
+        if not self._is_large:
+            fill_pools(self.store, setting.unused)
+        arrange_free_pages(self.store, setting.layout, passed_over=setting.pages_passed_over)
+        self.workspace = self._make_workspace()
+        self.planner = self._make_planner(self.workspace)
+
+    def _scales(self) -> ScalesByPlane:
+        """By plane, for each layer; two for each layer are used up, as keys and values need them."""
+        given = self.setting.cache_scales
+        planes = {
+            plane.name: place
+            for pool in self.specs[0].pools(1, torch.float32)
+            for place, plane in enumerate(pool.planes)
+        }
+        return {
+            name: [given[(2 * layer + place) % len(given)] for layer in range(len(self.specs))]
+            for name, place in planes.items()
+        }
+
+    def another_planner(self) -> Planner:
+        """A planner with backends of its own over the same pools."""
+        return self._make_planner(self._make_workspace())
+
+    def _make_workspace(self) -> Workspace:
+        if self.setting.memory is Memory.ZEROS:
+            return _ZeroedWorkspace(self.device, 1 << 34)
+        return Workspace(self.device, 1 << 34, poison=True)
+
+    def _make_planner(self, workspace: Workspace) -> Planner:
+        setting = self.setting
+        limits = Limits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
+        bindings = [
+            GroupBinding.alone(
+                group,
+                cache,
+                self.subject.backend(
+                    BackendContext(group.name, group.spec, cache, workspace, limits, setting.dtype, self.device)
+                ),
+                self.subject.capability,
+            )
+            for group, cache in zip(self.groups, self.store.groups, strict=True)
+        ]
+        planner = self.subject.planner(bindings, limits, self.store.lengths, workspace, paranoid=setting.paranoid)
+        workspace.seal()
+        return planner
+
+    def open_rows(self, rows: Sequence[Row], shared_pages: int = 0, owner: int = 0) -> list[int]:
+        """Page-table rows with pages for each row; shuffled ones grow in turns, so that their pages interleave.
+
+        All rows begin with the same `shared_pages`, those of row `owner`.
+        """
+        table_rows = [self.store.open_row() for _ in rows]
+        if shared_pages:
+            self.store.grow_row(table_rows[owner], rows[owner].seq_len)
+            self.store.fill_row(table_rows[owner], shared_pages * self.setting.page_size)
+            bundles = [self.store.committed_bundle(table_rows[owner], index) for index in range(shared_pages)]
+            for table_row in (each for each in table_rows if each != table_rows[owner]):
+                self.store.adopt(table_row, bundles)
+        self._grow(rows, table_rows)
+        if self._is_large:
+            self._fill_pages(table_rows)
+        return table_rows
+
+    def _fill_pages(self, table_rows: Sequence[int]) -> None:
+        """Fills the pages of rows in a pool that is too large to be filled."""
+        for pool in self.store.pools:
+            pages = sorted({page for row in table_rows for page in pool.table.owned(row)})
+            slots = torch.tensor([page * pool.page_size + slot for page in pages for slot in range(pool.page_size)])
+            for plane in pool.spec.planes:
+                entries = as_bytes(pool.plane(plane.name))
+                nan = torch.full((1, *plane.shape), torch.nan).to(plane.dtype).view(torch.uint8).to(entries.device)
+                for layer in entries:
+                    layer[slots.to(entries.device)] = nan
+
+    def _grow(self, rows: Sequence[Row], table_rows: Sequence[int]) -> None:
+        longest = max((row.seq_len for row in rows), default=0)
+        step = self.setting.page_size if self.setting.layout is Layout.SHUFFLED else max(longest, 1)
+        growing = list(zip(table_rows, rows, strict=True))
+        for length in range(step, longest + step, step):
+            for table_row, row in growing:
+                self.store.grow_row(table_row, min(length, row.seq_len))
+            growing = [(table_row, row) for table_row, row in growing if row.seq_len > length]
+
+    def batch(self, rows: Sequence[Row], table_rows: Sequence[int]) -> Batch:
+        return assemble(row_work(rows, table_rows), self.store)
+
+    def place_of(self, layer: int) -> tuple[Pool, int]:
+        """The pool of a layer, and the layer's number in it."""
+        for group, cache in zip(self.groups, self.store.groups, strict=True):
+            if layer in group.layers:
+                [pool] = cache.pools.values()
+                return pool, group.layers.index(layer)
+        raise ValueError(f"expected a layer below {len(self.specs)}, got {layer}")
+
+
+def row_work(rows: Sequence[Row], table_rows: Sequence[int]) -> list[RowWork]:
+    """What the engine would be told to compute."""
+    return [
+        RowWork(table_row, [1] * row.query_len, row.context_len, row.query_len > 0, row.mask, row.positions)
+        for row, table_row in zip(rows, table_rows, strict=True)
+    ]
+
+
+def fill_pools(store: CacheStore, unused: Unused) -> None:
+    """Fills every slot of every pool, the padding page included."""
+    generator = torch.Generator().manual_seed(11)
+    for pool in store.pools:
+        for plane in pool.spec.planes:
+            entries = pool.plane(plane.name)
+            if unused is Unused.NAN:
+                entries.fill_(torch.nan)
+                continue
+            # A few different entries are enough, repeated: whoever reads a wrong slot reads another.
+            noise = torch.randn(_NOISE_ENTRIES, *entries.shape[2:], generator=generator)
+            noise = noise * 2 if plane.name in _GIVES_KEYS else noise.sign() * GARBAGE_VALUE
+            chosen = torch.arange(entries.shape[1], device=entries.device) % _NOISE_ENTRIES
+            for layer, scale in enumerate(pool.scales(plane.name)):
+                stored = stored_entries(noise, entries.dtype, scale).to(entries.device)
+                as_bytes(entries[layer]).copy_(as_bytes(stored).index_select(0, chosen))
+
+
+def as_bytes(plane: Tensor) -> Tensor:
+    """[num_slots, ...] as bytes, in place: what moves entries about need not know their dtype."""
+    return plane.view(torch.uint8)

@@ -1,0 +1,237 @@
+"""Running a case: its bench, the steps before and beside its own, every layer of one plan, and what the oracle says.
+
+The oracle is asked about some queries of long rows and some of many rows, those at borders first; all outputs must be
+numbers. So that one key among thousands is missed, queries look for those at borders: the first, the last, their own,
+and both sides of a window's edge. Does not know why a case is tried.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sightline.attention.dimensions import Dimension, LaneUse, Reuse, Span
+from sightline.attention.planner import PlannedBatch
+from sightline.attention.spec import Feature
+from sightline.attention.workspace import MAIN_LANE, Lane
+from sightline.cache.layout import Layout
+from sightline.testing.conformance.bench import SCALES, Memory, Row, Setting, Unused
+from sightline.testing.conformance.cases import GOES_ON_BY, OTHERS, Case
+from sightline.testing.conformance.domains import borders
+from sightline.testing.conformance.steps import Asked, Step
+from sightline.testing.conformance.trial import Trial
+
+_SECOND_LANE = Lane(1)
+_ALL_QUERIES = 16
+"""Up to so many new tokens of a row, all are asked about."""
+_SOME_QUERIES = 8
+_ALL_ROWS = 24
+_LONG = 48
+"""Keys from which on one alone may go unseen."""
+
+
+def try_case(trial: Trial, case: Case) -> None:
+    """Raises `CheckFailed`, or whatever the backend raises."""
+    _Run(trial, case).run()
+
+
+class _Run:
+    """One case on a bench of its own."""
+
+    def __init__(self, trial: Trial, case: Case) -> None:
+        dtypes = (getattr(torch, case.name(dimension)) for dimension in (Dimension.DTYPE, Dimension.CACHE_DTYPE))
+        self._trial = trial.in_dtype(*dtypes)
+        self._case = case
+        self._draw = random.Random(f"run {case.seed}")
+        self._lane = _SECOND_LANE if case.name(Dimension.LANE) == LaneUse.SECOND.value else MAIN_LANE
+        self._needs = frozenset({Feature.LSE}) if Feature.LSE.value in case.features else frozenset()
+        self._bench = self._trial.bench(*[self._spec()] * case.number(Dimension.LAYERS), setting=self._setting())
+
+    def run(self) -> None:
+        reuse = self._case.name(Dimension.REUSE)
+        if reuse == Reuse.AFTER_OTHERS.value:
+            for seed, rows in enumerate((OTHERS, OTHERS[::-1])):
+                other = self._other(rows, seed)
+                self._attend_other(other, other.plan(self._needs, self._lane))
+                for table_row in other.table_rows:
+                    self._bench.store.close_row(table_row)
+        steps = self._steps()
+        if self._case.goes_on:
+            self._run_before(steps)
+        planned = steps[0].plan(self._needs, self._lane)
+        beside = self._other(OTHERS, 2) if self._lane != MAIN_LANE else None
+        planned_beside = beside.plan() if beside is not None else None
+        if planned_beside is not None:
+            planned_beside.prepare()
+        if reuse == Reuse.AGAIN.value:
+            other = self._other(OTHERS[::-1], 3)
+            self._attend_other(other, other.plan(self._needs, self._lane))
+            planned = self._bench.planner.ensure(planned)
+        self._attend(steps, planned)
+        if beside is not None and planned_beside is not None:
+            self._trial.hold(beside, beside.attend(planned_beside), "the plan in the other lane")
+
+    def _spec(self) -> Any:
+        case = self._case
+        numbers = (case.number(each) for each in (Dimension.HEAD_DIM, Dimension.GROUP_SIZE, Dimension.KEY_HEADS))
+        spec = self._trial.problem.spec(*numbers)
+        changes: dict[str, object] = {"scale": spec.scale * self._draw.uniform(0.7, 1.3)}
+        if case.window is not None:
+            changes["window"] = case.window
+        if Feature.SOFTCAP.value in case.features:
+            # Scores among many keys must reach further than among few for one of them to be seen.
+            changes["softcap"] = 20.0 if case.main_len > _LONG else 1.5
+        if Feature.SINKS.value in case.features:
+            changes["sinks"] = True
+        return replace(spec, **changes)
+
+    def _setting(self) -> Setting:
+        case = self._case
+        more_rows, more_tokens = case.padding
+        longest = case.main_len
+        tokens = case.num_tokens + more_tokens
+        if case.has_others:
+            longest = max(longest, *(row.seq_len for row in OTHERS))
+            tokens = max(tokens, sum(row.query_len for row in OTHERS))
+        if case.goes_on:
+            tokens = max(tokens, sum(map(self._written_before, range(len(case.lengths)))))
+        return replace(
+            self._trial.setting,
+            page_size=case.number(Dimension.PAGE_SIZE),
+            layout=Layout(case.name(Dimension.PAGE_ORDER)),
+            unused=Unused.NAN,
+            memory=Memory.POISON,
+            cache_scales=SCALES,
+            paranoid=case.seed % 3 == 0 and case.seconds < 0.1,
+            max_seq_len=longest,
+            max_rows=len(case.lengths) + more_rows + (2 * len(OTHERS) if case.has_others else 0),
+            max_step_tokens=tokens,
+            num_pages=case.num_pages,
+            pages_passed_over=case.num_pages - case.needed_pages,
+            lanes=(MAIN_LANE,) if self._lane == MAIN_LANE else (MAIN_LANE, self._lane),
+        )
+
+    def _other(self, rows: Sequence[Row], seed: int) -> Step:
+        return Step(self._bench, rows, seed=1000 + seed, layer=self._case.number(Dimension.LAYERS) - 1)
+
+    def _attend_other(self, step: Step, planned: PlannedBatch) -> None:
+        planned.prepare()
+        self._trial.hold(step, step.attend(planned), "a step before or beside it")
+
+    def _steps(self) -> list[Step]:
+        """One for each layer that is run: the same rows, with inputs and contexts of its own."""
+        case, steps = self._case, list[Step]()
+        for layer in case.run_layers():
+            steps.append(self._step(layer, steps[0].table_rows if steps else None))
+        for step in steps:
+            step.pad(*case.padding, torch.nan)
+        return steps
+
+    def _step(self, layer: int, table_rows: Sequence[int] | None) -> Step:
+        case, seed = self._case, 100 * self._case.seed + layer
+        if case.is_transient:
+            step = Step(self._bench, case.rows, seed=seed, layer=layer, transient=True)
+            self._look_closely(step)
+            return step
+        if table_rows is None:
+            table_rows = self._bench.open_rows(case.rows, case.shared_pages, case.main_row)
+        step = Step(self._bench, case.rows, seed=seed, layer=layer, table_rows=table_rows, writes=False)
+        self._look_closely(step)
+        self._share(step)
+        step.write_contexts([context - self._written_before(row) for row, (context, _) in enumerate(case.lengths)])
+        return step
+
+    def _share(self, step: Step) -> None:
+        """Makes the contexts of rows that share pages begin alike."""
+        shared = self._case.shared_pages * self._case.number(Dimension.PAGE_SIZE)
+        main = step.contexts[self._case.main_row]
+        if shared:
+            for context in step.contexts:
+                for plane, first in zip(context, main, strict=True):
+                    plane[:shared] = first[:shared]
+
+    def _look_closely(self, step: Step) -> None:
+        """Makes single keys of long rows weigh something, and a sink as much as they do."""
+        start, asked = 0, self._asked(step.layer)
+        for number, row in enumerate(step.rows):
+            tokens = slice(start, start + row.query_len)
+            start = tokens.stop
+            if row.seq_len > _LONG and number in asked:
+                places = self._sought(row, asked[number])
+                step.problem.look_for(step.spec, step.inputs, tokens, step.contexts[number], places)
+        longest = min(self._case.main_len, self._case.window or self._case.main_len)
+        if Feature.SINKS.value in self._case.features and longest > _LONG:
+            step.inputs.sinks.add_(torch.tensor(longest / _LONG).log().item())
+
+    def _sought(self, row: Row, queries: Sequence[int]) -> list[int]:
+        """Keys at borders: ends of the row, of its context and of a page, and those that queries see last and first."""
+        page, window = self._case.number(Dimension.PAGE_SIZE), self._case.window
+        places = {0, page, row.context_len - 1, row.context_len, row.seq_len - 1}
+        positions = row.positions or range(row.context_len, row.seq_len)
+        for query in queries[-_SOME_QUERIES:]:
+            places.add(row.context_len + query)
+            if window is not None:
+                places |= {positions[query] - window, positions[query] - window + 1}
+        return sorted(place for place in places if 0 <= place < row.seq_len)
+
+    def _asked(self, layer: int) -> Asked:
+        """By row, the queries that are held against the oracle; of many rows some, others in each layer, all in the
+        last."""
+        case = self._case
+        draw = random.Random(f"asked {case.seed} {layer}")
+        rows = list(range(len(case.rows)))
+        if len(rows) > _ALL_ROWS and layer != case.number(Dimension.LAYERS) - 1:
+            rows = sorted({*rows[:4], *rows[-4:], case.main_row, *draw.sample(rows, _ALL_ROWS // 2)})
+        return {row: self._queries(case.rows[row], draw) for row in rows}
+
+    def _queries(self, row: Row, draw: random.Random) -> list[int]:
+        if row.query_len <= _ALL_QUERIES:
+            return list(range(row.query_len))
+        last = row.query_len - 1
+        near = borders(Span(0, last), self._case.number(Dimension.PAGE_SIZE))
+        return sorted({0, last, *draw.sample(near, 3), *(draw.randint(1, last) for _ in range(3))})
+
+    def _attend(self, steps: Sequence[Step], planned: PlannedBatch) -> None:
+        """Runs every layer, in order, and holds some of them against the oracle."""
+        planned.prepare()
+        num_tokens, compared = self._case.num_tokens, self._case.compared_layers()
+        answers = {step.layer: step.attend(planned) for step in steps}
+        for step in steps:
+            answer = answers[step.layer]
+            if step.layer not in compared:
+                self._trial.require(
+                    bool(answer.out[:num_tokens].isfinite().all()),
+                    f"expected numbers from layer {step.layer}, got some that are none",
+                )
+                continue
+            self._trial.hold(step, answer, f"layer {step.layer}", self._asked(step.layer))
+            self._trial.require_lse(step, answer, wanted=bool(self._needs))
+            self._trial.require(
+                bool(answer.out[num_tokens:].isnan().all()),
+                "expected the output of padding tokens to be left as it was, got numbers written there",
+            )
+
+    def _written_before(self, row: int) -> int:
+        """How much of a row's context the backend writes itself, in an earlier step."""
+        case = self._case
+        shared = case.shared_pages * case.number(Dimension.PAGE_SIZE)
+        return min(GOES_ON_BY, case.lengths[row][0] - shared) if case.goes_on else 0
+
+    def _run_before(self, steps: Sequence[Step]) -> None:
+        """An earlier step of the same rows, in which the backend writes the ends of their contexts."""
+        written = {row: count for row in range(len(self._case.rows)) if (count := self._written_before(row))}
+        earlier = [step.step_before(written) for step in steps]
+        planned = earlier[0].plan(self._needs, self._lane)
+        self._bench.planner.launch(planned)
+        planned.prepare()
+        answers = [step.attend(planned) for step in earlier]
+        compared = self._case.compared_layers()
+        for step, answer in zip(earlier, answers, strict=True):
+            if step.layer in compared:
+                rows = self._asked(step.layer)
+                asked = {place: range(written[row]) for place, row in enumerate(written) if row in rows}
+                self._trial.hold(step, answer, f"layer {step.layer} of the step before", asked)

@@ -1,0 +1,274 @@
+"""Cases: a value for each dimension, the rows that follow from it, and what it costs to try.
+
+    values ─▶ rows, table and pool ─▶ the point of `attention.coverage` that a pass is recorded as
+          └─▶ seconds, roughly: so that what is costly is tried with everything else small
+
+One row, the *main* one, has the case's context and new tokens; what stands beside it has as many at most. Knows numbers
+and names. Does not know how a case is run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from sightline.attention.contract import CachePolicy
+from sightline.attention.dimensions import IN_ORDER, Company, Dimension, LaneUse, Padding, Point, Reuse, Sharing, Value
+from sightline.attention.spec import Feature, SpecKind
+from sightline.core.batch import CAUSAL, FULL, MaskKind
+from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.trees import tree_row
+
+TIGHT = 0
+"""As `POOL_SLOTS` of a case: as many as its rows need."""
+OTHERS = (Row(9, 3), Row(0, 2))
+"""What is planned before a case's own step, or beside it."""
+GOES_ON_BY = 2
+"""Entries of each context, at most, that an earlier step writes."""
+_PADDINGS = ((2, 3), (0, 1), (7, 40))
+_COMPANY_NEW = (1, 1, 2, 5, 1, 3)
+_MANY_LAYERS = 8
+_LAYERS_SECONDS = 0.25
+"""Where all layers of a case would take longer, some of them are run."""
+_COMPOSED = frozenset({Feature.SOFTCAP.value, Feature.SINKS.value, Feature.LSE.value})
+MOST_POOL_BYTES = 9 << 30
+"""Of a pool, whose memory is touched only where rows use it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One thing to try."""
+
+    values: Mapping[Dimension, Value]
+    """One for each dimension; `WINDOW` where there is one. `STEP_TOKENS` follows from the others, unless the rows
+    beside the main one have to make up for so many."""
+    seed: int = 0
+    most_pool_bytes: int = MOST_POOL_BYTES
+    """Larger pools are taken to cost more than they are worth."""
+
+    def number(self, dimension: Dimension) -> int:
+        return int(self.values[dimension])
+
+    def name(self, dimension: Dimension) -> str:
+        return str(self.values[dimension])
+
+    def changed(self, dimension: Dimension, value: Value) -> Case:
+        return replace(self, values={**self.values, dimension: value})
+
+    @property
+    def features(self) -> frozenset[str]:
+        return frozenset(self.name(Dimension.FEATURES).split("+"))
+
+    @property
+    def window(self) -> int | None:
+        return self.number(Dimension.WINDOW) if Feature.WINDOW.value in self.features else None
+
+    @property
+    def is_transient(self) -> bool:
+        return self.name(Dimension.POLICY) == CachePolicy.TRANSIENT.value
+
+    @property
+    def is_padded(self) -> bool:
+        return self.name(Dimension.PADDING) == Padding.PADDED.value
+
+    @property
+    def goes_on(self) -> bool:
+        return self.name(Dimension.REUSE) == Reuse.GOES_ON.value
+
+    @property
+    def has_others(self) -> bool:
+        """Other steps are planned on the same backend."""
+        is_alone = self.name(Dimension.REUSE) in (Reuse.FIRST.value, Reuse.GOES_ON.value)
+        return not is_alone or self.name(Dimension.LANE) == LaneUse.SECOND.value
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """Rows and tokens that belong to nobody."""
+        return _PADDINGS[self.seed % len(_PADDINGS)] if self.is_padded else (0, 0)
+
+    @cached_property
+    def main_row(self) -> int:
+        """The place of the main row among the rows."""
+        return random.Random(f"main {self.seed}").randrange(self.number(Dimension.ROWS))
+
+    @property
+    def shared_pages(self) -> int:
+        """Pages of the main row's context that the others read too."""
+        if self.name(Dimension.SHARING) == Sharing.NONE.value:
+            return 0
+        # What an earlier step of the row writes is its own.
+        own = GOES_ON_BY if self.goes_on else 0
+        pages = max(0, self.number(Dimension.CONTEXT) - own) // self.number(Dimension.PAGE_SIZE)
+        # Rows that are shorter share a part.
+        return pages if self.name(Dimension.COMPANY) == Company.SAME.value else -(-pages // 2)
+
+    @cached_property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """Context and new tokens of every row, the main one's at `main_row`."""
+        main, count = (self.number(Dimension.CONTEXT), self.number(Dimension.NEW_TOKENS)), self.number(Dimension.ROWS)
+        if self.name(Dimension.COMPANY) == Company.SAME.value:
+            return (main,) * count
+        lengths = list(itertools.islice(itertools.cycle(self._beside()), count))
+        lengths[self.main_row] = main
+        return tuple(lengths)
+
+    def _beside(self) -> list[tuple[int, int]]:
+        """Rows beside the main one, in turn, with as much context and as many new tokens at most."""
+        page, most, new = (self.number(each) for each in (Dimension.PAGE_SIZE, Dimension.CONTEXT, Dimension.NEW_TOKENS))
+        shared = self.shared_pages * page
+        contexts = [min(most, shared + more) for more in (0, page - 1, 1, page, page + 1, 7, 2 * page + 3)]
+        missing = int(self.values.get(Dimension.STEP_TOKENS, 0)) - new
+        least = -(-missing // max(1, self.number(Dimension.ROWS) - 1))
+        news = [min(new, max(some, least)) for some in _COMPANY_NEW]
+        both = zip(itertools.cycle(contexts), itertools.cycle(news), strict=False)
+        return list(itertools.islice(both, len(contexts) * len(news)))
+
+    @cached_property
+    def _alike(self) -> Counter[tuple[int, int]]:
+        """How many rows have the same lengths."""
+        return Counter(self.lengths)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows with their masks: beside the main one every other has the case's."""
+        is_same = self.name(Dimension.COMPANY) == Company.SAME.value
+        return tuple(
+            self._masked(*lengths) if is_same or place % 2 or place == self.main_row else Row(*lengths)
+            for place, lengths in enumerate(self.lengths)
+        )
+
+    def _masked(self, context_len: int, query_len: int) -> Row:
+        match self.name(Dimension.MASK):
+            case MaskKind.FULL.value:
+                return Row(context_len, query_len, FULL)
+            case MaskKind.TREE.value:
+                draw = random.Random(f"tree {self.seed} {query_len}")
+                # Of a long tree each token follows one of those just before it, so that it is deep.
+                return tree_row(
+                    context_len, [draw.randint(max(-1, place - 3), place - 1) for place in range(query_len)]
+                )
+            case _:
+                return Row(context_len, query_len, CAUSAL)
+
+    @property
+    def main_len(self) -> int:
+        """Keys of the main row."""
+        return self.number(Dimension.CONTEXT) + self.number(Dimension.NEW_TOKENS)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(count * new for (_, new), count in self._alike.items())
+
+    @cached_property
+    def needed_pages(self) -> int:
+        """Of each pool: what the rows need, those of other steps too, and the padding page."""
+        page = self.number(Dimension.PAGE_SIZE)
+        own = sum(count * -(-(context + new) // page) for (context, new), count in self._alike.items())
+        return 1 + own + (2 * sum(-(-row.seq_len // page) for row in OTHERS) if self.has_others else 0)
+
+    @property
+    def num_pages(self) -> int:
+        """Of each pool: what is needed, or as many as the case asks for."""
+        return max(self.needed_pages, -(-self.number(Dimension.POOL_SLOTS) // self.number(Dimension.PAGE_SIZE)))
+
+    @property
+    def is_pool_tight(self) -> bool:
+        return self.number(Dimension.POOL_SLOTS) == TIGHT
+
+    @property
+    def page_order(self) -> str:
+        """Of the main row: with two pages at most there is one."""
+        pages = -(-self.main_len // self.number(Dimension.PAGE_SIZE))
+        return self.name(Dimension.PAGE_ORDER) if pages > 2 and not self.is_transient else IN_ORDER
+
+    @property
+    def _company(self) -> str:
+        """Of the rows as they are: those that shall be shorter may have the same lengths."""
+        is_same = len(self.lengths) > 1 and len(self._alike) == 1
+        return Company.SAME.value if is_same else self.name(Dimension.COMPANY)
+
+    def point(self) -> Point:
+        """What is covered where the case passes."""
+        derived: dict[Dimension, Value] = {
+            Dimension.STEP_TOKENS: self.num_tokens,
+            Dimension.POOL_SLOTS: self.num_pages * self.number(Dimension.PAGE_SIZE),
+            Dimension.PAGE_ORDER: self.page_order,
+            Dimension.SHARING: (Sharing.PREFIX if self.shared_pages else Sharing.NONE).value,
+            Dimension.COMPANY: self._company,
+        }
+        point = {**self.values, **derived}
+        if self.window is None:
+            point.pop(Dimension.WINDOW, None)
+        return point
+
+    def run_layers(self) -> tuple[int, ...]:
+        """The layers that are run, in order: all, or of many where each is costly the first, the last and some."""
+        count = self.number(Dimension.LAYERS)
+        if count <= _MANY_LAYERS or count * self._layer_seconds <= _LAYERS_SECONDS:
+            return tuple(range(count))
+        return tuple(sorted({0, 1, 2, 4, count // 2, count - 2, count - 1}))
+
+    def compared_layers(self) -> tuple[int, ...]:
+        """Those whose answers the oracle is asked for."""
+        run = self.run_layers()
+        within = random.Random(f"layer {self.seed}").choice(run)
+        return tuple(sorted({run[0], run[1 % len(run)], within, run[-2 % len(run)], run[-1]}))
+
+    @property
+    def num_q_heads(self) -> int:
+        return self.number(Dimension.KEY_HEADS) * self.number(Dimension.GROUP_SIZE)
+
+    @property
+    def _entry_size(self) -> int:
+        """Numbers that are cached of a token."""
+        planes = 2 if self.name(Dimension.KIND) == SpecKind.SOFTMAX.value else 1
+        return planes * self.number(Dimension.KEY_HEADS) * self.number(Dimension.HEAD_DIM)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the pool, in numbers of four bytes."""
+        slots = self.num_pages * self.number(Dimension.PAGE_SIZE)
+        return 4 * slots * self._entry_size * self.number(Dimension.LAYERS)
+
+    @property
+    def _is_composed(self) -> bool:
+        """Backends that compute scores and weights one after the other take longer, and more memory."""
+        return bool(self.features & _COMPOSED) or self.name(Dimension.MASK) == MaskKind.TREE.value
+
+    @cached_property
+    def _num_entries(self) -> int:
+        return sum(count * (context + new) for (context, new), count in self._alike.items())
+
+    @cached_property
+    def _layer_seconds(self) -> float:
+        """Of one layer, without the oracle."""
+        size, heads = self.number(Dimension.HEAD_DIM), self.num_q_heads
+        scores = sum(count * new * (context + new) for (context, new), count in self._alike.items())
+        entries = self._num_entries
+        made = size * size // 8 * heads if self.name(Dimension.KIND) == SpecKind.LATENT.value else 0
+        arithmetic = 2.5e-10 * (scores * heads * (2 * size + (90 if self._is_composed else 20)) + entries * made)
+        moved = 4e-8 * (entries * self._entry_size + self.num_tokens * heads * size)
+        return 1e-3 + 2e-4 * len(self.lengths) + arithmetic + moved
+
+    @cached_property
+    def seconds(self) -> float:
+        """What the case takes on one core, roughly."""
+        layers, compared = len(self.run_layers()), len(self.compared_layers())
+        size, heads = self.number(Dimension.HEAD_DIM), self.num_q_heads
+        made = 0.0
+        if self.name(Dimension.KIND) == SpecKind.LATENT.value:
+            made = 1e-10 * size * size * heads * self.main_len
+        oracle = compared * (3e-9 * self._num_entries * heads * size + 1e-3 * min(len(self.lengths), 32) + made)
+        filled = self.pool_bytes * self.needed_pages // self.num_pages
+        pool = 2e-6 * self.num_pages + 1.5e-9 * filled + _too_large(self.pool_bytes, self.most_pool_bytes)
+        steps = 1 + self.has_others + self.goes_on
+        return 0.008 * steps + layers * self._layer_seconds * (1 + self.goes_on) + oracle * (1 + self.goes_on) + pool
+
+
+def _too_large(num_bytes: int, most: int) -> float:
+    """Keeps cases from pools that a machine may not have the memory for."""
+    return 0.0 if num_bytes <= most else num_bytes / 1e8

@@ -1,0 +1,132 @@
+"""The law of the cache: what a plan reads was committed before, or is written by it; and it writes nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sightline.cache.layout import Layout, walk_slots
+from sightline.testing.conformance.bench import Bench, Row, Unused
+from sightline.testing.conformance.steps import Step, bits
+from sightline.testing.conformance.trial import Check, Trial, fail, ragged_rows
+
+
+def _snapshot(bench: Bench) -> dict[str, Tensor]:
+    """Every plane of every pool, on the host."""
+    return {
+        f"{pool.key}.{plane.name}": pool.plane(plane.name).detach().cpu().clone()
+        for pool in bench.store.pools
+        for plane in pool.spec.planes
+    }
+
+
+def cache_write(trial: Trial) -> None:
+    for query_len in trial.some((trial.page_size, 1, 2)):
+        step = Step(trial.bench(), [Row(0, query_len)])
+        trial.run(step)
+        trial.require_written(step)
+
+
+def write_slots(trial: Trial) -> None:
+    page = trial.page_size
+    rows = [Row(page, 1), Row(0, 2 * page + 1), Row(page - 1, 3), Row(2 * page + 1, page)]
+    for padding in (0, 5):
+        bench = trial.bench(trial.plain, trial.plain)
+        step = Step(bench, rows, layer=1)
+        step.pad(1, padding, 7.0)
+        before = _snapshot(bench)
+        trial.run(step)
+        trial.require_written(step)
+        written = {
+            slot
+            for row, table_row in zip(rows, step.table_rows, strict=True)
+            for slot in walk_slots(step.pool, table_row, row.seq_len)[row.context_len :]
+        }
+        # Padding tokens write to the padding page, which nobody reads.
+        allowed = [*written, *range(step.pool.page_size)]
+        for name, after in _snapshot(bench).items():
+            same = (bits(after) == bits(before[name])).view(*after.shape[:2], -1).all(-1)
+            same[step.layer_in_group, allowed] = True
+            if not same.all():
+                layer, slot = (int(index) for index in (~same).nonzero()[0])
+                fail(
+                    f"expected a step of layer {step.layer_in_group} to write its {len(written)} slots alone, got a "
+                    f"change of {name} in layer {layer}, slot {slot}"
+                )
+
+
+def transient(trial: Trial) -> None:
+    for lengths in ((5,), (5, 1, 2 * trial.page_size + 3, 5)):
+        bench = trial.bench(setting=replace(trial.setting, unused=Unused.NAN))
+        before = _snapshot(bench)
+        trial.try_step(Step(bench, [Row(0, length) for length in lengths], transient=True))
+        for name, after in _snapshot(bench).items():
+            trial.require(
+                torch.equal(bits(after), bits(before[name])),
+                f"expected a TRANSIENT plan to touch no pool, got a change of {name}",
+            )
+
+
+def transient_in_turn(trial: Trial) -> None:
+    bench = trial.bench()
+    for seed in range(2):
+        prompt = Step(bench, [Row(3, 5), Row(0, 4)], seed=seed)
+        trial.try_step(prompt)
+        step = Step(bench, [Row(0, 5), Row(0, 4)], seed=10 + seed, transient=True)
+        step.pad(2, 3, torch.nan)
+        answer = trial.try_step(step)
+        trial.require(
+            bool(answer.out[9:].isnan().all()), "expected padding of a TRANSIENT step to be left, got numbers there"
+        )
+        idle = Step(bench, [], transient=True)
+        idle.pad(seed, 2 * seed, torch.nan)
+        trial.run(idle)
+        trial.try_step(prompt.next_step(2, seed=20 + seed))
+
+
+def read_back(trial: Trial) -> None:
+    page = trial.page_size
+    bench = trial.bench(setting=replace(trial.setting, layout=Layout.SHUFFLED))
+    prompt = Step(bench, [Row(0, 2 * page + 3), Row(0, page)])
+    trial.try_step(prompt)
+    follow = prompt.next_step(1, seed=1)
+    trial.try_step(follow)
+    # The pool is what counts: an entry that is changed there, by whoever, is read as changed.
+    changed = prompt.next_step(1, seed=1)
+    trial.problem.make_noticed(changed.spec, changed.inputs, changed.contexts[0], page + 1)
+    changed.write_contexts()
+    trial.try_step(changed)
+
+
+def prefix_tail(trial: Trial) -> None:
+    page = trial.page_size
+    for pages in trial.some((1, 2, 4)):
+        trial.try_rows([Row(pages * page, 1)])
+        prompt = Step(trial.bench(), [Row(0, pages * page)])
+        trial.try_step(prompt)
+        tail = prompt.next_step(1, seed=2)
+        trial.try_step(tail)
+        trial.try_step(tail.next_step(1, seed=3))
+    trial.try_rows(ragged_rows(page)[1:3])
+
+
+CHECKS = (
+    Check("cache-write", "a PAGED plan puts the new keys and values into their slots", cache_write, ("built",)),
+    Check("write-slots", "it writes those slots, in that layer, and nothing else", write_slots, ("cache-write",)),
+    Check("transient", "a TRANSIENT plan touches no pool, neither to write nor to read", transient, ("causal",)),
+    Check(
+        "prefix-tail",
+        "one new token after a prefix of whole pages, read from what the backend itself wrote",
+        prefix_tail,
+        ("last-page",),
+    ),
+    Check("read-back", "what the next step reads is what stands in the pool", read_back, ("page-order",)),
+    Check(
+        "transient-in-turn",
+        "PAGED and TRANSIENT steps in turn, padded and idle ones too",
+        transient_in_turn,
+        ("transient", "padding", "idle", "next-batch", "unused-slots"),
+    ),
+)

@@ -1,0 +1,40 @@
+"""First of all: the backend can be built for what it declares, and finds what it wrote."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sightline.attention.oracle.dtypes import compute_dtypes
+from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.steps import Step
+from sightline.testing.conformance.trial import Check, Trial
+
+
+def built(trial: Trial) -> None:
+    small = replace(trial.setting, max_seq_len=trial.page_size, max_rows=1)
+    for dtype in compute_dtypes(trial.row):
+        for head_dim in trial.samples.of_head_dims(trial.row):
+            for size in trial.samples.of_group_sizes(trial.row):
+                spec = trial.problem.spec(head_dim, size, 1)
+                trial.bench(spec, setting=replace(small, dtype=dtype, cache_dtype=trial.in_dtype(dtype).cache_dtype))
+    for page_size in trial.samples.of_page_sizes(trial.row):
+        trial.bench(setting=replace(small, page_size=page_size))
+
+
+def first_read(trial: Trial) -> None:
+    # Of one key the weight is 1, whatever the score: the output is the value that was just written.
+    trial.try_rows([Row(0, 1)])
+    bench = trial.bench()
+    Step(bench, [Row(3, 1)])
+    trial.try_step(Step(bench, [Row(0, 1)], seed=1))
+
+
+CHECKS = (
+    Check("built", "it can be built for every declared dtype, head geometry and page size", built),
+    Check(
+        "first-read",
+        "a row of one token gives its own value: the slot that was written is the one that is read",
+        first_read,
+        ("write-slots",),
+    ),
+)

@@ -1,0 +1,119 @@
+"""Captured CUDA graphs: replayed after another plan, they give what that plan gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from sightline.attention.capability import GraphLevel
+from sightline.attention.contract import AttentionInputs
+from sightline.attention.spec import Feature
+from sightline.attention.workspace import MAIN_LANE
+from sightline.core.device import DeviceKind
+from sightline.testing.conformance.bench import Row, Subject
+from sightline.testing.conformance.steps import Answer, Step, tensors_of, to_device
+from sightline.testing.conformance.trial import Check, Trial
+
+_DECODED = [Row(5 * index, 1) for index in range(8)]
+_DECODED_LATER: tuple[Sequence[Row], ...] = (
+    [Row(40, 1), Row(3, 1), Row(0, 1), Row(17, 1), Row(33, 1)],
+    [Row(100, 1)] * 8,
+    [Row(1, 1)],
+    [],
+)
+"""Other rows, other lengths, within what was captured."""
+_MIXED = [Row(5 * index, 1 + index % 3) for index in range(8)]
+_MIXED_LATER: tuple[Sequence[Row], ...] = (
+    [Row(40, 1), Row(3, 4), Row(0, 6), Row(17, 1), Row(33, 2)],
+    [Row(100, 1)] * 8,
+    [Row(0, 15)],
+    [],
+)
+
+
+def captured_decode(trial: Trial) -> None:
+    for needs in (frozenset(), frozenset({Feature.LSE}) & trial.features):
+        _capture(trial, _DECODED, _DECODED_LATER, 1, needs)
+
+
+def captured_replay(trial: Trial) -> None:
+    num_tokens = sum(row.query_len for row in _MIXED)
+    for needs in (frozenset(), frozenset({Feature.LSE}) & trial.features):
+        _capture(trial, _MIXED, _MIXED_LATER, num_tokens, needs)
+
+
+def _capture(
+    trial: Trial, captured: Sequence[Row], later: Sequence[Sequence[Row]], longest: int, needs: frozenset[Feature]
+) -> None:
+    """Captures a step of a bucket in which no row has more than `longest` new tokens, and replays others of it."""
+    bench = trial.bench()
+    num_rows, num_tokens = len(captured), sum(row.query_len for row in captured)
+    bounds = (longest,) * num_rows
+    step = Step(bench, captured)
+    # The bucket's own memory: what is captured reads from it, whatever is replayed is copied into it.
+    static = step.batch.bounded(bounds, step.batch.context_lens.bound, known=True)
+    inputs = to_device(step.inputs, bench.device)
+    out = step.empty_out()
+    planned = bench.planner.plan(static, needs=needs)
+    with torch.inference_mode():
+        planned.prepare()
+        planned.attend(step.layer, inputs, out)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            planned.prepare()
+            lse = planned.attend(step.layer, inputs, out)
+    addresses = bench.planner.buffer_addresses(MAIN_LANE)
+    for seed, rows in enumerate((captured, *later)):
+        other = Step(bench, rows, seed=seed)
+        other.pad(num_rows - len(rows), num_tokens - other.batch.num_tokens, torch.nan)
+        real = sum(row.query_len for row in rows)
+        _copy_inputs(to_device(other.inputs, bench.device), inputs)
+        bench.planner.plan(other.batch.placed_in(static), needs=needs)
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        answer = Answer(out.cpu(), None if lse is None else lse.cpu())
+        trial.hold(other, answer, "a captured step, replayed")
+        trial.require(
+            bool(out[real:].isnan().all()), "expected replay to leave the output of padding tokens, got numbers"
+        )
+        moved = addresses.items() ^ bench.planner.buffer_addresses(MAIN_LANE).items()
+        trial.require(not moved, f"expected plan buffers to stay where they were captured, got {sorted(moved)[:3]}")
+        for table_row in other.table_rows:
+            bench.store.close_row(table_row)
+
+
+def _copy_inputs(source: AttentionInputs, target: AttentionInputs) -> None:
+    for name, tensor in tensors_of(target).items():
+        tensor.copy_(tensors_of(source)[name])
+
+
+def _not_captured(levels: frozenset[GraphLevel]) -> Callable[[Subject], str | None]:
+    def excused(subject: Subject) -> str | None:
+        if subject.capability.graph not in levels:
+            return "it declares that such steps cannot be captured"
+        if subject.device.kind is not DeviceKind.CUDA:
+            return "graphs are captured on CUDA devices only"
+        return None
+
+    return excused
+
+
+CHECKS = (
+    Check(
+        "captured-decode",
+        "a captured step of rows of one new token, replayed with other rows and lengths, equals the oracle",
+        captured_decode,
+        ("stable-addresses", "read-back", "padding", "idle", "lse", "host-bounds"),
+        _not_captured(frozenset({GraphLevel.DECODE, GraphLevel.FULL})),
+    ),
+    Check(
+        "captured-replay",
+        "a captured step, replayed with other rows and lengths, equals the oracle; addresses stay",
+        captured_replay,
+        ("captured-decode",),
+        _not_captured(frozenset({GraphLevel.FULL})),
+    ),
+)

@@ -1,0 +1,182 @@
+"""Numbers: every dtype, sums over many keys, scores far from 0, and the same bits where they are declared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
+from sightline.attention.spec import Feature
+from sightline.testing.conformance.bench import Row, Setting
+from sightline.testing.conformance.steps import Answer, Step
+from sightline.testing.conformance.trial import Check, Trial, needs_feature, ragged_rows
+
+
+def dtypes(trial: Trial) -> None:
+    for dtype in compute_dtypes(trial.row)[1:]:
+        other = trial.in_dtype(dtype)
+        other.try_rows(ragged_rows(trial.page_size))
+
+
+def cache_dtype_pairs(trial: Trial) -> None:
+    for cache_dtype in cache_dtypes(trial.row):
+        for dtype in compute_dtypes(trial.row):
+            other = trial.in_dtype(dtype, cache_dtype)
+            other.try_rows(ragged_rows(trial.page_size))
+
+
+def _long(trial: Trial, longest: int) -> Setting:
+    return replace(trial.setting, max_seq_len=longest + 64, max_rows=2)
+
+
+def split_merge(trial: Trial) -> None:
+    lengths = [border + delta for border in (256, 512, 1024, 2048) for delta in (-1, 0, 1)]
+    for length in trial.some([1025, 300, *lengths]):
+        for slope in (6.0, -6.0):
+            step = Step(trial.bench(setting=_long(trial, length)), [Row(length - 1, 1)])
+            # Scores that climb or fall along the row: each part's maximum differs, and so do their weights.
+            ramp = torch.linspace(0.0, slope, length - 1)
+            step.contexts[0] = trial.problem.climbing(step.spec, step.inputs, step.contexts[0], ramp)
+            step.write_contexts()
+            trial.try_step(step)
+
+
+def accumulation(trial: Trial) -> None:
+    length = 4096
+    for dtype in compute_dtypes(trial.row):
+        low = trial.in_dtype(dtype)
+        for centre, spread in ((1.0, 0.1), (1.3, 0.0)):
+            step = Step(low.bench(setting=_long(low, length)), [Row(length - 1, 1)])
+            # All keys weigh the same, and the values are alike: a sum that loses what is small loses most of it.
+            step.weigh_alike()
+            values = low.problem.values(step.spec, step.contexts[0])
+            values.copy_(centre + spread * values.float())
+            low.problem.new_values(step.inputs).fill_(centre)
+            step.write_contexts()
+            low.try_step(step)
+
+
+def large_scores(trial: Trial) -> None:
+    declared = trial.features
+    specs = [trial.plain]
+    specs += [replace(trial.plain, sinks=True)] if Feature.SINKS in declared else []
+    specs += [replace(trial.plain, softcap=2.0)] if Feature.SOFTCAP in declared else []
+    for dtype in compute_dtypes(trial.row):
+        other = trial.in_dtype(dtype)
+        for spec in specs:
+            for factor in trial.some((30.0, 15.0)):
+                step = Step(other.bench(spec), ragged_rows(trial.page_size))
+                other.problem.exact_queries(step.inputs).mul_(factor)
+                other.try_step(step, frozenset({Feature.LSE}) & declared)
+
+
+def _long_rows(trial: Trial) -> Setting:
+    return replace(trial.setting, max_rows=40, max_seq_len=2560)
+
+
+def determinism(trial: Trial) -> None:
+    # Bits are compared with bits: whether they are right is for others to say.
+    rows = [*ragged_rows(trial.page_size), Row(300, 1), Row(200, 9), Row(2000, 1)]
+    needs = frozenset({Feature.LSE}) & trial.features
+    for dtype in trial.some(compute_dtypes(trial.row), 1):
+        other = trial.in_dtype(dtype)
+        bench = other.bench(setting=_long_rows(other))
+        step = Step(bench, rows)
+        first = other.run(step, needs)
+        for repeat in range(3):
+            other.run(Step(bench, [Row(5 + repeat, 2), Row(0, 3)], seed=repeat))
+            _same_bits(trial, first, other.run(step, needs))
+
+
+def _same_bits(trial: Trial, one: Answer, two: Answer, what: str = "from the same step") -> None:
+    for name in ("out", "lse"):
+        a, b = vars(one)[name], vars(two)[name]
+        if a is not None:
+            trial.require(
+                torch.equal(a, b),
+                f"expected the same bits {what}, got {int((a != b).sum())} numbers of {name} that differ",
+            )
+    trial.progress.num_steps += 1
+
+
+def batch_invariance(trial: Trial) -> None:
+    for dtype in trial.some(compute_dtypes(trial.row), 1):
+        _batch_invariance(trial.in_dtype(dtype))
+
+
+def _batch_invariance(trial: Trial) -> None:
+    chosen = trial.some([Row(1500, 1), Row(33, 6), Row(0, 17), Row(40, 1), Row(200, 1)], 3)
+    others = [Row(5, 1), Row(90, 3), Row(2000, 1), Row(0, 40)]
+    needs = frozenset({Feature.LSE}) & trial.features
+    bench = trial.bench(setting=_long_rows(trial))
+    for index, row in enumerate(chosen):
+        alone = Step(bench, [row], seed=index)
+        first = trial.run(alone, needs)
+        for before in trial.some((len(others), 0, 2), 1):
+            crowd = Step(bench, [*others[:before], row, *others[before:]], seed=100 + before)
+            start = sum(other.query_len for other in others[:before])
+            place = slice(start, start + row.query_len)
+            crowd.take_row(alone, place)
+            crowd.contexts[before] = alone.contexts[0]
+            crowd.write_contexts()
+            got = trial.run(crowd, needs)
+            got = Answer(got.out[place], None if got.lse is None else got.lse[place])
+            _same_bits(trial, first, got, f"from a row of {row.context_len}+{row.query_len} alone and beside others")
+            for table_row in crowd.table_rows:
+                bench.store.close_row(table_row)
+        bench.store.close_row(alone.table_rows[0])
+
+
+def each_key_once(trial: Trial) -> None:
+    # All keys weigh the same, and each number of a head looks for one: its value there is their count, or the largest
+    # that the cache holds, elsewhere 0.
+    length = 1100
+    for dtype in compute_dtypes(trial.row):
+        other = trial.in_dtype(dtype)
+        step = Step(other.bench(setting=_long(other, length)), [Row(length - 3, 3)])
+        step.weigh_alike()
+        other.problem.new_values(step.inputs).zero_()
+        values = other.problem.values(step.spec, step.contexts[0])
+        per_step = values[0].numel()
+        peak = min(float(length), torch.finfo(other.cache_dtype).max)
+        for start in trial.some(range(0, length, per_step), 4):
+            values.zero_()
+            for place, key in enumerate(range(start, min(start + per_step, length - 3))):
+                values[key].view(-1)[place] = peak
+            step.write_contexts()
+            other.try_step(step)
+
+
+CHECKS = (
+    Check(
+        "each-key-once",
+        "of a thousand keys each is seen once, in every dtype",
+        each_key_once,
+        ("long-beside-short", "dtypes"),
+    ),
+    Check("dtypes", "every declared dtype", dtypes, ("ragged",)),
+    Check("cache-dtypes", "every declared pair of compute and cache dtype", cache_dtype_pairs, ("dtypes",)),
+    Check("large-scores", "scores of hundreds: nothing overflows", large_scores, ("features-together", "dtypes")),
+    Check(
+        "split-merge",
+        "rows of hundreds and thousands of keys whose parts weigh very differently",
+        split_merge,
+        ("ragged",),
+    ),
+    Check("accumulation", "sums over thousands of keys keep what is small", accumulation, ("each-key-once",)),
+    Check(
+        "determinism",
+        "the same step gives the same bits",
+        determinism,
+        ("next-batch", "split-merge"),
+        needs_feature(Feature.DETERMINISTIC),
+    ),
+    Check(
+        "batch-invariance",
+        "a row gives the same bits alone and beside others",
+        batch_invariance,
+        ("determinism", "long-beside-short"),
+        needs_feature(Feature.BATCH_INVARIANT),
+    ),
+)

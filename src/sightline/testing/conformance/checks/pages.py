@@ -1,0 +1,134 @@
+"""Pages: any order, any size, shared between rows, and full of what nobody wrote."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from sightline.attention.oracle.dtypes import compute_dtypes
+from sightline.cache.layout import Layout
+from sightline.core.device import Device, DeviceKind, available_bytes
+from sightline.testing.conformance.bench import Row, Subject, Unused
+from sightline.testing.conformance.steps import Step
+from sightline.testing.conformance.trial import Check, Trial, ragged_rows
+
+_THREE = ((Row(20, 1), Row(25, 1), Row(30, 1)), (Row(5, 9), Row(21, 6), Row(3, 4)))
+"""Rows of which the middle one shall hold NaN: decoded, and in chunks."""
+_SIGNED, _UNSIGNED = 1 << 31, 1 << 32
+"""Numbers of a pool that 32 bits no longer count."""
+
+
+def page_order(trial: Trial) -> None:
+    for layout in (Layout.SHUFFLED, Layout.DESCENDING):
+        setting = replace(trial.setting, layout=layout)
+        trial.try_rows(ragged_rows(trial.page_size), setting=setting)
+        trial.try_rows([Row(5 * trial.page_size + 1, 1)], setting=setting)
+    # In order, then not: looking at the first two pages finds nothing.
+    bench = trial.bench()
+    table_row = bench.store.open_row()
+    for pool in bench.store.pools:
+        pages = sorted(pool.allocator.allocate(max(5, bench.store.pages_for(4 * trial.page_size + 3))))
+        pool.table.append(table_row, [*pages[:2], *reversed(pages[2:])])
+    trial.try_step(Step(bench, [Row(4 * trial.page_size + 1, 2)], table_rows=[table_row]))
+
+
+def page_sharing(trial: Trial) -> None:
+    page = trial.page_size
+    for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
+        bench = trial.bench(setting=replace(trial.setting, layout=layout))
+        owner = Step(bench, [Row(2 * page, 1)])
+        pages = owner.pool.table.owned(owner.table_rows[0])
+        rows, table_rows = [Row(2 * page, 1)], list(owner.table_rows)
+        for shared, query_len in ((2, 1), (1, 3), (2, 2)):
+            twin = bench.store.open_row()
+            owner.pool.allocator.share(pages[:shared])
+            owner.pool.table.append(twin, pages[:shared])
+            rows.append(Row(shared * page, query_len))
+            bench.store.grow_row(twin, rows[-1].seq_len)
+            table_rows.append(twin)
+        contexts = [tuple(plane[: row.context_len] for plane in owner.contexts[0]) for row in rows]
+        trial.try_step(Step(bench, rows, seed=4, table_rows=table_rows, contexts=contexts))
+
+
+def page_sizes(trial: Trial) -> None:
+    for page_size in trial.some([size for size in trial.samples.of_page_sizes(trial.row) if size != trial.page_size]):
+        setting = replace(
+            trial.setting, page_size=page_size, layout=Layout.SHUFFLED, max_seq_len=max(512, 8 * page_size)
+        )
+        trial.try_rows(ragged_rows(page_size), setting=setting)
+
+
+def unused_slots(trial: Trial) -> None:
+    for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
+        setting = replace(trial.setting, unused=Unused.NAN, layout=layout)
+        trial.try_rows(ragged_rows(trial.page_size), setting=setting)
+    # What a row of another request holds is of no matter either.
+    for rows in _THREE:
+        step = Step(trial.bench(), rows)
+        expected = step.expected()
+        step.change_inputs(torch.clone)
+        first, last = rows[0].query_len, rows[0].query_len + rows[1].query_len
+        for new in (trial.problem.new_keys(step.inputs), trial.problem.new_values(step.inputs)):
+            new[first:last] = torch.nan
+        answer = trial.run(step)
+        for name, tokens in (("before", slice(0, first)), ("behind", slice(last, None))):
+            trial.compare(answer.out[tokens], expected.out[tokens], f"the output of the row {name} one with NaN")
+
+
+def _pool_bytes(itemsize: int, numbers: int) -> int:
+    """Of keys and values, and room for the rest."""
+    return 2 * itemsize * numbers + (1 << 30)
+
+
+def _too_large(subject: Subject) -> str | None:
+    """Of the pool's memory only what is used is touched on a CPU; a GPU has to have it."""
+    needed = _pool_bytes(_large_dtype(subject).itemsize, _SIGNED)
+    if subject.device.kind is DeviceKind.CUDA and available_bytes(subject.device) < needed:
+        return f"expected {needed >> 30} GiB free for a large pool, got {available_bytes(subject.device) >> 30}"
+    return None
+
+
+def _large_dtype(subject: Subject) -> torch.dtype:
+    return compute_dtypes(subject.capability)[-1]
+
+
+def large_numbers(device: Device, itemsize: int, free_bytes: int) -> int:
+    """How many numbers the pages in use shall lie beyond: 2^31 on a CPU, which may not even promise more memory, and on
+    a small GPU."""
+    has_room = device.kind is DeviceKind.CUDA and free_bytes >= _pool_bytes(itemsize, _UNSIGNED)
+    return _UNSIGNED if has_room else _SIGNED
+
+
+def large_pool(trial: Trial) -> None:
+    # The pages in use lie beyond what 32 bits, and page numbers beyond what 16 bits can count.
+    device, dtype = trial.subject.device, _large_dtype(trial.subject)
+    numbers = large_numbers(device, dtype.itemsize, available_bytes(device))
+    other = trial.in_dtype(dtype)
+    spec, page = trial.sized(max(trial.samples.of_head_dims(trial.row))), trial.page_size
+    [pool] = spec.pools(1, dtype)
+    num_pages = numbers // (math.prod(pool.planes[0].shape) * page) + 64
+    setting = replace(other.setting, layout=Layout.DESCENDING, num_pages=num_pages, max_rows=4)
+    other.try_rows([Row(3 * page + 2, 1), Row(0, page + 1), Row(page, 2)], spec, setting)
+
+
+CHECKS = (
+    Check("page-order", "pages shuffled, interleaved between rows, descending", page_order, ("ragged",)),
+    Check("page-sharing", "rows that share the pages of a prefix", page_sharing, ("page-order",)),
+    Check("page-sizes", "every declared page size", page_sizes, ("page-order", "split-merge")),
+    Check(
+        "unused-slots",
+        "NaN in slots that nobody wrote, and in another row, reaches no result",
+        unused_slots,
+        ("page-order",),
+    ),
+    Check(
+        "large-pool",
+        "pools of more than 2^31 numbers, on a GPU with room for it 2^32, at their end",
+        large_pool,
+        ("covering", "page-sharing", "accumulation"),
+        _too_large,
+        alone=True,
+    ),
+)

@@ -1,0 +1,265 @@
+"""Plans: each its own, for every layer and group, and none that runs when what it was made from has changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sightline.attention.oracle.dtypes import compute_dtypes
+from sightline.attention.planner import PlannedBatch
+from sightline.attention.spec import AttentionSpec, Feature
+from sightline.attention.workspace import MAIN_LANE, Lane
+from sightline.cache.layout import Layout
+from sightline.core.errors import StalePlanError
+from sightline.testing.conformance.bench import Bench, Row
+from sightline.testing.conformance.steps import Step, bits, to_device
+from sightline.testing.conformance.trial import Check, Trial, fail, ragged_rows
+
+_ROWS = (Row(17, 1), Row(3, 4))
+_OTHERS = (Row(30, 1), Row(31, 2), Row(0, 5))
+
+
+def layers(trial: Trial) -> None:
+    bench = trial.bench(trial.plain, trial.plain, trial.plain)
+    steps = [Step(bench, _ROWS, seed=0, layer=0)]
+    steps += [Step(bench, _ROWS, seed=layer, layer=layer, table_rows=steps[0].table_rows) for layer in (1, 2)]
+    planned = steps[0].plan()
+    planned.prepare()
+    for step in steps:
+        trial.hold(step, step.attend(planned), f"layer {step.layer}")
+
+
+def groups(trial: Trial) -> None:
+    # Each group has pages of its own: shuffled, no two tables are alike.
+    setting = replace(trial.setting, layout=Layout.SHUFFLED)
+    for other in _other_specs(trial):
+        _try_hybrid(trial, trial.bench(trial.plain, other, trial.plain, other, setting=setting))
+
+
+def _other_specs(trial: Trial) -> tuple[AttentionSpec, ...]:
+    """A second group: windowed or scaled otherwise, and of another geometry."""
+    head_dim, size = trial.samples.of_head_dims(trial.row)[-1], trial.samples.of_group_sizes(trial.row)[-1]
+    return _another_spec(trial), trial.problem.spec(head_dim, size, 1)
+
+
+def _try_hybrid(trial: Trial, bench: Bench) -> None:
+    for rows in (_ROWS, _OTHERS):
+        steps = [Step(bench, rows, seed=0, layer=0)]
+        steps += [Step(bench, rows, seed=layer, layer=layer, table_rows=steps[0].table_rows) for layer in (1, 2, 3)]
+        planned = steps[0].plan()
+        planned.prepare()
+        for step in steps:
+            trial.hold(step, step.attend(planned), f"layer {step.layer} of a hybrid")
+
+
+def _another_spec(trial: Trial) -> Any:
+    """A second group: with a window where that is declared, else with another scale."""
+    if Feature.WINDOW in trial.features:
+        return replace(trial.plain, window=6)
+    return replace(trial.plain, scale=trial.plain.scale / 2)
+
+
+def inputs_kept(trial: Trial) -> None:
+    spec = replace(trial.plain, sinks=True) if Feature.SINKS in trial.features else trial.plain
+    for dtype in compute_dtypes(trial.row):
+        _inputs_kept(trial.in_dtype(dtype), spec)
+
+
+def _inputs_kept(trial: Trial, spec: AttentionSpec) -> None:
+    step = Step(trial.bench(spec), ragged_rows(trial.page_size))
+    batch = {name: tensor.cpu().clone() for name, tensor in _batch_tensors(step).items()}
+    planned = step.plan()
+    planned.prepare()
+    given = to_device(step.inputs, trial.subject.device.torch_device)
+    planned.attend(step.layer, given, step.empty_out())
+    for name, before in {**vars(step.inputs), **batch}.items():
+        after = vars(given)[name] if name not in batch else _batch_tensors(step)[name]
+        if before is not None:
+            trial.require(
+                torch.equal(after.cpu(), before),
+                f"expected a step to leave what it is given as it is, got a changed {name}",
+            )
+
+
+def _batch_tensors(step: Step) -> dict[str, Tensor]:
+    batch = step.batch
+    return {
+        "tokens": batch.tokens,
+        "positions": batch.positions,
+        "query_lens": batch.query_lens.device,
+        "context_lens": batch.context_lens.device,
+        "write_slots": batch.pools[step.pool.key].write_slots,
+        "page table": step.pool.table.pages,
+    }
+
+
+def strided_inputs(trial: Trial) -> None:
+    for rows in (ragged_rows(trial.page_size), [Row(0, 6)], [Row(9, 1)]):
+        step = Step(trial.bench(), rows)
+        planned = step.plan()
+        planned.prepare()
+        expected = step.expected().out
+        for what, inputs in trial.problem.strided(step.inputs, step.bench.device):
+            out = step.empty_out()
+            planned.attend(step.layer, inputs, out)
+            trial.compare(out.cpu(), expected, f"the output for {what}")
+        trial.progress.num_steps += 1
+
+
+def lanes(trial: Trial) -> None:
+    bench = trial.bench(setting=replace(trial.setting, lanes=(MAIN_LANE, Lane(1))))
+    first, second = Step(bench, _ROWS), Step(bench, _OTHERS, seed=1)
+    plans = [bench.planner.plan(first.batch), bench.planner.plan(second.batch, lane=Lane(1))]
+    for planned in plans:
+        planned.prepare()
+    for _ in range(2):
+        for step, planned in zip((first, second), plans, strict=True):
+            trial.require(
+                bench.planner.ensure(planned) is planned,
+                "expected plans of two lanes to stay current, got one planned again",
+            )
+            others = bench.workspace.of_other_lanes(planned.plan.certificate.lane)
+            before = {name: bits(tensor).clone() for name, tensor in others.items()}
+            trial.hold(step, step.attend(planned), "two plans in two lanes")
+            changed = [name for name, tensor in others.items() if not torch.equal(bits(tensor), before[name])]
+            trial.require(not changed, f"expected a step to leave another lane's leases, got a change of {changed}")
+
+
+_KINDS: tuple[Sequence[Row], ...] = (
+    [Row(30, 2), Row(31, 3)],
+    [Row(0, 12), Row(0, 5)],
+    [Row(9, 1), Row(40, 1)],
+)
+"""Chunks, prompts and decode: a backend may plan each in memory that it keeps for that kind."""
+
+
+def plan_buffers(trial: Trial) -> None:
+    pairs = [(_ROWS, _KINDS[0]), *itertools.permutations(_KINDS, 2)]
+    for older, newer in trial.some(pairs):
+        bench = trial.bench()
+        first, second = Step(bench, older), Step(bench, newer, seed=1)
+        early, late = first.plan(), second.plan()
+        for _ in range(2):
+            for step, planned in ((second, late), (first, early)):
+                current = bench.planner.ensure(planned)
+                current.prepare()
+                trial.hold(step, step.attend(current), "two plans in one lane, of which the older is made again")
+
+
+def filled_buffers(trial: Trial) -> None:
+    bench = trial.bench(setting=replace(trial.setting, paranoid=True))
+    for seed, rows in enumerate((_OTHERS, _ROWS, ragged_rows(trial.page_size))):
+        trial.try_step(Step(bench, rows, seed=seed))
+    trial.try_step(Step(trial.bench(setting=replace(bench.setting, max_seq_len=2560)), [Row(2000, 1), Row(3, 1)]))
+
+
+def _foreign(step: Step, other: Step) -> PlannedBatch:
+    return replace(other.plan(), batch=step.batch)
+
+
+def _padded(step: Step, other: Step) -> PlannedBatch:
+    del other
+    return replace(step.plan(), batch=step.batch.pad(len(step.rows) + 1, step.batch.num_tokens))
+
+
+def _reordered(step: Step, other: Step) -> PlannedBatch:
+    del other
+    return replace(step.bench.planner.plan(step.batch.take([1, 0])), batch=step.batch)
+
+
+def _forged(step: Step, other: Step) -> PlannedBatch:
+    mine = step.plan()
+    return replace(mine, plan=replace(other.plan(lane=Lane(1)).plan, certificate=mine.plan.certificate))
+
+
+def _of_another_planner(step: Step, other: Step) -> PlannedBatch:
+    del other
+    return step.bench.another_planner().plan(step.batch)
+
+
+_REBUILT: dict[str, Callable[[Step, Step], PlannedBatch]] = {
+    "another batch's plan": _foreign,
+    "a plan kept while its batch was padded": _padded,
+    "a plan of the same rows in another order": _reordered,
+    "another batch's plan under this batch's certificate": _forged,
+    "another planner's plan": _of_another_planner,
+}
+"""Ways in which derived state goes stale: the plan is made again."""
+
+
+def stale_plans(trial: Trial) -> None:
+    setting = replace(trial.setting, lanes=(MAIN_LANE, Lane(1)))
+    for way, make in _REBUILT.items():
+        bench = trial.bench(setting=setting)
+        step, other = Step(bench, _ROWS), Step(bench, _OTHERS, seed=1)
+        planned = make(step, other)
+        current = bench.planner.ensure(planned)
+        current.prepare()
+        trial.require(current.plan is not planned.plan, f"expected {way} to be made again, got it back as it was")
+        trial.hold(step, step.attend(current), way)
+    bench = trial.bench(setting=setting)
+    step = Step(bench, _ROWS)
+    idle = bench.planner.ensure(replace(step.plan(), batch=step.batch.idle()))
+    trial.require(
+        idle.plan.certificate.num_rows == 0, "expected a batch turned idle to be planned again, got its old plan"
+    )
+    _must_raise(bench, step, "pages that went back", lambda: bench.store.close_row(step.table_rows[1]))
+    bench = trial.bench(setting=setting)
+    step = Step(bench, _ROWS)
+    _must_raise(bench, step, "pages that changed owner", lambda: _reopen(bench, step))
+    elsewhere = Step(trial.bench(setting=setting), _ROWS)
+    _must_raise(bench, elsewhere, "pages of other pools", lambda: None)
+
+
+def _reopen(bench: Bench, step: Step) -> None:
+    """The same row, with pages for as many tokens, of another owner."""
+    bench.store.close_row(step.table_rows[0])
+    row = bench.store.open_row()
+    bench.store.grow_row(row, step.rows[0].seq_len)
+
+
+def _must_raise(bench: Bench, step: Step, way: str, change: Callable[[], None]) -> None:
+    planned = step.plan()
+    change()
+    try:
+        bench.planner.ensure(planned)
+    except StalePlanError:
+        return
+    fail(f"expected a StalePlanError for a plan over {way}, got a plan to run")
+
+
+CHECKS = (
+    Check("layers", "each layer of a group has a cache of its own", layers, ("ragged",)),
+    Check(
+        "groups",
+        "a hybrid: every group is planned, by its own spec",
+        groups,
+        ("layers", "window", "scale", "page-order", "head-dims", "grouped-heads", "heads"),
+    ),
+    Check("inputs-kept", "run reads its inputs and leaves them as they are", inputs_kept, ("ragged",)),
+    Check("strided-inputs", "queries, keys and values may be parts of one tensor", strided_inputs, ("ragged",)),
+    Check(
+        "filled-buffers",
+        "a plan fills what it takes: old contents are of no matter",
+        filled_buffers,
+        ("next-batch", "long-beside-short"),
+    ),
+    Check("lanes", "two live plans in two lanes do not disturb each other", lanes, ("next-batch",)),
+    Check(
+        "plan-buffers",
+        "of two plans in one lane the older is found stale, for all that a plan derives lies in plan buffers",
+        plan_buffers,
+        ("next-batch",),
+    ),
+    Check(
+        "stale-plans",
+        "a plan that is another's, or whose batch or pages changed since, is made again or refused",
+        stale_plans,
+        ("plan-buffers", "idle"),
+    ),
+)

@@ -1,0 +1,143 @@
+"""Domains: for each dimension of `attention.coverage`, the values that the kit draws its cases from.
+
+A scale has a span. What matters of it are its two ends: a fault that begins at some value, or ends at one, shows at one
+of them. Every other dimension has a list of values, the plainest first. The domains of a capability row are as wide as
+the time of a run allows; those of a demand are what an engine can reach. Knows no case and no backend.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from sightline.attention.contract import CachePolicy
+from sightline.attention.coverage import Demand
+from sightline.attention.dimensions import (
+    Company,
+    Dimension,
+    LaneUse,
+    Padding,
+    Reuse,
+    Sharing,
+    Span,
+    Value,
+    features_name,
+)
+from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
+from sightline.attention.proof import dtype_name
+from sightline.attention.spec import Feature, SpecKind
+from sightline.cache.layout import Layout
+from sightline.core.batch import MaskKind
+from sightline.core.device import DeviceKind
+from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.cases import MOST_POOL_BYTES
+from sightline.testing.conformance.samples import Samples
+
+_SPANS = {
+    Dimension.ROWS: Span(1, 256),
+    Dimension.NEW_TOKENS: Span(1, 768),
+    Dimension.CONTEXT: Span(0, 8192),
+    Dimension.STEP_TOKENS: Span(1, 768),
+    Dimension.LAYERS: Span(1, 64),
+    Dimension.KEY_HEADS: Span(1, 64),
+    Dimension.WINDOW: Span(1, 4096),
+    Dimension.POOL_SLOTS: Span(2048, 1 << 20),
+}
+_OF_SPEC = (Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.LSE)
+"""Features that make up `Dimension.FEATURES`; masks have a dimension of their own."""
+_MASKS = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE_MASK}
+_ANY_POOL = {DeviceKind.CPU: MOST_POOL_BYTES, DeviceKind.CUDA: 1 << 62}
+"""The largest pool of an engine's demand: on a GPU what is free was asked before, and memory costs no time."""
+_COMPILE_SECONDS = {DeviceKind.CPU: 0.0, DeviceKind.CUDA: 4.0}
+
+
+@dataclass(frozen=True)
+class Domains:
+    """What the cases of one kind of attention are drawn from."""
+
+    kind: SpecKind
+    scales: Mapping[Dimension, Span]
+    values: Mapping[Dimension, tuple[Value, ...]]
+    """The plainest first; never none."""
+    compile_seconds: float = 0.0
+    """What a backend may take for a spec that it has not seen: cases then share specs as far as they can."""
+    most_pool_bytes: int = MOST_POOL_BYTES
+
+    def __hash__(self) -> int:
+        return hash((self.kind, tuple(self.scales.items()), tuple(self.values.items()), self.compile_seconds))
+
+    def demand(self) -> Demand:
+        """Everything that lies within."""
+        return Demand(self.scales, {dimension: frozenset(values) for dimension, values in self.values.items()})
+
+
+def domains_of(subject: Subject, samples: Samples) -> Domains:
+    """The domains of a capability row, for the subject's kind of attention."""
+    row, features = subject.capability, subject.features
+    scales = dict(_SPANS)
+    if subject.kind is SpecKind.LATENT:
+        scales[Dimension.KEY_HEADS] = Span(1, 1)
+    if Feature.WINDOW not in features:
+        del scales[Dimension.WINDOW]
+    head_dims = samples.of_head_dims(row)
+    scales[Dimension.POOL_SLOTS] = _pool_span(subject.kind, min(head_dims))
+    masks = [MaskKind.CAUSAL, *(mask for mask, feature in _MASKS.items() if feature in features)]
+    values: dict[Dimension, tuple[Value, ...]] = {
+        Dimension.KIND: (subject.kind.value,),
+        Dimension.GROUP_SIZE: samples.of_group_sizes(row),
+        Dimension.HEAD_DIM: head_dims,
+        Dimension.PAGE_SIZE: samples.of_page_sizes(row),
+        Dimension.DTYPE: tuple(map(dtype_name, compute_dtypes(row))),
+        Dimension.CACHE_DTYPE: tuple(map(dtype_name, cache_dtypes(row))),
+        Dimension.FEATURES: tuple(_feature_sets(features)),
+        Dimension.MASK: tuple(mask.value for mask in masks),
+        Dimension.POLICY: tuple(policy.value for policy in CachePolicy),
+        Dimension.SHARING: tuple(each.value for each in Sharing),
+        Dimension.PAGE_ORDER: tuple(layout.value for layout in Layout),
+        Dimension.PADDING: tuple(each.value for each in Padding),
+        Dimension.REUSE: tuple(each.value for each in Reuse),
+        Dimension.COMPANY: (Company.SHORTER.value, Company.ALONE.value, Company.SAME.value),
+        Dimension.LANE: tuple(each.value for each in LaneUse),
+    }
+    return Domains(subject.kind, scales, values, _COMPILE_SECONDS[subject.device.kind])
+
+
+def domains_of_demand(demand: Demand, subject: Subject, samples: Samples) -> Domains:
+    """The domains of a capability row, narrowed or widened to what an engine can reach.
+
+    What the demand does not speak of is as for any engine.
+    """
+    usual = domains_of(subject, samples)
+    values = dict(usual.values)
+    for dimension, asked in demand.values.items():
+        known = [value for value in usual.values.get(dimension, ()) if value in asked]
+        values[dimension] = (*known, *sorted((value for value in asked if value not in known), key=str))
+    scales = {**usual.scales, **demand.scales}
+    if not any(Feature.WINDOW.value in str(value).split("+") for value in values[Dimension.FEATURES]):
+        scales.pop(Dimension.WINDOW, None)
+    return Domains(usual.kind, scales, values, usual.compile_seconds, _ANY_POOL[subject.device.kind])
+
+
+def borders(span: Span, page_size: int = 16) -> tuple[int, ...]:
+    """Numbers of a span around which kernels switch: its ends, powers of two and pages, and those beside them."""
+    powers = [1 << power for power in range(span.high.bit_length())]
+    pages = [page_size * count for count in (1, 2, 3)]
+    near = {border + delta for border in (*powers, *pages) for delta in (-1, 0, 1)}
+    return tuple(sorted({span.low, span.high} | {number for number in near if span.low <= number <= span.high}))
+
+
+def _feature_sets(declared: Iterable[Feature]) -> list[str]:
+    """Every set of the declared features, the smaller ones first."""
+    able = [feature.value for feature in _OF_SPEC if feature in set(declared)]
+    sets = itertools.chain.from_iterable(itertools.combinations(able, size) for size in range(len(able) + 1))
+    return [features_name(chosen) for chosen in sets]
+
+
+def _pool_span(kind: SpecKind, head_dim: int) -> Span:
+    """As large as a pool of the most layers, or of the most key heads, can be. The same on every machine."""
+    planes, heads = (2, _SPANS[Dimension.KEY_HEADS].high) if kind is SpecKind.SOFTMAX else (1, 1)
+    # Two key heads of the most layers, or two layers of the most key heads.
+    entry_bytes = 4 * planes * head_dim * 2 * max(heads, _SPANS[Dimension.LAYERS].high)
+    span = _SPANS[Dimension.POOL_SLOTS]
+    return Span(span.low, max(span.low, min(span.high, 1 << (MOST_POOL_BYTES // entry_bytes).bit_length() - 1)))

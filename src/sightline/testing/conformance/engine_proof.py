@@ -1,0 +1,374 @@
+"""Proving an engine: every backend that it would use, tried on exactly what it would be asked for.
+
+    EngineConfig ─▶ Blueprint ─▶ duties: a capability row, a group of layers, the kinds of rows that it serves
+                                   ├─▶ the checks, of the row narrowed to the engine's dtypes, sizes and features
+                                   └─▶ for each kind of rows, cases over what the engine demands
+
+Opens a model without its weights, and decides as serving would. Prints nothing. Does not know how a case is run.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sightline.attention.backends import registry
+from sightline.attention.capability import ANY, Capability, Requirement, Work
+from sightline.attention.coverage import Coverage, Demand, Gap
+from sightline.attention.declared_rows import row_labels
+from sightline.attention.dimensions import Dimension, Span
+from sightline.attention.proof import Identity, Proof, ProofBook, utc_now
+from sightline.attention.selection import Candidate
+from sightline.attention.spec import LayerGroup
+from sightline.core.config import PADDING_PAGES, EngineConfig, Task
+from sightline.core.device import Device, DeviceKind, available_bytes
+from sightline.core.ledger import Ledger
+from sightline.core.resolution import ResolvedConfig
+from sightline.engine.text_embedder import embedder_config
+from sightline.models.loading.config_only import ConfigCheckpoint
+from sightline.models.loading.default_model import default_model_path
+from sightline.models.loading.opening import open_description
+from sightline.models.registry import define_embedder, define_model
+from sightline.runner.build import Blueprint, draw_up, requirement, usage_of
+from sightline.runner.demand import Usage
+from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.checks.covering import cover
+from sightline.testing.conformance.domains import domains_of_demand
+from sightline.testing.conformance.generator import cases_for
+from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, try_check, try_row
+from sightline.testing.conformance.proving import coverage, passed_checks
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import Check, Effort, Trial
+
+COVERING = "covering"
+"""The check of a whole row's domains, in place of which the engine's demands are tried."""
+_MEMORY_SHARE = 0.8
+"""How much of the memory that is free a pool may take."""
+_DOES_NOT_FIT = (torch.OutOfMemoryError, MemoryError)
+_NO_ROOM_ON_A_CPU = "can't allocate memory"
+"""How torch says so."""
+
+
+@dataclass(frozen=True)
+class Duty:
+    """What one capability row of a backend would serve for one group of layers."""
+
+    candidate: Candidate
+    label: str
+    """Of the row."""
+    capability: Capability
+    group: LayerGroup
+    needs: Mapping[Work, Requirement]
+    """By kind of rows that it serves."""
+    identity: Identity
+
+    @property
+    def demands(self) -> tuple[Demand, ...]:
+        return tuple(demand for need in self.needs.values() for demand in need.demands)
+
+    @property
+    def subject(self) -> Subject:
+        """The row as far as the engine uses it."""
+        need = next(iter(self.needs.values()))
+        return Subject(self.candidate.name, self.candidate.load(), narrowed(self.capability, need), need.device)
+
+
+@dataclass(frozen=True)
+class CoveredWork:
+    """What came of the cases of one kind of rows."""
+
+    work: Work
+    result: CheckResult
+    left_out: tuple[str, ...]
+    """Cases that were not tried, and why."""
+
+    @property
+    def num_cases(self) -> int:
+        """Cases that passed."""
+        return len(self.result.points)
+
+
+@dataclass(frozen=True)
+class DutyReport:
+    """What came of one duty."""
+
+    duty: Duty
+    row: RowReport | None
+    """None: everything was proven before."""
+    works: tuple[CoveredWork, ...]
+    gaps: tuple[Gap, ...]
+    """What the engine will ask for and no proof covers."""
+    voided: bool = False
+    """An earlier proof of the row was removed, because this run failed."""
+
+    @property
+    def results(self) -> tuple[CheckResult, ...]:
+        return (*(() if self.row is None else self.row.results), *(work.result for work in self.works))
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        return tuple(result for result in self.results if result.verdict is Verdict.FAILED)
+
+    @property
+    def is_proven(self) -> bool:
+        return not self.failed and not self.gaps
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What came of a run for one engine."""
+
+    blueprint: Blueprint
+    notes: tuple[str, ...]
+    """What was decided otherwise than asked, or could not be known."""
+    duties: tuple[DutyReport, ...]
+
+    @property
+    def is_proven(self) -> bool:
+        return all(report.is_proven for report in self.duties)
+
+    def to_data(self) -> dict[str, Any]:
+        """In terms of JSON."""
+        config = self.blueprint.config
+        return {
+            "command": ["sightline", *self.blueprint.prove_words],
+            "device": {"kind": config.device.kind.value, "name": config.device.name},
+            "usage": self.blueprint.usage.value,
+            "notes": list(self.notes),
+            "proven": self.is_proven,
+            "duties": [_duty_data(report) for report in self.duties],
+        }
+
+
+@dataclass(frozen=True)
+class EngineWatch:
+    """Who is told while a run is on its way."""
+
+    on_duty: Callable[[Duty], None] = lambda _duty: None
+    on_result: Callable[[CheckResult], None] = lambda _result: None
+
+
+def open_blueprint(config: EngineConfig, ledger: Ledger) -> Blueprint:
+    """What serving the config would run, decided as serving decides it. No weight is read."""
+    checkpoint = open_description(default_model_path() if config.model is None else config.model, ledger)
+    if isinstance(checkpoint, ConfigCheckpoint):
+        ledger.degrade(
+            "weights",
+            f"what they take of the memory is not known from {checkpoint.location.name} alone: the cache is taken to "
+            "have all of it",
+            "name the folder of the model",
+        )
+    if Task(config.task) is Task.EMBED:
+        config, _ = embedder_config(config, checkpoint, ledger)
+        embedder = define_embedder(checkpoint.config, ledger)
+        return draw_up(config, checkpoint, embedder, usage_of(embedder), ledger)
+    return draw_up(config, checkpoint, define_model(checkpoint.config, ledger), Usage.GENERATE, ledger)
+
+
+def prove_engine(
+    config: EngineConfig,
+    *,
+    book: ProofBook,
+    candidates: Sequence[Candidate] | None = None,
+    checks: Sequence[Check] = CHECKS,
+    again: bool = False,
+    seconds: float | None = None,
+    watch: EngineWatch | None = None,
+) -> EngineReport:
+    """Proves what serving the config would ask of attention, unless the book has a proof of it and not `again`.
+
+    What passes is recorded in the book together with what was proven of the same row before; a failure voids it.
+    `checks` are tried beside the cases. Within `seconds`, the cases that cover most for their time are tried, and what
+    they leave is told.
+    """
+    ledger = Ledger()
+    blueprint = open_blueprint(replace(config, require_proof=False), ledger)
+    book.prepare()
+    run = _EngineRun(
+        blueprint.config, book, [check for check in checks if check.name != COVERING], watch or EngineWatch(), again
+    )
+    duties = list_duties(blueprint, registry.installed() if candidates is None else candidates)
+    ends = None if seconds is None else time.monotonic() + seconds
+    reports = []
+    for number, duty in enumerate(duties):
+        left = None if ends is None else max(0.0, ends - time.monotonic()) / (len(duties) - number)
+        reports.append(run.prove(duty, left))
+    return EngineReport(blueprint, tuple(map(str, ledger)), tuple(reports))
+
+
+def list_duties(blueprint: Blueprint, candidates: Sequence[Candidate]) -> tuple[Duty, ...]:
+    """Every capability row that would serve, with the group and the kinds of rows that it would serve."""
+    config, usage = blueprint.config, blueprint.usage
+    duties = []
+    for group, selection in zip(blueprint.groups, blueprint.select(candidates), strict=True):
+        served: dict[tuple[str, int], dict[Work, Requirement]] = {}
+        chosen = {}
+        for work, each in selection.items():
+            key = (each.candidate.name, id(each.capability))
+            chosen[key] = each
+            served.setdefault(key, {})[work] = requirement(config, group, work, usage)
+        for key, needs in served.items():
+            candidate, row = chosen[key].candidate, chosen[key].capability
+            rows = candidate.rows()
+            label = row_labels(rows)[rows.index(row)]
+            identity = ProofBook.identify(candidate, row, config.device)
+            duties.append(Duty(candidate, label, row, group, needs, identity))
+    return tuple(duties)
+
+
+def narrowed(row: Capability, need: Requirement) -> Capability:
+    """The row as far as the need uses it: every check then tries just that."""
+    dtypes = {need.cache_dtype}
+    if row.cache_dtypes is ANY or need.dtype in row.cache_dtypes:
+        # Checks that are not about a narrow cache use a plain one.
+        dtypes.add(need.dtype)
+    spec = need.spec
+    return replace(
+        row,
+        spec_kinds=frozenset({spec.kind}),
+        dtypes=frozenset({need.dtype}),
+        cache_dtypes=frozenset(dtypes),
+        head_dims=frozenset({spec.head_dim}),
+        group_sizes=frozenset({spec.group_size}),
+        page_sizes=frozenset({need.page_size}),
+        expanded_dims=frozenset({spec.expanded_dims}),
+        features=row.features & need.features,
+    )
+
+
+def uncovered(covered: Coverage | None, demands: Iterable[Demand]) -> tuple[Gap, ...]:
+    """What the demands ask for and is not covered, each gap once."""
+    known = Coverage.of(()) if covered is None else covered
+    return tuple(dict.fromkeys(gap for demand in demands for gap in known.gaps(demand)))
+
+
+@dataclass(frozen=True)
+class _EngineRun:
+    """What all duties of a run have in common."""
+
+    config: ResolvedConfig
+    book: ProofBook
+    checks: Sequence[Check]
+    watch: EngineWatch
+    again: bool
+
+    def prove(self, duty: Duty, seconds: float | None) -> DutyReport:
+        before = self._proof(duty)
+        if not self.again and before is not None and not uncovered(before.coverage, duty.demands):
+            return DutyReport(duty, None, (), ())
+        self.watch.on_duty(duty)
+        row = try_row(duty.subject, Effort.FULL, _samples(duty), self.checks, self.watch.on_result)
+        works: list[CoveredWork] = []
+        for work, need in duty.needs.items():
+            if any(result.verdict is Verdict.FAILED for result in (*row.results, *_results(works))):
+                break
+            # What one kind of rows was tried with at random need not be tried again with a part of it.
+            most = math.inf if works and seconds is None else seconds
+            budget = None if most is None else most / len(duty.needs)
+            works.append(_cover(duty, work, need, self.config, budget))
+            self.watch.on_result(works[-1].result)
+        report = replace(row, results=(*row.results, *_results(works)))
+        if not report.passed:
+            return DutyReport(duty, row, tuple(works), uncovered(None, duty.demands), self.book.void(duty.identity))
+        # Of earlier runs, or of another group that the same row serves.
+        earlier = self._proof(duty)
+        covered = coverage([report], earlier)
+        checks = (*(() if earlier is None else earlier.checks), *passed_checks([row]))
+        self.book.record(Proof(duty.identity, covered, tuple(dict.fromkeys(checks)), utc_now()))
+        return DutyReport(duty, row, tuple(works), uncovered(covered, duty.demands))
+
+    def _proof(self, duty: Duty) -> Proof | None:
+        return self.book.find(duty.candidate, duty.capability, self.config.device)
+
+
+def _results(works: Sequence[CoveredWork]) -> tuple[CheckResult, ...]:
+    return tuple(work.result for work in works)
+
+
+def _samples(duty: Duty) -> Samples:
+    need = next(iter(duty.needs.values()))
+    return Samples((need.spec.head_dim,), (need.spec.group_size,), (need.page_size,))
+
+
+def _cover(duty: Duty, work: Work, need: Requirement, config: ResolvedConfig, seconds: float | None) -> CoveredWork:
+    """Tries cases over what one kind of rows will be asked for, as a check does."""
+    subject, samples = duty.subject, _samples(duty)
+    left_out: list[str] = []
+
+    def run(trial: Trial) -> None:
+        def is_excused(error: Exception) -> bool:
+            if _is_out_of_memory(error):
+                left_out.append(f"a case does not fit in memory: {trial.progress.case}")
+                return True
+            return False
+
+        for demand in need.demands:
+            domains = domains_of_demand(_widened(demand, config, duty.group), subject, samples)
+            most = None if seconds is None else seconds / len(need.demands)
+            cover(trial, cases_for(domains, most), domains, is_excused)
+
+    proves = f"every two ends and values of what {work.value} will be asked for"
+    result = try_check(Check(f"{COVERING} {work.value}", proves, run), subject, Effort.FULL, samples)
+    return CoveredWork(work, result, tuple(dict.fromkeys(left_out)))
+
+
+def _widened(demand: Demand, config: ResolvedConfig, group: LayerGroup) -> Demand:
+    """The demand with the largest pool that the engine could have here, whatever else takes memory when it starts."""
+    if Dimension.POOL_SLOTS not in demand.scales:
+        return demand
+    wanted = demand.scales[Dimension.POOL_SLOTS].high
+    pages = config.max_rows * -(-config.max_model_len // config.page_size) + PADDING_PAGES
+    room = int(_free_bytes(config.device) * _MEMORY_SHARE) // _slot_bytes(config, group)
+    most = min(max(wanted, pages * config.page_size), max(room, 1))
+    return replace(demand, scales={**demand.scales, Dimension.POOL_SLOTS: Span(min(wanted, most), most)})
+
+
+def _free_bytes(device: Device) -> int:
+    """What a pool can have. Pools of earlier cases count as free once nobody holds them."""
+    gc.collect()
+    if device.kind is DeviceKind.CUDA:
+        torch.cuda.empty_cache()
+    return available_bytes(device)
+
+
+def _slot_bytes(config: ResolvedConfig, group: LayerGroup) -> int:
+    """Of one token, over all layers of the group."""
+    pools = group.cache_spec(config.cache_dtype).pools
+    return sum(pool.elements_per_token for pool in pools) * config.cache_dtype.itemsize
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, _DOES_NOT_FIT) or (isinstance(error, RuntimeError) and _NO_ROOM_ON_A_CPU in str(error))
+
+
+def _duty_data(report: DutyReport) -> dict[str, Any]:
+    duty = report.duty
+    return {
+        "backend": duty.candidate.name,
+        "row": duty.label,
+        "group": duty.group.name,
+        "layers": len(duty.group.layers),
+        "works": [work.value for work in duty.needs],
+        "demands": [
+            {dimension.name: str(span) for dimension, span in demand.scales.items()}
+            | {dimension.name: sorted(map(str, values)) for dimension, values in demand.values.items()}
+            for demand in duty.demands
+        ],
+        "status": "proven before" if report.row is None else "failed" if report.failed else "passed",
+        "checks": [
+            {name: value for name, value in vars(result).items() if name != "points"}
+            | {"verdict": result.verdict.value}
+            for result in report.results
+        ],
+        "cases": {work.work.value: work.num_cases for work in report.works},
+        "left_out": [told for work in report.works for told in work.left_out],
+        "not_covered": list(map(str, report.gaps)),
+        "voided": report.voided,
+    }

@@ -1,0 +1,166 @@
+"""Goals: everything in some domains that must meet in a case, and which of it a case brings together.
+
+They are those of `Coverage.gaps` for the whole of the domains: for two scales the four corners, for a value of any
+other dimension both ends of every scale, and every two values. A goal is a number, so that millions can be looked up.
+Knows numbers and names. Does not know how cases are made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import NewType, TypeAlias
+
+from sightline.attention.contract import CachePolicy
+from sightline.attention.dimensions import Company, Dimension, Span, Value, can_meet, possible_span
+from sightline.testing.conformance.cases import Case
+from sightline.testing.conformance.domains import Domains
+
+LOW, HIGH = "low", "high"
+End: TypeAlias = tuple[Dimension, Value]
+"""A value of a dimension; of a scale, one of its two ends."""
+Goal = NewType("Goal", int)
+
+DERIVED = frozenset({Dimension.STEP_TOKENS})
+"""Scales that a case has no number of its own of."""
+WITHOUT_CONTEXT: frozenset[End] = frozenset({(Dimension.CONTEXT, LOW), (Dimension.POLICY, CachePolicy.TRANSIENT.value)})
+_ENTANGLED = ({Dimension.STEP_TOKENS, Dimension.ROWS}, {Dimension.STEP_TOKENS, Dimension.NEW_TOKENS})
+"""Pairs of which one follows from the other; only the largest step of the most rows is a goal of its own."""
+_FULL_STEP: frozenset[End] = frozenset({(Dimension.ROWS, HIGH), (Dimension.STEP_TOKENS, HIGH)})
+_ALONE: frozenset[End] = frozenset(
+    {(Dimension.ROWS, LOW), (Dimension.STEP_TOKENS, LOW), (Dimension.COMPANY, Company.ALONE.value)}
+)
+_MOST_ENDS = 1 << 12
+LEAST_WINDOW = 2
+"""In a smaller one a query sees itself alone: whatever is wrong with other keys shows nowhere."""
+
+
+class Goals:
+    """The goals of some domains."""
+
+    def __init__(self, domains: Domains) -> None:
+        self.domains = domains
+        self.dimensions = tuple(each for each in Dimension if each in domains.scales or each in domains.values)
+        self._ends = [end for dimension in self.dimensions for end in self._ends_of(dimension)]
+        self._numbers = {end: number for number, end in enumerate(self._ends)}
+        self._spans = {
+            (end, scale): possible_span(*end, scale, domains.scales)
+            for end in self._ends
+            if not end[0].is_scale
+            for scale in domains.scales
+        }
+        self.all = frozenset(
+            self.goal(one, two)
+            for first, second in itertools.combinations(self.dimensions, 2)
+            for one, two in itertools.product(self._ends_of(first), self._ends_of(second))
+            if self._is_possible(one, two)
+        )
+
+    def goal(self, one: End, two: End) -> Goal:
+        """Of two ends; their order is of no matter. Ends that the domains do not have are no goal: -1."""
+        a, b = self.number(one), self.number(two)
+        return Goal(-1) if a < 0 or b < 0 else self.of_numbers(a, b)
+
+    def number(self, end: End) -> int:
+        """Of an end, to look goals up by; -1 where the domains do not have it."""
+        return self._numbers.get(end, -1)
+
+    @staticmethod
+    def of_numbers(one: int, two: int) -> Goal:
+        """The goal of two ends, by their numbers."""
+        return Goal(one * _MOST_ENDS + two if one < two else two * _MOST_ENDS + one)
+
+    def ends(self, goal: Goal) -> tuple[End, End]:
+        return self._ends[goal // _MOST_ENDS], self._ends[goal % _MOST_ENDS]
+
+    def order(self, goal: Goal) -> tuple[int, int]:
+        """Corners first: they are what costs most, and what else a case reaches is free."""
+        return -sum(dimension.is_scale for dimension, _ in self.ends(goal)), goal
+
+    def reached(self, case: Case) -> set[Goal]:
+        """The goals that a case reaches."""
+        return self._reached(case, (), self.domains.scales)
+
+    def reached_closely(self, case: Case) -> set[Goal]:
+        """The goals that a case reaches with company: a second layer, row, head and key, and a cache.
+
+        Some faults show only there: a neighbour's entries are read, a row gives what the row beside it does.
+        """
+        if case.window is not None and case.window < LEAST_WINDOW:
+            return set()
+        must_have = [ends for lacks, ends in _lacking(case) if lacks]
+        return self._reached(case, must_have, {**self.domains.scales, **self._close_windows})
+
+    @cached_property
+    def _close_windows(self) -> dict[Dimension, Span]:
+        """The windows in which a query sees another key than its own."""
+        window = self.domains.scales.get(Dimension.WINDOW)
+        if window is None or window.high < LEAST_WINDOW:
+            return {}
+        return {Dimension.WINDOW: Span(max(window.low, LEAST_WINDOW), window.high)}
+
+    def _reached(self, case: Case, must_have: Iterable[frozenset[End]], within: Mapping[Dimension, Span]) -> set[Goal]:
+        """What a case reaches of the ends of these spans; only goals that have one of the ends of each `must_have`."""
+        point, goal = case.point(), self.goal
+        values: list[End] = [(dimension, value) for dimension, value in point.items() if not dimension.is_scale]
+        scales = [scale for scale in self.domains.scales if scale in point]
+        found = {(one, two) for one, two in itertools.combinations(values, 2)}
+        for scale in scales:
+            number = int(point[scale])
+            for value in values:
+                span = self._spans.get((value, scale))
+                if span is not None and scale is Dimension.WINDOW:
+                    span = within[scale]
+                if span is not None:
+                    found |= {(value, (scale, which)) for which in _ends_at(case, scale, number, span)}
+        ends = [(scale, which) for scale in scales for which in _ends_at(case, scale, int(point[scale]), within[scale])]
+        found |= {(one, two) for one, two in itertools.combinations(ends, 2) if one[0] is not two[0]}
+        for wanted in must_have:
+            found = {(one, two) for one, two in found if one in wanted or two in wanted}
+        if case.window is not None and case.window >= case.main_len:
+            found = {pair for pair in found if not needs_longer_rows(*pair)}
+        return {goal(one, two) for one, two in found} & self.all
+
+    def _ends_of(self, dimension: Dimension) -> Iterator[End]:
+        if dimension.is_scale:
+            yield from ((dimension, LOW), (dimension, HIGH))
+        else:
+            yield from ((dimension, value) for value in self.domains.values[dimension])
+
+    def _is_possible(self, one: End, two: End) -> bool:
+        """Whether any case can have both."""
+        if one[0].is_scale and two[0].is_scale:
+            return {one[0], two[0]} not in _ENTANGLED or {one, two} == _FULL_STEP
+        if not one[0].is_scale and not two[0].is_scale:
+            return can_meet(one, two)
+        value, (scale, which) = (two, one) if one[0].is_scale else (one, two)
+        possible = self._spans[value, scale]
+        if possible is None:
+            return False
+        if value == (Dimension.COMPANY, Company.ALONE.value) and scale is Dimension.ROWS:
+            return which == LOW
+        # Where the far end alone is asked for, both ends are the same number.
+        is_far_only = possible.low == possible.high != self.domains.scales[scale].low
+        return not (is_far_only and which == LOW)
+
+
+def needs_longer_rows(one: End, two: End) -> bool:
+    """True for a large window: without a longer row it does nothing. Where rows cannot be longer it counts all the
+    same."""
+    return (Dimension.WINDOW, HIGH) in (one, two) and not {one, two} & WITHOUT_CONTEXT
+
+
+def _ends_at(case: Case, scale: Dimension, number: int, span: Span) -> tuple[str, ...]:
+    is_low = case.is_pool_tight if scale is Dimension.POOL_SLOTS else number <= span.low
+    return (LOW,) * is_low + (HIGH,) * (number >= span.high)
+
+
+def _lacking(case: Case) -> Iterator[tuple[bool, frozenset[End]]]:
+    """What a case may be without, and the ends with which it cannot be otherwise."""
+    yield case.number(Dimension.LAYERS) < 2, frozenset({(Dimension.LAYERS, LOW)})
+    yield case.number(Dimension.ROWS) < 2, _ALONE
+    yield case.num_q_heads < 2, frozenset({(Dimension.KEY_HEADS, LOW), (Dimension.GROUP_SIZE, 1)})
+    yield case.number(Dimension.CONTEXT) < 1, WITHOUT_CONTEXT
+    yield case.is_transient, frozenset({(Dimension.POLICY, CachePolicy.TRANSIENT.value)})
+    yield case.main_len < 3, frozenset({(Dimension.CONTEXT, LOW), (Dimension.NEW_TOKENS, LOW)})

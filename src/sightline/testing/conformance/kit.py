@@ -1,0 +1,166 @@
+"""Running the checks, each after those that it builds on, and what came of it.
+
+    built ─▶ cache-write ─▶ write-slots ─▶ first-read ─▶ causal ─▶ context ─▶ … ─▶ ragged ─┬▶ features ─▶ covering
+                                                                                           ├▶ pages, lengths
+                                                                                           └▶ plans, memory, numerics
+
+A check whose ground failed is blocked, not failed: what is reported as failed is where the fault is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from sightline.attention.capability import Capability
+from sightline.attention.dimensions import Point
+from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.trial import WHOLE, Check, CheckFailed, Effort, Progress, Share, Trial
+
+
+class Verdict(Enum):
+    """What came of a check."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    BLOCKED = "blocked"
+    """A check that it builds on failed."""
+    EXCUSED = "excused"
+    """The row does not declare it, or the device cannot hold it."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What came of one check, and why."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+    """Why, for whatever did not pass."""
+    case: str
+    """What was being tried when it failed."""
+    trace: str
+    """Of an error that was not expected."""
+    num_steps: int
+    """Steps that were compared with the oracle."""
+    seconds: float
+    points: tuple[Point, ...] = ()
+    """The cases that passed, as coverage counts them."""
+
+
+@dataclass(frozen=True)
+class RowReport:
+    """What came of one capability row."""
+
+    backend: str
+    capability: Capability
+    effort: Effort
+    samples: Samples
+    results: tuple[CheckResult, ...]
+
+    @property
+    def failed(self) -> tuple[CheckResult, ...]:
+        return tuple(result for result in self.results if result.verdict is Verdict.FAILED)
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """Every case that passed, as coverage counts them."""
+        return tuple(point for result in self.results for point in result.points)
+
+    @property
+    def passed(self) -> bool:
+        """Nothing failed, so nothing is blocked either."""
+        return not self.failed
+
+
+def checks_of(subject: Subject, checks: Sequence[Check] = CHECKS) -> tuple[Check, ...]:
+    """Those that are about its kind of attention."""
+    return tuple(check for check in checks if subject.kind in check.kinds)
+
+
+def try_row(
+    subject: Subject,
+    effort: Effort = Effort.FULL,
+    samples: Samples | None = None,
+    checks: Sequence[Check] = CHECKS,
+    on_result: Callable[[CheckResult], None] | None = None,
+) -> RowReport:
+    """Every check of one capability row, in order."""
+    samples = samples or Samples().for_problem(subject.problem)
+    results: dict[str, CheckResult] = {}
+    for check in checks_of(subject, checks):
+        results[check.name] = result = try_check(check, subject, effort, samples, results.values())
+        if on_result is not None:
+            on_result(result)
+    return RowReport(subject.name, subject.capability, effort, samples, tuple(results.values()))
+
+
+def try_check(
+    check: Check,
+    subject: Subject,
+    effort: Effort,
+    samples: Samples,
+    earlier: Iterable[CheckResult] = (),
+    share: Share = WHOLE,
+) -> CheckResult:
+    """One check or a share of it, unless it is excused or one that it builds on did not pass."""
+    excuse = check.excused(subject)
+    if excuse is not None:
+        return CheckResult(check.name, Verdict.EXCUSED, excuse, "", "", 0, 0.0)
+    return _blocked(check, earlier) or _run(check, subject, effort, samples, share)
+
+
+def joined(shares: Sequence[CheckResult]) -> CheckResult:
+    """What comes of a check whose shares were tried apart: the first failure, if there is one."""
+    worst = next((share for share in shares if share.verdict is Verdict.FAILED), shares[0])
+    return replace(
+        worst,
+        num_steps=sum(share.num_steps for share in shares),
+        seconds=sum(share.seconds for share in shares),
+        points=tuple(point for share in shares for point in share.points),
+    )
+
+
+def settled(check: Check, tried: CheckResult, earlier: Iterable[CheckResult]) -> CheckResult:
+    """What comes of a check that was tried before those that it builds on were done: what `try_check` says after."""
+    return tried if tried.verdict is Verdict.EXCUSED else _blocked(check, earlier) or tried
+
+
+def _blocked(check: Check, earlier: Iterable[CheckResult]) -> CheckResult | None:
+    missing = [
+        result.check
+        for result in earlier
+        if result.check in check.after and result.verdict in (Verdict.FAILED, Verdict.BLOCKED)
+    ]
+    if not missing:
+        return None
+    return CheckResult(check.name, Verdict.BLOCKED, f"builds on {', '.join(missing)}", "", "", 0, 0.0)
+
+
+def _run(check: Check, subject: Subject, effort: Effort, samples: Samples, share: Share) -> CheckResult:
+    started = time.perf_counter()
+    verdict, detail, trace, progress = Verdict.PASSED, "", "", Progress()
+    try:
+        check.run(Trial(subject, effort, samples, progress=progress, share=share))
+    except CheckFailed as failure:
+        verdict, detail = Verdict.FAILED, str(failure)
+    except Exception as error:  # the border to other people's code: whatever it raises is its result
+        verdict, detail = Verdict.FAILED, f"expected no error, got {_raised(error, subject)}"
+        trace = "".join(traceback.format_exception(error))
+    case = progress.case if verdict is Verdict.FAILED else ""
+    seconds, points = time.perf_counter() - started, tuple(progress.points)
+    return CheckResult(check.name, verdict, detail, case, trace, progress.num_steps, seconds, points)
+
+
+def _raised(error: Exception, subject: Subject) -> str:
+    """An error, with the line of the backend's own that it came through last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == inspect.getfile(subject.backend)]
+    place = own[-1] if own else frames[-1]
+    return f"{type(error).__name__}: {error} (in {place.name}, {place.filename}:{place.lineno})"

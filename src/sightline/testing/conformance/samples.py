@@ -1,0 +1,65 @@
+"""Samples: the values that stand for `ANY` in a capability row, which are those that a proof covers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sightline.attention.capability import ANY, Capability, Wildcard
+from sightline.testing.conformance.problem import Problem
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What stands for `ANY` in a capability row."""
+
+    head_dims: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
+    group_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+    page_sizes: tuple[int, ...] = (16, 1, 3, 32, 64, 128)
+
+    def of_head_dims(self, row: Capability) -> tuple[int, ...]:
+        return _values(row.head_dims, self.head_dims)
+
+    def of_group_sizes(self, row: Capability) -> tuple[int, ...]:
+        return _values(row.group_sizes, self.group_sizes)
+
+    def of_page_sizes(self, row: Capability) -> tuple[int, ...]:
+        return _values(row.page_sizes, self.page_sizes)
+
+    def and_more(
+        self, head_dims: Sequence[int] = (), group_sizes: Sequence[int] = (), page_sizes: Sequence[int] = ()
+    ) -> Samples:
+        """These, and then those."""
+        return Samples(
+            _joined(self.head_dims, head_dims),
+            _joined(self.group_sizes, group_sizes),
+            _joined(self.page_sizes, page_sizes),
+        )
+
+    def for_problem(self, problem: Problem[Any, Any]) -> Samples:
+        """These, and what is usual for that kind of attention."""
+        return self.and_more(problem.more_head_dims)
+
+    def not_listed(self, row: Capability) -> tuple[str, ...]:
+        """Values beyond the usual ones that the row does not declare, in words."""
+        usual = Samples()
+        columns: tuple[tuple[str, frozenset[int] | Wildcard, tuple[int, ...], tuple[int, ...]], ...] = (
+            ("head dimension", row.head_dims, self.head_dims, usual.head_dims),
+            ("group size", row.group_sizes, self.group_sizes, usual.group_sizes),
+            ("page size", row.page_sizes, self.page_sizes, usual.page_sizes),
+        )
+        return tuple(
+            f"{name} {value}"
+            for name, listed, asked, known in columns
+            for value in asked
+            if listed is not ANY and value not in listed and value not in known
+        )
+
+
+def _values(declared: frozenset[int] | Wildcard, samples: tuple[int, ...]) -> tuple[int, ...]:
+    return samples if declared is ANY else tuple(sorted(declared))
+
+
+def _joined(usual: tuple[int, ...], more: Sequence[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((*usual, *more)))

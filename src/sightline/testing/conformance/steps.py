@@ -1,0 +1,288 @@
+"""One step of one layer over random tensors, and the oracle's answer for dense copies of them.
+
+Inputs and answers live on the host, so that the device computes nothing but what is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from sightline.attention.contract import LatentInputs, SoftmaxInputs
+from sightline.attention.oracle.attention import loaded_entries, stored_entries, visible_keys
+from sightline.attention.planner import PlannedBatch
+from sightline.attention.spec import Feature
+from sightline.attention.workspace import MAIN_LANE, Lane
+from sightline.cache.layout import walk_slots
+from sightline.cache.spec import PlaneSpec
+from sightline.core.batch import Batch
+from sightline.runner.batching import assemble_transient
+from sightline.testing.conformance.bench import Bench, Row, as_bytes, row_work
+from sightline.testing.conformance.problem import Entries
+
+_Inputs = TypeVar("_Inputs", SoftmaxInputs, LatentInputs)
+_HOST = torch.device("cpu")
+Asked: TypeAlias = Mapping[int, Sequence[int]]
+"""By row, in order, the new tokens that the oracle is asked about."""
+
+
+_NOISE_NUMBERS = 1_000_003
+"""More random numbers than these are these again, from some place on. A prime: no two entries of a row are alike."""
+
+
+@cache
+def _noise() -> Tensor:
+    return torch.randn(_NOISE_NUMBERS, generator=torch.Generator().manual_seed(5))
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What attention gives, on the host."""
+
+    out: Tensor
+    """[num_tokens, num_q_heads, out_dim]."""
+    lse: Tensor | None
+    """[num_tokens, num_q_heads]."""
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """As bytes, in which NaN equals NaN."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def map_inputs(inputs: _Inputs, change: Callable[[Tensor], Tensor], names: Sequence[str] = ("q", "k", "v")) -> _Inputs:
+    """The inputs with some of their tensors changed alike: all that have a line for each token, where `names` are
+    their problem's `per_token`."""
+    return replace(inputs, **{name: change(vars(inputs)[name]) for name in names})
+
+
+def tensors_of(inputs: SoftmaxInputs | LatentInputs) -> dict[str, Tensor]:
+    """All that there are, by name."""
+    return {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
+
+
+def to_device(inputs: _Inputs, device: torch.device) -> _Inputs:
+    """A copy there, on a CPU too: a backend that changes its inputs must not change what the oracle is asked."""
+    return map_inputs(inputs, lambda tensor: tensor.to(device, copy=True), tuple(tensors_of(inputs)))
+
+
+def _positions(row: Row) -> Tensor:
+    """Of a row's new tokens, as they were asked for: a backend may have changed the batch's."""
+    return torch.tensor(list(row.positions or range(row.context_len, row.seq_len)), dtype=torch.int64)
+
+
+class Step:
+    """A batch over a bench, one layer's inputs for it, and contexts where earlier steps would have put them."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        rows: Sequence[Row],
+        *,
+        seed: int = 0,
+        layer: int = 0,
+        transient: bool = False,
+        table_rows: Sequence[int] | None = None,
+        contexts: Sequence[Entries] | None = None,
+        writes: bool = True,
+    ) -> None:
+        """Opens page-table rows, unless it is given some that have their pages; makes up contexts and writes them,
+        unless it is given what stands in the cache already, or told that they are written later."""
+        self.bench = bench
+        self.rows = tuple(rows)
+        self.layer = layer
+        self.problem = bench.problem
+        self.spec: Any = bench.specs[layer]
+        """Of the problem's kind."""
+        self.pool, self.layer_in_group = bench.place_of(layer)
+        self._generator = torch.Generator().manual_seed(seed)
+        num_tokens = sum(row.query_len for row in rows)
+        self.inputs: Any = self.problem.random_inputs(self.spec, num_tokens, self._normal)
+        """On the host, of the problem's kind."""
+        self.contexts: list[Entries] = (
+            [tuple(self._normal(row.context_len, *plane.shape) for plane in self.planes) for row in rows]
+            if contexts is None
+            else list(contexts)
+        )
+        if transient:
+            self.table_rows = [0] * len(rows)
+            self.batch: Batch = assemble_transient(row_work(rows, self.table_rows), bench.device)
+            return
+        self.table_rows = bench.open_rows(rows) if table_rows is None else list(table_rows)
+        for row, table_row in zip(rows, self.table_rows, strict=True):
+            bench.store.fill_row(table_row, row.context_len)
+        self.batch = bench.batch(rows, self.table_rows)
+        if contexts is None and writes:
+            self.write_contexts()
+
+    @property
+    def planes(self) -> tuple[PlaneSpec, ...]:
+        """Of the pool, in the order of entries."""
+        return self.pool.spec.planes
+
+    def next_step(self, query_len: int, *, seed: int) -> Step:
+        """The same rows go on, over what the backend itself left in the cache."""
+        rows = [Row(row.seq_len, query_len) for row in self.rows]
+        for following, table_row in zip(rows, self.table_rows, strict=True):
+            self.bench.store.grow_row(table_row, following.seq_len)
+        contexts = [entries for _, entries in self._whole_rows()]
+        return Step(self.bench, rows, seed=seed, layer=self.layer, table_rows=self.table_rows, contexts=contexts)
+
+    def step_before(self, written: Mapping[int, int]) -> Step:
+        """A step of some of these rows, by the number of entries at the end of their contexts that it writes."""
+        rows = [Row(self.rows[row].context_len - count, count) for row, count in written.items()]
+        step = Step(
+            self.bench,
+            rows,
+            seed=self.layer,
+            layer=self.layer,
+            table_rows=[self.table_rows[row] for row in written],
+            contexts=[tuple(plane[:-count] for plane in self.contexts[row]) for row, count in written.items()],
+        )
+        ends = [tuple(plane[-count:] for plane in self.contexts[row]) for row, count in written.items()]
+        self.problem.put_entries(self.spec, step.inputs, tuple(torch.cat(planes) for planes in zip(*ends, strict=True)))
+        return step
+
+    def pad(self, num_rows: int, num_tokens: int, value: float) -> None:
+        """Adds rows of no tokens, and tokens of no row whose inputs are all `value`."""
+        self.batch = self.batch.pad(len(self.rows) + num_rows, self.batch.num_tokens + num_tokens)
+        self.change_inputs(lambda tensor: torch.cat([tensor, tensor.new_full((num_tokens, *tensor.shape[1:]), value)]))
+
+    def change_inputs(self, change: Callable[[Tensor], Tensor]) -> None:
+        """All that have a line for each token, alike."""
+        self.inputs = map_inputs(self.inputs, change, self.problem.per_token)
+
+    def take_row(self, other: Step, place: slice) -> None:
+        """Another step's inputs, all of them, for these tokens, and its layer's weights."""
+        names = tensors_of(other.inputs)
+        for name in self.problem.per_token:
+            vars(self.inputs)[name][place] = names.pop(name)
+        self.inputs = replace(self.inputs, **names)
+
+    def weigh_alike(self) -> None:
+        """Every key weighs the same."""
+        for queries in self.problem.queries(self.inputs):
+            queries.zero_()
+
+    def _whole_rows(self) -> Iterator[tuple[slice, Entries]]:
+        """Each row's tokens, and its entries: the context's and the new ones."""
+        new, start = self.problem.entries(self.inputs), 0
+        for row, context in zip(self.rows, self.contexts, strict=True):
+            tokens = slice(start, start + row.query_len)
+            start += row.query_len
+            yield tokens, tuple(torch.cat([old, plane[tokens]]) for old, plane in zip(context, new, strict=True))
+
+    def _normal(self, *shape: int) -> Tensor:
+        count = math.prod(shape)
+        if count <= _NOISE_NUMBERS:
+            return torch.randn(*shape, generator=self._generator).to(self.bench.setting.dtype)
+        start = int(torch.randint(_NOISE_NUMBERS, (1,), generator=self._generator))
+        noise = _noise().to(self.bench.setting.dtype)
+        return noise.repeat(-(-(start + count) // _NOISE_NUMBERS))[start : start + count].view(shape)
+
+    def write_contexts(self, lengths: Sequence[int] | None = None) -> None:
+        """Puts each row's context where earlier steps would have: all of it, or its first entries."""
+        lengths = lengths or [row.context_len for row in self.rows]
+        for table_row, entries, length in zip(self.table_rows, self.contexts, lengths, strict=True):
+            slots = torch.tensor(walk_slots(self.pool, table_row, length), dtype=torch.int64)
+            for plane, values in zip(self.planes, entries, strict=True):
+                target = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])
+                stored = as_bytes(self.stored(plane, values[:length])).to(target.device)
+                target.index_copy_(0, slots.to(target.device), stored)
+
+    def unwritten(self) -> str | None:
+        """What of which new token is not in its slot, in the step's layer; None where all of all is."""
+        new, start = self.problem.entries(self.inputs), 0
+        for row, table_row in zip(self.rows, self.table_rows, strict=True):
+            slots = walk_slots(self.pool, table_row, row.seq_len)[row.context_len :]
+            for plane, values in zip(self.planes, new, strict=True):
+                held = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])
+                places = torch.tensor(slots, dtype=torch.int64, device=held.device)
+                got = held.index_select(0, places).cpu().view(plane.dtype)
+                wanted = self.stored(plane, values[start : start + row.query_len])
+                if not torch.equal(got.float(), wanted.float()):
+                    return (
+                        f"expected the {plane.name} of the {row.query_len} new tokens after a context of "
+                        f"{row.context_len} in slots {slots[:4]}{'…' if len(slots) > 4 else ''}, got others there"
+                    )
+            start += row.query_len
+        return None
+
+    def snap(self) -> None:
+        """Makes every entry one that the cache holds as it is: no rounding is in doubt, whatever the scales."""
+        self.contexts = [
+            tuple(self.kept(plane, values).to(values.dtype) for plane, values in zip(self.planes, entries, strict=True))
+            for entries in self.contexts
+        ]
+        for plane, new in (
+            (self.planes[0], self.problem.new_keys(self.inputs)),
+            (self.planes[-1], self.problem.new_values(self.inputs)),
+        ):
+            new.copy_(self.kept(plane, new))
+        self.write_contexts()
+
+    def _scale(self, plane: PlaneSpec) -> float:
+        return self.pool.scales(plane.name)[self.layer_in_group]
+
+    def stored(self, plane: PlaneSpec, values: Tensor) -> Tensor:
+        """Values as the cache holds them."""
+        return stored_entries(values, plane.dtype, self._scale(plane)).contiguous()
+
+    def kept(self, plane: PlaneSpec, values: Tensor) -> Tensor:
+        """What is left of values that went through the cache, if the step has one."""
+        return loaded_entries(self.stored(plane, values), self._scale(plane)) if self.batch.pools else values
+
+    def places(self, asked: Asked) -> Tensor:
+        """The step's tokens that are asked about."""
+        starts = [0, *itertools.accumulate(row.query_len for row in self.rows)]
+        places = [starts[row] + query for row, queries in asked.items() for query in queries]
+        return torch.tensor(places, dtype=torch.int64)
+
+    def expected(self, asked: Asked | None = None) -> Answer:
+        """From dense tensors, row by row; nothing paged is touched. All tokens, or those that are asked about."""
+        outs, lses = [], []
+        for number, (row, (tokens, entries)) in enumerate(zip(self.rows, self._whole_rows(), strict=True)):
+            queries = None if asked is None else asked.get(number, ())
+            if queries is not None and not queries:
+                continue
+            chosen = tokens if queries is None else torch.tensor(queries) + tokens.start
+            visible = visible_keys(self.spec, row.mask, row.context_len, _positions(row), queries)
+            kept = tuple(self.kept(plane, values) for plane, values in zip(self.planes, entries, strict=True))
+            out, lse = self.problem.answer(self.spec, self.inputs, chosen, kept, visible)
+            outs.append(out)
+            lses.append(lse)
+        empty = (0, self.spec.num_q_heads)
+        return Answer(
+            torch.cat(outs) if outs else torch.zeros(*empty, self.spec.out_dim),
+            torch.cat(lses) if lses else torch.zeros(empty),
+        )
+
+    def plan(self, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> PlannedBatch:
+        return self.bench.planner.plan(self.batch, needs=needs, lane=lane)
+
+    def attend(self, planned: PlannedBatch) -> Answer:
+        """Runs the step's own layer on a plan that was proven; what attention does not write stays NaN."""
+        inputs = to_device(self.inputs, self.bench.device)
+        out = self.empty_out()
+        with torch.inference_mode():
+            lse = planned.attend(self.layer, inputs, out)
+        return Answer(out.to(_HOST), None if lse is None else lse.to(_HOST))
+
+    def empty_out(self) -> Tensor:
+        """What attention is to write, on the device: NaN everywhere."""
+        shape = (self.batch.num_tokens, self.spec.num_q_heads, self.spec.out_dim)
+        return torch.full(shape, torch.nan, dtype=self.bench.setting.dtype, device=self.bench.device)
+
+    def run(self, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> Answer:
+        """Plans, proves and runs."""
+        planned = self.bench.planner.ensure(self.plan(needs, lane))
+        with torch.inference_mode():
+            planned.prepare()
+        return self.attend(planned)

@@ -1,0 +1,347 @@
+"""What a check is, and what it works with: benches of the plainest kind, comparison with the oracle, a count of steps.
+
+A check is about one thing. Everything else in its benches is as plain as can be, so that a backend that gets only
+that one thing wrong fails that check and no other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from sightline.attention.dimensions import Point
+from sightline.attention.oracle.dtypes import _DTYPES, cache_dtypes, compute_dtypes
+from sightline.attention.spec import AttentionSpec, Feature, SpecKind
+from sightline.cache.layout import Layout
+from sightline.cache.spec import SCALED_DTYPES
+from sightline.core.batch import MaskKind
+from sightline.testing.conformance.bench import (
+    GARBAGE_VALUE,
+    PLAIN_SCALES,
+    Bench,
+    Memory,
+    Row,
+    Setting,
+    Subject,
+    Unused,
+)
+from sightline.testing.conformance.problem import Problem
+from sightline.testing.conformance.samples import Samples
+from sightline.testing.conformance.steps import Answer, Asked, Step
+
+_T = TypeVar("_T")
+_TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+"""Absolute and relative: what rounding weights and outputs once may cost, and some."""
+_LSE_TOLERANCE = 1e-4
+"""The LSE is in float32 whatever the inputs are in: only what reaches scores is rounded."""
+
+
+class CheckFailed(Exception):  # noqa: N818 - the name is the condition
+    """A backend did not do what its capability row, or the contract, says."""
+
+
+class Effort(Enum):
+    """How many of the cases a check tries."""
+
+    QUICK = "quick"
+    """A few: for the time while a backend is written. Proves nothing."""
+    FULL = "full"
+    """All of them."""
+
+
+@dataclass
+class Progress:
+    """How far a check has come."""
+
+    num_steps: int = 0
+    """Steps that were compared with the oracle."""
+    case: str = ""
+    """What is being tried, for whoever has to find out why it failed."""
+    points: list[Point] = field(default_factory=list)
+    """What passed, as coverage counts it."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every so many-th case of a check, so that several processes can try it together."""
+
+    number: int
+    """Counted from 0."""
+    count: int
+
+    def of(self, cases: Sequence[_T]) -> Sequence[_T]:
+        return cases[self.number :: self.count]
+
+
+WHOLE = Share(0, 1)
+
+
+class Trial:
+    """One check of one subject, or a share of it."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        effort: Effort,
+        samples: Samples,
+        dtype: torch.dtype | None = None,
+        cache_dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
+        share: Share = WHOLE,
+    ) -> None:
+        """In the row's first dtype, unless another is named; the cache is in the same where it can be."""
+        self.subject = subject
+        self.row = subject.capability
+        self.problem = subject.problem
+        self.features = subject.features
+        """What the row declares and can be asked for here."""
+        self.effort = effort
+        self.samples = samples
+        self.progress = progress or Progress()
+        self.share = share
+        """Of the cases, for a check that can be shared out."""
+        caches, computed = cache_dtypes(self.row), compute_dtypes(self.row)
+        if not caches or not computed:
+            fail(f"expected a row with one of {_DTYPES} to compute in and to keep, got {self.row}")
+        self.dtype = dtype or computed[0]
+        self.cache_dtype = cache_dtype or (self.dtype if self.dtype in caches else caches[0])
+        rounded = self.problem.roundings * _TOLERANCE[self.dtype]
+        self.tolerance = rounded * (self.problem.half_slack if self.dtype.itemsize == 2 else 1.0)
+        """Of outputs."""
+        exact_scores = self.problem.roundings == 1
+        self.lse_tolerance = _LSE_TOLERANCE if exact_scores else max(_LSE_TOLERANCE, rounded)
+        self.page_size = samples.of_page_sizes(self.row)[0]
+        self.plain: Any = self.problem.plain(samples.of_head_dims(self.row), samples.of_group_sizes(self.row))
+        """A spec of the problem's kind, as plain as the row allows."""
+
+    def sized(self, head_dim: int) -> Any:
+        """The plain spec with another head dimension, and the scale that is usual for it."""
+        return self.problem.spec(head_dim, self.plain.group_size, 2)
+
+    def in_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Trial:
+        """The same trial in another dtype; what it does counts here."""
+        return Trial(self.subject, self.effort, self.samples, dtype, cache_dtype, self.progress, self.share)
+
+    def some(self, values: Sequence[_T], quick: int = 2) -> tuple[_T, ...]:
+        """All of the values, or the first few."""
+        return tuple(values if self.effort is Effort.FULL else values[:quick])
+
+    @property
+    def setting(self) -> Setting:
+        """As plain as can be: pages in order, memory that is zero, numbers in unused slots, scales of 1."""
+        return Setting(
+            page_size=self.page_size,
+            dtype=self.dtype,
+            cache_dtype=self.cache_dtype,
+            cache_scales=PLAIN_SCALES,
+            layout=Layout.IN_ORDER,
+            unused=Unused.GARBAGE,
+            memory=Memory.ZEROS,
+            max_seq_len=max(512, 8 * self.page_size),
+            max_step_tokens=max(512, 5 * self.page_size),
+        )
+
+    def bench(self, *specs: AttentionSpec, setting: Setting | None = None) -> Bench:
+        specs, setting = specs or (self.plain,), setting or self.setting
+        self.progress.case = "building for " + describe(self.problem, setting, *specs)
+        return Bench(self.subject, specs, setting)
+
+    def run(self, step: Step, needs: frozenset[Feature] = frozenset()) -> Answer:
+        """Runs a step, and says so."""
+        self.progress.case = describe_step(step)
+        return step.run(needs)
+
+    def try_step(self, step: Step, needs: frozenset[Feature] = frozenset()) -> Answer:
+        """Runs a step and holds it against the oracle."""
+        answer = self.run(step, needs)
+        self.hold(step, answer)
+        self.require_lse(step, answer, wanted=Feature.LSE in needs)
+        return answer
+
+    def require_written(self, step: Step) -> None:
+        """What the step computed stands in the cache, if it has one."""
+        unwritten = step.unwritten() if step.batch.pools else None
+        if unwritten is not None:
+            fail(unwritten)
+
+    def require_lse(self, step: Step, answer: Answer, *, wanted: bool) -> None:
+        """There exactly where it was asked for, float32, one number for each token and head, padding included."""
+        self.require((answer.lse is not None) == wanted, f"expected {'the' if wanted else 'no'} LSE, got {answer.lse}")
+        if answer.lse is not None:
+            got = (answer.lse.dtype, tuple(answer.lse.shape))
+            expected = (torch.float32, (step.batch.num_tokens, step.spec.num_q_heads))
+            self.require(got == expected, f"expected an LSE of {expected}, got {got}")
+
+    def try_rows(
+        self,
+        rows: Sequence[Row],
+        spec: AttentionSpec | None = None,
+        setting: Setting | None = None,
+        needs: frozenset[Feature] = frozenset(),
+    ) -> None:
+        """Runs a step of these rows on a bench of its own."""
+        self.try_step(Step(self.bench(spec or self.plain, setting=setting), rows), needs)
+
+    def hold(self, step: Step, answer: Answer, what: str = "", asked: Asked | None = None) -> None:
+        """Compares an answer with the oracle's, and what the step left in the cache with its inputs.
+
+        Where only some tokens are asked about, the others' output must be numbers.
+        """
+        self.progress.num_steps += 1
+        self.progress.case = describe_step(step)
+        expected = step.expected(asked)
+        num_tokens = sum(row.query_len for row in step.rows)
+        places = torch.arange(num_tokens) if asked is None else step.places(asked)
+        subject = f" ({what})" if what else ""
+        self.compare(answer.out[places], expected.out, f"an output{subject}", step, places=places)
+        if asked is not None:
+            self.require(
+                bool(answer.out[:num_tokens].isfinite().all()),
+                f"expected an output{subject} of numbers, got some that are none",
+            )
+        if answer.lse is not None and expected.lse is not None:
+            told = f"an LSE{subject}"
+            self.compare(answer.lse[places], expected.lse, told, step, self.lse_tolerance, places)
+        self.require_written(step)
+
+    def compare(
+        self,
+        got: Tensor,
+        expected: Tensor,
+        what: str,
+        step: Step | None = None,
+        tolerance: float | None = None,
+        places: Tensor | None = None,
+    ) -> None:
+        """Within what rounding costs; -inf equals -inf, NaN equals nothing. `places` are the step's tokens that the
+        numbers are of."""
+        if got.shape != expected.shape:
+            fail(f"expected {what} of shape {tuple(expected.shape)}, got {tuple(got.shape)}")
+        tolerance = tolerance or self.tolerance
+        wanted = expected.float()
+        error = torch.where(got.float() == wanted, 0.0, (got.float() - wanted).abs())
+        # Of what is infinite nothing is near: a tolerance relative to it would let anything pass.
+        wrong = ~(error <= tolerance * (1 + wanted.abs().masked_fill(wanted.isinf(), 0.0)))
+        if wrong.any():
+            first = tuple(int(index) for index in wrong.nonzero()[0])
+            place = _place(first, wrong, step, places)
+            fail(
+                f"expected {what} within {tolerance:g} of the oracle, got {int(wrong.sum())} of {wrong.numel()} "
+                f"numbers beyond it; the first, {place}: expected {float(wanted[first]):.6g}, "
+                f"got {_told(float(got[first]))}"
+            )
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        """Something that is not a number."""
+        if not holds:
+            fail(otherwise)
+
+
+def fail(message: str) -> NoReturn:
+    raise CheckFailed(message)
+
+
+def _place(first: tuple[int, ...], wrong: Tensor, step: Step | None, places: Tensor | None) -> str:
+    """Where a wrong number is, and which rows have any."""
+    if step is None:
+        return f"at {first}"
+    ends = list(itertools.accumulate(row.query_len for row in step.rows))
+    place = first[0] if places is None else int(places[first[0]])
+    row = bisect.bisect_right(ends, place)
+    lengths = step.rows[row]
+    token = place - (ends[row] - lengths.query_len)
+    found = wrong.flatten(1).any(1)
+    tokens = (found.nonzero().flatten() if places is None else places[found]).tolist()
+    rows = sorted({bisect.bisect_right(ends, each) for each in tokens})
+    others = f"; rows with wrong numbers: {', '.join(map(str, rows))}" if len(step.rows) > 1 else ""
+    return (
+        f"row {row} ({lengths.context_len}+{lengths.query_len}), new token {token}, head {first[1]}"
+        f"{f', number {first[2]}' if len(first) > 2 else ''}{others}"
+    )
+
+
+def _told(got: float) -> str:
+    """A number, and whence it may come."""
+    hint = (
+        f" (values of slots that are not the row's are ±{GARBAGE_VALUE:g} here)" if abs(got) > GARBAGE_VALUE / 2 else ""
+    )
+    return f"{got:.6g}{hint}"
+
+
+def describe_step(step: Step) -> str:
+    """A step as a person would write it down."""
+    rows = ", ".join(f"{row.context_len}+{row.query_len}" for row in step.rows)
+    masks = {row.mask.kind.value for row in step.rows} - {MaskKind.CAUSAL.value}
+    policy = "" if step.batch.pools else "TRANSIENT; "
+    return f"{policy}rows (context+new) {rows or 'none'}{''.join(f', {mask}' for mask in sorted(masks))}; " + describe(
+        step.problem, step.bench.setting, step.spec
+    )
+
+
+def describe(problem: Problem[Any, Any], setting: Setting, *specs: AttentionSpec) -> str:
+    """What a bench is built for."""
+    told = [problem.describe(spec) for spec in specs]
+    cache_dtype = setting.cache_dtype or setting.dtype
+    scales = f" scaled by {', '.join(map(str, setting.cache_scales))}" if cache_dtype in SCALED_DTYPES else ""
+    dtypes = f"{setting.dtype}, cache {cache_dtype}{scales}".replace("torch.", "")
+    return f"{' and '.join(dict.fromkeys(told))}; page size {setting.page_size}, {setting.layout.value}; {dtypes}"
+
+
+def _never(subject: Subject) -> None:
+    del subject
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that is proved."""
+
+    name: str
+    proves: str
+    """In one sentence."""
+    run: Callable[[Trial], None]
+    """Raises `CheckFailed`."""
+    after: tuple[str, ...] = ()
+    """Checks without which this one says nothing: where one of them fails, this one is not tried."""
+    excused: Callable[[Subject], str | None] = _never
+    """Why a subject need not pass: it declares no such thing, or the device cannot hold it."""
+    kinds: frozenset[SpecKind] = frozenset(SpecKind)
+    """The kinds of attention that it is about: rows of others do not have it."""
+    alone: bool = False
+    """It takes so much of a device that no other process may try anything on it meanwhile."""
+    num_shares: int = 1
+    """Into how many it can be cut: more than one where it asks the trial for its share of the cases."""
+
+    def __post_init__(self) -> None:
+        if self.num_shares < 1:
+            raise ValueError(f"expected a check of at least one share, got {self.num_shares} of {self.name}")
+
+
+def needs_feature(feature: Feature) -> Callable[[Subject], str | None]:
+    """Excuses subjects that do not declare the feature, or whose kind of attention has no such thing."""
+
+    def excused(subject: Subject) -> str | None:
+        if feature not in subject.problem.features:
+            return f"{subject.kind.value} attention has no {feature.value}"
+        return None if feature in subject.features else f"{feature.value} is not declared"
+
+    return excused
+
+
+def ragged_rows(page: int) -> list[Row]:
+    """Contexts around a page's border, queries of one and many, in no order."""
+    contexts = [0, 1, max(page - 1, 0), page, page + 1, 3 * page + 2]
+    decode = [Row(context, 1) for context in contexts]
+    prefill = [Row(page + 1, 7), Row(0, 11), Row(0, 1), Row(1, 5), Row(0, 11)]
+    return [prefill[0], *decode[:3], prefill[1], *decode[3:], *prefill[2:]]
+
+
+def masked(rows: Sequence[Row], **changes: object) -> list[Row]:
+    """The rows with something changed alike."""
+    return [replace(row, **changes) for row in rows]  # type: ignore[arg-type]

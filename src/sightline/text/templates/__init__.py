@@ -1,0 +1,1 @@
+"""Chat templates, compiled and run in a sandbox with limits."""

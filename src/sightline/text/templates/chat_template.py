@@ -1,0 +1,168 @@
+"""Rendering of a conversation to the prompt that a model was trained on.
+
+Owns the checks on messages, and the form in which a template gets their contents. A template comes with the
+model's files and never with a request. Does not know tokens, nor how a template is kept within its limits:
+that is `template_sandbox`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import jinja2
+
+from sightline.core.errors import CheckpointError, ConfigError, RequestError
+from sightline.text.templates.limits import MAX_OUTPUT_CHARACTERS, RENDER_SECONDS
+from sightline.text.templates.sandbox import SandboxedTemplate
+
+MAX_TEMPLATE_CHARACTERS = 1 << 20
+MAX_SHOWN_CHARACTERS = 500
+"""Of what a template says when it refuses a conversation."""
+PROBE_SECONDS = 1.0
+"""For each of the renderings at load that find out which roles' content parts a template reads."""
+
+
+class ChatTemplate:
+    """A compiled template. Rendering is safe to call from several threads."""
+
+    def __init__(self, source: str, bos_token: str | None, eos_token: str | None) -> None:
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise CheckpointError(
+                f"expected a chat template of at most {MAX_TEMPLATE_CHARACTERS} characters, got {len(source)}."
+            )
+        self.source = source
+        self.bos_token = bos_token
+        self.eos_token = eos_token
+        self._special = {
+            name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
+        }
+        try:
+            self._template = SandboxedTemplate(source)
+        except (jinja2.TemplateSyntaxError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise CheckpointError(
+                "expected a chat template in Jinja syntax, with the filters that chat templates use, got a fault: "
+                f"{str(error)[:MAX_SHOWN_CHARACTERS]} Get the model's files again."
+            ) from error
+        self._part_roles = frozenset(role for role, messages in _PROBES.items() if self._reads_parts(messages))
+        """Roles whose content parts the template reads itself."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
+    ) -> str:
+        """The prompt for `messages`; `variables` are the template's own switches.
+
+        `RequestError` if it refuses them.
+        """
+        checked = [self._in_form(message) for message in check_messages(messages)]
+        context = {**variables, "tools": tools, "documents": variables.get("documents")}
+        return self._rendered(checked, {**context, "add_generation_prompt": add_generation_prompt}, RENDER_SECONDS)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object], seconds: float
+    ) -> str:
+        context = {**variables, **self._special, "messages": messages}
+        try:
+            return self._template.render(context, seconds=seconds, max_characters=MAX_OUTPUT_CHARACTERS)
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
+            said = str(error)[:MAX_SHOWN_CHARACTERS]
+            raise RequestError(f"the model's chat template refused the conversation: {said}") from error
+        except (RecursionError, MemoryError) as error:
+            raise RequestError("the model's chat template ran out of memory or nested too deep") from error
+
+    def _in_form(self, message: dict[str, object]) -> dict[str, object]:
+        """The message as the template can read it: most know only plain text."""
+        content = message.get("content")
+        if not isinstance(content, list) or message["role"] in self._part_roles:
+            return message
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+
+    def _reads_parts(self, messages: Sequence[Mapping[str, object]]) -> bool:
+        """Whether the texts of the probe's parts come out, and nothing else of them.
+
+        A template that knows only plain text fails on a list, or writes out the whole of it.
+        """
+        try:
+            rendered = self._rendered(messages, _PROBE_VARIABLES, PROBE_SECONDS)
+        except RequestError:
+            return False
+        return all(text in rendered for text in _PROBE_TEXTS) and _PROBE_KEY not in rendered
+
+
+def read_template(path: Path) -> str:
+    """A template's source from a file of its own."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_TEMPLATE_CHARACTERS + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"expected a file with a chat template, got {path}: {error}; name one that exists") from error
+
+
+_PROBE_TEXTS = ("first probed text", "second probed text")
+_PROBE_KEY = "probed_key"
+_PROBE_VARIABLES: Mapping[str, object] = MappingProxyType(
+    {"tools": None, "documents": None, "add_generation_prompt": True}
+)
+_PROBE_PARTS = [{"type": "text", "text": text, _PROBE_KEY: _PROBE_KEY} for text in _PROBE_TEXTS]
+_QUESTION: dict[str, object] = {"role": "user", "content": "question"}
+_PROBES: Mapping[str, list[dict[str, object]]] = MappingProxyType(
+    {
+        "user": [{"role": "user", "content": _PROBE_PARTS}],
+        "system": [{"role": "system", "content": _PROBE_PARTS}, _QUESTION],
+        "developer": [{"role": "developer", "content": _PROBE_PARTS}, _QUESTION],
+        "assistant": [_QUESTION, {"role": "assistant", "content": _PROBE_PARTS}],
+        "tool": [
+            _QUESTION,
+            {"role": "assistant", "content": "answer"},
+            {"role": "tool", "name": "function", "tool_call_id": "call00001", "content": _PROBE_PARTS},
+        ],
+    }
+)
+"""By role, a conversation in which a message of that role has its content in parts."""
+
+
+def check_messages(messages: object) -> list[dict[str, object]]:
+    """The messages, if they are a conversation: roles, and contents of text.
+
+    `RequestError` names what is not.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise RequestError(f"messages: expected a non-empty list, got {_shown(messages)}")
+    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _check_message(message: object, where: str) -> dict[str, object]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where}: expected an object with 'role' and 'content', got {_shown(message)}")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where}.role: expected a non-empty string, got {_shown(role)}")
+    if isinstance(content, list):
+        for index, part in enumerate(content):
+            _check_part(part, f"{where}.content[{index}]")
+    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise RequestError(f"{where}.content: expected a string or a list of text parts, got {_shown(content)}")
+    return dict(message)
+
+
+def _check_part(part: object, where: str) -> None:
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise RequestError(f'{where}: expected {{"type": "text", "text": a string}}, got {_shown(part)}')
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,1 @@
+"""Tokenizers, from Hugging Face folders and from GGUF files."""

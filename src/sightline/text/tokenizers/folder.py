@@ -1,0 +1,158 @@
+"""Building of a tokenizer from a Hugging Face folder.
+
+Owns the joining of tokenizer.json with the files beside it. Does not know models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken
+
+from sightline.core.errors import CheckpointError
+from sightline.text.templates.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+from sightline.text.tokenizers.json_file import read_json_object, read_text
+from sightline.text.tokenizers.tokenizer import PromptTokens, Tokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+ADDED_TOKENS_FILE = "added_tokens.json"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_JSON_FILE = "chat_template.json"
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder; a `CheckpointError` says what is missing from it."""
+    backend = _read_backend(folder / TOKENIZER_FILE)
+    config = _read_optional(folder / CONFIG_FILE)
+    special = {**_read_optional(folder / SPECIAL_TOKENS_FILE), **config}
+    _add_missing_tokens(backend, folder, config)
+    bos_token, eos_token = _token_text(special, "bos_token"), _token_text(special, "eos_token")
+    bos_id, eos_id = _token_id(backend, bos_token, "bos_token"), _token_id(backend, eos_token, "eos_token")
+    prefix, suffix = _surrounding_tokens(backend)
+    source = _template_source(folder, config)
+    return Tokenizer(
+        backend,
+        PromptTokens(bos_id, frozenset() if eos_id is None else frozenset({eos_id}), prefix, suffix),
+        None if source is None else ChatTemplate(source, bos_token, eos_token),
+    )
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise CheckpointError(
+            f"expected {path.name} in {path.parent}, got none. A tokenizer.model or vocab.txt alone is not "
+            "read: save the tokenizer once with a current version of transformers."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(f"{path}: expected a tokenizer, got a fault: {error}. Get the file again.") from error
+    # Settings from training that would cut or fill up a prompt.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_optional(path: Path) -> dict[str, object]:
+    return read_json_object(path) if path.is_file() else {}
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, object]) -> None:
+    """Adds what only the files beside tokenizer.json list, and checks that each gets the id they state."""
+    listed: dict[int, AddedToken] = {}
+    for content, token_id in _read_optional(folder / ADDED_TOKENS_FILE).items():
+        if isinstance(token_id, int):
+            listed[token_id] = AddedToken(content, special=False, normalized=False)
+    decoder = config.get("added_tokens_decoder")
+    for token_id_text, fields in decoder.items() if isinstance(decoder, dict) else ():
+        if not isinstance(fields, dict) or not isinstance(fields.get("content"), str) or not token_id_text.isdecimal():
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: expected ids with an object of 'content' under "
+                f"'added_tokens_decoder', got {token_id_text!r}: {str(fields)[:80]}. Get the file again."
+            )
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        stated = {flag: fields[flag] is True for flag in flags if flag in fields}
+        listed[int(token_id_text)] = AddedToken(fields["content"], **stated)
+    known = backend.get_added_tokens_decoder()
+    for token_id, token in sorted(listed.items()):
+        if token_id not in known:
+            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+        if backend.token_to_id(token.content) != token_id:
+            raise CheckpointError(
+                f"{folder}: expected the added token {token.content!r} to have id {token_id}, got "
+                f"{backend.token_to_id(token.content)} from {TOKENIZER_FILE}. The files are from different "
+                "versions."
+            )
+
+
+def _token_text(config: Mapping[str, object], name: str) -> str | None:
+    value = config.get(name)
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is None or isinstance(value, str):
+        return value
+    raise CheckpointError(f"{CONFIG_FILE}: expected a token's text under {name!r}, got {str(value)[:80]}.")
+
+
+def _token_id(backend: tokenizers.Tokenizer, token: str | None, name: str) -> int | None:
+    if token is None:
+        return None
+    token_id = backend.token_to_id(token)
+    if token_id is None:
+        raise CheckpointError(
+            f"{CONFIG_FILE}: expected {name} {token!r} in the vocabulary of {TOKENIZER_FILE}, got no such "
+            "token. The files are from different versions: get them again."
+        )
+    return token_id
+
+
+def _surrounding_tokens(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What tokenizer.json's post-processor puts before and after a prompt.
+
+    The flags `add_bos_token` and `add_eos_token` beside it do not count, as in transformers: they told an older
+    library how to build that post-processor.
+    """
+    probe, plain = _probe(backend)
+    framed = backend.encode(probe, add_special_tokens=True).ids
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return tuple(framed[:start]), tuple(framed[start + len(plain) :])
+    raise CheckpointError(
+        f"{TOKENIZER_FILE}: expected a post-processor that puts tokens around a text, got one that changes the text."
+    )
+
+
+def _probe(backend: tokenizers.Tokenizer) -> tuple[str, list[int]]:
+    """A text that has tokens, none of them special, and those tokens.
+
+    A vocabulary of few characters drops the others without a trace, so its own tokens are tried too.
+    """
+    special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    for text in ("a", *backend.get_vocab()):
+        ids = backend.encode(text, add_special_tokens=False).ids
+        if ids and special.isdisjoint(ids):
+            return text, ids
+    raise CheckpointError(
+        f"{TOKENIZER_FILE}: expected a vocabulary with a token for some text, got none. Get the file again."
+    )
+
+
+def _template_source(folder: Path, config: Mapping[str, object]) -> str | None:
+    if (folder / TEMPLATE_FILE).is_file():
+        return read_text(folder / TEMPLATE_FILE, max_bytes=4 * MAX_TEMPLATE_CHARACTERS)
+    stated = config.get("chat_template") or _read_optional(folder / TEMPLATE_JSON_FILE).get("chat_template")
+    if isinstance(stated, list):
+        named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
+        if "default" not in named:
+            raise CheckpointError(
+                f"{CONFIG_FILE}: expected a chat template named 'default', got {sorted(map(str, named))}. "
+                "Put the one to use into chat_template.jinja."
+            )
+        stated = named["default"]
+    if stated is None or isinstance(stated, str):
+        return stated
+    raise CheckpointError(f"{CONFIG_FILE}: expected a template's text under 'chat_template', got {str(stated)[:80]}.")

@@ -1,0 +1,162 @@
+"""Text to token ids and back.
+
+Owns the rules for the tokens around a prompt: which are added, and that none is added twice. Does not know
+where the vocabulary came from: `folder_tokenizer` and `gguf_tokenizer` build it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import tokenizers
+
+from sightline.core.errors import RequestError
+from sightline.text.templates.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """The special tokens of a model, and which of them go around a prompt."""
+
+    bos_id: int | None
+    eos_ids: frozenset[int]
+    """Tokens that end the model's turn."""
+    prefix: tuple[int, ...] = ()
+    """What the model wants before every prompt: nothing, or usually BOS."""
+    suffix: tuple[int, ...] = ()
+    """What the model wants after a raw prompt; nothing for nearly all."""
+
+
+@dataclass(frozen=True)
+class TokenizerData:
+    """A tokenizer as plain values: another process builds the same one from them."""
+
+    vocabulary: str
+    """As the tokenizers library writes it."""
+    prompt_tokens: PromptTokens
+    template: str | None
+    """The chat template's source."""
+    template_bos: str | None
+    template_eos: str | None
+
+
+class Tokenizer:
+    """A model's vocabulary, its prompt rules and its chat template."""
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, prompt_tokens: PromptTokens, chat_template: ChatTemplate | None
+    ) -> None:
+        self._backend = backend
+        self._prompt_tokens = prompt_tokens
+        self._special_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_data(cls, data: TokenizerData) -> Tokenizer:
+        template = None
+        if data.template is not None:
+            template = ChatTemplate(data.template, data.template_bos, data.template_eos)
+        return cls(tokenizers.Tokenizer.from_str(data.vocabulary), data.prompt_tokens, template)
+
+    def to_data(self) -> TokenizerData:
+        template = self.chat_template
+        return TokenizerData(
+            vocabulary=self._backend.to_str(),
+            prompt_tokens=self._prompt_tokens,
+            template=None if template is None else template.source,
+            template_bos=None if template is None else template.bos_token,
+            template_eos=None if template is None else template.eos_token,
+        )
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest entry, which no token stands for more of."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def with_template(self, source: str) -> Tokenizer:
+        """The same vocabulary under another chat template."""
+        bos, eos = self.bos_id, min(self.eos_ids, default=None)
+        template = ChatTemplate(
+            source,
+            None if bos is None else self.token(bos),
+            None if eos is None else self.token(eos),
+        )
+        return Tokenizer(self._backend, self._prompt_tokens, template)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._prompt_tokens.bos_id
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self._prompt_tokens.eos_ids
+
+    @property
+    def suffix(self) -> tuple[int, ...]:
+        """What the model wants after a raw prompt."""
+        return self._prompt_tokens.suffix
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that `decode` leaves out."""
+        return self._special_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model may have more rows than that, as padding."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """A raw prompt.
+
+        Special tokens in the text are parsed; BOS comes once, also where the text has it already.
+        """
+        return self.encode_rendered(text) + list(self._prompt_tokens.suffix)
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_prompt`, of many at once: on all cores, and without where in the text a token stands."""
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (UnicodeEncodeError, TypeError):
+            # One by one, to say what is wrong.
+            return [self.encode_prompt(text) for text in texts]
+        return [self._after_prefix(each.ids) + list(self._prompt_tokens.suffix) for each in found]
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The output of a chat template: as a raw prompt, but nothing is added at the end."""
+        return self._after_prefix(self.encode_text(text))
+
+    def _after_prefix(self, ids: list[int]) -> list[int]:
+        prefix = list(self._prompt_tokens.prefix)
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """A text's own tokens, without anything around them."""
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"expected text of valid Unicode, got a lone surrogate or no text: {error}") from error
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`.
+
+        Ids beyond the vocabulary have no text. Spaces are left as the model wrote them.
+        """
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise RequestError(f"expected token ids from 0, got {min(ids)} to {max(ids)}") from error
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token, or None beyond the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    @property
+    def decoder_state(self) -> bytes:
+        """The decoder's settings as JSON, or `null` where the vocabulary has none."""
+        decoder = self._backend.decoder
+        return b"null" if decoder is None else bytes(decoder.__getstate__())

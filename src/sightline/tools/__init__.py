@@ -1,1 +1,0 @@
-"""Tools for people: what runs here, and why."""

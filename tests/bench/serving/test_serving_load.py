@@ -1,0 +1,279 @@
+"""A load loses nothing, counts what the server says, and its times are those of the script."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from sightline.bench.serving.answers import StreamedAnswer, Usage, seconds_to_wait
+from sightline.bench.serving.http_stream import Address, Client
+from sightline.bench.serving.load import LoadResult, Outcome, run_load
+from sightline.bench.serving.report import make_report
+from sightline.bench.serving.work import Arrivals, Ask
+from sightline.core.errors import SightlineError
+from support.serving_loads import load, one, sent
+from support.stub_completions import Scripted, StubServer, stub_server
+
+
+def test_every_request_has_one_record_in_order_with_its_own_text() -> None:
+    def script(body: Mapping[str, Any], _: int) -> Scripted:
+        number = body["prompt"][0]
+        return Scripted(pieces=tuple(f"{number}.{at} " for at in range(6)), gap=0.002 * (number % 3))
+
+    with stub_server(script) as server:
+        result = load(server, 64)
+    assert [record.index for record in result.records] == list(range(64))
+    assert [record.text for record in result.records] == [
+        "".join(f"{number}.{at} " for at in range(6)) for number in range(64)
+    ]
+    assert {(record.outcome, record.status, record.finish_reason) for record in result.records} == {
+        (Outcome.COMPLETED, 200, "length")
+    }
+    assert {record.usage for record in result.records} == {Usage(3, 6, None)}
+    assert len({record.response_id for record in result.records}) == 64
+    assert sorted(body["prompt"][0] for body in server.asked) == list(range(64))
+    assert not result.stopped
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("cut", [1, 7])
+def test_text_survives_cuts_anywhere_even_inside_characters(line_end: str, cut: int) -> None:
+    pieces = ("Zürich", " 🙂", ' "line\nbreak\r" ', "数")
+    record = one(Scripted(pieces=pieces, line_end=line_end, cut=cut))
+    assert (record.error, record.text, len(record.text_times)) == (None, "".join(pieces), 4)
+
+
+def test_times_are_those_of_the_script() -> None:
+    record = one(Scripted(pieces=("a",) * 5, first_delay=0.15, gap=0.05))
+    assert record.ttft == pytest.approx(0.15, abs=0.045)
+    assert statistics.median(record.gaps) == pytest.approx(0.05, abs=0.02)
+    assert len(record.gaps) == 4
+    assert record.latency == pytest.approx(0.4, abs=0.1)
+    assert record.tpot == pytest.approx(0.25 / 4, abs=0.025)
+    assert all(first < second for first, second in pairwise(record.text_times))
+
+
+def test_the_closing_of_a_connection_is_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(_: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)
+
+    monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", slow)
+    assert one(Scripted()).latency < 0.4
+
+
+def test_tokens_are_the_usages_and_gaps_the_chunks_with_text() -> None:
+    usage = {"prompt_tokens": 10, "completion_tokens": 11, "prompt_tokens_details": {"cached_tokens": 8}}
+    record = one(Scripted(pieces=("a", "", "", "b"), gap=0.02, usage=usage))
+    assert record.usage == Usage(10, 11, 8)
+    assert len(record.text_times) == 2
+    assert record.ttft is not None
+    assert record.tpot == pytest.approx((record.latency - record.ttft) / 10)
+
+
+def test_an_answer_without_text_or_of_one_token_has_no_time_a_token() -> None:
+    silent = one(Scripted(pieces=("", "")))
+    assert (silent.outcome, silent.ttft, silent.tpot, silent.gaps) == (Outcome.COMPLETED, None, None, [])
+    single = one(Scripted(pieces=("a",)))
+    assert single.ttft is not None
+    assert single.tpot is None
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (Scripted(dies_after=2), "expected the last chunk of the body, got a closed connection|reset"),
+        (Scripted(error_after=1), "expected choices in a chunk, got scripted error in the stream"),
+        (Scripted(done=False), r"expected \[DONE\] at the end of the stream"),
+        (Scripted(usage=None), "expected usage in the stream"),
+        (Scripted(usage={"prompt_tokens": 1}), "expected whole numbers of tokens in usage"),
+        (Scripted(usage={"prompt_tokens": 1, "completion_tokens": True}), "expected whole numbers of tokens in usage"),
+        (Scripted(finish_reason=None), "expected a finish_reason"),
+        (Scripted(status=500), "HTTP 500: scripted 500"),
+        (Scripted(raw=b"HTTP/1.1 404 No\r\n\r\n<html>"), "HTTP 404: '<html>'"),
+        (
+            Scripted(raw=b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\nx"),
+            "expected a stream of events, got text/h",
+        ),
+        (
+            Scripted(raw=b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: x\n\n"),
+            "expected JSON, got 'x'",
+        ),
+        (Scripted(raw=b"nonsense"), "expected an answer in HTTP"),
+    ],
+)
+def test_what_is_no_whole_answer_failed_and_says_why(script: Scripted, message: str) -> None:
+    record = one(script)
+    assert record.outcome is Outcome.FAILED
+    assert record.error is not None
+    assert re.search(message, record.error)
+
+
+def test_a_server_that_dies_in_the_stream_leaves_what_came() -> None:
+    record = one(Scripted(pieces=("a", "b", "c"), gap=0.01, dies_after=2))
+    assert (record.outcome, record.text, record.usage) == (Outcome.FAILED, "ab", None)
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        (['{"id": "a", "choices": []}', '{"id": "b", "choices": []}'], "expected chunks with one id, 'a', got 'b'"),
+        (["[DONE]", '{"choices": []}'], "expected nothing behind"),
+        (
+            ['{"choices": [{"text": "", "finish_reason": "stop"}]}', '{"choices": [{"text": "x"}]}'],
+            "expected no text beh",
+        ),
+        (["[]"], "expected a JSON object"),
+        (['{"choices": [1]}'], "expected an object as a choice"),
+        (['{"choices": [{"text": 1}]}'], "expected a choice of text"),
+        (['{"choices": [{}]}'], "expected a choice with text, a delta or a message"),
+        (['{"detail": "not so"}'], "expected choices in a chunk, got not so"),
+        (['{"id": 1, "choices": []}'], "expected chunks with one id"),
+        (["{" * 9], "expected JSON"),
+    ],
+)
+def test_streams_that_contradict_themselves_are_refused(events: list[str], message: str) -> None:
+    answer = StreamedAnswer()
+    with pytest.raises(SightlineError, match=message):
+        answer.take("".join(f"data: {event}\n\n" for event in events).encode(), 0.0)
+
+
+def test_a_deadline_fails_the_request_and_not_the_others() -> None:
+    def script(body: Mapping[str, Any], _: int) -> Scripted:
+        return Scripted(first_delay=5.0 if body["prompt"][0] == 1 else 0.0)
+
+    with stub_server(script) as server:
+        result = load(server, 3, timeout=0.4)
+    assert [record.outcome.value for record in result.records] == ["completed", "failed", "completed"]
+    assert result.records[1].error == "expected an end within 0.4 s, got none; allow more time with --timeout"
+
+
+def test_refusals_are_counted_and_are_no_failures() -> None:
+    statuses = {1: 429, 2: 503, 3: 503}
+    with stub_server(lambda body, _: Scripted(status=statuses.get(body["prompt"][0], 200))) as server:
+        result = load(server, 5)
+    assert [record.outcome.value for record in result.records] == ["completed", *["refused"] * 3, "completed"]
+    assert [record.status for record in result.records] == [200, 429, 503, 503, 200]
+    assert result.records[1].error == "HTTP 429: scripted 429"
+    report = make_report(sent(), result, [3] * 5, ())
+    assert (report.completed, report.refused, report.failed, report.exit_code) == (2, {"429": 1, "503": 2}, 0, 0)
+    assert "completed 2, refused 3 (1 with 429, 2 with 503), failed 0" in report.lines()
+
+
+def test_a_refused_request_is_sent_again_when_the_server_says_so() -> None:
+    def script(_: Mapping[str, Any], number: int) -> Scripted:
+        return Scripted(status=429, headers={"Retry-After": "0.2"}) if number < 2 else Scripted()
+
+    with stub_server(script) as server:
+        result = load(server, 1, retry=True)
+    [record] = result.records
+    assert (record.outcome, record.refusals, record.status) == (Outcome.COMPLETED, (429, 429), 200)
+    assert record.ttft is not None
+    assert record.ttft > 0.4
+    assert len(server.asked) == 3
+    report = make_report(sent(), result, [3], ())
+    assert (report.refused, report.refusals_retried) == ({}, {"429": 2})
+
+
+def test_a_server_that_refuses_for_longer_than_there_is_time_has_refused() -> None:
+    with stub_server(Scripted(status=503, headers={"Retry-After": "30"})) as server:
+        [record] = load(server, 1, retry=True, timeout=2.0).records
+    assert (record.outcome, record.refusals) == (Outcome.REFUSED, (503,))
+    assert record.latency < 2
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [(None, 1.0), ("3", 3.0), ("0", 0.05), ("-4", 0.05), ("inf", 1.0), ("soon", 1.0), ("", 1.0)],
+)
+def test_retry_after_is_read_in_seconds(header: str | None, seconds: float) -> None:
+    assert seconds_to_wait(header) == seconds
+
+
+def test_retry_after_may_be_a_date() -> None:
+    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 60))
+    assert seconds_to_wait(date) == pytest.approx(60, abs=3)
+
+
+def test_no_more_requests_are_under_way_than_may_be() -> None:
+    with stub_server(Scripted(gap=0.01)) as server:
+        limited = load(server, 12, arrivals=Arrivals(max_concurrency=3))
+        assert (limited.peak_concurrency, server.peak <= 4) == (3, True)
+        assert load(server, 12).peak_concurrency == 12
+    assert limited.records[-1].sent > limited.records[0].ended - 0.001
+
+
+def test_requests_are_sent_when_they_are_due() -> None:
+    arrivals = Arrivals(request_rate=40.0, seed=1)
+    with stub_server() as server:
+        result = load(server, 20, arrivals=arrivals)
+    assert [record.due for record in result.records] == arrivals.offsets(20)
+    late = [record.sent - record.due for record in result.records]
+    assert min(late) >= 0
+    assert statistics.median(late) < 0.02
+
+
+def test_overload_in_an_open_loop_loses_nothing() -> None:
+    """Ten times what the server takes, whose three places are given to whoever comes."""
+    running: list[float] = []
+
+    def script(body: Mapping[str, Any], _: int) -> Scripted:
+        now = time.perf_counter()
+        running[:] = [end for end in running if end > now]
+        if len(running) >= 3:
+            return Scripted(status=429 if body["prompt"][0] % 2 else 503, headers={"Retry-After": "1"})
+        running.append(now + 0.1)
+        return Scripted(pieces=("a", "b"), gap=0.05)
+
+    with stub_server(script) as server:
+        result = load(server, 450, arrivals=Arrivals(request_rate=300.0))
+    assert [record.index for record in result.records] == list(range(450))
+    assert sorted(body["prompt"][0] for body in server.asked) == list(range(450))
+    report = make_report(sent(), result, [2] * 450, ())
+    assert (report.failed, report.cut, report.not_sent) == (0, 0, 0)
+    assert report.completed + sum(report.refused.values()) == 450
+    assert set(report.refused) == {"429", "503"}
+    assert 0 < report.completed < 150
+    assert all(record.text == "ab" for record in result.with_outcome(Outcome.COMPLETED))
+
+
+def test_a_load_that_is_stopped_tells_what_ended_and_cuts_the_rest() -> None:
+    async def stopped(server: StubServer) -> LoadResult:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.5, stop.set)
+        asks = [Ask((number,), 3) for number in range(6)]
+        arrivals = Arrivals(max_concurrency=4)
+        client = Client(Address.parse(server.url))
+        return await run_load(client, asks, model="stub", arrivals=arrivals, stop=stop)
+
+    with stub_server(lambda body, _: Scripted(first_delay=0.0 if body["prompt"][0] == 1 else 20.0)) as server:
+        result = asyncio.run(stopped(server))
+    assert result.stopped
+    assert {record.index: record.outcome.value for record in result.records} == {
+        0: "cut",
+        1: "completed",
+        2: "cut",
+        3: "cut",
+        4: "cut",
+    }
+    assert result.num_asked == 6
+
+
+def test_the_client_is_cheap_and_imports_no_torch() -> None:
+    with stub_server(Scripted(pieces=("word ",) * 60, gap=0.005)) as server:
+        result = load(server, 64)
+    chunks = sum(len(record.text_times) for record in result.records)
+    assert chunks == 64 * 60
+    assert result.client_seconds / chunks < 300e-6
+    loaded = (
+        "import sys, sightline.bench.serving.measure, sightline.cli.bench.serving; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0

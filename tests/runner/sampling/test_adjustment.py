@@ -1,0 +1,175 @@
+"""Bias, penalties and forbidden ends: those of transformers and the plain formulas, over any batch, without a trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from sightline.core.request import EffectiveParams
+from sightline.runner.sampling.adjust import TokenAdjustment, adjusted
+from sightline.runner.sampling.sampler import RowSampling
+from support.sampling import sample
+
+VOCAB = 60
+NEUTRAL = EffectiveParams(
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    seed=1,
+    max_tokens=16,
+    stop_token_ids=frozenset({7}),
+    skip_special_tokens=True,
+    eos_token_ids=frozenset({2, 9}),
+)
+
+
+def random_logits(num_rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def adjustment(params: EffectiveParams, prompt: Sequence[int], output: Sequence[int]) -> TokenAdjustment:
+    made = TokenAdjustment(params, prompt)
+    for start in range(0, len(output), 3):
+        made.count(output[start : start + 3])
+    return made
+
+
+def apply(logits: Tensor, *rows: TokenAdjustment) -> Tensor:
+    with adjusted(logits, list(enumerate(rows))) as values:
+        return values.clone()
+
+
+def plain(logits: Tensor, params: EffectiveParams, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+    """One row's logits, token by token."""
+    counts, bias = Counter(output), dict(params.logit_bias)
+    values = []
+    for token, logit in enumerate(logits.tolist()):
+        value = logit + bias.get(token, 0.0)
+        if token in {*prompt, *output}:
+            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        value -= params.frequency_penalty * counts[token] + params.presence_penalty * (counts[token] > 0)
+        if len(output) < params.min_tokens and token in params.eos_token_ids | params.stop_token_ids:
+            value = -torch.inf
+        values.append(value)
+    return torch.tensor(values)
+
+
+tokens = st.lists(st.integers(0, VOCAB - 1), max_size=40)
+params_of_any_kind = st.builds(
+    lambda repetition, presence, frequency, bias, minimum: replace(
+        NEUTRAL,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=tuple(sorted(bias.items())),
+        min_tokens=minimum,
+    ),
+    st.sampled_from([0.5, 1.0, 1.3]),
+    st.sampled_from([-1.5, 0.0, 0.7]),
+    st.sampled_from([-0.4, 0.0, 1.1]),
+    st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=5),
+    st.integers(0, 30),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(params_of_any_kind, tokens, tokens), min_size=1, max_size=6), st.integers(0, 99))
+def test_every_row_of_a_batch_gets_what_the_plain_formulas_give(
+    rows: list[tuple[EffectiveParams, list[int], list[int]]], seed: int
+) -> None:
+    logits = random_logits(len(rows), seed)
+    got = apply(logits, *(adjustment(*row) for row in rows))
+    expected = torch.stack([plain(logits[index], *row) for index, row in enumerate(rows)])
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(logits, random_logits(len(rows), seed)), "the logits are not as they were"
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.2, 3.0])
+def test_the_repetition_penalty_is_that_of_transformers_over_prompt_and_output(penalty: float) -> None:
+    prompt, output = [3, 5, 5, 11], [5, 20, 21, 20]
+    logits = random_logits(1)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
+    got = apply(logits, adjustment(replace(NEUTRAL, repetition_penalty=penalty), prompt, output))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_presence_and_frequency_look_at_the_output_alone() -> None:
+    params = replace(NEUTRAL, presence_penalty=0.5, frequency_penalty=0.25)
+    got = apply(random_logits(1), adjustment(params, [3, 4], [4, 6, 6, 6]))
+    change = (random_logits(1) - got)[0]
+    expected = {4: 0.75, 6: 1.25}
+    assert {int(token): float(change[token]) for token in change.nonzero()} == pytest.approx(expected, abs=1e-5)
+
+
+def test_ends_cannot_come_before_the_least_number_of_tokens() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 2], logits[0, 7], logits[0, 9], logits[0, 30] = 9.0, 8.0, 7.0, 1.0
+    params = replace(NEUTRAL, min_tokens=3)
+    made = TokenAdjustment(params, [1])
+    chosen = []
+    for place in range(5):
+        chosen.append(sample(logits, [RowSampling(params, place, made)]).tokens[0])
+        made.count([chosen[-1]])
+    assert chosen == [30, 30, 30, 2, 2]
+
+
+def test_a_bias_bans_and_forces() -> None:
+    logits = random_logits(1)
+    best = int(logits.argmax())
+    for bias, expected in (({best: -100.0}, False), ({best: 100.0}, True)):
+        params = replace(NEUTRAL, temperature=1.0, logit_bias=tuple(bias.items()))
+        rows = [RowSampling(replace(params, seed=seed), 0, TokenAdjustment(params, [1])) for seed in range(50)]
+        assert {token == best for token in sample(logits.repeat(50, 1), rows).tokens} == {expected}
+
+
+def test_many_distinct_tokens_are_counted_in_arrays_that_grow() -> None:
+    params = replace(NEUTRAL, frequency_penalty=1.0)
+    made = TokenAdjustment(params, [])
+    for token in [*range(500), *range(100)]:
+        made.count([token])
+    assert sorted(zip(made.tokens.tolist(), made.amounts.tolist(), strict=True)) == [
+        (token, 2.0 if token < 100 else 1.0) for token in range(500)
+    ]
+
+
+def test_an_interrupted_count_says_so() -> None:
+    made = TokenAdjustment(replace(NEUTRAL, presence_penalty=1.0), [1])
+    with pytest.raises(TypeError):
+        made.count([1, [2]])  # type: ignore[list-item]
+    assert not made.is_whole
+
+
+def test_a_row_that_adjusts_without_an_adjustment_or_with_a_late_one_is_refused() -> None:
+    params = replace(NEUTRAL, presence_penalty=1.0)
+    with pytest.raises(ValueError, match="expected an adjustment exactly for"):
+        RowSampling(params, 0)
+    with pytest.raises(ValueError, match="expected an adjustment exactly for"):
+        RowSampling(NEUTRAL, 0, TokenAdjustment(NEUTRAL, [1]))
+    with pytest.raises(ValueError, match="expected 3 tokens counted, got 0"):
+        RowSampling(params, 3, TokenAdjustment(params, [1]))
+
+
+@pytest.mark.parametrize("extreme", [3e38, -3e38])
+def test_extreme_logits_stay_finite_under_penalties(extreme: float) -> None:
+    for penalty in (1e-4, 1e4):
+        params = replace(NEUTRAL, repetition_penalty=penalty, temperature=1.0)
+        row = adjustment(params, [0, 1], [])
+        logits = torch.full((1, VOCAB), extreme)
+        assert bool(apply(logits, row).isfinite().all())
+        assert 0 <= sample(logits, [RowSampling(params, 0, row)]).tokens[0] < VOCAB
+
+
+def test_logits_that_are_not_contiguous_are_adjusted_too() -> None:
+    logits = random_logits(2).T.contiguous().T
+    assert not logits.is_contiguous()
+    params = replace(NEUTRAL, logit_bias=((4, 50.0),))
+    assert sample(logits, [RowSampling(params, 0, TokenAdjustment(params, []))] * 2).tokens == (4, 4)
