@@ -18,8 +18,9 @@ from click.testing import CliRunner, Result
 
 from sightline.attention.proof import ProofBook
 from sightline.cli.application import app
+from sightline.cli.conformance import proving
 from sightline.cli.conformance.proving import _run, prove_first
-from sightline.cli.conformance.rows import conformance, proving
+from sightline.cli.conformance.rows import conformance
 from sightline.core.command_line import ATTENTION_FLAGS, prove_words
 from sightline.core.config import EngineConfig
 from sightline.testing.conformance import engine_proof
