@@ -1,6 +1,6 @@
 """Attention: specs, capabilities, plans, backends.
 
-What is exported here is the contract for backends, Sightline's own and those of other packages.
+The exports are the contract for backends, both Sightline's own and those of other packages.
 """
 
 from sightline.attention.buffers import PlanBuffers

@@ -1,6 +1,6 @@
-"""What a backend can do, as frozen rows, and why a row does not fit a need.
+"""Backend capabilities as frozen rows, and the reasons why a row does not fit a need.
 
-Selection, error text and documents read these rows; nothing probes a backend.
+Selection, error messages and documents read these rows; nothing probes a backend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sightline.core.device import Device, DeviceKind
 
 
 class Wildcard(Enum):
-    """`ANY` in a capability row: every value is served."""
+    """`ANY` in a capability row: every value is supported."""
 
     ANY = "any"
 
@@ -35,39 +35,39 @@ class HostLengths(Enum):
 
 
 class GraphLevel(Enum):
-    """Of which steps a captured CUDA graph may hold `prepare` and `run`.
+    """Which steps may be captured in a CUDA graph, both `prepare` and `run`.
 
-    Of steps that have a cache and whose masks are all causal. Captured on one without padding, and replayed after
-    another plan of at most as many rows and tokens, padded to them, with the same `query_lens.bound` and needs, they
-    serve that plan's lengths: a graph's bucket fixes those, and nothing that is launched may depend on anything else.
+    Applies to steps that have a cache and only causal masks. A graph is captured on a step without padding. It is
+    replayed for any plan with at most as many rows and tokens, padded to that size, and with the same
+    `query_lens.bound` and needs. The bucket of a graph fixes these; launches must not depend on anything else.
     """
 
     NONE = "none"
-    """Of none: what is launched depends on the lengths."""
+    """No step: launches depend on the lengths."""
     DECODE = "decode"
-    """Of steps in which no row has more than one new token."""
+    """Steps in which no row has more than one new token."""
     FULL = "full"
-    """Of any."""
+    """Any step."""
 
 
 class Work(Enum):
     """Kinds of rows, by what makes a backend fast for them."""
 
     PREFILL = "prefill"
-    """Rows of many new tokens, and whatever stands among them."""
+    """Rows of many new tokens, and any rows mixed with them."""
     DECODE = "decode"
     """Rows of one new token under a causal mask."""
     FEW = "decode of few rows"
-    """As `DECODE`, at most `FEW_ROWS` of them: a context must be cut up to keep a device busy."""
+    """Like `DECODE`, with at most `FEW_ROWS` rows: a context must be split to keep a device busy."""
     ALONE = "decode of one row"
-    """As `FEW`, a single one: launches and what they wait for count as much as what is read."""
+    """Like `FEW`, with a single row: launch latency matters as much as memory traffic."""
 
 
 FEW_ROWS = 8
 
 
 def decode_work(num_rows: int) -> Work:
-    """What so many rows that decode are."""
+    """The kind of decode work for this number of rows."""
     if num_rows == 1:
         return Work.ALONE
     return Work.FEW if num_rows <= FEW_ROWS else Work.DECODE
@@ -75,13 +75,13 @@ def decode_work(num_rows: int) -> Work:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How fast a row is where it fits: of several that fit, the highest serves. Measured, not promised."""
+    """Relative speed of a row per kind of work: among the rows that fit, the highest serves. Measured, not promised."""
 
     prefill: int = 0
     decode: int = 0
     few: int = 0
     alone: int | None = None
-    """None: as `few`."""
+    """None: same as `few`."""
 
     def of(self, work: Work) -> int:
         alone = self.few if self.alone is None else self.alone
@@ -95,7 +95,7 @@ class Capability:
     spec_kinds: frozenset[SpecKind]
     devices: frozenset[DeviceKind]
     compute_capabilities: frozenset[tuple[int, int]] | Wildcard
-    """Listed, never compared with >=; of no matter on a CPU."""
+    """Listed individually, never compared with >=; ignored on a CPU."""
     dtypes: frozenset[torch.dtype]
     cache_dtypes: frozenset[torch.dtype] | Wildcard
     head_dims: frozenset[int] | Wildcard
@@ -106,11 +106,11 @@ class Capability:
     host_lengths: HostLengths
     graph: GraphLevel = GraphLevel.NONE
     package: str | None = None
-    """What must be installed for this row, beyond Sightline's own dependencies."""
+    """Package that this row requires beyond Sightline's own dependencies."""
     expanded_dims: frozenset[tuple[int, int]] | Wildcard = ANY
-    """Of latent attention: the numbers of a head's key and of its value, where they are made from entries."""
+    """Latent attention only: (key, value) dimensions of a head when expanded from entries."""
     ranks: Ranks = field(default=Ranks(), metadata={"proven": False})
-    """Of no matter to what is computed, so of none to a proof."""
+    """Not part of a proof, because ranks do not affect results."""
 
     def __post_init__(self) -> None:
         for name in ("spec_kinds", "devices", "dtypes", "features"):
@@ -134,7 +134,7 @@ class Capability:
 
 @dataclass(frozen=True)
 class Requirement:
-    """What one layer group needs of a backend on this machine."""
+    """What a layer group needs from a backend on this machine."""
 
     spec: AttentionSpec
     device: Device
@@ -142,9 +142,10 @@ class Requirement:
     cache_dtype: torch.dtype
     page_size: int
     extra_features: frozenset[Feature] = frozenset()
-    """Needed by the way the engine will call it, beyond the spec."""
+    """Features that the engine needs beyond the spec's."""
     demands: tuple[Demand, ...] = ()
-    """The steps that will be asked for, all of which a proof must cover; empty: nothing but what the spec says."""
+    """Every kind of step that the engine may ask for, all of which a proof must cover; empty: only what the spec
+    implies."""
 
     @property
     def features(self) -> frozenset[Feature]:
@@ -152,12 +153,12 @@ class Requirement:
 
 
 def lacks_package(capability: Capability) -> bool:
-    """True where the row needs a package that is not installed."""
+    """True if the row needs a package that is not installed."""
     return capability.package is not None and not _is_installed(capability.package)
 
 
 def device_refusals(capability: Capability, device: Device) -> tuple[str, ...]:
-    """Why the row cannot run on the device at all, whatever is asked of it."""
+    """Reasons why the row cannot run on the device at all."""
     reasons = []
     if lacks_package(capability):
         reasons.append(f"package {capability.package} is not installed")
@@ -169,7 +170,7 @@ def device_refusals(capability: Capability, device: Device) -> tuple[str, ...]:
 
 
 def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
-    """Every reason why the row does not serve the need; empty where it does."""
+    """Every reason why the row does not serve the need; empty if it does."""
     reasons = list(device_refusals(capability, need.device))
     if need.spec.kind not in capability.spec_kinds:
         reasons.append(f"serves {_names(capability.spec_kinds)} attention, not {need.spec.kind.value}")
@@ -192,7 +193,7 @@ def refusals(capability: Capability, need: Requirement) -> tuple[str, ...]:
 
 
 def _is_installed(package: str) -> bool:
-    """Found by name. Nothing is imported, parent packages neither: one that is broken is no concern of who looks."""
+    """Looks the package up by name without importing it or its parents, so a broken package does not raise here."""
     top, *inner = package.split(".")
     spec = find_spec(top)
     if spec is None:

@@ -1,7 +1,7 @@
-"""What `--paranoid` checks on the device: that a batch's tensors say what its facts say.
+"""The device-side check of `--paranoid`: a batch's tensors must match its host-side facts.
 
-The host checks facts; tensors that follow from them could still have been changed in place. Reads everything back, so
-it waits for the device. Does not know plans.
+The host checks facts, but the tensors derived from them could have been changed in place. Reads everything back, so it
+synchronizes with the device. Does not know plans.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from sightline.core.errors import BatchError
 
 
 def check_contents(batch: Batch, pools: Mapping[str, Pool]) -> None:
-    """Raises `BatchError` if a tensor of the batch, or a page-table row on the device, is not what the host derives."""
+    """Raises `BatchError` if a tensor of the batch, or a page-table row on the device, differs from what the host
+    derives."""
     derived = Batch(batch.work, batch.sources, batch.device)
     pairs = {
         "positions": (batch.positions, derived.positions, 0),
@@ -37,7 +38,7 @@ def check_contents(batch: Batch, pools: Mapping[str, Pool]) -> None:
 
 
 def _require_equal(field: str, got: Tensor, expected: Tensor, padding: int) -> None:
-    """Equal as far as `expected` goes, and `padding` after it."""
+    """Requires `got` to equal `expected`, followed by `padding`."""
     found, wanted = got.tolist(), expected.tolist()
     wanted += [padding] * (len(found) - len(wanted))
     for place, (one, other) in enumerate(zip(found, wanted, strict=True)):

@@ -3,8 +3,8 @@
     Batch ── Planner ──▶ AttentionBackend.plan (host) ──▶ AttentionPlan.prepare (device, once a step)
                                                           AttentionPlan.run     (device, once a layer)
 
-A backend is built once per layer group with everything that it will ever need (`BackendContext`). A plan owns the
-cache write as well as the read, under one `CachePolicy`.
+A backend is built once per layer group with everything that it will ever need (`BackendContext`). A plan owns both the
+cache write and the read, under one `CachePolicy`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ InputsT = TypeVar("InputsT")
 SpecT = TypeVar("SpecT", bound=AttentionSpec)
 
 Lse: TypeAlias = Tensor
-"""[num_tokens, num_q_heads] fp32, natural logarithm; -inf where a query saw nothing."""
+"""[num_tokens, num_q_heads] fp32, natural logarithm; -inf for a query that sees no key."""
 
 
 class CachePolicy(Enum):
-    """The law: every slot that a plan reads was committed before the step, or is written by that plan."""
+    """How a plan uses the cache. Every slot that a plan reads was committed before the step or is written by that
+    plan."""
 
     PAGED = "paged"
-    """Writes the new entries, reads them and the context."""
+    """Writes the new entries, and reads them and the context."""
     TRANSIENT = "transient"
-    """Touches no pool: the new entries are all there is, and nothing keeps them."""
+    """Touches no pool: reads only the new entries and does not keep them."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest step that a backend will be asked to plan."""
+    """The largest step that a backend may be asked to plan."""
 
     max_rows: int
     max_step_tokens: int
@@ -52,7 +53,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class BackendContext(Generic[SpecT]):
-    """Everything that a backend may need, complete before it is built."""
+    """Everything that a backend needs, complete before it is built."""
 
     group: str
     spec: SpecT
@@ -65,20 +66,20 @@ class BackendContext(Generic[SpecT]):
 
 @dataclass(frozen=True)
 class StepView:
-    """What a backend sees of a step, or of the part of a step that it serves."""
+    """A step, or part of a step, as a backend sees it."""
 
     batch: Batch
     policy: CachePolicy
     lane: Lane
     needs: frozenset[Feature]
-    """What this step asks for beyond the spec: LSE, non-causal or tree masks."""
+    """Features that this step needs beyond the spec: LSE, non-causal or tree masks."""
 
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxInputs:
-    """One layer's inputs, to be read only. Padding tokens come last, belong to no row and may hold anything.
+    """One layer's inputs, read-only. Padding tokens come last, belong to no row and may hold anything.
 
-    A head is one run of numbers; tokens and heads may lie at any distance, as in the parts of one projection.
+    Each head is contiguous; the strides of tokens and heads are arbitrary, as in slices of one projection.
     """
 
     q: Tensor
@@ -88,19 +89,19 @@ class SoftmaxInputs:
     v: Tensor
     """[num_tokens, num_kv_heads, head_dim]."""
     sinks: Tensor | None
-    """[num_q_heads] exactly where the spec has sinks."""
+    """[num_q_heads] if the spec has sinks, otherwise None."""
 
     def part(self, tokens: slice) -> SoftmaxInputs:
-        """Those of some tokens, in the same memory."""
+        """A view of the inputs for a slice of tokens."""
         return SoftmaxInputs(self.q[tokens], self.k[tokens], self.v[tokens], self.sinks)
 
 
 @dataclass(frozen=True, eq=False)
 class LatentInputs:
-    """One layer's inputs, to be read only. Padding tokens come last, belong to no row and may hold anything.
+    """One layer's inputs, read-only. Padding tokens come last, belong to no row and may hold anything.
 
-    Queries and keys are rotated, and the latent is normalised: an entry is cached as it stands here. A head, a latent
-    and a rope key are each one run of numbers; tokens and heads may lie at any distance.
+    Queries and keys are rotated and the latent is normalised, ready to be cached. Each head, latent and rope key is
+    contiguous; the strides of tokens and heads are arbitrary.
     """
 
     q_nope: Tensor
@@ -112,13 +113,14 @@ class LatentInputs:
     k_rope: Tensor
     """[num_tokens, rope_dim]."""
     key_up: Tensor
-    """[num_q_heads, nope_dim, latent_dim]: a head's key is key_up @ latent. A weight: nothing of a step writes it, and
-    it may be read before what was launched earlier has ended."""
+    """[num_q_heads, nope_dim, latent_dim]: a head's key is key_up @ latent. A weight: no step writes it, so it may be
+    read before earlier launches have finished."""
     value_up: Tensor
-    """[num_q_heads, value_dim, latent_dim]: a head's value is value_up @ latent. A weight, as `key_up`."""
+    """[num_q_heads, value_dim, latent_dim]: a head's value is value_up @ latent. A weight, like `key_up`."""
 
     def whole_queries(self) -> Tensor | None:
-        """[num_tokens, num_q_heads, nope_dim + rope_dim], contiguous, where both parts lie in one tensor like that."""
+        """[num_tokens, num_q_heads, nope_dim + rope_dim], contiguous, if both parts are views of such a tensor; else
+        None."""
         nope, rope = self.q_nope, self.q_rope
         tokens, heads, nope_dim = nope.shape
         size = nope_dim + rope.shape[2]
@@ -128,7 +130,7 @@ class LatentInputs:
         return nope.as_strided((tokens, heads, size), strides) if is_one else None
 
     def part(self, tokens: slice) -> LatentInputs:
-        """Those of some tokens, in the same memory."""
+        """A view of the inputs for a slice of tokens."""
         return replace(
             self,
             q_nope=self.q_nope[tokens],
@@ -139,22 +141,23 @@ class LatentInputs:
 
 
 AttentionInputs: TypeAlias = SoftmaxInputs | LatentInputs
-"""Those of the kind of spec that the layer has."""
+"""The inputs for one kind of spec."""
 
 
 class AttentionPlan(ABC, Generic[InputsT]):
-    """One step of one group, decided."""
+    """A planned step of one group."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Device work that all layers share; once a step, before the first layer."""
+        """Runs the device work that all layers share; called once per step, before the first layer."""
 
     @abstractmethod
     def run(self, layer: int, inputs: InputsT, out: Tensor) -> Lse | None:
-        """Writes the cache as the policy says, and `out` [num_tokens, num_q_heads, out_dim]; `layer` is the group's.
+        """Writes the cache under the policy, and `out` [num_tokens, num_q_heads, out_dim]; `layer` is the index in the
+        group.
 
-        `out` is contiguous; of padding tokens it is left as it is. Returns the LSE exactly where the step needs it, in
-        memory of its own: one row for each token, padding included, whose values are undefined.
+        `out` is contiguous and keeps its contents for padding tokens. Returns the LSE if and only if the step needs it,
+        in its own memory: one row per token, undefined for padding.
         """
 
 
@@ -165,8 +168,8 @@ class AttentionBackend(ABC, Generic[SpecT, InputsT]):
 
     @abstractmethod
     def __init__(self, context: BackendContext[SpecT]) -> None:
-        """Takes every lease that any plan may need: the workspace is sealed before the first plan."""
+        """Takes every lease that any plan may need; the workspace is sealed before the first plan."""
 
     @abstractmethod
     def plan(self, step: StepView, buffers: PlanBuffers) -> AttentionPlan[InputsT]:
-        """Host work only. Everything that the plan derives lies in `buffers` or in the plan."""
+        """Plans a step on the host. All derived state is kept in `buffers` or in the plan."""

@@ -1,21 +1,21 @@
-"""What a proof covered, as ranges, and whether that is enough for what an engine will ask for.
+"""The range of cases that a proof covered, and whether it is enough for what an engine will ask for.
 
-A *point* is one case that was tried: a value for each dimension that the case has. A `Coverage` keeps, for every two
+A *point* is one tested case: a value for each dimension that the case has. A `Coverage` keeps, for every two
 dimensions, how far the points reach in them together. A `Demand` is what an engine can reach: a range or a set of
 values for each dimension.
 
-Two kinds of dimension. The values of a *scale* (rows, lengths, layers) are ordered, and a fault in one is taken to have
-a threshold: it shows from some value on, or up to some value. The values of every other dimension (page sizes, dtypes,
-masks) stand each for itself. `Coverage.gaps` is empty only if every fault with a threshold in one dimension, or in two
-together, that the engine could meet was met by a point: for two scales, at each of the four corners of what the engine
-can reach there is a point at least as far out.
+There are two kinds of dimension. The values of a *scale* (rows, lengths, layers) are ordered, and a fault in one is
+assumed to have a threshold: it shows from some value on, or up to some value. The values of every other dimension (page
+sizes, dtypes, masks) are independent. `Coverage.gaps` is empty only if every fault with a threshold in one dimension,
+or in two together, that the engine could meet was met by a point: for two scales, at each of the four corners of what
+the engine can reach there is a point at least as far out.
 
     demand of two scales        ┌──────────┐ ● a point at least as far out as this corner
                                 │          │
                                 └──────────┘
 
-Some values never meet: a row that is alone has no rows beside it, a step without a cache has no context. Nothing is
-asked of those. Knows numbers and names. Does not know how a case is tried, nor where proofs are kept.
+Some values never occur together: a single row has no other rows, a step without a cache has no context. No coverage of
+those is required. Knows numbers and names. Does not know how a case is tested, nor where proofs are kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Demand:
 
     scales: Mapping[Dimension, Span]
     values: Mapping[Dimension, frozenset[Value]]
-    """Every one of them will be asked for."""
+    """All of these values will be asked for."""
 
     def __post_init__(self) -> None:
         wrong = [dimension for dimension in self.scales if not dimension.is_scale]
@@ -58,7 +58,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that an engine will ask for and that no point covers."""
+    """A demanded value, or pair of values, that no point covers."""
 
     dimensions: tuple[Dimension, ...]
     wanted: str
@@ -70,16 +70,16 @@ class Gap:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How far the points of a proof reach, for every dimension and every two of them."""
+    """How far the points of a proof reach, for every dimension and every pair of dimensions."""
 
     spans: Mapping[Dimension, Span]
     values: Mapping[Dimension, frozenset[Value]]
     met: Mapping[Pair, frozenset[tuple[Value, Value]]]
-    """Two dimensions that are no scales: the values that came together."""
+    """For two dimensions that are not scales: the pairs of values that occurred together."""
     reach: Mapping[Pair, Mapping[Value, Span]]
-    """A dimension that is no scale, and a scale: by value of the first, the range of the second."""
+    """For a non-scale and a scale: the range of the scale for each value of the first."""
     corners: Mapping[Pair, tuple[tuple[Corner, ...], ...]]
-    """Two scales: the outermost points towards (high, high), (high, low), (low, high) and (low, low)."""
+    """For two scales: the outermost points towards (high, high), (high, low), (low, high) and (low, low)."""
 
     @staticmethod
     def of(points: Iterable[Point]) -> Coverage:
@@ -111,7 +111,7 @@ class Coverage:
         return Coverage(spans, values, met, reach, corners)
 
     def joined(self, other: Coverage) -> Coverage:
-        """What both cover together. Only proofs of the same thing may be joined."""
+        """The union of both coverages. Both must be about the same thing."""
         return Coverage(
             {key: _span([n for s in found for n in (s.low, s.high)]) for key, found in _both(self.spans, other.spans)},
             {key: frozenset().union(*found) for key, found in _both(self.values, other.values)},
@@ -127,9 +127,9 @@ class Coverage:
         )
 
     def gaps(self, demand: Demand) -> tuple[Gap, ...]:
-        """Everything that the demand reaches and no point covers; a dimension alone first, then two together.
+        """Every demanded value that no point covers; single dimensions first, then pairs.
 
-        A pair is told only where each of its dimensions alone is covered.
+        A pair is reported only if each of its dimensions is covered on its own.
         """
         alone = [gap for dimension in Dimension for gap in self._gaps_of(dimension, demand)]
         open_dimensions = {gap.dimensions[0] for gap in alone}
@@ -183,7 +183,7 @@ class Coverage:
                 yield Gap(pair, f"{pair[0].value} {corner[0]} with {pair[1].value} {corner[1]}", nearest)
 
     def lines(self) -> list[str]:
-        """For a person: the ranges of scales, then the values of specs and pages, then those of steps."""
+        """Human-readable lines: the ranges of scales, then the values of specs and pages, then those of steps."""
         spans = ", ".join(f"{scale.value} {span}" for scale, span in self.spans.items())
         told = {
             dimension: f"{dimension.value} {', '.join(map(str, _sorted(values)))}"
@@ -194,7 +194,7 @@ class Coverage:
         return [line for line in (spans, of_specs, of_steps) if line]
 
     def to_data(self) -> dict[str, Any]:
-        """In terms of JSON; `from_data` reads it back."""
+        """JSON-serializable data; `from_data` reads it back."""
         return {
             "spans": {key.name: [span.low, span.high] for key, span in self.spans.items()},
             "values": {key.name: _sorted(values) for key, values in self.values.items()},
@@ -211,7 +211,7 @@ class Coverage:
 
     @staticmethod
     def from_data(data: Mapping[str, Any]) -> Coverage:
-        """Raises `ValueError`, `KeyError` or `TypeError` for anything that `to_data` would not write."""
+        """Reads `to_data`'s result. Raises `ValueError`, `KeyError` or `TypeError` for anything else."""
         coverage = Coverage(
             {Dimension[key]: Span(int(low), int(high)) for key, (low, high) in data["spans"].items()},
             {Dimension[key]: frozenset(map(_value, values)) for key, values in data["values"].items()},
@@ -234,7 +234,7 @@ _SIGNS = ((1, 1), (1, -1), (-1, 1), (-1, -1))
 
 
 def _possible_corner(pair: Pair, corner: Corner, demand: Demand) -> Corner:
-    """The corner, or the nearest that a step can have: a step has at least as many tokens as rows, and as a row has."""
+    """The corner, or the nearest possible one: a step has at least as many tokens as rows, and as any one row."""
     one, two = pair
     first, second = corner
     if two is Dimension.STEP_TOKENS and one in (Dimension.ROWS, Dimension.NEW_TOKENS):
@@ -248,7 +248,7 @@ def _possible_corner(pair: Pair, corner: Corner, demand: Demand) -> Corner:
 
 
 def _front(places: Sequence[Corner], first: int, second: int) -> tuple[Corner, ...]:
-    """The places that no other is beyond, in the direction of the two signs."""
+    """The Pareto front: places that no other exceeds in the direction of the two signs."""
     kept: list[Corner] = []
     best: int | None = None
     for a, b in sorted(set(places), key=lambda place: (-first * place[0], -second * place[1])):
@@ -259,7 +259,7 @@ def _front(places: Sequence[Corner], first: int, second: int) -> tuple[Corner, .
 
 
 def _pairs(dimensions: Sequence[Dimension]) -> list[Pair]:
-    """Every two, those that are no scales first in each."""
+    """Every pair of dimensions, non-scales first within each."""
     ordered = sorted(dimensions, key=lambda dimension: dimension.is_scale)
     return list(itertools.combinations(ordered, 2))
 

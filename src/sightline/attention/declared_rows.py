@@ -1,4 +1,4 @@
-"""Capability rows by name, and whether a device can run them. Does not know how a row is tried."""
+"""Names of capability rows, and whether a device can run them. Does not know how a row is tested."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sightline.core.device import Device
 
 @dataclass(frozen=True)
 class Unloadable:
-    """A backend that cannot even be imported, which is a failure."""
+    """A backend that cannot be imported; counts as a failure."""
 
     backend: str
     reason: str
 
 
 def row_labels(rows: Sequence[Capability]) -> tuple[str, ...]:
-    """A short name for each row of a backend: its dtypes, and a number where others have the same."""
+    """A short name for each row of a backend: its dtypes, plus a number if several rows share them."""
     names = ["+".join(sorted(map(dtype_name, row.dtypes), key=_by_width)) or "no dtype" for row in rows]
     return tuple(
         name if names.count(name) == 1 else f"{name}#{names[: index + 1].count(name)}"
@@ -29,7 +29,7 @@ def row_labels(rows: Sequence[Capability]) -> tuple[str, ...]:
 
 
 def not_here(capability: Capability, device: Device) -> tuple[str, ...]:
-    """Why a row cannot be tried on a device, whatever is asked of it."""
+    """Reasons why a row cannot be tested on a device at all."""
     if not capability.spec_kinds:
         return ("declares no kind of attention",)
     if not compute_dtypes(capability) or not cache_dtypes(capability):

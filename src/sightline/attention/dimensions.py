@@ -1,6 +1,6 @@
-"""Dimensions: the ways in which steps, specs and groups can differ, and which of their values can meet in a step.
+"""Dimensions: the ways in which steps, specs and groups differ, and which of their values can occur together.
 
-Knows numbers and names. Does not know what was proven, nor how a case is tried.
+Knows numbers and names. Does not know what was proven, nor how a case is tested.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Dimension(Enum):
     LAYERS = "layers of a group"
     KEY_HEADS = "key heads"
     WINDOW = "window"
-    """Only of cases that have one; `FEATURES` says which do."""
+    """Present only in cases that have a window; `FEATURES` says which do."""
     POOL_SLOTS = "slots of a pool"
     KIND = "kind of attention"
     GROUP_SIZE = "query heads on a key head"
@@ -30,18 +30,18 @@ class Dimension(Enum):
     DTYPE = "dtype"
     CACHE_DTYPE = "cache dtype"
     FEATURES = "features"
-    """Of the spec and of the step, masks aside: see `features_name`."""
+    """Features of the spec and the step, except masks: see `features_name`."""
     MASK = "mask"
     POLICY = "cache policy"
     SHARING = "pages shared between rows"
     PAGE_ORDER = "order of pages"
-    """`in order` also where a row has two pages at most: other orders need three to differ."""
+    """`in order` also for rows of at most two pages: orders only differ from three pages on."""
     PADDING = "padding"
     REUSE = "steps planned before on the same backend"
     COMPANY = "rows beside the longest"
     LANE = "lane"
 
-    __hash__ = object.__hash__  # an enum's own is slow, and millions of points are looked up
+    __hash__ = object.__hash__  # Enum.__hash__ is slow, and millions of points are looked up
 
     @property
     def is_scale(self) -> bool:
@@ -67,7 +67,7 @@ class Sharing(Enum):
 
     NONE = "none"
     PREFIX = "prefix"
-    """Rows read the same pages at their beginning."""
+    """Rows share the pages of a prefix."""
 
 
 class Padding(Enum):
@@ -75,20 +75,20 @@ class Padding(Enum):
 
     NONE = "none"
     PADDED = "padded"
-    """With rows or tokens that belong to nobody."""
+    """With padding rows or tokens."""
 
 
 class Reuse(Enum):
     """Values of `Dimension.REUSE`."""
 
     FIRST = "first"
-    """The step is the first that the backend plans."""
+    """The first step that the backend plans."""
     AFTER_OTHERS = "after others"
     """Steps of other rows were planned before it."""
     AGAIN = "planned again"
-    """It was planned, then another, then it again."""
+    """The step was planned, then another, then this one again."""
     GOES_ON = "goes on"
-    """Its rows read what an earlier step of theirs wrote."""
+    """The rows read what an earlier step of theirs wrote."""
 
 
 class Company(Enum):
@@ -96,7 +96,7 @@ class Company(Enum):
 
     ALONE = "alone"
     SHORTER = "shorter"
-    """Beside rows that have less context and fewer new tokens, or as many."""
+    """Alongside rows with no more context and no more new tokens."""
     SAME = "same"
     """All rows of a step have the same lengths."""
 
@@ -106,7 +106,7 @@ class LaneUse(Enum):
 
     MAIN = "main"
     SECOND = "second"
-    """In another lane than the main one, with a plan alive in each."""
+    """In a lane other than the main one, with a live plan in each."""
 
 
 PLAIN_FEATURES = "plain"
@@ -121,7 +121,7 @@ def features_name(names: Iterable[str]) -> str:
 
 Value: TypeAlias = int | str
 Point: TypeAlias = Mapping[Dimension, Value]
-"""One case. A dimension that the case does not have, such as the window of one without, is not there."""
+"""One case. Dimensions that the case lacks, such as the window of a spec without one, are absent."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ _NEVER_MEET: tuple[frozenset[tuple[Dimension, Value]], ...] = tuple(
 
 
 def can_meet(one: tuple[Dimension, Value], two: tuple[Dimension, Value]) -> bool:
-    """False for two values that no step can have at once."""
+    """False if no step can have both values at once."""
     ordered = any(
         a == (Dimension.POLICY, WITHOUT_CACHE) and b[0] is Dimension.PAGE_ORDER and b[1] != IN_ORDER
         for a, b in ((one, two), (two, one))
@@ -161,10 +161,10 @@ def can_meet(one: tuple[Dimension, Value], two: tuple[Dimension, Value]) -> bool
 def possible_span(
     dimension: Dimension, value: Value, scale: Dimension, scales: Mapping[Dimension, Span]
 ) -> Span | None:
-    """The part of the span of a scale that steps with that value can have; None where there is none.
+    """The part of a scale's span that steps with that value can have; None if there is none.
 
-    A shared prefix, and an order of pages, take some whole pages: how many tokens these hold is the page size's
-    matter, so that of a context only the far end is asked for.
+    A shared prefix, and an order of pages, need whole pages, and their length depends on the page size; so only the far
+    end of a context span is required.
     """
     span = scales[scale]
     match dimension, scale:
@@ -190,10 +190,10 @@ def possible_span(
 
 
 def _least_beside_shorter(scale: Dimension, scales: Mapping[Dimension, Span]) -> int:
-    """The least number of a step in which some row is shorter than the longest.
+    """The least value of the scale in a step in which some row is shorter than the longest.
 
-    Beside a row of one new token and no context none can be shorter: where rows have no context the longest has two
-    new tokens, where they have one new token it has a context.
+    No row can be shorter than one new token without context: if rows have no context, the longest has two new tokens;
+    if they have one new token, it has a context.
     """
     new, context = scales.get(Dimension.NEW_TOKENS), scales.get(Dimension.CONTEXT)
     is_fresh = context is not None and context.high == 0
@@ -211,5 +211,5 @@ def _least_beside_shorter(scale: Dimension, scales: Mapping[Dimension, Span]) ->
 
 
 def _from(least: int, span: Span) -> Span | None:
-    """The part of a span from `least` on."""
+    """The part of a span from `least` upwards, or None."""
     return Span(max(least, span.low), span.high) if span.high >= least else None

@@ -1,6 +1,6 @@
-"""Fingerprints of tensor contents, for `--paranoid`: they find what was changed in place.
+"""Fingerprints of tensor contents, for `--paranoid`: they detect changes in place.
 
-Not a security measure: it finds accidents, on the device, one number read back for each tensor.
+Not a security measure: detects accidents only. Computed on the device, one number is read back per tensor.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 Fingerprint: TypeAlias = Mapping[str, int]
-"""By name: a number that depends on every element and its place."""
+"""Maps names to a number that depends on every element and its position."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -29,11 +29,11 @@ class Depth(IntEnum):
     RUNNER = 1
     PLANNER = 2
     RUNNING = 3
-    """The model runs: nothing else may use the lane, the same thread neither."""
+    """The model is running: nothing else may use the lane, not even the same thread."""
 
 
 _Claim: TypeAlias = tuple[threading.Thread, Depth]
-"""The thread that is in a lane, and how deep. A new tuple for each call: its identity tells one call from another."""
+"""The thread in a lane, and its depth. A new tuple per call, whose identity tells calls apart."""
 
 
 class _Here(threading.local):
@@ -44,10 +44,10 @@ class _Here(threading.local):
 
 
 class LaneGuard:
-    """Lets one thread at a time into each lane. A thread that is in a lane may go deeper, and not begin again.
+    """Lets one thread at a time into each lane. That thread may enter again only at a greater depth.
 
-    A signal handler or a callback runs in the middle of a step: what it began would overwrite the step's memory.
-    Takes no lock unless two threads meet: `dict.setdefault` is atomic.
+    A signal handler or a callback runs in the middle of a step: a step started there would overwrite the outer step's
+    memory. Takes no lock unless two threads collide: `dict.setdefault` is atomic.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,8 @@ class LaneGuard:
         self._taking_over = threading.Lock()
 
     def run(self, lane: Lane, depth: Depth, function: Callable[[*_ArgsT], _T], *args: *_ArgsT) -> _T:
-        """Calls `function` in the lane. Raises `LaneBusyError`, and does not call it, if another thread is there, or
-        this one as deep or deeper."""
+        """Calls `function` in the lane. Raises `LaneBusyError` without calling it if another thread is in the lane, or
+        if this thread already is at the same or a greater depth."""
         claims = self._claims
         claim = (self._here.thread, depth)
         held = claim
@@ -79,7 +79,7 @@ class LaneGuard:
                     claims[lane] = held
 
     def _take_over(self, lane: Lane, held: _Claim, claim: _Claim) -> None:
-        """Takes the lane if the thread that has it is dead, as another thread's is in a forked process."""
+        """Takes the lane if the thread holding it is dead, as all other threads are in a forked process."""
         with self._taking_over:
             if is_gone(held[0]) and self._claims.get(lane) is held:
                 self._claims[lane] = claim

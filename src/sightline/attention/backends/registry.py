@@ -1,7 +1,7 @@
-"""The backends that there are, in order of preference: Sightline's own, then those of installed packages.
+"""The available backends in order of preference: Sightline's own, then those of installed packages.
 
-The only place that knows them by name. A package registers a backend through the entry point group
-`sightline.attention_backends`; it serves when it is asked for by name, and is imported only then.
+The only place that knows backends by name. A package registers a backend through the entry point group
+`sightline.attention_backends`; it is imported and used only if it is requested by name.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _own(
     rows: tuple[Capability, ...],
     brings: str,
 ) -> Candidate:
-    """One of Sightline's that computes with a library that may not be there, or be broken."""
+    """A backend of Sightline's own whose library may be missing or broken."""
 
     def checked() -> type[AttentionBackend[Any, Any]]:
         try:
@@ -106,7 +106,7 @@ BUILT_IN: tuple[Candidate, ...] = (
 
 
 def installed() -> tuple[Candidate, ...]:
-    """Every backend on this machine. Raises `ConfigError` where two have one name."""
+    """Returns every installed backend. Raises `ConfigError` if two have the same name."""
     candidates = {candidate.name: candidate for candidate in BUILT_IN}
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
         distribution = entry.dist.name if entry.dist is not None else "an unknown package"
@@ -121,7 +121,8 @@ def installed() -> tuple[Candidate, ...]:
 
 
 def find(name: str, candidates: Sequence[Candidate], what: str = "an attention backend") -> Candidate:
-    """The backend of that name. Raises `ConfigError` with the names that there are; `what` asked for it."""
+    """Returns the backend with that name. Raises `ConfigError`, listing the known names, if there is none. `what` names
+    the requester in the message."""
     for candidate in candidates:
         if candidate.name == name:
             return candidate
@@ -130,7 +131,7 @@ def find(name: str, candidates: Sequence[Candidate], what: str = "an attention b
 
 
 def offer(candidates: Sequence[Candidate], requested: str | None, what: str = "an attention backend") -> Offer:
-    """Those that `what` asks for, by name or names with commas between them, or all that serve by default."""
+    """Candidates for a comma-separated list of names, or, if `requested` is None, all that serve by default."""
     if requested is None:
         by_default = tuple(candidate for candidate in candidates if candidate.by_default)
         return Offer(by_default, tuple(candidate for candidate in candidates if not candidate.by_default))
@@ -139,7 +140,7 @@ def offer(candidates: Sequence[Candidate], requested: str | None, what: str = "a
 
 
 def names_in(requested: str) -> list[str]:
-    """Names with commas between them."""
+    """Splits a comma-separated list of names."""
     return [name.strip() for name in requested.split(",")]
 
 
@@ -151,7 +152,7 @@ def _loader(entry: EntryPoint, distribution: str) -> Callable[[], type[Attention
     def load() -> type[AttentionBackend[Any, Any]]:
         try:
             loaded = entry.load()
-        except Exception as error:  # the border to other people's code: whatever its import raises is its fault
+        except Exception as error:  # third-party code: its import may raise anything
             raise ConfigError(
                 f"expected backend {entry.name!r} of {distribution} to be importable, got "
                 f"{type(error).__name__}: {error}; mend or uninstall {distribution}"

@@ -1,20 +1,20 @@
-"""The ways of latent attention, as data: which keys of which rows are computed how, decided before the first layer.
+"""Plans for latent attention, as data: which keys of which rows are computed how, decided before the first layer.
 
-    absorbed      |------------- keys -------------|   queries taken into the latent's space; entries read as they lie
-    one-shot      |------------- keys -------------|   every head's keys and values made from the entries, at once
-    prefix chunk  |-- chunk --|-- chunk --|            as one-shot, of a part of the context, which all queries see
-    ragged                                |- new --|   as one-shot, of the step's own tokens
+    absorbed      |------------- keys -------------|   queries projected into latent space; entries read in place
+    one-shot      |------------- keys -------------|   every head's keys and values expanded from entries, at once
+    prefix chunk  |-- chunk --|-- chunk --|            like one-shot, for a part of the context, seen by all queries
+    ragged                                |- new --|   like one-shot, for the step's own tokens
 
-A row goes one of three ways: absorbed, one-shot, or chunked, which is prefix chunks and a ragged phase, merged. What a
-way costs, in multiplications of a head, for q new tokens among s keys:
+A row is computed in one of three ways: absorbed, one-shot, or chunked, which merges prefix chunks and a ragged phase.
+The cost of each, in multiplications per head, for q new tokens among s keys:
 
     absorbed   q * latent * (nope + value)  +  q * s * (2 * latent + rope)
     others     s * latent * (nope + value)  +  q * s * (nope + rope + value)
 
-so that a few queries are absorbed and many are not. One-shot costs what chunks cost, without the merges, and needs room
-for every key; chunks need room for one chunk.
+so few queries are absorbed and many are not. One-shot costs the same as chunks, without the merges, but needs memory
+for every key; chunks need memory for one chunk.
 
-Pure functions of lengths and room. They know no tensor and no backend.
+Pure functions of lengths and room. Does not know tensors or backends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PhaseKind(Enum):
 
 @dataclass(frozen=True)
 class RowPart:
-    """Some queries of a row and a run of its keys.
+    """Some queries of a row and a range of its keys.
 
     |-- context_len --|-- new tokens --|
           |-- keys: first_key .. stop_key --|
@@ -57,7 +57,7 @@ class RowPart:
     span: RowSpan
     """The row."""
     first_query: int
-    """The first of its new tokens that takes part; all after it do."""
+    """The first new token that takes part; all later ones do too."""
     first_key: int
     stop_key: int
 
@@ -83,25 +83,25 @@ class Phase:
 
 
 Choose: TypeAlias = Callable[[LatentSpec, RowSpan, int], Way]
-"""The way of a row, given for how many keys there is room at once."""
+"""Chooses how to compute a row, given the number of keys that fit in memory at once."""
 
 
 def absorbed_cost(spec: LatentSpec, query_len: int, num_keys: int) -> int:
-    """Multiplications of a head."""
+    """Multiplications per head."""
     once = spec.latent_dim * (spec.nope_dim + spec.value_dim)
     return query_len * (once + num_keys * (2 * spec.latent_dim + spec.rope_dim))
 
 
 def expanded_cost(spec: LatentSpec, query_len: int, num_keys: int) -> int:
-    """Multiplications of a head, by any way that makes keys and values."""
+    """Multiplications per head if keys and values are expanded."""
     once = spec.latent_dim * (spec.nope_dim + spec.value_dim)
     return num_keys * (once + query_len * (spec.nope_dim + spec.rope_dim + spec.value_dim))
 
 
 def cheapest_way(spec: LatentSpec, span: RowSpan, room: int) -> Way:
-    """The way of the fewest multiplications for which there is room."""
+    """The way with the fewest multiplications that fits in memory."""
     num_keys = span.context_len + span.query_len
-    # A tree's mask is over queries and keys at once: it stays in one piece.
+    # A tree mask covers queries and keys together, so it is not split.
     if span.kind is MaskKind.TREE or absorbed_cost(spec, span.query_len, num_keys) <= expanded_cost(
         spec, span.query_len, num_keys
     ):
@@ -110,7 +110,7 @@ def cheapest_way(spec: LatentSpec, span: RowSpan, room: int) -> Way:
 
 
 def plan_phases(spans: Sequence[RowSpan], spec: LatentSpec, room: int, choose: Choose) -> tuple[Phase, ...]:
-    """The phases of a step: no phase but the absorbed has more than `room` keys."""
+    """The phases of a step. Only the absorbed phase may have more than `room` keys."""
     ways = {span: choose(spec, span, room) for span in spans}
     whole = [RowPart(span, 0, 0, span.context_len + span.query_len) for span in spans]
     absorbed = tuple(part for part in whole if ways[part.span] is Way.ABSORBED)
@@ -126,7 +126,7 @@ def plan_phases(spans: Sequence[RowSpan], spec: LatentSpec, room: int, choose: C
 
 
 def _ragged(span: RowSpan, room: int) -> Iterator[RowPart]:
-    """A row's own tokens as keys. Where there is not room for all, earlier queries see nothing of a later run."""
+    """A row's own tokens as keys. If they do not all fit, earlier causal queries skip the later runs."""
     for start in range(0, span.query_len, room):
         stop = min(start + room, span.query_len)
         first_query = start if span.kind is MaskKind.CAUSAL else 0
@@ -134,7 +134,7 @@ def _ragged(span: RowSpan, room: int) -> Iterator[RowPart]:
 
 
 def _cut(parts: Iterable[RowPart], room: int) -> Iterator[RowPart]:
-    """Runs of keys, cut where a phase is full."""
+    """Splits runs of keys at phase boundaries."""
     left = room
     for part in parts:
         start = part.first_key
@@ -146,7 +146,7 @@ def _cut(parts: Iterable[RowPart], room: int) -> Iterator[RowPart]:
 
 
 def _packed(kind: PhaseKind, parts: Iterable[RowPart], room: int) -> Iterator[Phase]:
-    """Parts side by side, as many in a phase as there is room for."""
+    """Packs parts into phases of at most `room` keys."""
     packed: list[RowPart] = []
     num_keys = 0
     for part in parts:

@@ -1,10 +1,10 @@
-"""The phases of latent attention at work: what a plan holds of each, and what it does in a layer, with torch.
+"""Execution of latent attention's phases in torch: what a plan holds for each, and what it does per layer.
 
     step's entries ──write──▶ pool
-    Absorbed   queries into the latent's space ─ entries as they lie ─ values after
-    Expanded   entries ─ every head's keys and values ─ attention ─ merged where a row has several parts
+    Absorbed   queries into latent space ─ attend to entries in place ─ project values
+    Expanded   entries ─ every head's keys and values ─ attention ─ merged if a row has several parts
 
-Composed by backends. Everything here was decided by the plan: which tokens, which slots, what is visible.
+Composed by backends. The plan has decided everything: which tokens, which slots, what is visible.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LatentScratch:
     values: Tensor
     """[room, heads, value]."""
     merged: Tensor
-    """[max_step_tokens, heads, value] fp32: of rows in several parts, what was found until now."""
+    """[max_step_tokens, heads, value] fp32: partial results of rows in several parts."""
     merged_lse: Tensor
     """[max_step_tokens, heads] fp32."""
 
@@ -55,15 +55,15 @@ class LayerRun(NamedTuple):
     spec: LatentSpec
     layer: int
     plane: Tensor
-    """[num_slots, latent + rope]: the layer's part of the pool, as it is stored."""
+    """[num_slots, latent + rope]: the layer's part of the pool, as stored."""
     entries: EntryPlane
-    """The same, to move entries through."""
+    """Accessor for `plane`."""
     inputs: LatentInputs
     scratch: LatentScratch
     out: Tensor
     """[num_tokens, heads, value]."""
     lse: Tensor | None
-    """[num_tokens, heads] fp32, where the step needs it."""
+    """[num_tokens, heads] fp32; None unless the step needs it."""
 
 
 class EntrySource(ABC):
@@ -76,7 +76,7 @@ class EntrySource(ABC):
 
 @dataclass(frozen=True, eq=False)
 class StepEntries(EntrySource):
-    """They are the step's own."""
+    """Entries of the step itself."""
 
     tokens: TileTokens
 
@@ -86,7 +86,7 @@ class StepEntries(EntrySource):
 
 @dataclass(frozen=True, eq=False)
 class EntriesInPlace(EntrySource):
-    """They are one row's, side by side in a pool that holds values themselves."""
+    """Adjacent entries of one row, in an unscaled pool."""
 
     slots: slice
 
@@ -96,7 +96,7 @@ class EntriesInPlace(EntrySource):
 
 @dataclass(frozen=True, eq=False)
 class GatheredEntries(EntrySource):
-    """They are copied side by side into scratch memory."""
+    """Entries copied into contiguous scratch memory."""
 
     slots: Tensor
     """[num_rows, num_keys] int64."""
@@ -109,14 +109,14 @@ class GatheredEntries(EntrySource):
 
 @dataclass(frozen=True, eq=False)
 class AbsorbedTile:
-    """Rows of equal query length whose queries meet the entries themselves."""
+    """Rows of equal query length whose queries attend to entries directly."""
 
     tokens: TileTokens
     source: EntrySource
     bias: Tensor | None
     """[num_rows, 1, query_len, num_keys]."""
     plain: bool
-    """True where no log-sum-exp is wanted and every query sees a key."""
+    """True if no LSE is needed and every query sees a key."""
 
     def __call__(self, run: LayerRun) -> None:
         spec, inputs = run.spec, run.inputs
@@ -138,15 +138,15 @@ class AbsorbedTile:
 
 @dataclass(frozen=True, eq=False)
 class QueryBlock:
-    """Queries of one row, side by side, and the keys of a phase that they may see."""
+    """Contiguous queries of one row, and the keys of a phase that they may see."""
 
     tokens: slice
     keys: slice
-    """Of the phase's."""
+    """Range within the phase's keys."""
     bias: Tensor | None
-    """[1, 1, num_queries, num_keys]; None where all are visible."""
+    """[1, 1, num_queries, num_keys]; None if all are visible."""
     merges: bool
-    """True where its row has keys in other phases too."""
+    """True if the row also has keys in other phases."""
 
     def __call__(self, run: LayerRun) -> None:
         q = torch.cat((run.inputs.q_nope[self.tokens], run.inputs.q_rope[self.tokens]), dim=-1)
@@ -165,7 +165,7 @@ class QueryBlock:
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """A phase that makes keys and values of its entries."""
+    """A phase that expands keys and values from its entries."""
 
     source: EntrySource
     """All of the phase's entries as one row."""

@@ -1,15 +1,15 @@
-"""Latent attention with every head's keys and values made from entries, on a kernel for ragged rows.
+"""Latent attention with every head's keys and values expanded from entries, on a kernel for ragged rows.
 
-    entries of a phase ──two products──▶ keys, values in leases ──one call for each mask──▶ out, or merged by LSE
+    entries of a phase ──two products──▶ keys, values in leases ──one call per mask──▶ out, or merged by LSE
 
-The parts of a phase are ordered so that each mask's keys lie side by side:
+The parts of a phase are ordered so that each mask's keys are contiguous:
 
     |-- seen in full --|-- both --|-- causal --|
     |------- call: full ----------|
                        |------ call: causal ----|
 
-Takes the phases of `latent_phases` but for the absorbed. Composed by backends, which own the cache write, the LSE's
-memory and the kernel; does not know which kernel it is.
+Runs the phases of `latent.phases` except the absorbed one. Composed by backends, which own the cache write, the LSE's
+memory and the kernel. Does not know which kernel it is.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from sightline.core.batch import MaskKind
 from sightline.kernels.latent_attention import expand_latents
 
 ROOM_BYTES = 512 << 20
-"""For keys and values that are made of entries: at 128 heads of 192 + 128 in half precision, 6,500 keys at once."""
+"""Memory for expanded keys and values: at 128 heads of 192 + 128 in half precision, 6,500 keys at once."""
 
 
 class VarlenCall(Protocol):
     """One planned call over ragged rows."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-        """q [nq, heads, nope + rope], k [nk, heads, nope + rope], v [nk, heads, value], all contiguous.
+        """Computes q [nq, heads, nope + rope], k [nk, heads, nope + rope], v [nk, heads, value], all contiguous.
 
         Fills out [nq, heads, value] and returns the LSE [nq, heads], fp32, natural logarithm, in any memory order.
         """
@@ -53,18 +53,18 @@ class VarlenKernel(Protocol):
     def plan(
         self, name: str, query_lens: Sequence[int], key_lens: Sequence[int], *, causal: bool, buffers: PlanBuffers
     ) -> VarlenCall:
-        """For rows of at least one query and one key each; names of `buffers` begin with `name`.
+        """Plans rows of at least one query and one key each; buffer names begin with `name`.
 
-        Causal is aligned to the end of the keys: query i of n sees keys up to nk - n + i, and n is at most nk.
+        Causal masks are aligned to the end of the keys: query i of n sees keys up to nk - n + i, and n is at most nk.
         """
 
 
 MergeStates: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""As `merge.merge_states`: (out, lse, other_out, other_lse), the first two changed in place."""
+"""Signature of `merge.merge_states`: (out, lse, other_out, other_lse); changes the first two in place."""
 
 
 def never_absorbed(spec: LatentSpec, span: RowSpan, room: int) -> Way:
-    """The way of a row for a backend that has no kernel over entries. It serves no trees."""
+    """The choice for a backend without a kernel over entries, which does not support trees."""
     del spec
     return Way.ONE_SHOT if span.context_len + span.query_len <= room else Way.CHUNKED
 
@@ -73,21 +73,21 @@ class _Scratch(NamedTuple):
     """A lane's leases."""
 
     queries: Tensor
-    """[max_step_tokens, heads, nope + rope]: of the step, where their two parts come apart."""
+    """[max_step_tokens, heads, nope + rope]: the step's queries, if their two parts are separate tensors."""
     chosen: Tensor
-    """[max_step_tokens, heads, nope + rope]: queries of a call, where they do not lie side by side."""
+    """[max_step_tokens, heads, nope + rope]: a call's queries, if they are not contiguous."""
     stored: Tensor
-    """[room, latent + rope] in the cache's dtype: entries as they are read."""
+    """[room, latent + rope] in the cache's dtype: entries as stored."""
     gathered: Tensor
-    """[room, latent + rope]: entries as they are used; the same memory where the dtypes are the same."""
+    """[room, latent + rope] in the compute dtype; shares memory with `stored` if the dtypes are equal."""
     keys: Tensor
     """[room, heads, nope + rope]."""
     values: Tensor
     """[room, heads, value]."""
     found: Tensor
-    """[max_step_tokens, heads, value]: of a call."""
+    """[max_step_tokens, heads, value]: result of a call."""
     merged: Tensor
-    """[max_step_tokens, heads, value] fp32: of rows in several calls, what was found until now."""
+    """[max_step_tokens, heads, value] fp32: partial results of rows in several calls."""
     merged_lse: Tensor
     """[max_step_tokens, heads] fp32."""
 
@@ -112,7 +112,7 @@ class _Call(NamedTuple):
 
     tokens: StepTokens
     keys: slice
-    """Of the phase's."""
+    """Range within the phase's keys."""
     attend: VarlenCall
     merges: bool
 
@@ -141,13 +141,13 @@ class _Call(NamedTuple):
 
 
 class _PhaseRun(NamedTuple):
-    """A phase, decided."""
+    """A planned phase."""
 
     num_keys: int
     from_step: StepTokens | None
-    """The step's tokens whose entries are the phase's; None where they are in the pool."""
+    """The step's tokens that hold the phase's entries; None if the entries are read from the pool."""
     slots: Tensor | None
-    """[num_keys] int64, where they are in the pool."""
+    """[num_keys] int64; None unless the entries are read from the pool."""
     calls: tuple[_Call, ...]
 
     def __call__(self, run: _Run) -> None:
@@ -165,7 +165,7 @@ class _PhaseRun(NamedTuple):
             return self.from_step.of(inputs.latent), self.from_step.of(inputs.k_rope)
         assert self.slots is not None, "entries of the pool have slots"
         stored = run.scratch.stored[: self.num_keys]
-        # A cache's numbers may be of a kind that is only ever copied.
+        # Copy as integers: the cache dtype may not support index_select.
         torch.index_select(_as_integers(run.entries), 0, self.slots, out=_as_integers(stored))
         if stored.dtype != gathered.dtype:
             gathered.copy_(stored)
@@ -175,7 +175,7 @@ class _PhaseRun(NamedTuple):
 
 
 def _as_integers(entries: Tensor) -> Tensor:
-    """One-byte numbers as bytes."""
+    """A view of one-byte elements as uint8; other tensors unchanged."""
     return entries.view(torch.uint8) if entries.dtype.itemsize == 1 else entries
 
 
@@ -184,9 +184,9 @@ class VarlenPhases:
     """The phases of one step that are not absorbed."""
 
     entries: tuple[Tensor, ...]
-    """By layer: [num_slots, latent + rope]."""
+    """Per layer: [num_slots, latent + rope]."""
     entry_scales: tuple[float, ...]
-    """By layer: what is read is multiplied by it."""
+    """Per layer: factor for entries read from the pool."""
     scratch: _Scratch
     tokens: slice
     """From the first token that takes part to the last."""
@@ -198,7 +198,7 @@ class VarlenPhases:
     def run(self, layer: int, inputs: LatentInputs, out: Tensor, lse: Tensor | None) -> None:
         """Fills `out` [num_tokens, heads, value], and `lse` [num_tokens, heads] fp32 if given, for the phases' rows.
 
-        The step's entries are in the pool already, but under `TRANSIENT`.
+        Except under `TRANSIENT`, the step's entries must already be in the pool.
         """
         if not self.phases:
             return
@@ -216,12 +216,12 @@ class VarlenPhases:
                 lse[each] = scratch.merged_lse[each]
 
     def _queries(self, inputs: LatentInputs) -> Tensor:
-        """Both parts of each, as they lie or joined."""
+        """Nope and rope parts of each query, in place if they are contiguous, otherwise joined."""
         whole = inputs.whole_queries()
         if whole is not None:
             return whole
         joined, tokens, nope_dim = self.scratch.queries, self.tokens, inputs.q_nope.shape[-1]
-        # Two copies, since joining along the last dimension moves numbers one by one.
+        # Two copies, because joining along the last dimension copies element by element.
         joined[tokens, :, :nope_dim] = inputs.q_nope[tokens]
         joined[tokens, :, nope_dim:] = inputs.q_rope[tokens]
         return joined
@@ -241,7 +241,7 @@ class _Piece(NamedTuple):
 
 
 class LatentVarlen:
-    """Plans the phases that are not absorbed. Built once for a group, with every lease that it will need."""
+    """Plans the phases that are not absorbed. Built once per group, with every lease that it needs."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class LatentVarlen:
         room_bytes: int = ROOM_BYTES,
         merge: MergeStates = merge_states,
     ) -> None:
-        """`entry_scales`, by layer, multiply what is read of the pool: 1 but for a cache in fewer bits."""
+        """`entry_scales`, per layer, multiply entries read from the pool: 1 unless the cache dtype is scaled."""
         spec, limits = context.spec, context.limits
         self._spec = spec
         self._pool = context.cache.pools["latent"]
@@ -262,7 +262,7 @@ class LatentVarlen:
         self._merge = merge
         key_bytes = spec.num_q_heads * (spec.nope_dim + spec.rope_dim + spec.value_dim) * context.dtype.itemsize
         self.room = max(1, min(limits.max_rows * limits.max_seq_len, room_bytes // key_bytes))
-        """Keys of a phase, at most."""
+        """Maximum keys per phase."""
         self._scratch = {lane: self._lease(context, lane) for lane in limits.lanes}
 
     def _lease(self, context: BackendContext[LatentSpec], lane: Lane) -> _Scratch:
@@ -287,7 +287,7 @@ class LatentVarlen:
         )
 
     def plan(self, phases: Sequence[Phase], step: StepView, buffers: PlanBuffers) -> VarlenPhases:
-        """Of phases with at most `room` keys each, none of them absorbed, and no trees."""
+        """Plans phases of at most `room` keys each, none of them absorbed and without trees."""
         calls = [[pieces for pieces in _by_mask(phase) if pieces] for phase in phases]
         flat = [pieces for of_phase in calls for pieces in of_phase]
         merged = _merged_rows(flat)
@@ -330,7 +330,7 @@ class LatentVarlen:
         *,
         causal: bool,
     ) -> _Call | None:
-        """None where nothing has that mask."""
+        """Returns None if no piece has this mask."""
         if not pieces:
             return None
         query_lens = [piece.stop_query - piece.first_query for piece in pieces]
@@ -343,9 +343,9 @@ class LatentVarlen:
     def _plan_entries(
         self, name: str, parts: Sequence[RowPart], phase: Phase, step: StepView, buffers: PlanBuffers
     ) -> tuple[StepTokens | None, Tensor | None]:
-        """The step's own where all of them are, else slots of the pool.
+        """The step's tokens if they hold all entries, otherwise slots of the pool.
 
-        What a pool keeps in fewer bits is always read from there: a prompt gives the same however it is cut.
+        A scaled cache is always read from the pool, so that a prompt gives the same result however it is chunked.
         """
         new = all(part.first_key >= part.span.context_len for part in parts)
         scratch = self._scratch[step.lane]
@@ -362,7 +362,7 @@ class LatentVarlen:
 
 
 def _by_mask(phase: Phase) -> tuple[list[_Piece], list[_Piece]]:
-    """What sees a part's keys in full, and what sees them causally up to their end."""
+    """Pieces that see a part's keys in full, and pieces that see them causally up to their end."""
     full: list[_Piece] = []
     causal: list[_Piece] = []
     for part in phase.parts:
@@ -370,7 +370,7 @@ def _by_mask(phase: Phase) -> tuple[list[_Piece], list[_Piece]]:
         if span.kind is not MaskKind.CAUSAL or part.stop_key <= span.context_len:
             full.append(_Piece(part, part.first_query, span.query_len))
             continue
-        # Causal up to the new token that is the last key; the queries after it see all keys.
+        # Queries up to the one at the last key are causal; later queries see all keys.
         stop_query = part.stop_key - span.context_len
         causal.append(_Piece(part, part.first_query, stop_query))
         if stop_query < span.query_len:
@@ -379,7 +379,7 @@ def _by_mask(phase: Phase) -> tuple[list[_Piece], list[_Piece]]:
 
 
 def _ordered(parts: Sequence[RowPart], in_full: Set[RowPart], causally: Set[RowPart]) -> list[RowPart]:
-    """So that the keys that are seen in full lie side by side at the beginning, and those seen causally at the end."""
+    """Orders parts so that keys seen in full are contiguous at the beginning and keys seen causally at the end."""
     return [
         *(part for part in parts if part not in causally),
         *(part for part in parts if part in in_full and part in causally),
@@ -393,7 +393,7 @@ def _in_order(pieces: Sequence[_Piece], parts: Sequence[RowPart]) -> list[_Piece
 
 
 def _merged_rows(calls: Sequence[Sequence[_Piece]]) -> set[RowSpan]:
-    """Rows in several calls, and those beside them in any of these calls: a call's rows all go one way."""
+    """Rows in several calls, and the rows that share those calls: a call merges all of its rows or none."""
     counts = Counter(piece.part.span for call in calls for piece in call)
     several = {span for span, count in counts.items() if count > 1}
     return {piece.part.span for call in calls if any(each.part.span in several for each in call) for piece in call}

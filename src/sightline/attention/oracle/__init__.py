@@ -1,1 +1,1 @@
-"""The oracle: what every backend is compared with."""
+"""The oracle that every backend is compared with."""

@@ -1,7 +1,7 @@
 """The oracle: attention for one row in fp32, with every score in memory, written to be read.
 
-Every backend is compared with this. It knows a row's keys and values as dense tensors and nothing of pages, and what
-is left of an entry that went through a cache.
+Every backend is compared with this. Takes a row's keys and values as dense tensors, and models the rounding of a cache.
+Does not know pages.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from sightline.core.batch import MaskKind, RowMask
 def visible_keys(
     spec: AttentionSpec, mask: RowMask, context_len: int, positions: Tensor, queries: Sequence[int] | None = None
 ) -> Tensor:
-    """[num_queries, seq_len] bool: True where query i sees key j. `positions` [query_len] are the new tokens' own;
-    `queries` are the new tokens that are asked about, all where there is None."""
+    """[num_queries, seq_len] bool: True if query i sees key j. `positions` [query_len] are those of the new tokens;
+    `queries` selects new tokens, None for all."""
     query_len = positions.shape[0]
     asked = range(query_len) if queries is None else queries
     context_positions = torch.arange(context_len)
@@ -38,10 +38,9 @@ def visible_keys(
 
 
 def stored_entries(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Entries as a cache of that dtype holds them: divided by the scale in fp32, saturated, rounded to the nearest.
+    """Entries as a cache of that dtype stores them: divided by the scale in fp32, saturated, rounded to nearest.
 
-    Only scaled dtypes have a scale other than 1. What is beyond their range becomes their largest number: a cast alone
-    may make NaN of it.
+    Only scaled dtypes have a scale other than 1. Values out of range are clamped, because a cast alone may give NaN.
     """
     if dtype not in SCALED_DTYPES:
         return values.to(dtype)
@@ -50,7 +49,7 @@ def stored_entries(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def loaded_entries(stored: Tensor, scale: float) -> Tensor:
-    """Entries as they are read from a cache; of scaled dtypes in fp32."""
+    """Entries as read from a cache; fp32 for scaled dtypes."""
     return stored.float() * scale if stored.dtype in SCALED_DTYPES else stored
 
 
@@ -61,7 +60,7 @@ def attend_row(
 
     Returns the output [query_len, q_heads, d] and the natural log-sum-exp [query_len, q_heads], fp32.
     """
-    # Each group of query heads shares one head of keys and values.
+    # Each group of query heads shares one key-value head.
     groups = q.float().reshape(q.shape[0], spec.num_kv_heads, spec.group_size, spec.head_dim)
     scores = torch.einsum("qkgd,skd->qkgs", groups, k.float()).flatten(1, 2) * spec.scale
     if spec.softcap is not None:
@@ -78,11 +77,11 @@ def attend_latent_row(
     value_up: Tensor,
     visible: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Latent attention of one row: every head's keys and values are made from the entries, and then it is softmax.
+    """Latent attention of one row: expands every head's keys and values from the entries, then applies softmax.
 
-    q_nope [query_len, heads, nope], q_rope [query_len, heads, rope], entries [seq_len, latent | rope], key_up
-    [heads, nope, latent], value_up [heads, value, latent], visible [query_len, seq_len]. Returns the output
-    [query_len, heads, value] and the natural log-sum-exp [query_len, heads], fp32.
+    q_nope [query_len, heads, nope], q_rope [query_len, heads, rope], entries [seq_len, latent | rope], key_up [heads,
+    nope, latent], value_up [heads, value, latent], visible [query_len, seq_len]. Returns the output [query_len, heads,
+    value] and the natural log-sum-exp [query_len, heads], fp32.
     """
     latents, ropes = entries[:, : spec.latent_dim].float(), entries[:, spec.latent_dim :].float()
     keys = torch.einsum("sl,hnl->shn", latents, key_up.float())
@@ -92,10 +91,10 @@ def attend_latent_row(
 
 
 def _gather(scores: Tensor, values: Tensor, visible: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax of scores [query_len, heads, seq_len] over what is seen, and values [seq_len, heads, ...] by it.
+    """Softmax of scores [query_len, heads, seq_len] over visible keys, applied to values [seq_len, heads, ...].
 
-    What is not seen is of no matter, and be it NaN. A sink takes its share of the sum and gives nothing. A query that
-    sees nothing gets nothing, and -inf.
+    Invisible keys are ignored, even if NaN. A sink adds to the denominator and contributes no value. A query that sees
+    no key gives 0, with an LSE of -inf.
     """
     visible = visible.to(scores.device)
     logits = scores.masked_fill(~visible[:, None, :], -torch.inf)

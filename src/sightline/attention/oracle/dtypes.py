@@ -1,4 +1,4 @@
-"""The dtypes that the oracle can be compared in: there is a tolerance for them."""
+"""The dtypes that backends can be compared with the oracle in: those with a tolerance."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn)
 
 
 def compute_dtypes(row: Capability) -> tuple[torch.dtype, ...]:
-    """The declared compute dtypes that there is a tolerance for, the widest first."""
+    """The declared compute dtypes that have a tolerance, widest first."""
     return tuple(dtype for dtype in _DTYPES if dtype in row.dtypes)
 
 
 def cache_dtypes(row: Capability) -> tuple[torch.dtype, ...]:
-    """The declared cache dtypes that the oracle knows. What is compared went through the cache on both sides, so that
-    the tolerance is the compute dtype's, however narrow the cache is."""
+    """The declared cache dtypes that the oracle supports. Both sides go through the cache, so the tolerance is the
+    compute dtype's, however narrow the cache is."""
     return tuple(dtype for dtype in _CACHE_DTYPES if row.cache_dtypes is ANY or dtype in row.cache_dtypes)
 
 

@@ -1,7 +1,7 @@
-"""What a step means to the oracle's backends, of whatever kind: which tokens, which slots, what each query sees.
+"""A step as the oracle's backends see it: tokens, slots and visibility for each row.
 
-Finds slots by walking the page table itself, so that it shares no index arithmetic with what it checks. Does not know
-what an entry holds.
+Finds slots by walking the page table itself, so that it shares no index arithmetic with the code under test. Does not
+know what an entry holds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ReferenceRow:
 
     tokens: slice
     slots: tuple[int, ...] | None
-    """Of all its entries, context and new; None where the new ones are all there is, and in no pool."""
+    """Slots of all its entries, context and new; None if the row reads only the step's own entries."""
     visible: Tensor
     """[query_len, seq_len] bool."""
 
     def entries(self, plane: Tensor, scale: float, new: Tensor) -> Tensor:
-        """What the row reads, [seq_len, ...]: of a layer's plane, or of the step's own."""
+        """The entries that the row reads, [seq_len, ...]: from a layer's plane, or from the step."""
         return new[self.tokens] if self.slots is None else loaded_entries(plane[list(self.slots)], scale)
 
 
@@ -43,7 +43,7 @@ class ReferenceStep:
 
     rows: tuple[ReferenceRow, ...]
     write_slots: tuple[int, ...]
-    """By token; none where nothing is written."""
+    """Slot per token; empty if nothing is written."""
     needs_lse: bool
 
     @staticmethod
@@ -63,7 +63,7 @@ class ReferenceStep:
         return ReferenceStep(tuple(rows), write_slots, Feature.LSE in step.needs)
 
     def write(self, plane: Tensor, scale: float, new: Tensor) -> None:
-        """Puts the new entries of a layer where they belong, one by one."""
+        """Writes the new entries of a layer to their slots, one by one."""
         for token, slot in enumerate(self.write_slots):
             plane[slot] = stored_entries(new[token], plane.dtype, scale)
 
@@ -74,7 +74,7 @@ def _walk(pool: Pool, table_row: int, length: int) -> list[int]:
 
 
 def reference_capability(kind: SpecKind, features: frozenset[Feature]) -> Capability:
-    """Everything of one kind, slowly."""
+    """A capability row that serves everything of one kind."""
     return Capability(
         spec_kinds=frozenset({kind}),
         devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),

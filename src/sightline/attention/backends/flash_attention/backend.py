@@ -1,10 +1,10 @@
-"""Softmax attention by FlashAttention 4: one call for the rows of each mask.
+"""Softmax attention with FlashAttention 4: one call per kind of mask.
 
     prompts without context    the step's own keys and values, row after row
     any other rows             the pool, through a page table that the plan makes
 
-Steps in which no row has more than one new token always read the pool, all rows in one call: what they launch is made
-of the numbers of rows and tokens alone.
+Steps in which no row has more than one new token always read the pool, all rows in one call: their launches depend only
+on the numbers of rows and tokens.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from sightline.kernels.triton.write import write_keys_values
 
 @dataclass(frozen=True, eq=False)
 class _Pages:
-    """Where the keys of a call's rows lie in the pool."""
+    """Locations of the keys of a call's rows in the pool."""
 
     table: Tensor
-    """[num_rows, most] int32: in pages as the kernel is given them."""
+    """[num_rows, most] int32, in units of the kernel's page size."""
     lens: Tensor
     """[num_rows] int32."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Rows of one mask."""
+    """One call: rows that share a mask."""
 
     tokens: StepTokens
-    """Of the queries; padding may stand behind the last row's."""
+    """Query tokens; padding may follow the last row's."""
     new_keys: StepTokens
-    """Of the rows and nothing else."""
+    """New tokens of the rows, without padding."""
     query_offsets: Tensor
     """[num_rows + 1] int32."""
     pages: _Pages | None
-    """None where the step's own keys are all there are."""
+    """None if all keys come from the step itself."""
     causal: bool
 
 
@@ -65,17 +65,17 @@ class _Call:
 class _FlashAttentionPlan(AttentionPlan[SoftmaxInputs]):
     attend: FlashAttention
     keys: tuple[Tensor, ...]
-    """By layer: [num_slots, num_kv_heads, head_dim]."""
+    """Per layer: [num_slots, num_kv_heads, head_dim]."""
     values: tuple[Tensor, ...]
     page_size: int
-    """As the kernel is given pages."""
+    """Page size passed to the kernel."""
     write_slots: Tensor | None
     """[num_tokens] int64; None under `TRANSIENT`."""
     calls: tuple[_Call, ...]
     needs_lse: bool
 
     def prepare(self) -> None:
-        """The plan's buffers are filled."""
+        """Nothing to do: `plan` fills the buffers."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         if self.write_slots is not None:
@@ -113,7 +113,7 @@ class _FlashAttentionPlan(AttentionPlan[SoftmaxInputs]):
 
 
 class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
-    """For rows of many new tokens on Hopper; others are served, and faster elsewhere."""
+    """Fast for rows of many new tokens on Hopper. Serves other rows too, but other backends are faster for those."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = ROWS
 
@@ -146,7 +146,7 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
                 yield from [call] if call is not None else []
 
     def _plan_call(self, kind: MaskKind, rows: Sequence[int], step: StepView, buffers: PlanBuffers) -> _Call | None:
-        """None where the rows have no tokens, and no graph may hold the call."""
+        """Returns None if the rows have no tokens and the call cannot be part of a graph."""
         batch, name = step.batch, kind.value
         query_lens, context_lens = batch.query_lens.exact(), batch.context_lens.exact()
         offsets = batch.query_offsets_host()
@@ -161,7 +161,7 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         query_offsets = _filled(f"{name}.query offsets", starts, buffers)
         tokens = new_keys
         if len(rows) == batch.num_rows:
-            # With the padding behind them, which no offset reaches: how many there is of it is then of no matter.
+            # Includes trailing padding, which no offset reaches, so that the launch does not depend on its size.
             tokens = StepTokens(batch.num_tokens, slice(0, batch.num_tokens), None)
         pages = None
         if not transient and (decode or any(context_lens[row] for row in rows)):
@@ -172,7 +172,7 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         return _Call(tokens, new_keys, query_offsets, pages, kind is MaskKind.CAUSAL)
 
     def _plan_table(self, name: str, rows: Sequence[int], batch: Batch, most: int, buffers: PlanBuffers) -> Tensor:
-        """The first pages of each row, cut as the kernel is given them: [num_rows, most * parts] int32."""
+        """Each row's first pages, split to the kernel's page size: [num_rows, most * parts] int32."""
         table_rows = batch.table_rows
         if len(rows) != batch.num_rows:
             table_rows = table_rows[torch.tensor(rows, dtype=torch.int64).to(table_rows.device)]
@@ -185,7 +185,7 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
 
 def _filled(name: str, values: Sequence[int], buffers: PlanBuffers) -> Tensor:
-    """A plan buffer with these numbers: [len(values)] int32."""
+    """Returns a plan buffer filled with `values`: [len(values)] int32."""
     buffer = buffers.take(name, (len(values),), torch.int32)
     buffer.copy_(torch.tensor(values, dtype=torch.int32), non_blocking=True)
     return buffer

@@ -1,12 +1,12 @@
-"""The one way in which FlashAttention 4 is called: ragged queries over ragged or paged keys.
+"""The only caller of FlashAttention 4: ragged queries over ragged or paged keys.
 
-Owns what of its interface is used, and how its words are ours. A configuration is compiled when it is first called, for
-seconds; what makes one, beyond dtype, heads and head dimensions, is whether
+Owns which parts of its interface are used and how its terms map to ours. A configuration takes seconds to compile when
+it is first called. Besides dtype, heads and head dimensions, it depends on
 
-    a call is causal    keys are paged    there is a window    a softcap, and which    sinks, and their dtype    an LSE
-    there are more than 256 rows
+    whether a call is causal    paged keys    a window    a softcap, and which    sinks, and their dtype    an LSE
+    more than 256 rows
 
-and never a length: `max_seqlen_q` is not given, from which the library would make one more.
+and never on a length: `max_seqlen_q` is not passed, because the library would compile one more for it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from flash_attn.cute.interface import _flash_attn_fwd
 from torch import Tensor
 
 TILE_WIDTHS = frozenset({64, 80, 96, 112, 128, 144})
-"""Keys of a tile. Pages of just that size are loaded whole, and a weight of 0 does not silence what nobody wrote."""
+"""Keys per tile. Pages of exactly this size are loaded whole, and a weight of 0 does not mask NaN in unwritten
+slots."""
 
 
 class RaggedKeys(NamedTuple):
     """Keys and values row after row: k [num_keys, kv_heads, head_dim], v [num_keys, kv_heads, value_dim].
 
-    A tile at a row's end holds keys of the next row, whose values must be numbers, and zeros behind the last: the
-    tensors end where the last row does.
+    A tile at a row's end holds keys of the next row, whose values must be finite. The tensors must end where the last
+    row does; the kernel reads zeros beyond it.
     """
 
     k: Tensor
@@ -35,7 +36,7 @@ class RaggedKeys(NamedTuple):
     """[num_rows + 1] int32."""
 
     def places(self) -> dict[str, Tensor]:
-        """Where each row's are, in the library's words."""
+        """Keyword arguments that locate each row's keys, under the library's names."""
         return {"cu_seqlens_k": self.offsets}
 
 
@@ -47,21 +48,21 @@ class PagedKeys(NamedTuple):
     pages: Tensor
     """[num_rows, most] int32."""
     lens: Tensor
-    """[num_rows] int32: keys of each row, the new ones included."""
+    """[num_rows] int32: keys per row, new ones included."""
 
     def places(self) -> dict[str, Tensor]:
-        """Where each row's are, in the library's words."""
+        """Keyword arguments that locate each row's keys, under the library's names."""
         return {"page_table": self.pages, "seqused_k": self.lens}
 
 
 def kernel_page_size(page_size: int) -> int:
-    """The largest part of a page that is not as large as a tile: pages are given to the kernel cut into those."""
+    """The largest divisor of the page size that is not a tile width; pages are split to this size for the kernel."""
     return max(size for size in range(1, page_size + 1) if page_size % size == 0 and size not in TILE_WIDTHS)
 
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """What all calls of a layer group share."""
+    """Settings shared by all calls of a layer group."""
 
     scale: float
     window: int | None = None
@@ -78,12 +79,12 @@ class FlashAttention:
         needs_lse: bool,
         sinks: Tensor | None = None,
     ) -> Tensor | None:
-        """Fills out [num_tokens, heads, value_dim] for q [num_tokens, heads, head_dim], but for tokens of no row.
+        """Fills out [num_tokens, heads, value_dim] for q [num_tokens, heads, head_dim], except for tokens of no row.
 
-        query_offsets [num_rows + 1] int32. Masks are aligned to the end of the keys. Returns the LSE
-        [num_tokens, heads] fp32 where it is needed, a view of [heads, num_tokens].
+        query_offsets [num_rows + 1] int32. Masks are aligned to the end of the keys. If `needs_lse`, returns the LSE
+        [num_tokens, heads] fp32, a view of [heads, num_tokens].
         """
-        # Theirs counts the keys beside the query, ours the query too.
+        # The library's window excludes the query itself, ours includes it.
         reach = None if self.window is None else self.window - 1
         lse: Tensor | None
         _, lse, *_ = _flash_attn_fwd(
@@ -105,6 +106,7 @@ class FlashAttention:
         if lse is None:
             return None
         if sinks is not None:
-            # Sinks are added at the scale of the largest score: beside scores that are far below, that overflows.
+            # The kernel adds sinks at the scale of the largest score, which overflows if all scores are far below the
+            # sink.
             lse = torch.where(lse == torch.inf, sinks.float().unsqueeze(1), lse)
         return lse.transpose(0, 1)

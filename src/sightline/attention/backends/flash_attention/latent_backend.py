@@ -1,6 +1,6 @@
-"""Latent attention by FlashAttention 4: every head's keys and values are made, for all rows, and attended ragged.
+"""Latent attention with FlashAttention 4: expands every head's keys and values for all rows and attends ragged.
 
-Nothing is absorbed: the library has no kernel over entries on Hopper. Rows of one new token are right, and slow.
+Never absorbs: the library has no kernel over entries on Hopper. Rows of one new token are correct but slow.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HEAD_STEP = 8
 
 @dataclass(frozen=True, eq=False)
 class _RaggedCall:
-    """As `latent_varlen.VarlenCall`."""
+    """Implements `VarlenCall`."""
 
     attend: FlashAttention
     query_offsets: Tensor
@@ -57,7 +57,7 @@ class _RaggedCall:
 
 @dataclass(frozen=True, eq=False)
 class _RaggedKernel:
-    """As `latent_varlen.VarlenKernel`."""
+    """Implements `VarlenKernel`."""
 
     attend: FlashAttention
 
@@ -73,14 +73,14 @@ class _RaggedKernel:
 @dataclass(frozen=True, eq=False)
 class _LatentPlan(AttentionPlan[LatentInputs]):
     entries: tuple[Tensor, ...]
-    """By layer: [num_slots, latent + rope]."""
+    """Per layer: [num_slots, latent + rope]."""
     write_slots: Tensor | None
     """[num_tokens] int64; None under `TRANSIENT`."""
     phases: VarlenPhases
     needs_lse: bool
 
     def prepare(self) -> None:
-        """The plan's buffers are filled."""
+        """Nothing to do: `plan` fills the buffers."""
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
         if self.write_slots is not None:
@@ -93,11 +93,11 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
 
 
 class FlashAttentionLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
-    """For rows of many new tokens on Hopper."""
+    """Fast for rows of many new tokens on Hopper."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = LATENT_ROWS
     room_bytes: ClassVar[int] = ROOM_BYTES
-    """For keys and values that are made of entries."""
+    """Memory for keys and values expanded from entries."""
 
     def __init__(self, context: BackendContext[LatentSpec]) -> None:
         spec = self._spec = context.spec

@@ -1,18 +1,19 @@
-"""What FlashAttention 4 can do on Hopper, as rows. Imports nothing of it: selection reads these where it is missing.
+"""Capability rows of FlashAttention 4 on Hopper. Does not import it: selection reads these rows where it is not
+installed.
 
-From the source of flash-attn-4 4.0.0b36, whose kernel for compute capability 9.0
+According to the source of flash-attn-4 4.0.0b36, its kernel for compute capability 9.0
 
-- computes in half precision, with a cache in the same dtype: 8-bit inputs are for 10.x alone;
-- cannot split the keys of a row among programs, so that few rows of one new token leave most of the device idle. They
-  are served, and ranked low;
-- takes head dimensions in steps of 8 up to 256, and of 16 where keys are paged. Listed is what models have;
-- takes pages of any size. One that is as large as a tile of keys would be loaded whole, what nobody wrote included;
-  the backend cuts such pages into smaller ones;
-- copies a paged tile of keys by rows of which a tile of 144, that of 96 numbers a head without a mask, is no multiple:
-  96 is listed for causal rows alone;
-- caps scores by an approximate tanh, to about 11 bits: good enough for an output in half precision, not for an LSE.
+- computes in half precision, with a cache of the same dtype; 8-bit inputs need 10.x;
+- cannot split the keys of a row among programs, so that a few rows of one new token leave most of the device idle. Such
+  rows are served, but ranked low;
+- takes head dimensions in steps of 8 up to 256, and of 16 with paged keys. Only dimensions that models have are listed;
+- takes pages of any size. A page as large as a tile of keys would be loaded whole, unwritten slots included; the
+  backend splits such pages;
+- copies a paged tile of keys in runs that do not divide a tile of 144, which is used for head dimension 96 without a
+  mask: 96 is listed for causal rows only;
+- approximates the softcap's tanh to about 11 bits: enough for an output in half precision, not for an LSE.
 
-Other compute capabilities have other kernels, with other limits: none of them is listed.
+Other compute capabilities have other kernels with other limits; none of them is listed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _softmax_row(dtype: torch.dtype, head_dims: frozenset[int], features: frozen
         page_sizes=frozenset({16, 32, 64, 128}),
         features=_COMMON | features,
         host_lengths=HostLengths.EXACT,
-        # A grid is made of the numbers of tokens and rows; prompts without context take another call than others.
+        # The grid depends on the numbers of tokens and rows, and prompts without context take a different call.
         graph=GraphLevel.DECODE,
         package=PACKAGE,
         ranks=Ranks(prefill=25, decode=2, few=1),
@@ -63,7 +64,7 @@ def _latent_row(dtype: torch.dtype) -> Capability:
         host_lengths=HostLengths.EXACT,
         graph=GraphLevel.NONE,
         package=PACKAGE,
-        # Makes every head's keys and values of the whole context at every step: below anything that absorbs.
+        # Expands keys and values of the whole context in every step, so it ranks below every backend that absorbs.
         ranks=Ranks(prefill=25, decode=-1, few=-1),
     )
 

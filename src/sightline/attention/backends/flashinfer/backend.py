@@ -1,11 +1,11 @@
-"""Softmax attention with FlashInfer: its wrappers, planned once a step for all layers of the group.
+"""Softmax attention with FlashInfer's wrappers, planned once per step for all layers of the group.
 
-    rows of at most one new token     paged, Ampere's kernel: it cuts contexts, and may be captured
+    rows of at most one new token     paged, the Ampere kernel: it splits contexts, and can be captured
     all rows without a context        ragged, over the step's own keys and values
-    others                            paged, Hopper's kernel, or Ampere's where the spec or the cache wants it
+    others                            paged, the Hopper kernel, or Ampere's if the spec or the cache requires it
 
-Keys and values are written first, by a kernel of ours. What a captured step launches is fixed by its size: there is a
-wrapper for each of a few numbers of rows, whose rows beyond the step's are empty.
+Keys and values are written first, by a kernel of ours. The launches of a captured step depend on its size only: there
+is one wrapper for each of a few row counts, and rows beyond the step's are empty.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from sightline.core.batch import PADDING_ROW, MaskKind
 from sightline.kernels.triton.write import write_keys_values
 
 Wrapper: TypeAlias = Any
-"""One of the library's, which has no types."""
+"""A wrapper object of the library, which is untyped."""
 
 LN_2 = math.log(2)
 """The library's log-sum-exp is to the base 2."""
 EAGER_PLAN_BYTES = 8 << 20
-"""Of a plan's own numbers, on the device and pinned: the library's default."""
+"""Memory for a plan's index arrays, on the device and pinned: the library's default."""
 HOPPER_DIM = 128
-"""The head dimension of the kernels that are made for Hopper."""
+"""The head dimension that the Hopper kernels are used for."""
 DECODE_PLAN_BYTES = 1 << 20
 """A step of 4096 rows of one token has 17 bytes for each of its 8192 tiles at most."""
 
@@ -73,20 +73,20 @@ class _Planes(NamedTuple):
     k_scale: float
     v_scale: float
     scales: tuple[Tensor, Tensor] | tuple[None, None]
-    """One number each on the device, where the cache is so narrow that it needs them."""
+    """One number each on the device; None unless the cache dtype is scaled."""
 
 
 class _Call(NamedTuple):
-    """Rows that one planned wrapper computes."""
+    """Rows computed by one planned wrapper."""
 
     wrapper: Wrapper
     num_tokens: int
     tokens: Tensor | None
-    """[num_tokens] int64: the step's tokens that take part; None: its first."""
+    """[num_tokens] int64: the step's tokens that take part; None for its first tokens."""
     paged: bool
 
     def __call__(self, inputs: SoftmaxInputs, planes: _Planes, out: Tensor, lse: Tensor | None) -> None:
-        """Fills `out`, but for the scale of values, and `lse`, to the base 2, for the call's tokens."""
+        """Fills `out`, not yet multiplied by the value scale, and `lse`, to base 2, for the call's tokens."""
         count, tokens = self.num_tokens, self.tokens
         q = inputs.q[:count] if tokens is None else inputs.q.index_select(0, tokens)
         found = out[:count] if tokens is None else torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -109,16 +109,16 @@ class _Call(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _FlashInferPlan(AttentionPlan[SoftmaxInputs]):
     planes: tuple[_Planes, ...]
-    """By layer."""
+    """Per layer."""
     write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, which then has no call that reads a pool either."""
+    """[num_tokens] int64; None under `TRANSIENT`, when no call reads a pool."""
     calls: tuple[_Call, ...]
     real: Tensor | None
-    """[num_tokens, 1, 1] bool: tokens of rows, where values must be scaled after the kernel."""
+    """[num_tokens, 1, 1] bool: True for tokens of rows; None unless values are scaled after the kernel."""
     needs_lse: bool
 
     def prepare(self) -> None:
-        """Everything was planned by the library."""
+        """Nothing to do: the library has planned everything."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         planes = self.planes[layer]
@@ -132,38 +132,38 @@ class _FlashInferPlan(AttentionPlan[SoftmaxInputs]):
         for call in self.calls:
             call(inputs, planes, found, lse)
         if self.real is not None and rescaled:
-            # The library would scale padding's output too.
+            # Keep the output of padding tokens, which the library would scale too.
             torch.where(self.real, found * planes.v_scale, out, out=out)
         return None if lse is None else lse.mul_(LN_2)
 
 
 class _Decode:
-    """A captured step's wrapper for one number of rows. Its launches and addresses are the same for every plan."""
+    """A captured step's wrapper for one row count. Every plan has the same launches and addresses."""
 
     def __init__(self, wrapper: Wrapper, num_rows: int) -> None:
         self.wrapper = wrapper
         self.num_rows = num_rows
         self.is_opened = False
-        """The first plan of a wrapper says how many tokens there may ever be: it must be of full rows."""
+        """The first plan of a wrapper fixes its maximum token count, so it must have full rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Lane:
-    """What the steps of one lane share."""
+    """State shared by the steps of one lane."""
 
     decode: tuple[_Decode, ...]
-    """By number of rows."""
+    """In order of row count."""
     pages: Tensor
-    """[max_rows * max_pages] int32: of captured steps."""
+    """[max_rows * max_pages] int32: page lists of captured steps."""
     paged: dict[bool, Wrapper]
-    """By whether it is causal."""
+    """Keyed by whether the wrapper is causal."""
     ragged: dict[bool, Wrapper]
-    """By whether it is causal."""
+    """Keyed by whether the wrapper is causal."""
     copies: CopiesInFlight
 
 
 class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
-    """For NVIDIA's Hopper."""
+    """Fast on NVIDIA Hopper."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = ROWS
 
@@ -174,10 +174,10 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         self._cache_dtype = self._pool.plane("k").dtype
         self._planes = tuple(self._plane(layer) for layer in range(self._pool.spec.num_layers))
         self._is_rescaled = any(planes.v_scale != 1.0 for planes in self._planes)
-        # Windows and softcaps are modules of their own, compiled for either kernel: Ampere's, which decoding needs,
-        # serves both ends there.
+        # A window or a softcap needs its own compiled module for each kernel. The Ampere kernel, which decode needs
+        # anyway, serves prefill too in that case.
         plain = context.spec.window is None and context.spec.softcap is None
-        # Hopper's kernels for the commonest shape alone: each is a module that is compiled for minutes.
+        # Use the Hopper kernels for the most common shape only: each one is a module that takes minutes to compile.
         self._ragged_kernel = "fa3" if plain and context.spec.head_dim == HOPPER_DIM else "fa2"
         self._paged_kernel = self._ragged_kernel if self._cache_dtype == context.dtype else "fa2"
         self._lanes = {lane: self._lane(context, lane) for lane in context.limits.lanes}
@@ -208,7 +208,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
         needed = partial_bytes(context.spec, limits.max_rows, streaming_multiprocessors(device))
         partial = lease("partial results", needed, torch.uint8)
-        # Of the plans of a step at most two live at once: one for each mask.
+        # At most two plans of a step are alive at once: one per mask.
         plans = {causal: lease(f"plan causal={causal}", EAGER_PLAN_BYTES, torch.uint8) for causal in (True, False)}
         decode_plan = lease("plan decode", DECODE_PLAN_BYTES, torch.uint8)
         query_offsets = lease("query offsets", limits.max_rows + 1)
@@ -270,11 +270,11 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         )
 
     def _plan_decode(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Call:
-        """Planned even where no row has a token: a captured step may be replayed on it."""
+        """Plans even if no row has a token, because a captured step may be replayed on the plan."""
         decode = next(each for each in lane.decode if each.num_rows >= step.batch.num_rows)
         if not decode.is_opened:
             self._plan_paged(decode.wrapper, _full_rows(decode.num_rows), lane.pages, decode.num_rows, causal=False)
-            # Its numbers leave the same pinned memory as those of the plan that follows.
+            # Its index arrays use the same pinned memory as those of the plan that follows.
             lane.copies.mark()
             lane.copies.wait()
             decode.is_opened = True
@@ -282,12 +282,12 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         pages = padded(rows.pages(self._pool.page_size), num_rows, 0)
         table_rows = padded(rows.table_rows, num_rows, PADDING_ROW)
         listed = fill_pages("decode", self._pool.table, table_rows, pages, buffers, lane.pages)
-        # One query sees all of its row, or of its window.
+        # A single query sees its whole row, or its whole window.
         self._plan_paged(decode.wrapper, rows, listed, decode.num_rows, causal=False)
         return _Call(decode.wrapper, rows.num_tokens, None, paged=True)
 
     def _plan_rows(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> tuple[_Call, ...]:
-        """One call, or one for each mask."""
+        """One call, or one per mask."""
         batch = step.batch
         transient = step.policy is CachePolicy.TRANSIENT
         is_fresh = transient or (self._cache_dtype == self._dtype and not any(batch.context_lens.exact()))
@@ -316,7 +316,8 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     ) -> _Call:
         name = "causal" if causal else "full"
         tokens = None if alone else _token_indices(name, rows, step, buffers)
-        # A mask's two wrappers plan into one lease: nothing else tells whoever planned before that it was filled again.
+        # Both wrappers of a mask plan into one lease; taking this buffer tells an earlier plan that its memory was
+        # reused.
         buffers.take(f"{name}.planned", (1,), torch.int64).fill_(rows.num_tokens)
         if ragged:
             self._plan_ragged(lane.ragged[causal], rows, causal=causal)
@@ -328,7 +329,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         return _Call(lane.paged[causal], rows.num_tokens, tokens, paged=True)
 
     def _plan_paged(self, wrapper: Wrapper, rows: RowLists, pages: Tensor, num_rows: int, *, causal: bool) -> None:
-        """Rows beyond those of `rows` are empty."""
+        """Leaves rows beyond those of `rows` empty."""
         spec, page_size = self._spec, self._pool.page_size
         wrapper.plan(
             on_host(offsets(rows.query_lens, num_rows)),
@@ -345,7 +346,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             logits_soft_cap=spec.softcap,
             q_data_type=self._dtype,
             kv_data_type=self._cache_dtype,
-            # What the library would compute from the others, on the host as well.
+            # Passed so that the library does not compute it from the other arguments.
             seq_lens=on_host(padded(rows.seq_lens, num_rows, 0)),
             max_token_per_sequence=int(rows.query_lens.max(initial=1)),
             max_sequence_kv=int(rows.seq_lens.max(initial=1)),
@@ -368,13 +369,13 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
 
 def _full_rows(num_rows: int) -> RowLists:
-    """One token and one entry each, in the padding page."""
+    """Rows of one token and one entry each, in the padding page."""
     ones = np.ones(num_rows, dtype=np.int32)
     return RowLists(np.arange(num_rows, dtype=np.int32), ones, ones, ones)
 
 
 def _window_left(spec: SoftmaxSpec) -> int:
-    """Keys before a query's own that it sees; the library says -1 for all."""
+    """Keys to the left of a query that it sees; the library uses -1 for all."""
     return -1 if spec.window is None else spec.window - 1
 
 

@@ -1,11 +1,11 @@
 """Latent attention with FlashInfer: absorbed rows on its kernel over paged entries, others on its ragged prefill.
 
-    rows of at most one new token     absorbed, one call that may be captured
-    others                            the phases of `latent_phases`: absorbed, in calls of so many tokens, or with keys
-                                      and values made of entries, by `latent_varlen`
+    rows of at most one new token     absorbed, one call that can be captured
+    others                            the phases of `latent.phases`: absorbed, in calls of limited size, or with keys
+                                      and values expanded from entries, by `latent.varlen`
 
-Entries are written first, by a kernel of ours. Every wrapper but the captured ones belongs to one plan: several are
-planned before the first of them runs.
+Entries are written first, by a kernel of ours. Every wrapper except the captured ones belongs to one plan, because
+several are planned before the first of them runs.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from sightline.kernels.triton.project import project_real
 from sightline.kernels.triton.write import write_latents
 
 Wrapper: TypeAlias = Any
-"""One of the library's, which has no types."""
+"""A wrapper object of the library, which is untyped."""
 
 RAGGED_DIMS = (192, 128)
-"""Of a head's key and value: the pair of unequal ones that Hopper's ragged kernel has."""
+"""Key and value dimensions of a head: the only unequal pair that the Hopper ragged kernel supports."""
 ABSORBED_TOKENS = 1024
-"""New tokens of one absorbed call, where there are not more rows than that: they have room for queries and latents."""
+"""Tokens per absorbed call, unless the step has more rows than that; sizes the buffers for queries and latents."""
 QUERY_TILE = 128
-"""New tokens of a row that are one unit of work of the ragged kernel."""
+"""New tokens of a row that form one work item of the ragged kernel."""
 
 
 class _Scratch(NamedTuple):
@@ -70,11 +70,11 @@ class _Scratch(NamedTuple):
     queries: Tensor
     """[absorbed tokens, heads, latent + rope]."""
     latents: Tensor
-    """[absorbed tokens, heads, latent]: what heads found."""
+    """[absorbed tokens, heads, latent]: attention results in latent space."""
     values: Tensor
     """[absorbed tokens, heads, value]."""
     partial: Tensor
-    """Bytes: the library's float workspace."""
+    """The library's float workspace, in bytes."""
 
 
 class _LayerRun(NamedTuple):
@@ -83,7 +83,7 @@ class _LayerRun(NamedTuple):
     entries: Tensor
     """[num_pages, page_size, latent + rope]."""
     scale: float | None
-    """Of a cache so narrow that it has one."""
+    """None unless the cache dtype is scaled."""
     inputs: LatentInputs
     scratch: _Scratch
     out: Tensor
@@ -91,24 +91,24 @@ class _LayerRun(NamedTuple):
 
 
 class _Absorbed(NamedTuple):
-    """Rows that one wrapper over entries computes."""
+    """Rows computed by one wrapper over entries."""
 
     wrapper: Wrapper
     num_queries: int
-    """As planned: of a captured step, those of rows that stand for nobody too."""
+    """Number of planned queries; in a captured step this includes padding rows."""
     num_tokens: int
-    """Of the step's, which are the first queries."""
+    """Number of the step's tokens, which are the first queries."""
     tokens: Tensor | None
-    """[num_tokens] int64; None: the step's first."""
+    """[num_tokens] int64; None for the step's first tokens."""
     num_real: Tensor | None
-    """[1] int64, of a step that may be captured: the tokens of rows, which are the first."""
+    """[1] int64: number of non-padding tokens, which come first; None unless the step may be captured."""
 
     def __call__(self, run: _LayerRun) -> None:
         inputs, scratch, count = run.inputs, run.scratch, self.num_tokens
         q_nope, q_rope = (self._of(each) for each in (inputs.q_nope, inputs.q_rope))
         queries = scratch.queries[:count]
         if self.num_real is not None:
-            # Of queries beyond them the kernel reads what lies there: what it finds for those, nobody projects.
+            # Queries beyond the real ones hold stale data, and their results are not projected.
             project_real(q_nope, inputs.key_up.transpose(1, 2), self.num_real, queries, beside=q_rope)
         else:
             absorb_queries(q_nope, q_rope, inputs.key_up, queries)
@@ -148,12 +148,12 @@ class _Absorbed(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _FlashInferLatentPlan(AttentionPlan[LatentInputs]):
     entries: tuple[Tensor, ...]
-    """By layer: [num_slots, latent + rope]."""
+    """Per layer: [num_slots, latent + rope]."""
     page_size: int
     scales: tuple[float | None, ...]
-    """By layer, of a cache so narrow that it has them."""
+    """Per layer; None unless the cache dtype is scaled."""
     device_scales: tuple[Tensor | None, ...]
-    """By layer: one number each."""
+    """Per layer: one number each."""
     write_slots: Tensor | None
     """[num_tokens] int64; None under `TRANSIENT`."""
     scratch: _Scratch
@@ -162,7 +162,7 @@ class _FlashInferLatentPlan(AttentionPlan[LatentInputs]):
     needs_lse: bool
 
     def prepare(self) -> None:
-        """Everything was planned by the library."""
+        """Nothing to do: the library has planned everything."""
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
         entries = self.entries[layer]
@@ -181,7 +181,7 @@ class _FlashInferLatentPlan(AttentionPlan[LatentInputs]):
 
 
 class _Decode(NamedTuple):
-    """A captured step's wrapper for one number of rows, all of them of one token in every plan."""
+    """A captured step's wrapper for one row count. Every row has one token in every plan."""
 
     wrapper: Wrapper
     num_rows: int
@@ -189,13 +189,13 @@ class _Decode(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Lane:
-    """What the steps of one lane share."""
+    """State shared by the steps of one lane."""
 
     scratch: _Scratch
     decode: tuple[_Decode, ...]
-    """By number of rows."""
+    """In order of row count."""
     pages: Tensor
-    """[max_rows * max_pages] int32: of captured steps."""
+    """[max_rows * max_pages] int32: page lists of captured steps."""
     copies: CopiesInFlight
 
 
@@ -211,7 +211,7 @@ class _RaggedCall:
 
 @dataclass(frozen=True, eq=False)
 class _RaggedKernel:
-    """The library's ragged prefill, as `latent_varlen` wants it."""
+    """The library's ragged prefill as a `VarlenKernel`."""
 
     spec: LatentSpec
     dtype: torch.dtype
@@ -223,7 +223,7 @@ class _RaggedKernel:
     ) -> _RaggedCall:
         heads = self.spec.num_q_heads
         tiles = sum(-(-query_len // QUERY_TILE) for query_len in query_lens)
-        # Seven numbers for each tile of each head, and one for each multiprocessor; each list on a border of 16 bytes.
+        # Seven numbers per tile per head and one per multiprocessor; each list is aligned to 16 bytes.
         num_bytes = 4 * (7 * heads * tiles + self.multiprocessors + 1) + 256
         wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self.partial, "NHD", backend="fa3")
         wrapper.reset_workspace_buffer(self.partial, buffers.take(f"{name}.plan", (num_bytes,), torch.uint8))
@@ -242,7 +242,7 @@ class _RaggedKernel:
 
 
 class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
-    """For NVIDIA's Hopper."""
+    """Fast on NVIDIA Hopper."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = LATENT_ROWS
 
@@ -278,7 +278,8 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             return context.workspace.lease(context.group, f"flashinfer {name}", lane, shape, dtype)
 
         heads = spec.num_q_heads
-        # A partial result of the captured kernel: one vector and one number for each of 64 rows of each block, twice.
+        # A partial result of the captured kernel has one vector and one number for each of 64 rows of each block,
+        # twice.
         partial_bytes = 2 * 64 * streaming_multiprocessors(context.device) * (2 * spec.latent_dim + 4) + 1024
         scratch = _Scratch(
             queries=lease("queries", tokens, heads, spec.head_dim),
@@ -336,9 +337,9 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         )
 
     def _plan_decode(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Absorbed:
-        """Every row has one query, and those beyond the step's an entry of the padding page.
+        """Gives every row one query, and rows beyond the step's one entry of the padding page.
 
-        The library launches one of two shapes, by the average number of queries: it must not depend on padding.
+        The library picks one of two launch shapes by the average number of queries, which must not depend on padding.
         """
         batch = step.batch
         decode = next(each for each in lane.decode if each.num_rows >= batch.num_rows)
@@ -358,7 +359,7 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
     def _plan_absorbed(
         self, rows: Sequence[int], step: StepView, lane: _Lane, buffers: PlanBuffers
     ) -> Iterator[_Absorbed]:
-        """As many calls as there is room for queries."""
+        """Splits the rows into calls that fit the query buffer."""
         starts = step.batch.query_offsets_host()
         for index, chosen in enumerate(_packed(rows, step.batch.query_lens.exact(), self._absorbed_tokens)):
             name, lists = f"absorbed{index}", RowLists.of(step.batch, chosen)
@@ -385,7 +386,7 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             head_dim_ckv=spec.latent_dim,
             head_dim_kpe=spec.rope_dim,
             page_size=page_size,
-            # One query sees all of its row.
+            # A single query sees its whole row.
             causal=bool(rows.query_lens.max() > 1),
             sm_scale=spec.scale,
             q_data_type=self._dtype,
@@ -396,7 +397,7 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
 
 
 def _packed(rows: Sequence[int], query_lens: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Rows side by side, as many as there is room for their tokens; a row alone always has it."""
+    """Packs rows so that each pack has at most `room` tokens; a single row always fits."""
     packed: list[int] = []
     for row in rows:
         if packed and sum(query_lens[each] for each in packed) + query_lens[row] > room:

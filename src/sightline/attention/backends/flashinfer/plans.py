@@ -1,6 +1,6 @@
-"""What FlashInfer's wrappers are planned from: rows as it wants them, lists of pages, memory, and copies in flight.
+"""Inputs for planning FlashInfer's wrappers: row lists, page lists, memory sizes, and copies in flight.
 
-Knows page tables and host lengths. Does not know the library: its wrappers are the backends' own.
+Knows page tables and host lengths. Does not know the library's wrappers, which the backends own.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sightline.kernels.triton.pages import list_pages
 HostInts = npt.NDArray[np.int32]
 
 STREAMING_MULTIPROCESSORS_WITHOUT_A_DEVICE = 4
-"""Where there is no CUDA device, as in tests."""
+"""Used if there is no CUDA device, as in tests."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowLists:
-    """Rows of a step that have new tokens, in order."""
+    """The rows of a step that have new tokens, in order."""
 
     rows: HostInts
-    """[n]: their places in the step."""
+    """[n]: indices of the rows in the step."""
     query_lens: HostInts
     """[n], above 0."""
     seq_lens: HostInts
@@ -40,7 +40,7 @@ class RowLists:
 
     @staticmethod
     def of(batch: Batch, rows: Sequence[int] | None = None) -> RowLists:
-        """All rows of the batch that have new tokens, or those of `rows` that have."""
+        """All rows of the batch that have new tokens, or those among `rows`."""
         queries, contexts, table_rows = (
             np.fromiter(values, np.int32, batch.num_rows)
             for values in (batch.query_lens.exact(), batch.context_lens.exact(), batch.rows)
@@ -58,12 +58,12 @@ class RowLists:
         return int(self.query_lens.sum())
 
     def pages(self, page_size: int) -> HostInts:
-        """[n]: pages of each row."""
+        """[n]: page count per row."""
         return -(-self.seq_lens // page_size)
 
 
 def offsets(lens: HostInts, num_rows: int | None = None) -> HostInts:
-    """[num_rows + 1]: prefix sums; rows beyond those of `lens` are empty."""
+    """[num_rows + 1]: prefix sums; rows beyond `lens` are empty."""
     sums = np.zeros((len(lens) if num_rows is None else num_rows) + 1, dtype=np.int32)
     np.cumsum(lens, out=sums[1 : len(lens) + 1])
     sums[len(lens) + 1 :] = sums[len(lens)]
@@ -71,28 +71,29 @@ def offsets(lens: HostInts, num_rows: int | None = None) -> HostInts:
 
 
 def padded(values: HostInts, num_rows: int, fill: int) -> HostInts:
-    """[num_rows]: the values, and `fill` beyond them."""
+    """[num_rows]: `values`, then `fill`."""
     wide = np.full(num_rows, fill, dtype=np.int32)
     wide[: len(values)] = values
     return wide
 
 
 def last_page_lens(seq_lens: HostInts, page_size: int) -> HostInts:
-    """[n]: entries in the last page of each row; 0 of an empty row."""
+    """[n]: entries in each row's last page; 0 for an empty row."""
     return np.where(seq_lens > 0, (seq_lens - 1) % page_size + 1, 0).astype(np.int32)
 
 
 def on_host(values: npt.NDArray[np.int32 | np.int64]) -> Tensor:
-    """The same memory. It is pageable: a copy to a device has left it when the call that made it returns."""
+    """A tensor that shares the array's memory. It is pageable, so a copy to a device has read it when the call
+    returns."""
     return torch.from_numpy(values)
 
 
 def fill_pages(
     name: str, table: PageTable, table_rows: HostInts, pages: HostInts, buffers: PlanBuffers, out: Tensor
 ) -> Tensor:
-    """Writes the rows' pages, row after row, into `out` int32, and returns the part of it that it filled.
+    """Writes the rows' pages, row after row, into `out` int32, and returns the filled part.
 
-    The device walks the table: the host's work grows with rows, not with pages.
+    The device walks the table, so the host's work grows with rows, not with pages.
     """
     staged = buffers.take(f"{name}.rows", (3, len(table_rows)), torch.int64)
     starts = offsets(pages)
@@ -102,9 +103,9 @@ def fill_pages(
 
 
 class CopiesInFlight:
-    """Keeps planning from touching pinned memory out of which an earlier plan of the lane still copies.
+    """Prevents planning from overwriting pinned memory that an earlier plan of the lane is still copying from.
 
-    The library plans into pinned memory of its own, and copies from it in the order of the stream.
+    The library plans into its own pinned memory and copies from it in stream order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,12 +114,12 @@ class CopiesInFlight:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
-        """Until what was marked has been copied: long ago, as a rule."""
+        """Waits until the marked copies are done. Usually returns at once."""
         if self._done is not None:
             self._done.synchronize()
 
     def mark(self) -> None:
-        """All copies of a plan have been asked for."""
+        """Records that all copies of a plan have been issued."""
         if self._done is not None:
             self._done.record()
 
@@ -130,16 +131,16 @@ def streaming_multiprocessors(device: torch.device) -> int:
 
 
 def row_sizes(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that captured steps are planned for: powers of two, and the largest."""
+    """Row counts that captured steps are planned for: powers of two, and the maximum."""
     sizes = [1 << exponent for exponent in range(max_rows.bit_length()) if 1 << exponent < max_rows]
     return (*sizes, max_rows)
 
 
 def partial_bytes(spec: SoftmaxSpec, max_rows: int, multiprocessors: int) -> int:
-    """What split contexts need of the float workspace, at most.
+    """Upper bound on the float workspace that split contexts need.
 
-    A partial result is one fp32 vector and one number for each head of each query row of each split. Splits are at most
-    two blocks a multiprocessor; a step that may be captured reserves for its tiles too, however many there are.
+    A partial result is one fp32 vector and one number per head, query row and split. There are at most two blocks of
+    splits per multiprocessor; a step that may be captured also reserves memory for all of its tiles.
     """
     group, heads = spec.group_size, spec.num_q_heads
     splits = max(1, 2 * multiprocessors // spec.num_kv_heads)

@@ -24,7 +24,7 @@ class _ReferencePlan(AttentionPlan[SoftmaxInputs]):
     step: ReferenceStep
 
     def prepare(self) -> None:
-        """Nothing is shared between layers."""
+        """Nothing to do: layers share no work."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         keys, values = self.pool.plane("k")[layer], self.pool.plane("v")[layer]
@@ -47,7 +47,7 @@ class _ReferencePlan(AttentionPlan[SoftmaxInputs]):
 
 
 class ReferenceBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
-    """Serves anything, slowly."""
+    """Serves every softmax spec, slowly."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = (reference_capability(SpecKind.SOFTMAX, frozenset(Feature)),)
 

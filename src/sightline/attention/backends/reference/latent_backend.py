@@ -1,6 +1,6 @@
 """The oracle of latent attention as a backend: head by head, entry by entry, in fp32. Slow on purpose.
 
-Knows one way only: every head's keys and values are made.
+Always expands every head's keys and values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _ReferencePlan(AttentionPlan[LatentInputs]):
     step: ReferenceStep
 
     def prepare(self) -> None:
-        """Nothing is shared between layers."""
+        """Nothing to do: layers share no work."""
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
         entries, new = self.pool.plane("entry")[layer], torch.cat([inputs.latent, inputs.k_rope], dim=-1)
@@ -50,7 +50,7 @@ class _ReferencePlan(AttentionPlan[LatentInputs]):
 
 
 class ReferenceLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
-    """Serves any latent spec, slowly."""
+    """Serves every latent spec, slowly."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = (
         reference_capability(SpecKind.LATENT, frozenset(Feature) - {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS}),

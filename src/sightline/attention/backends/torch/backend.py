@@ -1,9 +1,9 @@
-"""Softmax attention with torch alone: one product kernel for each tile of rows.
+"""Softmax attention with torch alone: one kernel call per tile of rows.
 
-Uses the fused kernel where it fits and plain products where it does not (softcap, sinks, LSE, trees). Rows with short
-contexts are gathered and served together, whatever their lengths; a long context whose pages lie side by side in the
-pool is read in place, which costs a call and saves moving every byte of it. Out of a cache of 8-bit floats everything
-is gathered, since it is converted anyway, new tokens too: what a row sees of them is what the cache keeps.
+Uses the fused kernel where it fits and plain matrix products otherwise (softcap, sinks, LSE, trees). Rows with short
+contexts are gathered and served together, whatever their lengths. A long context whose pages are adjacent in the pool
+is read in place, which costs a call but saves copying it. A cache of 8-bit floats is always gathered, because it must
+be converted; so are new tokens, so that a row sees the rounded values that the cache keeps.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from sightline.core.device import DeviceKind
 from sightline.kernels.softmax_attention import composed_attention, fused_attention
 
 MIN_GATHERED_KEYS = 4096
-"""Keys that a tile may gather even where sequences are shorter: enough rows to be worth a call."""
+"""Keys that a tile may gather even if sequences are shorter: enough rows to be worth a call."""
 
 MIN_KEYS_IN_PLACE = 1024
-"""Keys from which on a row is worth a call of its own, if that saves gathering them. A row alone has one anyway.
+"""Rows with at least this many keys are worth their own call if that saves gathering. A row alone has one anyway.
 
-At 16 rows of 256 keys calls of their own cost half as much again as gathering; at twice that they are even.
+At 16 rows of 256 keys, separate calls cost half as much again as gathering; at 512 keys they break even.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class _Tile:
-    """Rows that are computed in one call."""
+    """Rows computed in one call."""
 
     tokens: TileTokens
     source: KeySource
@@ -77,16 +77,16 @@ class _Tile:
 class _TorchPlan(AttentionPlan[SoftmaxInputs]):
     spec: SoftmaxSpec
     keys: tuple[EntryPlane, ...]
-    """By layer: [num_slots, num_kv_heads, head_dim]."""
+    """Per layer: [num_slots, num_kv_heads, head_dim]."""
     values: tuple[EntryPlane, ...]
-    """By layer, as the keys."""
+    """Per layer: [num_slots, num_kv_heads, head_dim]."""
     write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, which then has no tile that reads a pool either."""
+    """[num_tokens] int64; None under `TRANSIENT`, when no tile reads a pool."""
     tiles: tuple[_Tile, ...]
     needs_lse: bool
 
     def prepare(self) -> None:
-        """Everything was built on the host."""
+        """Nothing to do: everything was built on the host."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         entries = LayerEntries(layer, self.keys[layer], self.values[layer], inputs)
@@ -121,14 +121,14 @@ def _capability(dtype: torch.dtype) -> Capability:
         head_dims=ANY,
         group_sizes=ANY,
         page_sizes=ANY,
-        # Rows beside a row change the shapes of the products, and with them the order of their sums.
+        # Other rows change the shapes of the products, and with them the order of summation.
         features=frozenset(Feature) - {Feature.BATCH_INVARIANT},
         host_lengths=HostLengths.EXACT,
     )
 
 
 class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
-    """For real use on a CPU."""
+    """The default backend on a CPU."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = tuple(
         _capability(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -179,7 +179,7 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         )
 
     def _run(self, span: RowSpan, step: StepView) -> slice | None:
-        """The slots of a row that is read where it lies."""
+        """The slots of a row that is read in place, otherwise None."""
         if self._is_scaled or self._comes_from_step(span, step):
             return None
         stop = span.context_len + span.query_len
@@ -199,7 +199,7 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             slots = buffers.take(f"{name}.slots", (len(rows), num_keys), torch.int64)
             fill_slots(rows, self._pool.table, step.batch.rows, self._pool.page_size, slots)
             source = Gathered(slots, self._scratch[step.lane])
-        # A tree's query that sees nothing would be NaN in the fused kernel.
+        # In the fused kernel, a tree query that sees no key would give NaN.
         fused = self._fits_fused(step) and rows[0].kind is not MaskKind.TREE
         causal = fused and is_plain_causal(rows, self._spec)
         bias = None
@@ -209,9 +209,9 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         return _Tile(tokens, source, bias, causal, fused)
 
     def _comes_from_step(self, span: RowSpan, step: StepView) -> bool:
-        """True where the step's own keys are all that a row reads, and the cache, if any, holds just those."""
+        """True if the row reads only the step's own keys, and any cache stores them unchanged."""
         return step.policy is CachePolicy.TRANSIENT or (span.is_fresh and not self._is_scaled)
 
     def _fits_fused(self, step: StepView) -> bool:
-        """The fused kernel has no softcap, sinks or LSE."""
+        """True if the step needs no softcap, sinks or LSE, which the fused kernel lacks."""
         return self._spec.softcap is None and not self._spec.sinks and Feature.LSE not in step.needs

@@ -1,9 +1,9 @@
-"""Latent attention with torch alone: the phases of `latent_phases`, each a few products.
+"""Latent attention with torch alone: the phases of `latent.phases`, each a few matrix products.
 
-Absorbed rows are computed in tiles, as attention over one key head; where a row's pages lie side by side its entries
-are read in place. The other phases make keys and values in leased memory, for as many entries as fit, and attend row by
-row; parts of one row are merged by their log-sum-exp. Out of a cache of 8-bit floats everything is gathered, since it
-is converted anyway, new tokens too: what a row sees of them is what the cache keeps.
+Absorbed rows are computed in tiles, as attention over one key head; a row whose pages are adjacent is read in place.
+The other phases expand keys and values into leased memory, for as many entries as fit, and attend row by row; parts of
+one row are merged by their log-sum-exp. A cache of 8-bit floats is always gathered, because it must be converted; so
+are new tokens, so that a row sees the rounded values that the cache keeps.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
 
 MIN_GATHERED_KEYS = 4096
-"""Entries that a tile may gather even where sequences are shorter: enough rows to be worth a call."""
+"""Entries that a tile may gather even if sequences are shorter: enough rows to be worth a call."""
 MIN_KEYS_IN_PLACE = 256
-"""Entries from which on a row is worth a call of its own, if that saves gathering them. A row alone has one anyway."""
+"""Rows with at least this many entries are worth their own call if that saves gathering. A row alone has one anyway."""
 MAX_SCORES = 1 << 22
-"""Of a call: 16 MiB in fp32. What would have more is cut by query."""
+"""Maximum scores per call: 16 MiB in fp32. Larger calls are split by query."""
 
 
 @dataclass(frozen=True, eq=False)
 class _LatentPlan(AttentionPlan[LatentInputs]):
     spec: LatentSpec
     planes: tuple[Tensor, ...]
-    """By layer: [num_slots, latent + rope], as it is stored."""
+    """Per layer: [num_slots, latent + rope], as stored."""
     entries: tuple[EntryPlane, ...]
-    """The same, to move entries through."""
+    """Accessors for `planes`, per layer."""
     write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, which then has no phase that reads a pool either."""
+    """[num_tokens] int64; None under `TRANSIENT`, when no phase reads a pool."""
     scratch: LatentScratch
     absorbed: tuple[AbsorbedTile, ...]
     expanded: tuple[Expansion, ...]
@@ -80,7 +80,7 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
     needs_lse: bool
 
     def prepare(self) -> None:
-        """Everything was built on the host."""
+        """Nothing to do: everything was built on the host."""
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
         num_tokens = inputs.latent.shape[0]
@@ -117,15 +117,15 @@ def _capability(dtype: torch.dtype) -> Capability:
 
 
 class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
-    """For real use on a CPU."""
+    """The default backend on a CPU."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = tuple(
         _capability(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
     choose: ClassVar[Choose] = staticmethod(cheapest_way)
-    """The way of a row."""
+    """Chooses how a row is computed."""
     room_bytes: ClassVar[int] = 128 << 20
-    """For keys and values that are made of entries."""
+    """Memory for keys and values expanded from entries."""
 
     def __init__(self, context: BackendContext[LatentSpec]) -> None:
         self._spec = spec = context.spec
@@ -194,13 +194,13 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             yield self._plan_tile(f"tile{index}", rows, alone.get(rows[0]), step, buffers)
 
     def _run(self, span: RowSpan, step: StepView) -> slice | None:
-        """The slots of a row that is read where it lies."""
+        """The slots of a row that is read in place, otherwise None."""
         if self._is_scaled or self._comes_from_step(span, step):
             return None
         return self._pool.table.run(step.batch.rows[span.row], 0, span.num_keys, self._pool.page_size)
 
     def _comes_from_step(self, span: RowSpan, step: StepView) -> bool:
-        """True where the step's own entries are all that a row reads, and the cache, if any, holds just those."""
+        """True if the row reads only the step's own entries, and any cache stores them unchanged."""
         return step.policy is CachePolicy.TRANSIENT or (span.is_fresh and not self._is_scaled)
 
     def _plan_tile(
@@ -233,7 +233,7 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         return Expansion(self._plan_source(name, phase, step, buffers), tuple(blocks))
 
     def _plan_source(self, name: str, phase: Phase, step: StepView, buffers: PlanBuffers) -> EntrySource:
-        """The phase's entries: the step's own where all of them are, else out of the pool."""
+        """Reads the phase's entries from the step if all of them are there, otherwise from the pool."""
         places = buffers.take(f"{name}.entries", (1, phase.num_keys), torch.int64)
         ragged = phase.kind is PhaseKind.RAGGED and not self._is_scaled
         from_step = step.policy is CachePolicy.TRANSIENT or ragged
@@ -254,7 +254,7 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
     def _plan_blocks(
         self, name: str, part: RowPart, first: int, buffers: PlanBuffers, *, merges: bool
     ) -> Iterator[QueryBlock]:
-        """The part's queries, cut so that a call has few enough scores; `first` is where its keys begin."""
+        """Splits the part's queries so that each call has few enough scores; `first` is the index of its first key."""
         span = part.span
         count = max(1, MAX_SCORES // (self._spec.num_q_heads * part.num_keys))
         for start in range(part.first_query, span.query_len, count):
@@ -264,7 +264,7 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
                 last_key = min(last_key, span.context_len + stop)
             num_keys = last_key - part.first_key
             bias = None
-            # The first query of the block sees the fewest keys.
+            # The block's first query sees the fewest keys.
             if span.kind is MaskKind.CAUSAL and span.context_len + start < last_key - 1:
                 bias = buffers.take(f"{name}.bias{start}", (1, 1, stop - start, num_keys), self._dtype)
                 reach = span.context_len + start - part.first_key
@@ -279,7 +279,7 @@ def _tokens(span: RowSpan) -> slice:
 
 
 def _one_run(parts: Sequence[RowPart]) -> slice | None:
-    """The step's tokens that the parts' keys are, where they lie side by side."""
+    """The step's tokens that hold the parts' keys if they are contiguous, otherwise None."""
     starts = [part.span.first_token - part.span.context_len + part.first_key for part in parts]
     stops = [start + part.num_keys for start, part in zip(starts, parts, strict=True)]
     return slice(starts[0], stops[-1]) if starts[1:] == stops[:-1] else None

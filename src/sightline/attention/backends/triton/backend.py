@@ -1,8 +1,8 @@
 """Softmax attention with Sightline's own Triton kernels.
 
-Leading rows of one new token are decoded by two launches a layer, which write the cache too; other rows, and whatever
-stands among them, are extended by a write and one launch. Planning is device work: the host looks at bounds of query
-lengths and at nothing else, so that a captured step serves any lengths.
+Leading rows of one new token are decoded by two launches per layer, which also write the cache. All other rows are
+extended by a write and one launch. Planning is device work: the host looks only at bounds of query lengths, so a
+captured step serves any lengths.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from sightline.kernels.triton.write import write_keys_values
 
 @dataclass(frozen=True, eq=False)
 class _Decode:
-    """Rows of one new token at most."""
+    """Rows of at most one new token."""
 
     rows: DecodeRows
     scratch: DecodeScratch
@@ -65,10 +65,10 @@ class _Extend:
 
     query_lens: Tensor
     context_lens: Tensor | None
-    """None under `TRANSIENT`, as the page-table rows."""
+    """None under `TRANSIENT`, like the page-table rows."""
     table_rows: Tensor | None
     served: Tensor | None
-    """[num_rows] int8: 1 for the rows that are extended; None for all."""
+    """[num_rows] int8: 1 for extended rows; None if all are."""
     query_offsets: Tensor
     tiles: Tiles
     masks: ExtendMasks
@@ -81,7 +81,7 @@ class _TritonPlan(AttentionPlan[SoftmaxInputs]):
     spec: SoftmaxSpec
     layers: Sequence[DecodeLayer]
     write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, which then reads no pool either."""
+    """[num_tokens] int64; None under `TRANSIENT`, which reads no pool."""
     pages: Tensor
     page_size: int
     decode: _Decode | None
@@ -89,7 +89,7 @@ class _TritonPlan(AttentionPlan[SoftmaxInputs]):
     needs_lse: bool
 
     def prepare(self) -> None:
-        """Deals out the work on the device."""
+        """Distributes the work, on the device."""
         if self.decode is not None:
             config, spec = self.decode.config, self.spec
             heads = spec.num_kv_heads * config.num_subgroups(spec.group_size)
@@ -135,7 +135,7 @@ class _TritonPlan(AttentionPlan[SoftmaxInputs]):
                 lse=lse,
             )
             return
-        # All tokens: those that are decoded are written twice, alike.
+        # Writes all tokens; decoded ones are written twice, with the same values.
         write_keys_values(inputs.k, inputs.v, layer.keys, layer.values, self.write_slots, layer.k_scale, layer.v_scale)
         extend_paged(
             inputs.q,
@@ -167,7 +167,7 @@ class _Lane:
 
 
 class TritonBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
-    """For NVIDIA GPUs."""
+    """Runs on NVIDIA GPUs."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = ROWS
 
@@ -205,13 +205,13 @@ class TritonBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             )
 
         self._lanes = {lane: lane_leases(lane) for lane in limits.lanes}
-        # Zeros, then ones: a slice of it says that the first so many rows are decoded, and needs no copy.
+        # Zeros, then ones: a slice marks the first n rows as decoded without a copy.
         self._served = torch.zeros(2 * limits.max_rows, dtype=torch.int8, device=context.device)
         self._served[limits.max_rows :] = 1
         self._max_rows = limits.max_rows
 
     def _extend_config(self, longest_query: int) -> tuple[ExtendConfig, int]:
-        """How queries are cut, and how many a tile has."""
+        """The tiling of queries, and the number of queries per tile."""
         spec = self._spec
         config = choose_config(
             self._dtype,

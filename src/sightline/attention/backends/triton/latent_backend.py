@@ -1,8 +1,8 @@
 """Latent attention with Sightline's own Triton kernels.
 
-A step of rows of one new token is decoded over the entries by two launches a layer, which write the cache too. Of other
-steps, rows of few queries attend to the entries as they lie, absorbed, and the rest to keys and values that are made of
-them (`latent_varlen`).
+A step whose rows have one new token each is decoded over the entries by two launches per layer, which also write the
+cache. In other steps, rows with few queries attend to the entries in place, absorbed, and the rest to keys and values
+expanded from them (`latent.varlen`).
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ class _Lane:
 
     decode: DecodeScratch
     queries: Tensor
-    """[max_step_tokens, heads, latent + rope]: taken into the latent's space."""
+    """[max_step_tokens, heads, latent + rope]: queries projected into latent space."""
     found: Tensor
     """[max_step_tokens, heads, latent]."""
     entries: Tensor
-    """[max_step_tokens, latent + rope]: of the step itself, where there is no pool."""
+    """[max_step_tokens, latent + rope]: the step's own entries, used if there is no pool."""
     projected: Tensor
     """[max_step_tokens, heads, value]."""
     num_real: Tensor
-    """[1] int64: of a step that is decoded, the tokens of rows."""
+    """[1] int64: number of non-padding tokens of a decode step."""
     query_offsets: Tensor
     """[max_rows + 1] int64."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Decode:
-    """Rows of one new token at most."""
+    """Rows of at most one new token."""
 
     rows: DecodeRows
     scratch: DecodeScratch
@@ -87,16 +87,16 @@ class _Decode:
 
 @dataclass(frozen=True, eq=False)
 class _Absorbed:
-    """Rows whose queries meet entries as they lie."""
+    """Rows whose queries attend to entries directly."""
 
     query_lens: Tensor
     context_lens: Tensor | None
-    """None under `TRANSIENT`, as the page-table rows."""
+    """None under `TRANSIENT`, like the page-table rows."""
     table_rows: Tensor | None
     served: Tensor
-    """[num_rows] int8: 1 for those rows."""
+    """[num_rows] int8: 1 for absorbed rows."""
     is_served: Tensor
-    """[num_tokens] bool: True for their tokens."""
+    """[num_tokens] bool: True for tokens of absorbed rows."""
     query_offsets: Tensor
     tiles: Tiles
     masks: ExtendMasks
@@ -121,12 +121,12 @@ class _RaggedCall:
 
 @dataclass(frozen=True, eq=False)
 class _RaggedKernel:
-    """The extend kernel, as `latent_varlen` wants it."""
+    """The extend kernel as a `VarlenKernel`."""
 
     spec: LatentSpec
     dtype: torch.dtype
     shared_bytes: int
-    """That one program may have."""
+    """Shared memory available to one program."""
 
     def plan(
         self, name: str, query_lens: Sequence[int], key_lens: Sequence[int], *, causal: bool, buffers: PlanBuffers
@@ -155,7 +155,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     spec: LatentSpec
     layers: Sequence[LatentLayer]
     write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, which then reads no pool either."""
+    """[num_tokens] int64; None under `TRANSIENT`, which reads no pool."""
     pages: Tensor
     page_size: int
     lane: _Lane
@@ -165,7 +165,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     needs_lse: bool
 
     def prepare(self) -> None:
-        """Deals out the work on the device."""
+        """Distributes the work, on the device."""
         if self.decode is not None:
             rows, config = self.decode.rows, self.decode.config
             divide(rows, self.decode.scratch, config, config.num_subgroups(self.spec.num_q_heads), None)
@@ -199,7 +199,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     def _decode(
         self, decode: _Decode, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
     ) -> None:
-        # Rows of one token each come first: what is beyond them is padding, and its output stays.
+        # Rows of one token each come first; the rest is padding, whose output is left as it is.
         tokens = min(decode.rows.num_rows, out.shape[0])
         num_real, overlaps = self.lane.num_real, decode.config.overlaps
         q_latent = self.lane.queries[:tokens, :, : self.spec.latent_dim]
@@ -257,7 +257,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
 
 
 class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
-    """For NVIDIA GPUs."""
+    """Runs on NVIDIA GPUs."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = LATENT_ROWS
 

@@ -1,4 +1,4 @@
-"""What both Triton backends plan alike: how decode is cut on a device, its leases, and masks that are not all causal.
+"""Planning shared by both Triton backends: decode tiling for a device, its leases, and non-causal masks.
 
 Knows devices, leases and batches. Does not know what a layer caches.
 """
@@ -20,25 +20,25 @@ from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, Extend
 from sightline.kernels.triton.extend_rules import MaskKind as KernelMask
 
 Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
-"""A name, a shape and a dtype."""
+"""Takes a lease, given a name, a shape and a dtype."""
 
 _KINDS = {MaskKind.CAUSAL: KernelMask.CAUSAL, MaskKind.FULL: KernelMask.FULL, MaskKind.TREE: KernelMask.TREE}
 _OVERLAPPING = frozenset({(9, 0)})
-"""Compute capabilities on which a launch may begin before the one before it ends."""
+"""Compute capabilities on which a launch may begin before the previous one ends."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What of a device decides how work is cut."""
+    """Device properties that determine how work is split."""
 
     multiprocessors: int
     shared_bytes: int
-    """That one program may have."""
+    """Shared memory available to one program."""
     overlaps: bool
 
     @staticmethod
     def of(device: torch.device) -> Chip:
-        """A small one stands for the interpreter's CPU."""
+        """Properties of `device`; small placeholder values for the interpreter's CPU."""
         if device.type != "cuda":
             return Chip(multiprocessors=3, shared_bytes=1 << 17, overlaps=False)
         properties = torch.cuda.get_device_properties(device)
@@ -61,7 +61,7 @@ def lease_decode(lease: Lease, config: DecodeConfig, max_rows: int, value_dim: i
 
 
 def decode_rows(batch: Batch, count: int, pool: Pool) -> DecodeRows:
-    """The first rows of a batch."""
+    """Decode inputs for the first `count` rows of a batch."""
     return DecodeRows(
         query_lens=batch.query_lens.device[:count],
         context_lens=batch.context_lens.device[:count],
@@ -73,14 +73,14 @@ def decode_rows(batch: Batch, count: int, pool: Pool) -> DecodeRows:
 
 
 def layer_scales(pool: Pool, plane: str) -> tuple[Tensor | None, ...]:
-    """By layer: [1] fp32 where entries are scaled."""
+    """Per layer: [1] fp32, or None if entries are not scaled."""
     if pool.plane(plane).dtype is not torch.float8_e4m3fn:
         return (None,) * pool.spec.num_layers
     return tuple(pool.scales_device(plane).unsqueeze(1).unbind(0))
 
 
 def plan_masks(batch: Batch, buffers: PlanBuffers) -> ExtendMasks:
-    """The masks of all rows; those of one kind need nothing on the device."""
+    """The masks of all rows. If all are of one kind, nothing is needed on the device."""
     kinds = {mask.kind for mask in batch.masks}
     if kinds <= {MaskKind.CAUSAL}:
         return CAUSAL_ROWS
@@ -95,7 +95,7 @@ def plan_masks(batch: Batch, buffers: PlanBuffers) -> ExtendMasks:
 
 
 def _plan_trees(masks: Sequence[RowMask], buffers: PlanBuffers) -> tuple[Tensor, Tensor]:
-    """All trees side by side, and where each row's begins."""
+    """All trees concatenated, and the offset of each row's tree."""
     sizes = [0 if mask.tree is None else mask.tree.numel() for mask in masks]
     trees = buffers.take("trees", (sum(sizes),), torch.uint8)
     torch.cat([mask.tree.reshape(-1).to(trees) for mask in masks if mask.tree is not None], out=trees)

@@ -1,4 +1,4 @@
-"""What Sightline's own Triton kernels serve, as capability rows. Imports no kernel library."""
+"""Capability rows of Sightline's own Triton kernels. Imports no kernel library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FEATURES = frozenset(
         Feature.NON_CAUSAL,
         Feature.TREE_MASK,
         Feature.LSE,
-        # How contexts are cut depends on all rows of a step, so that neighbours change the order of a row's sums.
+        # Not batch-invariant: context splits depend on all rows of a step, which changes the order of a row's sums.
         Feature.DETERMINISTIC,
     }
 )
@@ -36,7 +36,7 @@ def _row(dtype: torch.dtype) -> Capability:
         group_sizes=ANY,
         page_sizes=ANY,
         features=_FEATURES,
-        # Lengths stay on the device; which rows have one new token at most is all that the host must know.
+        # Lengths stay on the device; the host only needs to know which rows have at most one new token.
         host_lengths=HostLengths.BOUND,
         graph=GraphLevel.FULL,
         package="triton",
@@ -49,7 +49,7 @@ def _latent_row(dtype: torch.dtype, ranks: Ranks, group_sizes: frozenset[int] | 
         _row(dtype),
         spec_kinds=frozenset({SpecKind.LATENT}),
         features=_FEATURES - {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS},
-        # The ways of rows of many new tokens are chosen by their lengths.
+        # Rows of many new tokens choose how they are computed by their lengths.
         host_lengths=HostLengths.EXACT,
         graph=GraphLevel.DECODE,
         group_sizes=group_sizes,
@@ -58,7 +58,7 @@ def _latent_row(dtype: torch.dtype, ranks: Ranks, group_sizes: frozenset[int] | 
 
 
 def _narrow(row: Capability) -> Capability:
-    """With a cache of 8-bit floats, which devices convert from 8.9 on."""
+    """The row with a cache of 8-bit floats, which devices convert from compute capability 8.9 on."""
     return replace(
         row,
         cache_dtypes=frozenset({torch.float8_e4m3fn}),
@@ -71,12 +71,12 @@ ROWS: tuple[Capability, ...] = (
     *(_narrow(_row(dtype)) for dtype in _DTYPES),
 )
 _FEW_HEADS = frozenset(range(1, 17))
-"""That fit one unit of decode."""
+"""Head counts that fit one work unit of decode."""
 LATENT_ROWS: tuple[Capability, ...] = (
-    # One row is where its kernels are the fastest: measured in bf16 at 512 to 8,192 tokens; at 32,768 no more.
+    # These kernels are the fastest for a single row: measured in bf16 at 512 to 8,192 tokens; no longer at 32,768.
     *(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10, alone=40)) for dtype in _DTYPES),
-    # Several rows: only of few heads. Many of them take the device as long as FlashInfer's, or 2 to 3% less, and its
-    # planning takes the host fifty times as long.
+    # For several rows, only with few heads: device time equals FlashInfer's or is 2 to 3% less, and FlashInfer's
+    # planning takes fifty times as long on the host.
     _latent_row(torch.bfloat16, Ranks(prefill=10, decode=40, few=40), _FEW_HEADS),
     *(_narrow(_latent_row(dtype, Ranks(prefill=10, decode=20, few=10))) for dtype in _DTYPES),
 )
