@@ -2,9 +2,9 @@
 
     Batch ──plan──▶ PlannedBatch ──ensure──▶ PlannedBatch (proven current) ──launch──▶ forward
                          ▲                        │
-                         └── re-planned where only derived state moved; raised where the batch itself is stale
+                         └── re-planned if only derived state changed; raises if the batch itself is stale
 
-Both `plan` and `ensure` hold the batch against what the cache holds: a row's context is what was launched before.
+Both `plan` and `ensure` check the batch against the cache: a row's context must be what was launched before.
 
 Knows groups, backends and page tables. Does not know models or schedules.
 """
@@ -48,11 +48,11 @@ _MASK_FEATURES = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE
 
 @dataclass(frozen=True)
 class PartBackend:
-    """A backend that serves some kind of rows of a group."""
+    """A backend that serves some kinds of rows of a group."""
 
     backend: AttentionBackend[Any, Any]
     capability: Capability
-    """The row by which it was chosen."""
+    """The capability row by which it was chosen."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,23 @@ class GroupBinding:
     group: LayerGroup
     cache: GroupCache
     serving: Mapping[Work, PartBackend]
-    """By kind of rows: prefill, and those that steps may have. Where all are one backend, no step is taken apart."""
+    """The backend for each kind of rows: prefill, and the others that steps may have. If all are the same, steps are
+    not split."""
 
     @staticmethod
     def alone(
         group: LayerGroup, cache: GroupCache, backend: AttentionBackend[Any, Any], capability: Capability
     ) -> GroupBinding:
-        """One backend for everything."""
+        """A binding that serves everything with one backend."""
         return GroupBinding(group, cache, dict.fromkeys(Work, PartBackend(backend, capability)))
 
     @property
     def parts(self) -> tuple[PartBackend, ...]:
-        """Every backend, once."""
+        """Every distinct backend, once."""
         return tuple({id(part.backend): part for part in self.serving.values()}.values())
 
     def place(self, backend: AttentionBackend[Any, Any]) -> int:
-        """Of a backend among `parts`."""
+        """Index of a backend in `parts`."""
         return next(place for place, part in enumerate(self.parts) if part.backend is backend)
 
 
@@ -87,35 +88,35 @@ class PartRecord:
 
     group: int
     place: int
-    """Among the group's backends."""
+    """Index among the group's backends."""
     backend: AttentionBackend[Any, Any]
     """The instance that planned."""
 
 
 @dataclass(frozen=True, eq=False)
 class Certificate:
-    """What a plan was made from; compared at every forward, integers and identities only."""
+    """What a plan was made from. Compared at every forward; integers and identities only."""
 
     batch_id: BatchId
     num_rows: int
     num_tokens: int
     lane: Lane
     epoch: int
-    """Of the lane's plan buffers."""
+    """Epoch of the lane's plan buffers."""
     page_versions: Mapping[str, tuple[int, ...]]
-    """By pool key: the version of each page-table row that the plan reads."""
+    """Per pool key: the version of each page-table row that the plan reads."""
     parts: tuple[PartRecord, ...]
-    """Of every group, in order."""
+    """Parts of every group, in order."""
     fingerprint: Fingerprint | None
-    """Of the contents, under `--paranoid`."""
+    """Fingerprint of the contents; None unless `--paranoid`."""
 
 
 class LayerPlace(NamedTuple):
-    """Where a model layer stands."""
+    """The position of a model layer."""
 
     group: int
     layer: int
-    """Within the group."""
+    """Index within the group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,32 +125,32 @@ class PartPlan:
 
     plan: AttentionPlan[Any]
     tokens: slice
-    """Theirs, side by side."""
+    """The tokens of these rows, contiguous."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One step of every group, decided, with the certificate of what it was made from."""
+    """A planned step of every group, with the certificate of what it was made from."""
 
     certificate: Certificate
     policy: CachePolicy
     asked: frozenset[Feature]
-    """Beyond what masks need."""
+    """Features requested beyond those that masks need."""
     groups: tuple[tuple[PartPlan, ...], ...]
-    """Every group is planned, always, in one part or two: rows that decode, and the others."""
+    """Per group, always all of them: one part, or two (decode rows, then the others)."""
     places: tuple[LayerPlace, ...]
-    """By model layer."""
+    """Per model layer."""
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """A batch with a plan. Only `Planner` makes one, and `Planner.ensure` proves that the plan is the batch's own."""
+    """A batch with a plan. Only `Planner` makes one, and `Planner.ensure` proves that the plan belongs to the batch."""
 
     batch: Batch
     plan: StepPlan
 
     def prepare(self) -> None:
-        """Device work that all layers share; once a step."""
+        """Runs the device work that all layers share; called once per step."""
         for group in self.plan.groups:
             for part in group:
                 part.plan.prepare()
@@ -168,13 +169,13 @@ class Staleness(NamedTuple):
     """What changed since a plan was made."""
 
     batch: tuple[str, ...]
-    """Changes that no new plan can mend: the batch speaks of pages that are not its own."""
+    """Changes that a new plan cannot fix: the batch refers to pages that it no longer owns."""
     plan: tuple[str, ...]
-    """Changes to what the plan derived: planning again mends them."""
+    """Changes to derived state, fixed by planning again."""
 
 
 class Planner:
-    """Plans every group of every batch. One thread at a time plans or runs in a lane: a second one is refused."""
+    """Plans every group of every batch. One thread at a time may plan or run in a lane; a second one is refused."""
 
     def __init__(
         self,
@@ -185,9 +186,9 @@ class Planner:
         *,
         paranoid: bool = False,
     ) -> None:
-        """`lengths` are those of the store that the bindings' caches are in; `workspace` holds the plan buffers."""
+        """`lengths` must belong to the store of the bindings' caches; `workspace` holds the plan buffers."""
         self.lanes = LaneGuard()
-        """Whoever plans or runs in a lane enters it here."""
+        """Guards the lanes: everything that plans or runs in a lane goes through here."""
         self._lengths = lengths
         self._issued: WeakSet[StepPlan] = WeakSet()
         self._bindings = tuple(bindings)
@@ -206,15 +207,15 @@ class Planner:
         self._places = tuple(places[layer] for layer in range(len(places)))
         self.num_plans = 0
         self.plan_seconds = 0.0
-        """On the host, for all plans."""
+        """Host time of all plans."""
         self.num_rebuilt = 0
-        """Plans that `ensure` made again because derived state had moved."""
+        """Plans that `ensure` made again because derived state had changed."""
 
     def plan(self, batch: Batch, *, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> PlannedBatch:
         """Plans every group.
 
-        Raises `StalePlanError` if the batch's pages changed owner since it was made, `BatchError` if the batch says
-        what is not so, and `LaneBusyError` if another thread is in the lane.
+        Raises `StalePlanError` if the batch's pages changed owner since it was made, `BatchError` if the batch
+        contradicts the cache, and `LaneBusyError` if another thread is in the lane.
         """
         return self.lanes.run(lane, Depth.PLANNER, self._plan, batch, needs, lane)
 
@@ -233,7 +234,7 @@ class Planner:
         memory = self._memory[lane]
         plans, records = self._plan_groups(step, needs)
         if memory.has_overflowed:
-            # Once more, in a block that has room: what a graph captures must lie where the next plan puts it.
+            # Plan again in the grown block: a graph must capture the addresses that the next plan will use.
             plans, records = self._plan_groups(step, needs)
         certificate = Certificate(
             batch_id=batch.batch_id,
@@ -263,7 +264,7 @@ class Planner:
     def _plan_group(
         self, group: int, step: StepView, asked: frozenset[Feature], records: list[PartRecord]
     ) -> tuple[PartPlan, ...]:
-        """The group's parts; what each was planned with is added to `records`. `asked` is beyond what masks need."""
+        """The group's parts; adds what each was planned with to `records`. `asked` excludes what masks need."""
         binding, plans = self._bindings[group], []
         for serving, rows, tokens in divide(step.batch, binding.serving):
             backend = serving.backend
@@ -281,11 +282,11 @@ class Planner:
         return replace(step, batch=batch, needs=asked | _mask_features(batch))
 
     def buffer_addresses(self, lane: Lane) -> Mapping[str, int]:
-        """Where the plan buffers of every backend of every group lie in the lane's last plan."""
+        """Addresses of the plan buffers of every backend of every group in the lane's last plan."""
         return self._memory[lane].addresses()
 
     def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
-        """A plan that is current: planned where there is none, proven or planned again where there is one.
+        """Returns a current plan: plans a `Batch`; verifies a `PlannedBatch`, and plans it again if needed.
 
         Raises `LaneBusyError` if another thread is in the lane.
         """
@@ -312,16 +313,16 @@ class Planner:
                 )
 
     def launch(self, planned: PlannedBatch) -> None:
-        """The batch is about to run: steps behind it in its lane may read what it writes."""
+        """Marks the batch as running, so that later steps in its lane may read what it writes."""
         self._lengths.check(planned.batch, planned.plan.certificate.lane)
         self._lengths.launch(planned.batch, planned.plan.certificate.lane)
 
     def take_back(self, planned: PlannedBatch) -> None:
-        """The launched step failed, or nobody will read its result: what it wrote does not count."""
+        """Discards the entries of a launched step that failed or whose result nobody will read."""
         self._lengths.take_back(planned.batch)
 
     def _check_step(self, batch: Batch, lane: Lane) -> None:
-        """A step that no backend is asked for is refused here, before any of it is planned."""
+        """Rejects unsupported steps before planning any part of them."""
         if lane not in self._memory:
             raise PlanError(f"expected a lane out of {sorted(self._memory)}, got {lane}")
         if batch.num_rows > self._limits.max_rows or batch.num_tokens > self._limits.max_step_tokens:
@@ -373,7 +374,7 @@ class Planner:
         return self._content_changes(batch, certificate, certificate.fingerprint)
 
     def _fingerprint(self, batch: Batch, lane: Lane) -> Fingerprint:
-        """Contents that must not move between planning and running, by name."""
+        """Fingerprint of the contents that must not change between planning and running."""
         tensors = {
             "batch query_lens": batch.query_lens.device,
             "batch context_lens": batch.context_lens.device,
@@ -401,7 +402,7 @@ class Planner:
 
 
 def _pages_of(batch: Batch, pool: Pool) -> Tensor:
-    """The pages that the rows have so far as the batch reads and writes them, row after row."""
+    """The pages that the batch's rows read and write, row after row."""
     lengths = zip(batch.context_lens.bound, batch.query_lens.bound, strict=True)
     counts = [min(-(-sum(each) // pool.page_size), pool.table.max_pages) for each in lengths]
     pages = [pool.table.pages[row, :count] for row, count in zip(batch.rows, counts, strict=True)]
@@ -409,12 +410,13 @@ def _pages_of(batch: Batch, pool: Pool) -> Tensor:
 
 
 def _mask_features(batch: Batch) -> frozenset[Feature]:
-    """What the rows' masks ask for. Rows share their masks as a rule, and an enum's hash is slow."""
+    """The features that the rows' masks need. Deduplicates masks first: most rows share one, and hashing an enum is
+    slow."""
     return frozenset(_MASK_FEATURES[mask.kind] for mask in set(batch.masks) if mask.kind in _MASK_FEATURES)
 
 
 def _check_part(serving: PartBackend, part: StepView, group: str) -> None:
-    """Rows that a backend does not declare to serve are refused before it plans them."""
+    """Raises `PlanError` for rows that the backend does not declare to serve, before it plans them."""
     name, capability, batch = type(serving.backend).__name__, serving.capability, part.batch
     missing = part.needs - capability.features
     if missing:
@@ -428,9 +430,9 @@ def _check_part(serving: PartBackend, part: StepView, group: str) -> None:
 
 
 def divide(batch: Batch, serving: Mapping[Work, PartBackend]) -> tuple[tuple[PartBackend, slice, slice], ...]:
-    """Which backend serves which rows and tokens of a step: rows that decode where they stand first, then the others.
+    """Assigns rows and tokens of a step to backends: leading decode rows, then the others.
 
-    A step whose rows stand otherwise, whose lengths only the device knows, or without a cache is served whole.
+    A step in another order, without a cache, or whose lengths only the device knows is served by one backend.
     """
     prefill = serving[Work.PREFILL]
     rows, tokens = slice(0, batch.num_rows), slice(0, batch.num_tokens)

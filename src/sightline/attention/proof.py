@@ -1,7 +1,7 @@
-"""Proofs: which capability rows passed the whole conformance kit, where, and of which versions. One file each.
+"""Proofs: which capability rows passed the whole conformance kit, on which device, with which versions. One file each.
 
-A row is *declared* until there is a proof of exactly that row, on this device, with these versions and sources; a
-proof of anything else proves nothing. Knows rows, devices and a folder. Does not know the checks.
+A row is *declared* until there is a proof of exactly that row, on this device, with these versions and sources. Knows
+rows, devices and a folder. Does not know the checks.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from sightline.version import __version__
 _FORMAT = 2
 _SIGHTLINE = Path(__file__).parents[1]
 _PROVEN_SOURCES = ("attention", "cache", "core", "kernels", "runner", "testing")
-"""Packages whose sources a proof is about; `testing` because a proof is worth what the kit tried."""
+"""Packages whose sources a proof depends on; `testing` is included because the kit determines what was tested."""
 _TOOLCHAIN = ("torch", "triton", "numpy")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a proof is a proof of. A proof of anything else proves nothing."""
+    """Exactly what a proof applies to."""
 
     backend: str
     distribution: str
@@ -53,9 +53,9 @@ class Identity:
     compute_capability: tuple[int, ...]
     """(major, minor) on CUDA, empty on a CPU."""
     machine: str
-    """The host's processor and the instructions that torch uses of it."""
+    """The host's processor and the instruction sets that torch uses."""
     versions: tuple[tuple[str, str], ...]
-    """Of packages, by name."""
+    """Package names and versions."""
     sources: str
     """Digest of Sightline's sources and of the backend's."""
 
@@ -66,17 +66,17 @@ class Identity:
 
 @dataclass(frozen=True)
 class Proof:
-    """What passed runs of the conformance kit covered."""
+    """The coverage of passed runs of the conformance kit."""
 
     identity: Identity
     coverage: Coverage
     checks: tuple[str, ...]
-    """Names of those that passed; those that the row need not pass are not here."""
+    """Names of passed checks; checks that do not apply to the row are omitted."""
     date: str
     """UTC, ISO 8601."""
 
     def to_data(self) -> dict[str, Any]:
-        """In terms of JSON."""
+        """JSON-serializable data."""
         return {
             "identity": asdict(self.identity),
             "coverage": self.coverage.to_data(),
@@ -89,12 +89,12 @@ class Proof:
 
 
 def utc_now() -> str:
-    """The date of a proof that is made now."""
+    """The current date for a proof."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def declared(capability: Capability) -> dict[str, Any]:
-    """Everything that a row declares, by column, in terms of JSON and in one order."""
+    """Everything that a row declares, by column, JSON-serializable and in a fixed order."""
     return {
         field.name: _plain(getattr(capability, field.name))
         for field in fields(capability)
@@ -107,7 +107,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def prove_command(candidate: str, device: Device, *flags: str) -> str:
-    """What to type to prove a backend on a device."""
+    """The command line that proves a backend on a device."""
     words = ["sightline", "conformance", "--backend", candidate]
     if device.kind is not DeviceKind.CPU:
         words += ["--device", device.kind.value]
@@ -115,13 +115,13 @@ def prove_command(candidate: str, device: Device, *flags: str) -> str:
 
 
 class ProofBook:
-    """The proofs in one folder. Files that are not whole, or not this user's own, are not trusted."""
+    """The proofs in one folder. Files that are incomplete or not owned by this user are not trusted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def prepare(self) -> None:
-        """Makes the folder, for this user alone. Raises `ConfigError` where that cannot be."""
+        """Creates the folder, accessible to this user only. Raises `ConfigError` if it cannot."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
@@ -133,7 +133,7 @@ class ProofBook:
 
     @staticmethod
     def identify(candidate: Candidate, capability: Capability, device: Device) -> Identity:
-        """What a proof made now would be a proof of."""
+        """The identity that a proof made now would have."""
         return Identity(
             backend=candidate.name,
             distribution=candidate.distribution,
@@ -147,7 +147,7 @@ class ProofBook:
         )
 
     def record(self, proof: Proof) -> Path:
-        """Keeps a proof, in place of an earlier one of the same thing; returns its file."""
+        """Saves a proof, replacing an earlier one of the same identity; returns its file."""
         self.prepare()
         path = self._path(proof.identity)
         handle, name = tempfile.mkstemp(dir=self.folder, prefix=".proof-")
@@ -161,7 +161,7 @@ class ProofBook:
         return path
 
     def void(self, identity: Identity) -> bool:
-        """Removes the proof of something that failed since; says whether there was one."""
+        """Deletes the proof of an identity that has since failed; returns whether there was one."""
         path = self._path(identity)
         existed = path.exists()
         path.unlink(missing_ok=True)
@@ -172,17 +172,17 @@ class ProofBook:
         return self.read(self.identify(candidate, capability, device))
 
     def read(self, identity: Identity) -> Proof | None:
-        """The proof of exactly that, if there is one and it is trusted."""
+        """The proof of exactly this identity, if there is a trusted one."""
         found = _read(self._path(identity), identity)
         return found if isinstance(found, Proof) else None
 
     def distrusted(self) -> tuple[str, ...]:
-        """Every file of the folder that counts for nothing, and why."""
+        """Every file of the folder that is not trusted, and why."""
         read = {path: _read(path, None) for path in sorted(self.folder.glob("*.json"))}
         return tuple(f"{path}: {found}" for path, found in read.items() if isinstance(found, str))
 
     def doubting(self, words: Sequence[str] = ()) -> Doubt:
-        """`doubts` for an engine that `sightline` with these words would prove."""
+        """`doubts`, bound to an engine that `sightline <words>` would prove."""
         run = shlex.join(["sightline", *words]) if words else None
         return lambda candidate, capability, need: self.doubts(candidate, capability, need, run)
 
@@ -202,7 +202,7 @@ class ProofBook:
         return (f"not proven: {', '.join(missing)}; run: {run}",) if missing else ()
 
     def _why_unproven(self, identity: Identity) -> str:
-        """Says what has changed, where there is a proof of the same backend on the same device."""
+        """Describes what has changed if there is a proof of the same backend on the same device."""
         kept = [_read(path, None) for path in self.folder.glob("*.json")]
         related = [
             (_differences(proof.identity, identity), proof.date)
@@ -225,12 +225,12 @@ _NAMES = {
     "machine": "the processor",
     "sources": "sources, its own or Sightline's",
 }
-"""How to call the parts of an identity that have no better name."""
+"""Display names of an identity's fields."""
 
 
 _MOST_GAPS = 4
 _FIXED = ("backend", "device_kind", "device_name")
-"""Where these differ, one proof says nothing about another."""
+"""If these differ, two proofs are unrelated."""
 
 
 def _is_of_the_same(one: Identity, other: Identity) -> bool:
@@ -238,7 +238,7 @@ def _is_of_the_same(one: Identity, other: Identity) -> bool:
 
 
 def _differences(one: Identity, other: Identity) -> list[str]:
-    """What two identities do not have in common, as a person would call it."""
+    """The differences between two identities, in display names."""
     different = [
         _NAMES.get(field.name, field.name)
         for field in fields(one)
@@ -250,7 +250,7 @@ def _differences(one: Identity, other: Identity) -> list[str]:
 
 
 def _uncovered(coverage: Coverage, need: Requirement) -> tuple[str, ...]:
-    """The first few things that will be asked for and that no proof covers, and how many more there are."""
+    """The first few demands that no proof covers, and the number of further ones."""
     demands = need.demands or (_least_demand(need),)
     gaps = list(dict.fromkeys(str(gap) for demand in demands for gap in coverage.gaps(demand)))
     told = gaps[:_MOST_GAPS]
@@ -258,7 +258,7 @@ def _uncovered(coverage: Coverage, need: Requirement) -> tuple[str, ...]:
 
 
 def _least_demand(need: Requirement) -> Demand:
-    """What is asked for whatever the steps are."""
+    """The demand that applies whatever the steps are."""
     spec = need.spec
     return Demand(
         {},
@@ -273,7 +273,7 @@ def _least_demand(need: Requirement) -> Demand:
 
 
 def _read(path: Path, identity: Identity | None) -> Proof | str | None:
-    """The proof in a file, None where there is no file, or why it is not trusted."""
+    """The proof in a file, None if there is no file, or the reason why it is not trusted."""
     try:
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -289,7 +289,7 @@ def _read(path: Path, identity: Identity | None) -> Proof | str | None:
 
 
 def _parse(text: str) -> Proof:
-    """Raises `ValueError` for anything that `Proof.to_json` would not write."""
+    """Parses `Proof.to_json`'s output. Raises `ValueError` for anything else."""
     try:
         data = json.loads(text)
         identity = dict(data["identity"])
@@ -331,12 +331,12 @@ def _version(distribution: str) -> str | None:
 
 @cache
 def _distributions(module: str) -> frozenset[str]:
-    """What is installed under other names than its modules."""
+    """Distributions that provide the module; their names may differ from it."""
     return frozenset(metadata.packages_distributions().get(module, ()))
 
 
 def _sources(candidate: Candidate) -> str:
-    """Digest of Sightline's sources, and of all of the package that the backend is in."""
+    """Digest of Sightline's sources and of the whole package that contains the backend."""
     backend = candidate.load()
     try:
         module = Path(inspect.getfile(backend)).resolve()

@@ -1,7 +1,7 @@
-"""Which backend serves a group, and why the others do not.
+"""Selects the backend that serves a group, and reports why the others do not.
 
-A pure function of capability rows, a requirement and, where proof is asked for, the proofs. Never replaces an
-explicit choice.
+A pure function of capability rows, a requirement and, if proof is required, the proofs. Never replaces an explicit
+choice.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ class Candidate:
 
     name: str
     by_default: bool
-    """False for a backend that serves only when it is asked for by name."""
+    """False for a backend that serves only if requested by name."""
     distribution: str
     """The package that ships it."""
     load: Callable[[], type[AttentionBackend[Any, Any]]]
-    """Imports it, and the library that it computes with. A backend that is not chosen is not imported."""
+    """Imports the backend and its library. Backends that are not chosen are not imported."""
     rows: Callable[[], tuple[Capability, ...]]
-    """What it can do. Of Sightline's own these are read without the library; of others they are the class's."""
+    """The capability rows. Sightline's own can be read without the library; reading others imports the class."""
     brings: str = ""
-    """What a machine would gain by the package that the rows need, and how to get it."""
+    """What installing the package that the rows need would gain, and how to install it."""
 
     @staticmethod
     def of(name: str, backend: type[AttentionBackend[Any, Any]], distribution: str, *, by_default: bool) -> Candidate:
-        """One whose class is there already."""
+        """A candidate whose class is already imported."""
         return Candidate(name, by_default, distribution, lambda: backend, lambda: backend.capabilities)
 
 
 Refused = tuple[str, tuple[str, ...]]
-"""A backend's name and the reasons."""
+"""A backend's name and the reasons for refusing it."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What selection may choose from."""
+    """Candidate backends, and those that are not considered."""
 
     candidates: tuple[Candidate, ...]
     """In order of preference."""
     passed_over: tuple[Candidate, ...] = ()
-    """Backends that are not asked."""
+    """Backends that are not considered."""
     asked: str | None = None
-    """The names by which the candidates were asked for; None where they are those that serve by default."""
+    """The names by which the candidates were requested; None if they are the default ones."""
 
     @property
     def not_asked(self) -> tuple[Refused, ...]:
@@ -74,15 +74,15 @@ class Selection:
     refused: tuple[Refused, ...]
     """Every backend that was not chosen."""
     forgone: tuple[Refused, ...]
-    """Those of them that have kernels for such devices and rows, of a higher rank, which do not serve the need."""
+    """Refused backends that have higher-ranked kernels for such devices and rows, but do not serve the need."""
 
 
 Doubt = Callable[[Candidate, Capability, Requirement], tuple[str, ...]]
-"""Reasons not to trust a row that serves a need; empty where there is none."""
+"""Returns reasons not to trust a row that serves a need; empty if there are none."""
 
 
 def no_doubt(candidate: Candidate, capability: Capability, need: Requirement) -> tuple[str, ...]:
-    """A declaration is enough."""
+    """Trusts every declaration."""
     del candidate, capability, need
     return ()
 
@@ -90,12 +90,13 @@ def no_doubt(candidate: Candidate, capability: Capability, need: Requirement) ->
 def select_backend(
     offer: Offer, need: Requirement, group: str, doubt: Doubt = no_doubt, work: Work = Work.PREFILL
 ) -> Selection:
-    """The highest in rank of those that serve the need, the first of equals; else an error with every reason."""
+    """Returns the highest-ranked backend that serves the need; ties go to the first. Raises `NoBackendError` with every
+    reason if there is none."""
     found = [(candidate, serving_row(candidate, need, work, doubt)) for candidate in offer.candidates]
     fitting = [(candidate, row, row.ranks.of(work)) for candidate, row in found if row is not None]
     misses = [nearest_miss(candidate, need, work, doubt) for candidate, row in found if row is None]
     if not fitting:
-        # Rows of those that serve only by name may be in packages that would have to be imported.
+        # Skip backends that serve only by name: reading their rows might import a package.
         others = [each for each in offer.passed_over if each.by_default]
         would = [each.name for each in others if serving_row(each, need, work, doubt) is not None]
         raise NoBackendError(_no_backend_text(offer, need, group, work, misses, would))
@@ -115,17 +116,18 @@ def select_backend(
 
 @dataclass(frozen=True)
 class Miss:
-    """Why a backend does not serve a need, told of the row that comes nearest to it."""
+    """Why a backend does not serve a need, according to its closest row."""
 
     name: str
     reasons: tuple[str, ...]
     distance: tuple[int, int, bool]
-    """Reasons that only another machine, package or backend would mend, all reasons, and whether the dtype is one."""
+    """Number of reasons that only another machine, package or backend would fix; number of all reasons; whether the
+    dtype is one."""
     is_for_such: bool
-    """The row is for such devices and attention."""
+    """True if the row is for this kind of device and attention."""
     rank: int
     gain: str
-    """Where a package is missing, what it would bring, and how to get it."""
+    """If a package is missing, what it would gain and how to install it."""
 
     @property
     def told(self) -> Refused:
@@ -133,13 +135,13 @@ class Miss:
 
 
 def serving_row(candidate: Candidate, need: Requirement, work: Work, doubt: Doubt = no_doubt) -> Capability | None:
-    """The row of a backend that serves the need, the highest in rank of several; None where none does."""
+    """The highest-ranked row of a backend that serves the need; None if there is none."""
     rows = [row for row in candidate.rows() if not _reasons(candidate, row, need, doubt)]
     return max(rows, key=lambda row: row.ranks.of(work), default=None)
 
 
 def nearest_miss(candidate: Candidate, need: Requirement, work: Work, doubt: Doubt = no_doubt) -> Miss:
-    """Of a backend that does not serve the need."""
+    """The closest row of a backend that does not serve the need."""
     misses = [_miss(candidate, row, need, work, doubt) for row in candidate.rows()]
     declares_none = Miss(candidate.name, ("declares no capability",), (1, 1, True), is_for_such=False, rank=0, gain="")
     return min(misses, key=lambda miss: miss.distance, default=declares_none)

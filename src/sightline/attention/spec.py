@@ -1,6 +1,6 @@
-"""What a layer's attention is, as data. Layers with equal specs form a group.
+"""Attention specs: what a layer computes, as data. Layers with equal specs form a group.
 
-Knows the mathematics that a layer asks for. Does not know who computes it.
+Knows the mathematics of a layer. Does not know who computes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SpecKind(Enum):
 
 
 class Feature(Enum):
-    """What a spec, a batch or a caller may need beyond plain causal attention."""
+    """Features that a spec, a batch or a caller may need beyond plain causal attention."""
 
     WINDOW = "window"
     SOFTCAP = "softcap"
@@ -32,9 +32,9 @@ class Feature(Enum):
     TREE_MASK = "tree-mask"
     LSE = "lse"
     DETERMINISTIC = "deterministic"
-    """The same step gives the same bits."""
+    """The same step gives bitwise equal results."""
     BATCH_INVARIANT = "batch-invariant"
-    """A row's bits do not depend on the rows beside it."""
+    """A row's result does not depend, bit for bit, on the other rows."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SoftmaxSpec:
     softcap: float | None = None
     """Scores become cap * tanh(score / cap)."""
     sinks: bool = False
-    """Each head has a learned logit that takes weight and gives no value."""
+    """Each head has a learned logit that adds to the softmax denominator and contributes no value."""
 
     def __post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:
@@ -73,22 +73,22 @@ class SoftmaxSpec:
 
     @property
     def expanded_dims(self) -> tuple[int, int]:
-        """Of a head's key and value, as they are cached."""
+        """Key and value dimensions of a head, as cached."""
         return self.head_dim, self.head_dim
 
     @property
     def label(self) -> str:
-        """For a person."""
+        """Human-readable name."""
         return "full attention" if self.window is None else f"window {self.window} attention"
 
     @property
     def out_dim(self) -> int:
-        """What a head gives."""
+        """Output dimension of a head."""
         return self.head_dim
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What a backend must have to compute this at all."""
+        """Features that a backend must have to compute this spec."""
         needed = {
             Feature.WINDOW: self.window is not None,
             Feature.SOFTCAP: self.softcap is not None,
@@ -97,7 +97,8 @@ class SoftmaxSpec:
         return frozenset(feature for feature, wanted in needed.items() if wanted)
 
     def pools(self, num_layers: int, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> tuple[PoolSpec, ...]:
-        """The cache that `num_layers` layers of this spec need; `dtype` is the cache's, `scales` are these layers'."""
+        """The cache that `num_layers` layers of this spec need; `dtype` is the cache's, `scales` are for these
+        layers."""
         entry = (self.num_kv_heads, self.head_dim)
         planes = tuple(PlaneSpec.scaled(name, entry, dtype, scales) for name in ("k", "v"))
         return (PoolSpec("kv", planes, num_layers),)
@@ -105,12 +106,12 @@ class SoftmaxSpec:
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Attention over one latent vector a token, from which every head's key and value are projected (DeepSeek's MLA).
+    """Attention over one latent vector per token, from which every head's key and value are projected (DeepSeek's MLA).
 
-    query   [ nope_dim | rope_dim ]            a head's
-    key     [ latent @ key_up | rope ]         nope_dim a head | rope_dim that all heads share
-    value   [ latent @ value_up ]              value_dim a head
-    cached  [ latent_dim | rope_dim ]          a token's, normalised and rotated
+    query   [ nope_dim | rope_dim ]            per head
+    key     [ latent @ key_up | rope ]         nope_dim per head | rope_dim shared by all heads
+    value   [ latent @ value_up ]              value_dim per head
+    cached  [ latent_dim | rope_dim ]          per token, normalised and rotated
     """
 
     num_q_heads: int
@@ -126,27 +127,27 @@ class LatentSpec:
 
     @property
     def head_dim(self) -> int:
-        """Of what is cached, which is what a query meets when it is taken into the latent's space."""
+        """Dimension of a cached entry, which is also that of a query projected into latent space."""
         return self.latent_dim + self.rope_dim
 
     @property
     def group_size(self) -> int:
-        """All query heads read the one entry of a token."""
+        """All query heads share the one entry of a token."""
         return self.num_q_heads
 
     @property
     def expanded_dims(self) -> tuple[int, int]:
-        """Of a head's key and value, made from an entry."""
+        """Key and value dimensions of a head, expanded from an entry."""
         return self.nope_dim + self.rope_dim, self.value_dim
 
     @property
     def label(self) -> str:
-        """For a person."""
+        """Human-readable name."""
         return "latent attention"
 
     @property
     def window(self) -> None:
-        """A query sees every key before it."""
+        """None: a query sees every key before it."""
 
     @property
     def out_dim(self) -> int:
@@ -154,11 +155,11 @@ class LatentSpec:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """Nothing beyond the kind."""
+        """Empty: nothing beyond the kind is needed."""
         return frozenset()
 
     def pools(self, num_layers: int, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> tuple[PoolSpec, ...]:
-        """One row [latent | rope] a token and layer; `dtype` is the cache's, `scales` are these layers'."""
+        """One row [latent | rope] per token and layer; `dtype` is the cache's, `scales` are for these layers."""
         return (PoolSpec("latent", (PlaneSpec.scaled("entry", (self.head_dim,), dtype, scales),), num_layers),)
 
 
@@ -167,15 +168,15 @@ AttentionSpec: TypeAlias = SoftmaxSpec | LatentSpec
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers with the same spec: they share pools, a backend and a plan."""
+    """Layers with the same spec, which share pools, a backend and a plan."""
 
     name: str
     spec: AttentionSpec
     layers: tuple[int, ...]
-    """Model layer indices, in order; a layer's place in here is its index in the pools."""
+    """Model layer indices, in order; a layer's position here is its index in the pools."""
 
     def cache_spec(self, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> GroupCacheSpec:
-        """`dtype` is the cache's; `scales` are those of all the model's layers."""
+        """`dtype` is the cache's; `scales` cover all layers of the model."""
         own = None if scales is None else {name: [of[layer] for layer in self.layers] for name, of in scales.items()}
         return GroupCacheSpec(self.name, self.spec.pools(len(self.layers), dtype, own))
 

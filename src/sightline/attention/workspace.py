@@ -1,6 +1,6 @@
-"""Scratch memory: one arena of named leases, taken when backends are built, counted in a ledger.
+"""Scratch memory: one arena of named leases, taken when backends are built, recorded in a ledger.
 
-A lease's address never changes, and once the arena is sealed there are no new ones. Only an elastic lease, which holds
+A lease's address never changes, and no lease can be taken once the arena is sealed. Only an elastic lease, which holds
 a lane's plan buffers, grows: to what the largest step needs, within the same limit. Does not know what a lease is used
 for.
 """
@@ -32,9 +32,9 @@ class LeaseEntry:
 
 
 def poison_(tensor: Tensor) -> None:
-    """Fills memory with what shows in any result that it reaches: NaN, or the number 1 in integers.
+    """Fills memory with values that show up in any result they reach: NaN, or 1 for integers.
 
-    Integers are indices as a rule, and 1 lies within any bounds: a device would not survive one that does not.
+    Integers are usually indices, and 1 is within any bounds: an index out of bounds would crash the device.
     """
     tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
 
@@ -43,7 +43,7 @@ class Workspace:
     """Hands out leases until `limit_bytes` is reached."""
 
     def __init__(self, device: torch.device, limit_bytes: int, *, poison: bool = False) -> None:
-        """`poison` fills leases that do not ask for zeros with what shows when it is read before it is written."""
+        """`poison` fills leases that are not zeroed with values that show up if they are read before being written."""
         self._device = device
         self._limit_bytes = limit_bytes
         self._poison = poison
@@ -61,7 +61,7 @@ class Workspace:
         *,
         zeroed: bool = False,
     ) -> Tensor:
-        """A tensor that belongs to (`owner`, `name`, `lane`) for good. `zeroed` says that it starts as zeros."""
+        """Returns a tensor that belongs to (`owner`, `name`, `lane`) permanently. `zeroed` fills it with zeros."""
         key = self._new_key(owner, name, lane)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if self.num_bytes + num_bytes > self._limit_bytes:
@@ -76,7 +76,7 @@ class Workspace:
         return lease
 
     def elastic(self, owner: str, name: str, lane: Lane) -> ElasticLease:
-        """Memory that grows while steps are planned, and counts as much as it has."""
+        """Returns a lease that may grow while steps are planned; it counts with its current size."""
         key = self._new_key(owner, name, lane)
         lease = self._elastic[key] = ElasticLease(self, f"{owner}.{name}", self._device)
         return lease
@@ -94,11 +94,11 @@ class Workspace:
 
     @property
     def room_bytes(self) -> int:
-        """What is left of the limit."""
+        """Bytes left below the limit."""
         return self._limit_bytes - self.num_bytes
 
     def seal(self) -> None:
-        """Everything is built: whoever asks for more from here on has forgotten something."""
+        """Forbids new leases, now that everything is built."""
         self._sealed = True
 
     @property
@@ -107,7 +107,7 @@ class Workspace:
         return fixed + sum(lease.num_bytes for lease in self._elastic.values())
 
     def of_other_lanes(self, lane: Lane) -> dict[str, Tensor]:
-        """The leases that a step of `lane` has no business with, by name."""
+        """The leases of other lanes, which a step of `lane` must not touch, by name."""
         return {
             f"{owner}.{name} of lane {other}": tensor
             for (owner, name, other), tensor in self._leases.items()
@@ -115,14 +115,14 @@ class Workspace:
         }
 
     def ledger(self) -> tuple[LeaseEntry, ...]:
-        """Every lease, in the order taken, then the elastic ones with what they have by now."""
+        """Every lease in the order taken, then the elastic ones with their current sizes."""
         sizes = {key: tensor.nbytes for key, tensor in self._leases.items()}
         sizes |= {key: lease.num_bytes for key, lease in self._elastic.items()}
         return tuple(LeaseEntry(owner, name, lane, size) for (owner, name, lane), size in sizes.items())
 
 
 class ElasticLease:
-    """One block of bytes that its only owner may ask to be another size."""
+    """One resizable block of bytes with a single owner."""
 
     def __init__(self, workspace: Workspace, name: str, device: torch.device) -> None:
         self._workspace = workspace
@@ -132,23 +132,24 @@ class ElasticLease:
 
     @property
     def room_bytes(self) -> int:
-        """What the lease may have in all."""
+        """The maximum size of the lease."""
         return self.num_bytes + self._workspace.room_bytes
 
     def resize(self, least: int, wanted: int) -> Tensor:
-        """A new block [num_bytes] uint8 in place of the one before, contents undefined: of `wanted` bytes if there is
-        room for them, of `least` at least."""
+        """Replaces the block by an uninitialized one [num_bytes] uint8: `wanted` bytes if there is room, `least` at
+        minimum."""
         self._check_room(least)
         self.num_bytes = min(wanted, self.room_bytes)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device)
 
     def beside(self, num_bytes: int, needed_bytes: int) -> Tensor:
-        """Bytes outside the block, for the one plan that found no room in it; `needed_bytes` is its need so far."""
+        """Allocates bytes outside the block, for a plan that did not fit it; `needed_bytes` is the plan's total
+        so far."""
         self._check_room(needed_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _check_room(self, needed_bytes: int) -> None:
-        """Raises `PlanError` unless the lease may have so much."""
+        """Raises `PlanError` if the lease may not grow to `needed_bytes`."""
         room = self.room_bytes
         if needed_bytes > room:
             raise PlanError(

@@ -1,1 +1,1 @@
-"""Helpers that backends compose."""
+"""Building blocks that backends compose."""

@@ -1,4 +1,4 @@
-"""A layer's part of a pool plane as a backend in torch moves entries through it: as they are, or scaled.
+"""Access to one layer's entries in a pool plane for torch backends: unscaled or scaled.
 
 Which of the two is decided once, when a backend is built. Does not know which entries are moved, nor what they mean.
 """
@@ -15,11 +15,11 @@ from sightline.kernels.paging import gather_entries, gather_scaled_entries, writ
 
 
 class EntryPlane(ABC):
-    """[num_slots, ...] of one layer."""
+    """One layer's plane, [num_slots, ...]."""
 
     @abstractmethod
     def write(self, slots: Tensor, values: Tensor) -> None:
-        """Puts `values` [n, ...] at `slots` [n]."""
+        """Writes `values` [n, ...] to `slots` [n]."""
 
     @abstractmethod
     def gather(self, slots: Tensor, out: Tensor) -> None:
@@ -27,7 +27,7 @@ class EntryPlane(ABC):
 
 
 class PlainPlane(EntryPlane):
-    """It holds the values themselves, in the compute dtype."""
+    """Stores the values themselves, in the compute dtype."""
 
     def __init__(self, plane: Tensor) -> None:
         self._plane = plane
@@ -40,7 +40,7 @@ class PlainPlane(EntryPlane):
 
 
 class ScaledPlane(EntryPlane):
-    """It holds 8-bit floats, which times the layer's scale are the values."""
+    """Stores 8-bit floats; multiplied by the layer's scale they give the values."""
 
     def __init__(self, plane: Tensor, scale: float) -> None:
         self._plane = plane
@@ -54,12 +54,12 @@ class ScaledPlane(EntryPlane):
 
 
 def is_scaled(pool: Pool) -> bool:
-    """True where what is read of a pool is not what stands there: nothing can be used in place."""
+    """True if stored entries must be rescaled when read, so that they cannot be used in place."""
     return any(plane.dtype in SCALED_DTYPES for plane in pool.spec.planes)
 
 
 def entry_planes(pool: Pool, name: str) -> tuple[EntryPlane, ...]:
-    """A plane of a pool, by layer."""
+    """A plane of a pool, per layer."""
     layers = pool.plane(name).unbind(0)
     if not is_scaled(pool):
         return tuple(PlainPlane(plane) for plane in layers)

@@ -1,4 +1,4 @@
-"""Where the keys and values of a tile of rows come from: the step itself, the pool in place, or a gather.
+"""Sources of the keys and values of a tile of rows: the step itself, the pool in place, or a gather.
 
 Composed by backends that compute dense tiles. Does not know masks or kernels.
 """
@@ -21,7 +21,7 @@ from sightline.attention.shared.tiles import RowSpan
 
 @dataclass(frozen=True, eq=False)
 class GatherScratch:
-    """Where a lane gathers keys and values: [max_keys, num_kv_heads, head_dim] each."""
+    """A lane's buffers for gathered keys and values: [max_keys, num_kv_heads, head_dim] each."""
 
     k: Tensor
     v: Tensor
@@ -36,11 +36,11 @@ class TileTokens:
     indices: Tensor
     """[num_rows * query_len] int64."""
     contiguous: slice | None
-    """The same tokens where they lie side by side: no copy is needed then."""
+    """The same tokens as a slice if they are contiguous, so that no copy is needed."""
 
     @staticmethod
     def planned(name: str, rows: Sequence[RowSpan], buffers: PlanBuffers) -> TileTokens:
-        """Of rows of equal query length, in a plan's buffers."""
+        """Tokens of rows of equal query length, in a plan's buffers."""
         query_len = rows[0].query_len
         indices = buffers.take(f"{name}.tokens", (len(rows) * query_len,), torch.int64)
         first = torch.tensor([span.first_token for span in rows], device=indices.device).unsqueeze(1)
@@ -68,10 +68,10 @@ class TileTokens:
 
 
 class LayerEntries(NamedTuple):
-    """What a layer has to read from."""
+    """The entries that a layer may read."""
 
     layer: int
-    """In its group."""
+    """Index within its group."""
     keys: EntryPlane
     """[num_slots, num_kv_heads, head_dim]."""
     values: EntryPlane
@@ -79,16 +79,16 @@ class LayerEntries(NamedTuple):
 
 
 class KeySource(ABC):
-    """Where a tile's keys and values come from."""
+    """Source of a tile's keys and values."""
 
     @abstractmethod
     def read(self, entries: LayerEntries) -> tuple[Tensor, Tensor]:
-        """Both [num_rows, num_kv_heads, num_keys, head_dim], in any memory order but for head_dim."""
+        """Both [num_rows, num_kv_heads, num_keys, head_dim]; contiguous in head_dim only."""
 
 
 @dataclass(frozen=True, eq=False)
 class FromStep(KeySource):
-    """They are the step's own: no pool is read."""
+    """Keys and values of the step itself; reads no pool."""
 
     tokens: TileTokens
 
@@ -98,7 +98,7 @@ class FromStep(KeySource):
 
 
 class InPlace(KeySource):
-    """They are one row's, side by side in a pool that holds values themselves. All layers' views are made at once."""
+    """Adjacent entries of one row, in an unscaled pool. Creates the views of all layers at once."""
 
     def __init__(self, slots: slice, keys: Tensor, values: Tensor) -> None:
         """Keys and values [num_layers, num_slots, num_kv_heads, head_dim]."""
@@ -109,7 +109,7 @@ class InPlace(KeySource):
 
 
 class Gathered(KeySource):
-    """They are copied side by side into scratch memory."""
+    """Entries copied into contiguous scratch memory."""
 
     def __init__(self, slots: Tensor, scratch: GatherScratch) -> None:
         """Slots [num_rows, num_keys] int64."""

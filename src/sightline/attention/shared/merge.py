@@ -1,6 +1,6 @@
-"""Merging attention over parts of the keys into attention over all of them.
+"""Merges attention over parts of the keys into attention over all of them.
 
-Exact where a part saw nothing: its log-sum-exp is -inf, and what stands in its output is not looked at.
+Exact if a part saw no key: its log-sum-exp is -inf, and its output is ignored.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from torch import Tensor
 
 
 def merge_parts(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """From outputs [num_parts, ..., head_dim] and natural log-sum-exps [num_parts, ...], both fp32.
+    """Merges outputs [num_parts, ..., head_dim] by natural log-sum-exps [num_parts, ...], both fp32.
 
-    Returns the output [..., head_dim] and the log-sum-exp [...]; 0 and -inf where no part saw a key.
+    Returns the output [..., head_dim] and the log-sum-exp [...]; 0 and -inf if no part saw a key.
     """
     lse = torch.logsumexp(lses, dim=0)
-    # -inf less -inf would be NaN: where no part saw anything, every weight is exp(-inf).
+    # -inf - -inf would be NaN: if no part saw a key, every weight is exp(-inf).
     weights = torch.exp(lses - lse.masked_fill(lse.isneginf(), 0.0))
-    # A weight of 0 would not silence a NaN.
+    # A weight of 0 does not mask a NaN.
     seen = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0.0)
     return (seen * weights.unsqueeze(-1)).sum(0), lse
 
 
 def merge_states(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Merges another part into `out` [..., head_dim] and `lse` [...], both fp32 and changed in place.
+    """Merges another part into `out` [..., head_dim] and `lse` [...], both fp32, in place.
 
-    The other's output may be in any dtype and either LSE in any memory order.
+    `other_out` may have any dtype and either LSE any memory order.
     """
     merged = merge_parts(torch.stack((out, other_out.float())), torch.stack((lse, other_lse)))
     out.copy_(merged[0])

@@ -1,6 +1,6 @@
-"""Some of a step's tokens: a view where they lie side by side, a copy where they do not.
+"""A subset of a step's tokens: a view if they are contiguous, otherwise a copy.
 
-Composed by backends that give a kernel one call for rows of one kind. Does not know what the tokens are.
+Composed by backends that make one kernel call per kind of rows. Does not know what the tokens are.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class StepTokens:
 
     count: int
     side_by_side: slice | None
-    """The same tokens where they lie side by side in order."""
+    """The same tokens as a slice; None if they are not contiguous."""
     indices: Tensor | None
-    """[count] int64, where they do not."""
+    """[count] int64; None if they are contiguous."""
 
     @staticmethod
     def planned(name: str, runs: Sequence[slice], buffers: PlanBuffers) -> StepTokens:
@@ -35,7 +35,7 @@ class StepTokens:
         return StepTokens(count, None, indices)
 
     def of(self, values: Tensor, scratch: Tensor | None = None) -> Tensor:
-        """[count, ...]: a view, or a copy, which lies in `scratch` [at least count, ...] if there is one."""
+        """[count, ...]: a view, or a copy, placed in `scratch` [at least count, ...] if given."""
         if self.side_by_side is not None:
             return values[self.side_by_side]
         indices = self._indices()
@@ -55,7 +55,7 @@ class StepTokens:
 
 
 def joined_runs(runs: Sequence[slice]) -> tuple[slice, ...]:
-    """Runs in order, those that touch as one."""
+    """Runs in order, with adjacent ones joined."""
     joined: list[slice] = []
     for run in runs:
         if joined and joined[-1].stop == run.start:
@@ -66,7 +66,7 @@ def joined_runs(runs: Sequence[slice]) -> tuple[slice, ...]:
 
 
 def spread_runs(runs: Sequence[slice], labels: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The label of each number of the runs, and the numbers, run after run: [total] int64 each."""
+    """The label of each number in the runs, and the numbers, run after run: [total] int64 each."""
     lens = [run.stop - run.start for run in runs]
     firsts, total = [], 0
     for run, length in zip(runs, lens, strict=True):

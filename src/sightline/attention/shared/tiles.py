@@ -1,8 +1,8 @@
 """Index builders: which rows are computed together, which slots they read, what each query may see.
 
-A tile is rows of equal query length whose keys are gathered side by side, padded to the longest. Rows are packed so
-that padding stays below half, and so that a tile's keys fit the lease they are gathered into. Pure functions of
-lengths and masks; they know no backend.
+A tile is a set of rows of equal query length whose keys are gathered contiguously, padded to the longest. Rows are
+packed so that less than half is padding, and so that a tile's keys fit the lease that they are gathered into. Pure
+functions of lengths and masks. Does not know backends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sightline.cache.table import PageTable
 from sightline.core.batch import Batch, MaskKind
 
 MAX_BIAS_ELEMENTS = 1 << 22
-"""Of a tile's mask: 16 MiB in fp32. What would need more is split, by row and then by query."""
+"""Maximum elements of a tile's mask: 16 MiB in fp32. Larger tiles are split, by row and then by query."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RowSpan:
     """
 
     row: int
-    """In the batch."""
+    """Index in the batch."""
     first_token: int
     query_len: int
     context_len: int
@@ -45,12 +45,12 @@ class RowSpan:
 
     @property
     def is_fresh(self) -> bool:
-        """A prompt's first chunk: its keys are the step's own, nothing has to be gathered."""
+        """True for a prompt's first chunk, whose keys are all the step's own."""
         return self.context_len == 0 and self.query_len > 1
 
 
 def row_spans(batch: Batch, window: int | None) -> tuple[RowSpan, ...]:
-    """The rows that have tokens. New tokens' positions are never below the row's context length."""
+    """The rows that have tokens. Positions of new tokens are never below the row's context length."""
     offsets = batch.query_offsets_host()
     return tuple(
         RowSpan(
@@ -71,10 +71,10 @@ def row_spans(batch: Batch, window: int | None) -> tuple[RowSpan, ...]:
 def split_long(
     spans: Sequence[RowSpan], spec: AttentionSpec, *, knows_causal: bool, most: int = MAX_BIAS_ELEMENTS
 ) -> tuple[RowSpan, ...]:
-    """Causal rows whose mask would be too large, cut by query: the earlier queries' keys are context to the later.
+    """Splits causal rows whose mask would be too large by query; keys of earlier queries are context for later ones.
 
-    Only where the step writes its keys before it reads them. `knows_causal` says that the kernel needs no mask for
-    a fresh prompt, `most` how many elements a mask may have.
+    Only valid if the step writes its keys before it reads them. `knows_causal` says that the kernel needs no mask for a
+    fresh prompt; `most` is the maximum number of elements of a mask.
     """
     cut: list[RowSpan] = []
     for span in spans:
@@ -102,7 +102,7 @@ def _first_key(context_len: int, window: int | None) -> int:
 
 
 def pack_tiles(spans: Sequence[RowSpan], max_keys: int, *, transient: bool) -> tuple[tuple[RowSpan, ...], ...]:
-    """Splits rows into tiles: equal query length, mask and source of keys, key counts within a factor of two."""
+    """Splits rows into tiles of equal query length, mask and key source, with key counts within a factor of two."""
 
     def shape(span: RowSpan) -> tuple[int, str, bool, int]:
         from_step = transient or span.is_fresh
@@ -130,8 +130,8 @@ def pack_tiles(spans: Sequence[RowSpan], max_keys: int, *, transient: bool) -> t
 def fill_slots(tile: Sequence[RowSpan], table: PageTable, rows: Sequence[int], page_size: int, out: Tensor) -> None:
     """Fills `out` [tile rows, longest] with the slots of each row's keys.
 
-    Beyond a row's end its last key stands again: what is gathered is always the row's own written entries, so
-    nothing that lies in an unused slot can reach a product.
+    Beyond a row's end its last key is repeated: only the row's own written entries are gathered, so the contents of
+    unused slots cannot reach a product.
     """
     longest = out.shape[1]
     device = out.device
@@ -143,7 +143,7 @@ def fill_slots(tile: Sequence[RowSpan], table: PageTable, rows: Sequence[int], p
 
 
 def needs_bias(tile: Sequence[RowSpan], spec: AttentionSpec) -> bool:
-    """False where every query of the tile sees every gathered key."""
+    """False if every query of the tile sees every gathered key."""
     ragged = any(span.num_keys != tile[0].num_keys for span in tile)
     within_window = spec.window is None or tile[0].num_keys <= spec.window
     sees_all = tile[0].query_len == 1 or tile[0].kind is MaskKind.FULL
@@ -151,7 +151,7 @@ def needs_bias(tile: Sequence[RowSpan], spec: AttentionSpec) -> bool:
 
 
 def is_plain_causal(tile: Sequence[RowSpan], spec: AttentionSpec) -> bool:
-    """True for fresh prompts under a causal mask that no window cuts: the kernel knows that mask by itself."""
+    """True for fresh prompts under a causal mask that no window limits, which the kernel applies by itself."""
     return all(
         span.is_fresh and span.kind is MaskKind.CAUSAL and (spec.window is None or span.query_len <= spec.window)
         for span in tile
@@ -159,7 +159,7 @@ def is_plain_causal(tile: Sequence[RowSpan], spec: AttentionSpec) -> bool:
 
 
 def fill_bias(tile: Sequence[RowSpan], spec: AttentionSpec, batch: Batch, out: Tensor) -> None:
-    """Fills `out` [tile rows, 1, query_len, longest] with 0 where a query sees a key and -inf where not."""
+    """Fills `out` [tile rows, 1, query_len, longest] with 0 for visible keys and -inf otherwise."""
     device = out.device
     _, _, query_len, longest = out.shape
     context = torch.tensor([span.context_len for span in tile], device=device).view(-1, 1, 1)
@@ -178,7 +178,7 @@ def fill_bias(tile: Sequence[RowSpan], spec: AttentionSpec, batch: Batch, out: T
 
 
 def _tree_visibility(span: RowSpan, batch: Batch, key: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The visibility of a tree row and the positions, which follow the tree and not the order of tokens."""
+    """The visibility of a tree row and its positions, which follow the tree and not the token order."""
     tree = batch.masks[span.row].tree
     assert tree is not None, "a TREE mask has a tree"
     positions = batch.positions[span.first_token : span.first_token + span.query_len]
