@@ -1,1 +1,1 @@
-"""What layers keep between steps: pool specs, tensors, page tables, the free list."""
+"""The cache between steps: pool specs, tensors, page tables, the free list."""

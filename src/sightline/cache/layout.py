@@ -1,4 +1,4 @@
-"""How the pages of rows lie in a pool: for tests and benchmarks, which choose it."""
+"""Page orders of rows within a pool, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from sightline.cache.pools import CacheStore, Pool
 
 
 class Layout(Enum):
-    """How the pages of a row lie in the pool."""
+    """The order of a row's pages in the pool."""
 
     IN_ORDER = "in order"
-    """Side by side, each row's after the other's."""
+    """Adjacent, row after row."""
     SHUFFLED = "shuffled"
-    """In random order, and the rows' interleaved."""
+    """In random order, with rows interleaved."""
     DESCENDING = "descending"
-    """Side by side, the last page first."""
+    """Adjacent, last page first."""
 
 
 def arrange_free_pages(store: CacheStore, layout: Layout, seed: int = 7, passed_over: int = 0) -> None:
-    """Makes every pool hand out its free pages in that order; `passed_over` of those in order come last."""
+    """Makes every pool hand out its free pages in that order; the first `passed_over` pages in order come last."""
     order = random.Random(seed)
     for pool in store.pools:
         pages = sorted(pool.allocator.allocate(pool.allocator.num_free))

@@ -1,11 +1,11 @@
-"""How much of each page-table row may be read: what is committed, and what launched steps will have written.
+"""How much of each page-table row may be read: committed entries, and those that launched steps will have written.
 
     |---- committed ----|-- in flight --|
     |------------ launched -------------|
 
-The law: every slot that a plan reads was committed or launched before the step, in stream order, or is written by that
-plan. So a row's context must be exactly what was launched: less would overwrite entries that are there, more would read
-entries that nobody wrote. A launch that fails is taken back; a commit says that the entries are there.
+Every slot that a plan reads was committed or launched before the step, in stream order, or is written by that plan. So
+a row's context must be exactly what was launched: less would overwrite existing entries, more would read entries that
+were never written. A launch that fails is taken back; a commit says that the entries exist.
 
 Owns the numbers. Does not know pages: the store opens, fills and closes rows.
 """
@@ -30,9 +30,9 @@ class RowLengths:
         self._launched_by = [_NOBODY] * (num_rows + 1)
         """The batch of each row's last launch."""
         self._lanes: dict[int, int] = {}
-        """The lane of each row's last launch, once there was one outside the first lane."""
+        """The lane of each row's last launch; only kept once a lane other than the first has launched."""
         self._missing_from: dict[int, int] = {}
-        """Rows of a step that failed after another was launched behind it: where its entries should have begun."""
+        """Rows of a failed step that another step was launched after: the length at which the missing entries begin."""
 
     def committed(self, row: int) -> int:
         return self._committed[row]
@@ -41,9 +41,9 @@ class RowLengths:
         return self._launched[row]
 
     def check(self, batch: Batch, lane: int) -> None:
-        """Raises `BatchError` unless each row's context is what was launched before, in the same lane.
+        """Raises `BatchError` unless each row's context equals its launched length, in the same lane.
 
-        A batch that was launched last on all its rows may run once more: it writes what it wrote.
+        A batch that was the last one launched on all its rows may run again: it writes the same entries.
         """
         if not batch.pools:
             return
@@ -59,15 +59,15 @@ class RowLengths:
             self._check_missing(batch)
 
     def launch(self, batch: Batch, lane: int) -> None:
-        """The batch is about to run: what it writes may be read by steps behind it in the same lane."""
+        """Records that the batch is about to run: later steps in the same lane may read what it writes."""
         if not batch.pools:
             return
         launched, launched_by, batch_id = self._launched, self._launched_by, batch.batch_id
         contexts, queries = batch.context_lens.host, batch.query_lens.host
         for row in batch.rows:
             launched_by[row] = batch_id
-        # New entries of lengths that only the device knows, and of trees, are candidates: nobody reads them until they
-        # are settled.
+        # If only the device knows the lengths, and for trees, the new entries are candidates: nothing reads them until
+        # they are settled.
         if contexts is not None and queries is not None:
             for row, mask, length in zip(batch.rows, batch.masks, map(add, contexts, queries), strict=True):
                 if mask.tree is None:
@@ -77,15 +77,16 @@ class RowLengths:
             self._lanes |= dict.fromkeys(batch.rows, lane)
 
     def advance(self, row: int, length: int) -> None:
-        """A step that writes a row's entries up to `length` is under way: for whoever runs rows without a batch."""
+        """Records that a step writing a row's entries up to `length` is running, for callers that run rows without a
+        batch."""
         self._launched[row] = length
         self._launched_by[row] = _NOBODY
 
     def take_back(self, batch: Batch) -> None:
-        """The launched batch failed: what it would have written is not there.
+        """Takes back a launched batch that failed, because its entries were not written.
 
-        A step that was launched behind it has read what is not there: it is to be taken back too, and until then the
-        row takes no other step.
+        A step launched after it has read missing entries: it must be taken back too, and until then the row accepts no
+        other step.
         """
         if not batch.pools:
             return
@@ -98,7 +99,7 @@ class RowLengths:
                 self._missing_from[row] = first
 
     def commit(self, row: int, length: int) -> None:
-        """The first `length` entries of a row are there. Once more changes nothing."""
+        """Records that the first `length` entries of a row exist. Idempotent."""
         if length > self._launched[row]:
             raise BatchError("committed length", None, f"at most {self._launched[row]}, as was launched", length)
         if length > self._missing_from.get(row, length):
@@ -108,7 +109,7 @@ class RowLengths:
             self._committed[row] = length
 
     def settle(self, row: int, launched: int) -> None:
-        """Nothing beyond `launched` is under way: a step that was launched did not come to be. Never adds anything."""
+        """Lowers the launched length to `launched`, because a launched step did not complete. Never raises it."""
         if launched < self._committed[row]:
             raise BatchError("launched length", None, f"at least {self._committed[row]}, as is committed", launched)
         self._launched[row] = min(launched, self._launched[row])
@@ -117,9 +118,9 @@ class RowLengths:
             del self._missing_from[row]
 
     def require_written(self, row: int) -> None:
-        """Raises `BatchError` if a step may still write a row's pages while whoever gets them next does.
+        """Raises `BatchError` if a step of another lane may still write the row's pages after they are given away.
 
-        Steps of one lane run in order, so that pages may be given away while a step of it is under way.
+        Steps of one lane run in order, so their pages may be given away while one of them is running.
         """
         if self._lanes.get(row, 0) and self._committed[row] < self._launched[row]:
             raise BatchError(
@@ -131,14 +132,14 @@ class RowLengths:
             )
 
     def fill(self, row: int, length: int) -> None:
-        """The first `length` entries of a row, and no others, are there: copied, shared or brought from elsewhere."""
+        """Sets a row to exactly `length` existing entries, which were copied, shared or imported."""
         self._committed[row] = self._launched[row] = length
         self._launched_by[row] = _NOBODY
         self._lanes.pop(row, None)
         self._missing_from.pop(row, None)
 
     def _check_bounds(self, batch: Batch, launched: Sequence[int]) -> None:
-        """Of contexts that only the device knows, the host knows what they are at most."""
+        """If only the device knows the contexts, checks their upper bounds."""
         for index, (bound, length) in enumerate(zip(batch.context_lens.bound, launched, strict=True)):
             if bound < length and not self._is_run_again(batch, index):
                 raise BatchError("context_lens.bound", index, f"at least {length}, as was launched", bound)
@@ -169,7 +170,7 @@ class RowLengths:
                 )
 
     def _check_lanes(self, batch: Batch, lane: int) -> None:
-        """What is launched and not committed may be read in the lane that writes it, and in no other."""
+        """Raises `BatchError` if launched but uncommitted entries are read outside the lane that writes them."""
         contexts = batch.context_lens
         known = contexts.bound if contexts.host is None else contexts.host
         for index, (row, context) in enumerate(zip(batch.rows, known, strict=True)):
@@ -184,7 +185,7 @@ class RowLengths:
 
 
 def _items(values: Sequence[int], places: tuple[int, ...]) -> tuple[int, ...]:
-    """The values at these places; several are picked in one call."""
+    """The values at these indices, picked in one call."""
     if len(places) > 1:
         found: tuple[int, ...] = itemgetter(*places)(values)
         return found

@@ -1,8 +1,7 @@
-"""The free list: which pages of a pool are owned, and by how many.
+"""The free list: which pages of a pool are owned, and their reference counts.
 
-Every page is free, or owned with a positive reference count, or the padding page. A page's generation
-changes each time that the page is handed out, and never comes back, in this pool or another. Does not know what a page
-holds.
+Every page is free, or owned with a positive reference count, or the padding page. A page's generation changes each time
+the page is handed out and is never reused, in this pool or another. Does not know what a page holds.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _generations = itertools.count(1)
 
 
 class PageAllocator:
-    """Hands out pages 1 .. num_pages - 1; page 0 is the padding page and never leaves."""
+    """Hands out pages 1 .. num_pages - 1; page 0 is the padding page and is never handed out."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages != 0 and num_pages <= PADDING_PAGES:
@@ -34,25 +33,26 @@ class PageAllocator:
 
     @property
     def num_usable(self) -> int:
-        """Pages that can be owned at all."""
+        """Pages that can be owned."""
         return max(0, self._num_pages - PADDING_PAGES)
 
     def owners(self, page: int) -> int:
-        """The reference count of a page; 0 when it is free."""
+        """The reference count of a page; 0 if it is free."""
         return self._owners[page]
 
     def generation(self, page: int) -> int:
-        """Changes when the page is handed out, and when what it holds is given up: see `renew`."""
+        """Changes when the page is handed out, and when its contents are given up: see `renew`."""
         return self._generations[page]
 
     def renew(self, pages: Iterable[int]) -> None:
-        """The owner of pages will write other entries into them: whoever kept their generation finds out."""
+        """Changes the generation of pages whose owner will write other entries into them, so that stale references
+        show."""
         generation = next(_generations)
         for page in pages:
             self._generations[page] = generation
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """`count` pages with one owner each; all of them or `OutOfPages`."""
+        """Returns `count` pages with one owner each. Raises `OutOfPages`, and takes none, if there are too few."""
         if count < 0:
             raise ValueError(f"expected a count of at least 0, got {count}")
         if count > len(self._free):
@@ -72,7 +72,7 @@ class PageAllocator:
             self._owners[page] += 1
 
     def release(self, pages: Iterable[int]) -> tuple[int, ...]:
-        """Takes an owner away; returns the pages that became free."""
+        """Removes an owner; returns the pages that became free."""
         pages = tuple(pages)
         self._require_owned(pages, leaving=True)
         freed = []

@@ -1,6 +1,6 @@
-"""Pools of cache entries and the store that holds every group's.
+"""Pools of cache entries, and the store that holds the pools of every group.
 
-Owns the tensors, and the life of a sequence's row: opened, filled, grown, closed. Does not know what attention
+Owns the tensors, and the life cycle of a sequence's row: opened, filled, grown, closed. Does not know what attention
 does with an entry.
 """
 
@@ -20,13 +20,13 @@ from sightline.cache.table import PageTable
 from sightline.core.errors import BatchError, OutOfPages
 
 BundlePages: TypeAlias = tuple[int, ...]
-"""One page of each pool of a store, in its order: the entries of the same tokens."""
+"""One page of each pool of a store, in its order, for the same tokens."""
 
 
 class Bundle(NamedTuple):
-    """Pages whose entries are committed, for others to read. Only `CacheStore.committed_bundle` makes one.
+    """Pages whose entries are committed and may be read by others. Only `CacheStore.committed_bundle` makes one.
 
-    The generations say which entries are meant: once the pages are freed, or written anew, the bundle is refused.
+    The generations guard against use after free: once the pages are freed or rewritten, the bundle is refused.
     """
 
     pages: BundlePages
@@ -77,11 +77,11 @@ class Pool:
         return self._planes[name]
 
     def scales(self, name: str) -> tuple[float, ...]:
-        """By layer: what stands in the plane, times this, is the entry. 1 for every dtype that needs none."""
+        """Per layer: the stored number times this is the entry. 1 for every dtype that needs no scale."""
         return self._scales[name]
 
     def scales_device(self, name: str) -> Tensor:
-        """[num_layers] float32: `scales` where kernels can read them."""
+        """[num_layers] float32: `scales` on the device, for kernels."""
         return self._scales_device[name]
 
     @property
@@ -110,16 +110,16 @@ class Pool:
             self.table.append(row, pages)
 
     def clear(self, row: int) -> None:
-        """Takes a row's pages back."""
+        """Releases a row's pages."""
         self.release(self.table.clear(row))
 
     def adopt(self, row: int, pages: Sequence[int]) -> None:
-        """Gives a row pages that others own too, with what they hold."""
+        """Adds pages, with their contents, that others own too to a row."""
         self.allocator.share(pages)
         self.table.append(row, pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes an owner away from pages."""
+        """Removes an owner from pages."""
         self._poison_pages(self.allocator.release(pages))
 
     def slots_to_write(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
@@ -151,18 +151,18 @@ class Pool:
         return slots
 
     def copy_page(self, source: int, target: int, num_entries: int) -> None:
-        """Puts the first entries of one page into another."""
+        """Copies the first entries of one page to another."""
         first, to = source * self.page_size, target * self.page_size
         for plane in self._planes.values():
             plane[:, to : to + num_entries] = plane[:, first : first + num_entries]
 
     def _poison_pages(self, pages: tuple[int, ...]) -> None:
-        """Fills pages with NaN where asked, so that an entry read before it is written, or after it is freed, shows."""
+        """Fills pages with NaN if poisoning is on, to expose reads before a write or after a free."""
         if not self._poison or not pages:
             return
         for plane in self._planes.values():
             nan = torch.full((1,), torch.nan, dtype=plane.dtype, device=plane.device)
-            # As bytes: not every device puts 8-bit floats where a list of pages says.
+            # As bytes, because not every device supports indexed writes of 8-bit floats.
             paged = plane.view(plane.shape[0], -1, self.page_size, *plane.shape[2:]).view(torch.uint8)
             paged[:, list(pages)] = nan.expand(plane.shape[-1]).contiguous().view(torch.uint8)
 
@@ -209,7 +209,7 @@ class CacheStore:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages free in the fullest pool."""
+        """Free pages in the fullest pool."""
         return min([pool.allocator.num_free for pool in self.pools])
 
     @property
@@ -221,7 +221,7 @@ class CacheStore:
         return -(-num_tokens // self.limits.page_size)
 
     def open_row(self) -> int:
-        """A row that no sequence holds."""
+        """Returns a row that no sequence holds. Raises `OutOfPages` if there is none."""
         if not self._free_rows:
             raise OutOfPages(f"expected a free page-table row, got none of {self.limits.max_rows}")
         row = self._free_rows.pop()
@@ -230,9 +230,9 @@ class CacheStore:
         return row
 
     def fill_row(self, row: int, num_tokens: int) -> None:
-        """Says that the first `num_tokens` entries of a row, and no others, stand in its pages.
+        """Declares that a row's pages hold exactly its first `num_tokens` entries.
 
-        For entries that no step of this engine wrote: brought from elsewhere, or made up by a test.
+        For entries that no step of this engine wrote: imported ones, or a test's.
         """
         if not self.is_open(row) or not 0 <= num_tokens <= self.row_pages(row) * self.limits.page_size:
             raise ValueError(f"expected an open row with pages for {num_tokens} tokens, got row {row}")
@@ -247,7 +247,7 @@ class CacheStore:
         self.lengths.fill(row, num_tokens)
 
     def grow_row(self, row: int, num_tokens: int) -> None:
-        """Makes room for `num_tokens` in every pool; all pools or none."""
+        """Grows a row to `num_tokens` in every pool, or in none."""
         if not self.is_open(row):
             raise ValueError(f"expected a row that is open, got {row}")
         if num_tokens > self.limits.max_seq_len:
@@ -261,11 +261,11 @@ class CacheStore:
             pool.grow(row, pages)
 
     def row_pages(self, row: int) -> int:
-        """Pages that a row has in each pool."""
+        """Page count of a row, the same in each pool."""
         return min([pool.table.num_owned(row) for pool in self.pools])
 
     def trim_row(self, row: int, num_tokens: int) -> None:
-        """Takes back the pages that `num_tokens` do not need. What they hold is nobody's."""
+        """Releases the pages that `num_tokens` do not need, and discards their contents."""
         if not self.is_open(row):
             raise ValueError(f"expected a row that is open, got {row}")
         self.lengths.require_written(row)
@@ -280,7 +280,7 @@ class CacheStore:
         return tuple([pool.table.page(row, index) for pool in self.pools])
 
     def committed_bundle(self, row: int, index: int) -> Bundle:
-        """The `index`-th page of a row in each pool, for others to read: all its entries must be committed."""
+        """The `index`-th page of a row in each pool, for others to read; all its entries must be committed."""
         stop = (index + 1) * self.limits.page_size
         if self.lengths.committed(row) < stop:
             raise ValueError(
@@ -294,7 +294,7 @@ class CacheStore:
         return tuple([pool.allocator.generation(page) for pool, page in zip(self.pools, pages, strict=True)])
 
     def _require_kept(self, bundles: Iterable[Bundle]) -> None:
-        """Raises `ValueError` if the pages of a bundle hold other entries than when it was made."""
+        """Raises `ValueError` if the pages of a bundle no longer hold its entries."""
         for bundle in bundles:
             if self._generations(bundle.pages) != bundle.generations:
                 raise ValueError(
@@ -303,7 +303,7 @@ class CacheStore:
                 )
 
     def adopt(self, row: int, bundles: Sequence[Bundle]) -> None:
-        """Gives a row without pages those that others own too, with the entries that they hold."""
+        """Gives a row without pages the shared pages of the bundles, with their entries."""
         if not self.is_open(row) or self.row_pages(row):
             raise ValueError(f"expected an open row without pages to adopt others, got row {row}")
         self._require_kept(bundles)
@@ -318,19 +318,19 @@ class CacheStore:
             pool.allocator.share([page])
 
     def release(self, bundle: Bundle) -> None:
-        """Takes an owner away from a page of each pool."""
+        """Removes an owner from a page of each pool."""
         self._require_kept([bundle])
         for pool, page in zip(self.pools, bundle.pages, strict=True):
             pool.release([page])
 
     def owners(self, pages: BundlePages) -> int:
-        """Rows and others that own the pages of a bundle, which always have the same."""
+        """Reference count of a bundle's pages, which is the same in every pool."""
         return self.pools[0].allocator.owners(pages[0])
 
     def copy_page(self, source: int, target: int, index: int, num_entries: int) -> None:
-        """Puts the first entries of the `index`-th page of one row behind all that another has.
+        """Appends the first entries of one row's `index`-th page to another row.
 
-        They must be committed, and the page that they go to must be the other row's alone.
+        The entries must be committed, and the target page must be owned by the target row alone.
         """
         first = index * self.limits.page_size
         if not 0 < num_entries <= self.limits.page_size:
@@ -351,11 +351,11 @@ class CacheStore:
         self.lengths.fill(target, first + num_entries)
 
     def is_open(self, row: int) -> bool:
-        """True where a sequence holds the row."""
+        """True if a sequence holds the row."""
         return 1 <= row <= self.limits.max_rows and self._is_open[row]
 
     def close_row(self, row: int) -> None:
-        """Takes the row and its pages back. Raises `BatchError` where a lane beside the first still writes them."""
+        """Releases the row and its pages. Raises `BatchError` if a lane other than the first may still write them."""
         if not self.is_open(row):
             raise ValueError(f"expected a row that is open, got {row}")
         self.lengths.require_written(row)

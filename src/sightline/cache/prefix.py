@@ -1,10 +1,10 @@
-"""The prefix cache: which pages hold the entries of which tokens, so that sequences that begin alike share them.
+"""The prefix cache: which pages hold the entries of which tokens, so that sequences with a common prefix share them.
 
     namespace ── root ──[page of tokens]── node ──[page of tokens]── node
 
-An edge is one whole page of tokens, found by hash and compared exactly; a tail shorter than a page is nobody's. A node
-owns one page of every pool, a bundle: what the pools hold is not looked at, so any kind of cache can take part. A
-lock keeps a node and all before it; what no lock keeps is evicted from the ends, the longest unused first.
+An edge is one whole page of tokens, found by hash and compared exactly; a tail shorter than a page is not cached. A
+node owns one page of every pool, a bundle. It does not look at what the pools hold, so any kind of cache can take part.
+A lock keeps a node and its ancestors; leaves without locks are evicted, least recently used first.
 
 Owns the tree. Does not know sequences, rows or when to evict.
 """
@@ -21,7 +21,7 @@ from sightline.cache.pools import Bundle, CacheStore
 
 
 def _key(tokens: Sequence[int]) -> bytes:
-    """The tokens' numbers, in 4 bytes each."""
+    """The token ids, 4 bytes each."""
     return array("I", tokens).tobytes()
 
 
@@ -34,16 +34,16 @@ def _page_keys(tokens: Sequence[int], page_size: int) -> Iterator[bytes]:
 
 @dataclass(eq=False, slots=True)
 class PrefixNode:
-    """The entries of one page of tokens, after those of all nodes before it."""
+    """The entries of one page of tokens that follows the pages of all ancestors."""
 
     parent: PrefixNode | None
-    """None for a root, which stands for no tokens and owns no page."""
+    """None for a root, which represents no tokens and owns no page."""
     key: bytes
     bundle: Bundle
     namespace: str
     children: dict[bytes, PrefixNode] = field(default_factory=dict)
     num_locks: int = 0
-    """On this node and on all after it: none of them can go while it is above 0."""
+    """Locks on this node and its descendants; it cannot be evicted while this is above 0."""
     last_used: int = 0
 
 
@@ -52,9 +52,9 @@ class PrefixMatch:
     """The longest cached prefix of some tokens."""
 
     node: PrefixNode | None
-    """Where it ends; None where the namespace holds nothing."""
+    """The last node of the prefix; None if nothing matches in the namespace."""
     bundles: tuple[Bundle, ...]
-    """One for each page, in order."""
+    """One per page, in order."""
 
 
 class PrefixCache:
@@ -66,19 +66,19 @@ class PrefixCache:
         self._roots: dict[str, PrefixNode] = {}
         self._clock = itertools.count(1)
         self._idle: list[tuple[int, int, PrefixNode]] = []
-        """A heap of leaves without locks, by when they were last used; entries that no longer hold are passed over."""
+        """Heap of unlocked leaves by time of last use; stale items are skipped."""
         self._tickets = itertools.count()
         self.num_pages = 0
-        """Bundles in the tree."""
+        """Number of bundles in the tree."""
         self._num_locked = 0
 
     @property
     def num_evictable(self) -> int:
-        """Bundles that eviction would take out of the tree."""
+        """Number of bundles that eviction can remove."""
         return self.num_pages - self._num_locked
 
     def find(self, namespace: str, tokens: Sequence[int]) -> PrefixMatch:
-        """The longest prefix of whole pages that the namespace holds. Changes nothing: an eviction may take it."""
+        """The longest cached prefix of whole pages in the namespace. Takes no lock, so it may be evicted afterwards."""
         node = self._roots.get(namespace)
         bundles: list[Bundle] = []
         if node is not None:
@@ -91,7 +91,7 @@ class PrefixCache:
         return PrefixMatch(node, tuple(bundles))
 
     def lock(self, namespace: str, match: PrefixMatch) -> PrefixNode:
-        """Keeps what was found, and all before it, until the node that is returned is unlocked."""
+        """Locks the match and its ancestors until the returned node is unlocked."""
         node = self._root(namespace) if match.node is None else match.node
         if node.parent is not None and node.parent.children.get(node.key) is not node:
             raise ValueError("expected a prefix that is in the cache, got one that was evicted since; find it again")
@@ -106,9 +106,9 @@ class PrefixCache:
         return node
 
     def extend(self, node: PrefixNode, tokens: Sequence[int], bundle: Bundle) -> PrefixNode:
-        """The node of one more whole page of tokens after a locked one, to which the lock moves.
+        """Adds one whole page of tokens after a locked node and moves the lock to it.
 
-        Where the tree holds these tokens already, the bundle stays the caller's alone.
+        If the tree already holds these tokens, the bundle remains the caller's alone.
         """
         assert len(tokens) == self._page_size, "a node is a whole page"
         key = _key(tokens)
@@ -117,7 +117,7 @@ class PrefixCache:
             self._store.share(bundle)
             child = node.children[key] = PrefixNode(node, key, bundle, node.namespace)
             self.num_pages += 1
-        # The lock stays in the subtree of every node before this one.
+        # Ancestors keep their lock counts: the lock stays in their subtrees.
         child.num_locks += 1
         if child.num_locks == 1:
             self._num_locked += 1
@@ -125,7 +125,7 @@ class PrefixCache:
         return child
 
     def unlock(self, node: PrefixNode) -> None:
-        """Takes the caller's lock from a node. Nodes after it that nobody locks may go from here on."""
+        """Releases the caller's lock on a node. Unlocked descendants become evictable."""
         now = next(self._clock)
         node.last_used = now
         step: PrefixNode | None = node
@@ -138,7 +138,7 @@ class PrefixCache:
         self._offer(node)
 
     def evict(self, count: int) -> int:
-        """Takes up to `count` bundles out of the tree, ends first, the longest unused first; returns how many."""
+        """Removes up to `count` bundles, leaves first, least recently used first; returns how many."""
         evicted = 0
         while evicted < count and self._idle:
             last_used, _, node = heapq.heappop(self._idle)
@@ -149,7 +149,7 @@ class PrefixCache:
         return evicted
 
     def clear(self) -> int:
-        """Takes out everything that no lock keeps; returns how many bundles."""
+        """Removes every unlocked bundle; returns how many."""
         return self.evict(self.num_pages)
 
     def nodes(self) -> Iterator[PrefixNode]:
@@ -171,13 +171,13 @@ class PrefixCache:
         return attached and not node.children and node.num_locks == 0
 
     def _offer(self, node: PrefixNode) -> None:
-        """Puts a node where eviction finds it, if it can go; a root that stands for nothing goes at once."""
+        """Makes a node available for eviction if possible; removes an empty root at once."""
         if node.parent is None:
             if not node.children and node.num_locks == 0:
                 self._roots.pop(node.namespace, None)
         elif self._can_go(node):
             heapq.heappush(self._idle, (node.last_used, next(self._tickets), node))
-            # A node that is used again and again leaves an entry each time.
+            # A node that is used repeatedly leaves a stale item each time.
             if len(self._idle) > 2 * self.num_pages + 64:
                 self._idle = [
                     entry for entry in self._idle if entry[0] == entry[2].last_used and self._can_go(entry[2])

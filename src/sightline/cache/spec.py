@@ -1,4 +1,4 @@
-"""What a layer group needs from the cache, as data.
+"""Cache requirements of a layer group, as data.
 
 Knows shapes, dtypes and scales. Does not know which attention uses them.
 """
@@ -13,9 +13,9 @@ from typing import TypeAlias
 import torch
 
 SCALED_DTYPES = frozenset({torch.float8_e4m3fn})
-"""Cache dtypes so narrow that a plane has a scale a layer: what is stored is value / scale, saturated."""
+"""Cache dtypes with one scale per plane and layer: what is stored is value / scale, saturated."""
 ScalesByPlane: TypeAlias = Mapping[str, Sequence[float]]
-"""By plane name: a scale for each layer. A plane that is not there has scales of 1."""
+"""Maps a plane's name to one scale per layer. Missing planes have scales of 1."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class PlaneSpec:
 
     name: str
     shape: tuple[int, ...]
-    """Of one entry in one layer."""
+    """Shape of one entry in one layer."""
     dtype: torch.dtype
     scales: tuple[float, ...] | None = None
-    """By layer: what is stored is value / scale, what is read is stored * scale. None: all are 1."""
+    """Per layer: stored = value / scale, value = stored * scale. None: all are 1."""
 
     def __post_init__(self) -> None:
         if self.scales is None:
@@ -40,14 +40,14 @@ class PlaneSpec:
 
     @staticmethod
     def scaled(name: str, shape: tuple[int, ...], dtype: torch.dtype, scales: ScalesByPlane | None) -> PlaneSpec:
-        """A plane with its own of the scales, where there are any."""
+        """A plane with its own entry of `scales`, if there is one."""
         own = None if scales is None else scales.get(name)
         return PlaneSpec(name, shape, dtype, None if own is None else tuple(own))
 
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Entries that are written and freed together and so share one page table."""
+    """Entries that are written and freed together and therefore share one page table."""
 
     name: str
     planes: tuple[PlaneSpec, ...]
@@ -63,12 +63,12 @@ class PoolSpec:
 
     @property
     def elements_per_token(self) -> int:
-        """Over all planes and layers."""
+        """Sum over all planes and layers."""
         return self.num_layers * sum(math.prod(plane.shape) for plane in self.planes)
 
     @property
     def bytes_per_token(self) -> int:
-        """Over all planes and layers."""
+        """Sum over all planes and layers."""
         return self.num_layers * sum(math.prod(plane.shape) * plane.dtype.itemsize for plane in self.planes)
 
 

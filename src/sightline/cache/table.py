@@ -1,4 +1,4 @@
-"""Page tables: which pages a sequence's row reads, with a version that says when one of them changed owner.
+"""Page tables: the pages of each sequence's row, with a version that changes when a page changes owner.
 
 Owns the mapping and its versions. Does not own pages: the allocator does.
 """
@@ -26,7 +26,7 @@ class PageTable:
         self.pages = torch.zeros(num_rows + 1, max_pages, dtype=torch.int64, device=device)
         """[num_rows + 1, max_pages]: entries beyond a row's pages hold the padding page."""
         self._on_host = self.pages.numpy() if device.type == "cpu" else None
-        """The same memory, where numpy can write it: a few pages cost it a tenth of the time."""
+        """The same memory as a numpy array, or None on a GPU: writing a few pages takes a tenth of torch's time."""
         self._owned: list[list[int]] = [[] for _ in range(num_rows + 1)]
         self._versions = [0] * (num_rows + 1)
 
@@ -35,7 +35,7 @@ class PageTable:
         return tuple(self._owned[row])
 
     def pages_of(self, row: int) -> Sequence[int]:
-        """As `owned`, to look at: it changes with the row."""
+        """A live view of the row's pages: unlike `owned`, it changes with the row."""
         return self._owned[row]
 
     def page(self, row: int, index: int) -> int:
@@ -46,7 +46,7 @@ class PageTable:
         return len(self._owned[row])
 
     def version(self, row: int) -> int:
-        """Changes whenever a page leaves the row. Growth leaves it: the pages before keep their owner."""
+        """Changes whenever a page leaves the row. Growth does not change it, because earlier pages keep their owner."""
         return self._versions[row]
 
     def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class PageTable:
         return tuple([versions[row] for row in rows])
 
     def append(self, row: int, pages: Sequence[int]) -> None:
-        """Adds pages at the row's end."""
+        """Appends pages to a row."""
         self._require_writable(row)
         owned = self._owned[row]
         if len(owned) + len(pages) > self.max_pages:
@@ -67,7 +67,7 @@ class PageTable:
         owned.extend(pages)
 
     def trim(self, row: int, num_pages: int) -> tuple[int, ...]:
-        """Takes the pages behind the first `num_pages` from a row and returns them."""
+        """Removes the pages after the first `num_pages` from a row and returns them."""
         self._require_writable(row)
         pages = tuple(self._owned[row][num_pages:])
         if pages:
@@ -77,7 +77,7 @@ class PageTable:
         return pages
 
     def clear(self, row: int) -> tuple[int, ...]:
-        """Empties a row and returns the pages it had."""
+        """Empties a row and returns its pages."""
         self._require_writable(row)
         pages = tuple(self._owned[row])
         self.pages[row].zero_()
@@ -86,12 +86,12 @@ class PageTable:
         return pages
 
     def slots(self, rows: Tensor, entries: Tensor, page_size: int) -> Tensor:
-        """Slots of entries: `rows` and `entries` have one shape; entry e lies in its row's page e // page_size."""
+        """Slots of entries. `rows` and `entries` have the same shape; entry e is in its row's page e // page_size."""
         page = self.pages[rows, entries.div(page_size, rounding_mode="floor")]
         return page * page_size + entries.remainder(page_size)
 
     def run(self, row: int, first: int, stop: int, page_size: int) -> slice | None:
-        """The slots of entries `first` to `stop` of a row where they lie side by side in order, None where not."""
+        """The slots of a row's entries `first` to `stop` if they are contiguous, otherwise None."""
         pages = self._owned[row][first // page_size : -(-stop // page_size)]
         if not 0 <= first < stop or len(pages) != -(-stop // page_size) - first // page_size:
             raise ValueError(
