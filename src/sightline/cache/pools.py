@@ -261,7 +261,7 @@ class CacheStore:
             pool.grow(row, pages)
 
     def row_pages(self, row: int) -> int:
-        """Page count of a row, the same in each pool."""
+        """Page count of a row in each pool."""
         return min([pool.table.num_owned(row) for pool in self.pools])
 
     def trim_row(self, row: int, num_tokens: int) -> None:

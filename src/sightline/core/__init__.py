@@ -1,1 +1,1 @@
-"""Values that cross borders: config, errors, requests, batches, devices. Imports nothing else of Sightline."""
+"""Value types shared by all packages: config, errors, requests, batches, devices. Imports nothing else of Sightline."""

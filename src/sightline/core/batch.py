@@ -39,7 +39,7 @@ from sightline.core.lengths import (
 
 BatchId = NewType("BatchId", int)
 PADDING_ROW = 0
-"""The page-table row of rows that stand for nobody."""
+"""The page-table row of padding rows."""
 PADDING_SLOT = 0
 """The slot, in the padding page of every pool, that padding tokens write to."""
 
@@ -51,7 +51,7 @@ def _next_batch_id() -> BatchId:
 
 
 class MaskKind(Enum):
-    """Which of a row's tokens a query may see. The context is always visible."""
+    """Which new tokens of its row a query may see. The context is always visible."""
 
     CAUSAL = "causal"
     FULL = "full"
@@ -64,7 +64,7 @@ class RowMask:
 
     kind: MaskKind
     tree: Tensor | None = None
-    """[query_len, query_len] bool for `TREE`: True where query i sees new token j."""
+    """[query_len, query_len] bool for `TREE`: True if query i sees new token j."""
 
     def __post_init__(self) -> None:
         if (self.kind is MaskKind.TREE) != (self.tree is not None):
@@ -77,7 +77,7 @@ FULL = RowMask(MaskKind.FULL)
 
 @dataclass(eq=False, slots=True)
 class RowWork:
-    """What one row of a step computes.
+    """The work of one row in a step.
 
     Treat as immutable. Not frozen, because one is created per row per step.
     """
@@ -88,16 +88,16 @@ class RowWork:
     context_len: int
     """Tokens of this row that are in the cache."""
     num_logits: int
-    """How many of the last tokens want logits: none in the middle of a prompt, one to go on, more to score a prompt."""
+    """How many of the last tokens need logits: 0 within a prompt, 1 to generate, more to score a prompt."""
     mask: RowMask = CAUSAL
     positions: Sequence[int] | None = None
-    """Positions of a tree's tokens. Tokens of other rows follow the context one by one."""
+    """Positions of a tree's tokens. Tokens of other rows directly follow the context."""
     num_pending: int = 0
     """New tokens after `tokens` that a step in flight is still choosing; `Batch.filled` puts them in."""
 
 
 class PoolPages(Protocol):
-    """What a batch asks of one pool: whose page table it is, and where new entries go."""
+    """The interface of one pool that a batch needs: its page table, and the slots for new entries."""
 
     @property
     def key(self) -> str: ...
@@ -114,7 +114,7 @@ class PoolRows:
     """A batch's rows in one pool's page table."""
 
     table_id: int
-    """Identity of the page table that `rows` and `versions` speak of."""
+    """Identity of the page table that `rows` and `versions` refer to."""
     versions: tuple[int, ...]
     """[num_rows]: the version of each page-table row when the batch was made."""
     write_slots: Tensor
@@ -122,7 +122,7 @@ class PoolRows:
 
 
 class BatchMemory:
-    """The memory of a batch's tensors, which another batch may be placed in: a number that says how often."""
+    """The memory of a batch's tensors, which another batch may reuse; `tenant` counts the reuses."""
 
     def __init__(self) -> None:
         self.tenant = 0
@@ -133,14 +133,14 @@ class Batch:
     """One step's rows. Frozen, unplanned."""
 
     work: tuple[RowWork, ...]
-    """What each row computes, padding rows excluded."""
+    """Work of each row, excluding padding rows."""
     sources: tuple[PoolPages, ...]
-    """The pools that the rows are read from and written to. Empty: the step touches no cache."""
+    """The pools that the rows read and write. Empty: the step touches no cache."""
     device: torch.device
     tokens: Tensor = field(init=False)
     """[num_tokens] int64, row after row, then padding."""
     positions: Tensor = field(init=False)
-    """[num_tokens] int64. A row's positions follow its context one by one; a tree's are depths."""
+    """[num_tokens] int64. A row's positions directly follow its context; a tree's are depths."""
     query_lens: Lengths = field(init=False)
     context_lens: Lengths = field(init=False)
     masks: tuple[RowMask, ...] = field(init=False)
@@ -148,29 +148,29 @@ class Batch:
     rows: tuple[int, ...] = field(init=False)
     """[num_rows]: page-table row of each row."""
     table_rows: Tensor = field(init=False)
-    """[num_rows] int64: the same on the device."""
+    """[num_rows] int64: `rows` on the device."""
     pools: Mapping[str, PoolRows] = field(init=False)
     """By pool key. Empty: the step neither reads nor writes any cache."""
     logit_indices: Tensor = field(init=False)
-    """[num_logits] int64: the tokens whose logits are wanted, row after row."""
+    """[num_logits] int64: indices of the tokens that need logits, row after row."""
     logit_rows: tuple[int, ...] = field(init=False)
-    """[num_logits]: the row of each wanted token."""
+    """[num_logits]: the row of each of these tokens."""
     logit_places: tuple[int, ...] = field(init=False)
     """[num_logits]: `logit_indices` on the host."""
     pending: frozenset[int] = field(init=False)
-    """Tokens that are not there yet. A batch with any cannot be planned."""
+    """Indices of tokens that are not chosen yet. A batch with pending tokens cannot be planned."""
     memory: BatchMemory = field(init=False)
-    """Of the tensors: who may say what they hold."""
+    """Memory of the tensors; tells whether another batch has reused it."""
     tenant: int = field(init=False)
     batch_id: BatchId = field(init=False)
-    """New for every batch, also for one that `dataclasses.replace` makes: other contents are another batch."""
+    """New for every batch, including one made by `dataclasses.replace`: other contents are another batch."""
 
     def __post_init__(self) -> None:
         facts = _flattened(self.work)
         rows, query_lens, context_lens = facts.rows, tuple(facts.query_lens), tuple(facts.context_lens)
         _check_rows(rows, context_lens, self.sources)
         slots = [source.slots_to_write(zip(rows, context_lens, query_lens, strict=True)) for source in self.sources]
-        # One copy to the device for all of it.
+        # A single copy to the device.
         on_device = moved(
             [facts.tokens, facts.positions, query_lens, context_lens, rows, facts.logit_indices, *slots], self.device
         )
@@ -200,7 +200,7 @@ class Batch:
             object.__setattr__(self, name, value)
 
     def _with(self, **fields: Any) -> Batch:
-        """A new batch that differs in these fields. The only way around the derivation, for this class alone."""
+        """A new batch that differs in these fields. Skips the derivation; for this class only."""
         other: Batch = object.__new__(Batch)
         other._set(**{**vars(self), **fields, "batch_id": _next_batch_id()})
         if "memory" in fields:
@@ -223,7 +223,7 @@ class Batch:
         return self.tokens.shape[0]
 
     def query_offsets_host(self) -> tuple[int, ...]:
-        """[num_rows + 1]: where each row's tokens begin, and where the last ends."""
+        """[num_rows + 1]: start of each row's tokens, and the end of the last."""
         return tuple(itertools.accumulate(self.query_lens.exact(), initial=0))
 
     def num_decoding(self) -> int:
@@ -237,7 +237,7 @@ class Batch:
         return len(bounds)
 
     def filled(self, places: Sequence[int], tokens: Tensor) -> Batch:
-        """A new batch with pending tokens put in: `tokens` [n] int64 on the device, at n different places."""
+        """A new batch with pending tokens filled in: `tokens` [n] int64 on the device, at n distinct indices."""
         if not self.pending.issuperset(places) or len(set(places)) != len(places):
             raise BatchError("tokens", None, f"tokens at different places out of {sorted(self.pending)}", list(places))
         if tokens.shape != (len(places),):
@@ -250,7 +250,7 @@ class Batch:
         )
 
     def pad(self, num_rows: int, num_tokens: int) -> Batch:
-        """A new batch with rows of no tokens and tokens of no row added at the end."""
+        """A new batch with empty rows and padding tokens appended."""
         extra_rows, extra_tokens = num_rows - self.num_rows, num_tokens - self.num_tokens
         if extra_rows < 0 or extra_tokens < 0:
             raise ValueError(
@@ -278,7 +278,7 @@ class Batch:
         )
 
     def take(self, rows: Sequence[int]) -> Batch:
-        """A new batch of the named rows, in that order. Padding tokens are left behind."""
+        """A new batch of the given rows, in that order, without padding tokens."""
         if len(set(rows)) != len(rows) or not all(0 <= row < self.num_rows for row in rows):
             raise ValueError(f"expected each row once, from 0 to {self.num_rows - 1}, got {list(rows)}")
         padding = [row >= len(self.work) for row in rows]
@@ -320,9 +320,9 @@ class Batch:
         return self.take(range(first_rows)), self.take(range(first_rows, self.num_rows))
 
     def part(self, rows: slice, tokens: slice) -> Batch:
-        """A new batch of rows that stand side by side, over this one's memory; `tokens` are theirs.
+        """A new batch of contiguous rows that shares this one's memory; `tokens` is their range.
 
-        A part has no logits: they are the whole step's.
+        A part has no logits: they belong to the whole step.
         """
         if self.query_lens.host is not None and tokens.start != sum(self.query_lens.host[: rows.start]):
             raise BatchError("tokens", rows.start, "those of the part's rows", tokens)
@@ -345,11 +345,11 @@ class Batch:
         )
 
     def idle(self) -> Batch:
-        """A new batch of no rows over the same pools: what a rank with nothing to do runs."""
+        """A new batch without rows over the same pools, for a rank that has nothing to do."""
         return self.take(())
 
     def bounded(self, query_bound: Sequence[int], context_bound: Sequence[int], *, known: bool) -> Batch:
-        """A new batch over the same memory whose host bounds are looser.
+        """A new batch over the same memory with looser host bounds.
 
         Unless `known`, the host does not know the lengths, as while drafts are accepted on the device.
         """
@@ -361,8 +361,8 @@ class Batch:
     def placed_in(self, memory: Batch) -> Batch:
         """A new batch with these contents copied into the tensors of `memory`, a batch of the same sizes.
 
-        It takes over the bounds of the query lengths of `memory`: a captured graph reads that memory, and its bucket
-        fixes them. Contexts keep their own bounds.
+        It takes the query-length bounds of `memory`, because a captured graph reads that memory and its bucket fixes
+        them. Contexts keep their own bounds.
         """
         sizes, expected = (self.num_rows, self.num_tokens), (memory.num_rows, memory.num_tokens)
         if sizes != expected or self.pools.keys() != memory.pools.keys():
@@ -384,7 +384,7 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class _Facts:
-    """The rows' facts, side by side."""
+    """The facts of all rows, as parallel lists."""
 
     rows: tuple[int, ...]
     tokens: list[int]
@@ -426,7 +426,7 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
 
 
 def _checked_positions(row: RowWork, index: int, query_len: int) -> Sequence[int]:
-    """The row's positions, after its mask was checked."""
+    """Checks the row's mask and returns its positions."""
     tree, first = row.mask.tree, row.context_len
     if tree is not None and (tree.shape != (query_len, query_len) or tree.dtype != torch.bool):
         got = f"{tuple(tree.shape)} {tree.dtype}"
@@ -443,7 +443,7 @@ def _checked_positions(row: RowWork, index: int, query_len: int) -> Sequence[int
 
 
 def _check_rows(rows: tuple[int, ...], context_lens: tuple[int, ...], sources: Sequence[PoolPages]) -> None:
-    """With a cache, each row is there once and exists; without one, nobody has a context."""
+    """With a cache, each page-table row must exist and occur once; without one, no row may have a context."""
     if not sources:
         if any(context_lens):
             row = next(index for index, length in enumerate(context_lens) if length)

@@ -1,7 +1,7 @@
-"""The command-line options that ask for the same engine as a config.
+"""The command-line options that request the same engine as a config.
 
-Owns the way back from an `EngineConfig` to words. The options themselves are defined in `sightline.cli.options`; a test
-holds both together.
+Owns the conversion of an `EngineConfig` to command-line words. The options are defined in `sightline.cli.options`; a
+test keeps both consistent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ PREFIX_CACHING = {True: "--enable-prefix-caching", False: "--disable-radix-cache
 
 
 def prove_words(config: EngineConfig, model: str) -> tuple[str, ...]:
-    """What follows `sightline` on a command line that proves attention for the engine; `model` is its name or path."""
+    """The words after `sightline` on a command line that proves attention for the engine; `model` is its name or
+    path."""
     usual = vars(EngineConfig())
     words = ["conformance", "--model", model]
     for name, flag in ATTENTION_FLAGS.items():

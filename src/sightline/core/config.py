@@ -1,6 +1,6 @@
-"""What the user asked for. Never mutated; `resolution.resolve` turns it into what runs, once.
+"""The user's settings. Never mutated; `resolution.resolve` turns them into what runs, once.
 
-Imports nothing heavy: whoever only carries wishes, as a server's front end does, needs no torch.
+Imports nothing heavy: a process that only passes settings on, such as a server's front end, needs no torch.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from sightline.core.errors import ConfigError
 
 
 class Task(Enum):
-    """What a model is for."""
+    """The purpose of a model."""
 
     GENERATE = "generate"
-    """It goes on with texts."""
+    """Generates text."""
     EMBED = "embed"
-    """It tells what texts are about, as vectors."""
+    """Embeds texts as vectors."""
 
 
 class Quantization(Enum):
-    """What becomes of weights that the file quantises."""
+    """How quantised weights of a file are handled."""
 
     DEQUANTISE = "dequantise"
-    """They are exact: what the file's numbers stand for, in the compute dtype."""
+    """Converted to the compute dtype, exactly."""
     KEEP = "keep"
-    """They stay quantised in memory and are multiplied as such, where an op can."""
+    """Kept quantised in memory and multiplied as such, where an op supports it."""
 
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 CACHE_DTYPE_NAMES = (*DTYPE_NAMES, "fp8", "fp8_e4m3", "float8_e4m3fn")
 """`fp8` is e4m3, the more precise of the two 8-bit floats."""
 PADDING_PAGES = 1
-"""Pages of every pool that no sequence ever owns: padding tokens write there, nobody reads."""
+"""Pages of every pool that no sequence owns: padding tokens write there, and nothing reads them."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The user's wishes. None means: let Sightline decide."""
+    """The user's settings. None lets Sightline decide."""
 
     model: str | None = None
     task: str = Task.GENERATE.value
@@ -47,35 +47,36 @@ class EngineConfig:
     quantization: str = Quantization.DEQUANTISE.value
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    """None: 64 that generate, or 1024 that are embedded."""
+    """None: 64 to generate, 1024 to embed."""
     max_num_batched_tokens: int | None = None
-    """None: 512 where it generates, 4096 where it embeds."""
+    """None: 512 to generate, 4096 to embed."""
     page_size: int | None = None
     """Tokens in a cache page; None: 16 on a CPU, 64 on a GPU."""
     cache_tokens: int | None = None
-    """Tokens that the cache must hold in all; None sizes it from the memory that is there."""
+    """Total tokens that the cache must hold; None sizes it from the available memory."""
     kv_cache_dtype: str = "auto"
-    """Of what the cache holds; auto is the compute dtype."""
+    """Dtype of cached entries; auto is the compute dtype."""
     memory_fraction: float = 0.5
     """Share of the memory left after the weights that the cache may take."""
     prefix_caching: bool | None = None
-    """Keep what is computed of prompts and answers, as long as there is room, for requests that begin alike.
+    """Keep computed prompts and answers, while there is room, for requests with the same prefix.
 
-    None: where it generates."""
+    None: only to generate.
+    """
     max_queued_requests: int = 1024
-    """Sequences that may wait; whoever comes when so many do is refused at once."""
+    """Sequences that may wait; further ones are refused at once."""
     async_scheduling: bool = False
-    """Schedule and launch a step before the one before it is read: gains where the device works on its own."""
+    """Schedule and launch a step before the previous one is read back: faster if the device runs asynchronously."""
     attention_backend: str | None = None
     prefill_attention_backend: str | None = None
-    """Instead of it, for rows of many new tokens."""
+    """Overrides `attention_backend` for rows of many new tokens."""
     decode_attention_backend: str | None = None
-    """Instead of it, for rows of one new token."""
+    """Overrides `attention_backend` for rows of one new token."""
     require_proof: bool = False
     """Refuse an attention backend that the conformance kit has not proven on this machine."""
     seed: int | None = None
     chat_template: str | None = None
-    """A file with a Jinja template, in place of the model's own."""
+    """Path of a Jinja template that replaces the model's own."""
     skip_tokenizer_init: bool = False
     strict: bool = False
     paranoid: bool = False

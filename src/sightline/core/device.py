@@ -1,4 +1,4 @@
-"""What the machine is and what memory it really has left.
+"""Detects the device and its available memory.
 
 Owns detection. Does not know what the memory is for.
 """
@@ -37,7 +37,7 @@ class Device:
 
 
 def detect_device(requested: str) -> Device:
-    """Turns `--device` into a `Device`; raises `ConfigError` where it is not there."""
+    """Resolves `--device`. Raises `ConfigError` if the device is not available."""
     if requested in ("auto", "cpu"):
         return Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
     if requested == "cuda":
@@ -57,8 +57,8 @@ def detect_device(requested: str) -> Device:
 
 
 def lacks_products(device: Device, dtype: torch.dtype) -> bool:
-    """True for a CPU that has no instructions for products of the dtype, where torch falls back to one number at a
-    time: several hundred times slower than float32 on a Neoverse-N1."""
+    """True for a CPU without matrix instructions for the dtype, where torch falls back to scalar code: several hundred
+    times slower than float32 on a Neoverse-N1."""
     return (
         device.kind is DeviceKind.CPU
         and dtype is torch.bfloat16
@@ -71,8 +71,8 @@ def lacks_products(device: Device, dtype: torch.dtype) -> bool:
 def single_threaded() -> Iterator[None]:
     """Runs torch's CPU operations on one thread.
 
-    For many small operations, such as decoding weights: their threads wait for each other by spinning, which on a
-    machine with other work costs ten times what a second thread gains.
+    For many small operations, such as decoding weights: torch's threads spin while they wait for each other, which on a
+    busy machine costs ten times what a second thread gains.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -83,10 +83,10 @@ def single_threaded() -> Iterator[None]:
 
 
 def same_stream(device: Device) -> Callable[[], AbstractContextManager[object]]:
-    """Makes contexts in which the CUDA device and stream that are current now are current, in any thread.
+    """Returns a factory of contexts that make the CUDA device and stream current now current in any thread.
 
-    Every thread has a current device and stream of its own, and two streams do not wait for each other: a thread that
-    took over work from another could read what is not written yet.
+    The current device and stream are per thread, and streams are not ordered with each other: a thread that continues
+    another's work could read data that is not written yet.
     """
     if device.kind is DeviceKind.CUDA:
         return partial(torch.cuda.stream, torch.cuda.current_stream(device.torch_device))
@@ -95,7 +95,7 @@ def same_stream(device: Device) -> Callable[[], AbstractContextManager[object]]:
 
 @contextmanager
 def device_faults() -> Iterator[None]:
-    """Names what nothing on the device survives: after such an error every later call fails too."""
+    """Turns unrecoverable device errors into `DeviceFaultError`: after one, every later call fails too."""
     try:
         yield
     except torch.AcceleratorError as error:
@@ -103,7 +103,7 @@ def device_faults() -> Iterator[None]:
 
 
 def available_bytes(device: Device) -> int:
-    """Memory that can be taken on `device` now without swapping."""
+    """Memory on `device` that can be allocated now without swapping."""
     if device.kind is DeviceKind.CUDA:
         free, _ = torch.cuda.mem_get_info(device.torch_device)
         return int(free)
@@ -111,7 +111,7 @@ def available_bytes(device: Device) -> int:
 
 
 def _host_available_bytes(meminfo: Path) -> int:
-    """`MemAvailable` where the kernel says it, else the physical memory."""
+    """`MemAvailable` if the kernel reports it, otherwise the physical memory."""
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -120,7 +120,7 @@ def _host_available_bytes(meminfo: Path) -> int:
 
 
 def _cgroup_headroom_bytes(root: Path) -> int:
-    """What the container's limit leaves; a very large number where there is no limit."""
+    """Bytes left below the container's limit; a very large number if there is none."""
     unlimited = 1 << 62
     for folder, limit_name, usage_name in (
         (root, "memory.max", "memory.current"),
@@ -136,7 +136,7 @@ def _cgroup_headroom_bytes(root: Path) -> int:
 
 
 def _reclaimable_bytes(stat: Path) -> int:
-    """Cached file pages count as used but give way when memory is needed."""
+    """Cached file pages, which count as used but are reclaimed under memory pressure."""
     if stat.exists():
         for line in stat.read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -1,6 +1,6 @@
-"""The environment variables that Sightline reads: all of them, and here alone. A malformed value raises.
+"""All environment variables that Sightline reads. A malformed value raises.
 
-Does not know what lies in the folders that it names.
+Does not know what is in the folders that it names.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from sightline.core.errors import ConfigError
 
 
 def api_keys() -> tuple[str, ...]:
-    """Keys that a server accepts, from `SIGHTLINE_API_KEY`: one, or several with commas between them.
+    """API keys that a server accepts: the comma-separated list in `SIGHTLINE_API_KEY`.
 
-    On a command line they would be told to whoever lists the processes.
+    Not a command-line option, because process listings show those.
     """
     named = os.environ.get("SIGHTLINE_API_KEY")
     if named is None:
@@ -28,7 +28,7 @@ def api_keys() -> tuple[str, ...]:
 
 
 def proof_folder() -> Path:
-    """Where passed runs of the conformance kit are kept: `$XDG_CACHE_HOME/sightline/proofs`, else under ~/.cache."""
+    """Folder of recorded proofs: `$XDG_CACHE_HOME/sightline/proofs`, otherwise under ~/.cache."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(named) if named else Path.home() / ".cache"
     if not cache.is_absolute():
@@ -37,7 +37,7 @@ def proof_folder() -> Path:
 
 
 def openai_api_key() -> str | None:
-    """The key that clients of OpenAI's protocol send: `$OPENAI_API_KEY`, None where it is not set or empty."""
+    """The API key that OpenAI clients send: `$OPENAI_API_KEY`, or None if it is unset or empty."""
     key = os.environ.get("OPENAI_API_KEY", "").strip()
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError(

@@ -62,10 +62,10 @@ class PlanError(SightlineError):
 
 
 class BatchError(PlanError, ValueError):
-    """A batch says something that is not so: of its rows, or of what the cache holds for them."""
+    """A batch contradicts itself or what the cache holds for its rows."""
 
     def __init__(self, field: str, row: int | None, expected: object, got: object, remedy: str = "") -> None:
-        """`row` is the row's place in the batch, None where it is about all of them."""
+        """`row` is the index in the batch, None if the error is about the whole batch."""
         self.field = field
         self.row = row
         self.expected = expected

@@ -1,4 +1,4 @@
-"""Ctrl-C at a good moment: what must not be left half done is done whole, and interrupted then."""
+"""Defers Ctrl-C and other signals while an operation must not be left half done."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 _INTERRUPTING = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-"""Signals whose handlers raise, as a rule: Ctrl-C, a request to end, a timer."""
+"""Signals whose handlers usually raise: Ctrl-C, a termination request, a timer."""
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within, handlers of signals that interrupt wait until the end.
+    """Defers the handlers of interrupting signals to the end of the block.
 
-    Only the main thread is ever interrupted so; elsewhere this does nothing. What lasts, such as a forward pass, should
-    not be within.
+    Only the main thread is interrupted by signals; in others this does nothing. Do not wrap long work such as a forward
+    pass.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,8 +1,8 @@
-"""The ledger: what is not as asked, and what is worth knowing although nothing is lost.
+"""The ledger: everything that differs from what was asked, and notes about harmless facts.
 
-A `Degradation` is a fallback, an override, an ignored field or a disabled feature; `--strict` refuses it. A `Note` is
-a fact whose effect on the result was shown to be none; `--strict` accepts it. Owns both lists and the strict rule.
-Does not know who prints them.
+A `Degradation` is a fallback, an override, an ignored field or a disabled feature; `--strict` refuses it. A `Note` is a
+fact that was shown not to affect the result; `--strict` accepts it. Owns both lists and the strict rule. Does not know
+who prints them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sightline.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Degradation:
-    """One thing that is not as the user or the model asked."""
+    """One difference from what the user or the model asked for."""
 
     subject: str
     """What was asked for, as the user knows it: a flag, a config field, a feature."""
@@ -30,12 +30,12 @@ class Degradation:
 
 @dataclass(frozen=True)
 class Note:
-    """One thing that is worth knowing. The result is the same without it."""
+    """One fact worth knowing that does not affect the result."""
 
     subject: str
     """What it is about: a config field, some tensors of a checkpoint."""
     fact: str
-    """What is the case, and why it changes nothing."""
+    """The fact, and why it changes nothing."""
 
     def __str__(self) -> str:
         return f"{self.subject}: {self.fact}"

@@ -1,4 +1,4 @@
-"""Lengths of a batch's rows on the host and on the device, and the tensors that a batch is made of.
+"""Row lengths of a batch on the host and on the device, and helpers for its tensors.
 
 Knows numbers and tensors. Does not know rows or pools.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """One length for each row. The device's copy is the truth."""
+    """One length per row. The device copy is authoritative."""
 
     device: Tensor
     """[num_rows] int64."""
     bound: tuple[int, ...]
-    """A host upper bound for each row; always there."""
+    """Upper bound per row on the host; always present."""
     host: tuple[int, ...] | None
-    """The exact host copy, where the host knows it."""
+    """Exact host copy, or None if only the device knows."""
 
     def __post_init__(self) -> None:
         if len(self.bound) != self.num_rows or (self.host is not None and len(self.host) != self.num_rows):
@@ -36,7 +36,7 @@ class Lengths:
         return self.device.shape[0]
 
     def exact(self) -> tuple[int, ...]:
-        """The exact host copy; a caller that needs it says so in its capability row."""
+        """Returns the exact host copy; a backend that needs it declares so in its capability row."""
         if self.host is None:
             raise ValueError("expected lengths that the host knows, got device-only lengths")
         return self.host
@@ -50,7 +50,8 @@ class Lengths:
 
 
 def moved(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """Each list as a tensor [length] int64, side by side in memory. numpy reads a list in a third of torch's time."""
+    """Copies each list to a tensor [length] int64, adjacent in memory. numpy reads a list in a third of torch's
+    time."""
     joined = torch.from_numpy(np.array(list(itertools.chain.from_iterable(lists)), dtype=np.int64)).to(device)
     return tuple(joined.split_with_sizes([len(each) for each in lists]))
 

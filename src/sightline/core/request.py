@@ -1,4 +1,4 @@
-"""What a user asks for and what they get back.
+"""Requests and their results.
 
 Owns sampling parameters and output shapes. Does not know tokenizers, scheduling or tensors.
 """
@@ -21,14 +21,14 @@ MAX_CONTINUATIONS = 128
 """The largest `n`."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 128
-"""Every character of the answer is compared with each."""
+"""Limited because every character of the answer is compared with each."""
 MAX_CALLER_LENGTH = 256
 MAX_TIMEOUT = 1e9
 _INFINITY = float("inf")
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; the values are those that clients of other engines know."""
+    """Why a sequence ended; the values match those of other engines."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -38,10 +38,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens. A field that is None takes the model's own default, then the neutral value."""
+    """How to choose tokens. None takes the model's own default if there is one, otherwise the neutral value."""
 
     temperature: float | None = None
-    """0 is greedy. Neutral: greedy, as transformers decodes a model that asks for nothing."""
+    """0 is greedy. Neutral: greedy, as transformers decodes a model without sampling defaults."""
     top_p: float | None = None
     top_k: int | None = None
     """0 and -1 keep every token."""
@@ -49,31 +49,31 @@ class SamplingParams:
     seed: int | None = None
     """The same seed and the same logits give the same tokens, whatever else is in the batch."""
     max_tokens: int | None = 16
-    """None goes on to the end of the context."""
+    """None generates up to the end of the context."""
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     repetition_penalty: float | None = None
-    """Positive logits of tokens in the prompt or the output are divided by it, the others multiplied. Neutral: 1."""
+    """Divides positive logits of tokens in the prompt or the output, and multiplies negative ones. Neutral: 1."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that is in the output."""
+    """Subtracted from the logit of every token in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit as often as the token is in the output."""
+    """Subtracted from a token's logit once per occurrence in the output."""
     logit_bias: Mapping[int, float] | None = None
-    """Token id to what is added to its logit, before the penalties."""
+    """Maps token ids to an offset that is added to the logit, before the penalties."""
     stop: str | Sequence[str] | None = None
     """Text that ends the answer and is not part of it. Kept as a tuple."""
     include_stop_str_in_output: bool = False
-    """The text of the stop string, or of the token that ends the answer, stays in the answer."""
+    """Keeps the text of the stop string, or of the token that ends the answer, in the answer."""
     min_tokens: int | None = None
     """Tokens before any end token, stop token or stop string may end the answer. Neutral: 0."""
     n: int = 1
-    """Continuations of the one prompt, each with a seed of its own that follows from `seed` and its index."""
+    """Number of continuations of the prompt; each derives its own seed from `seed` and its index."""
     logprobs: int | None = None
-    """Per generated token, so many of the likeliest and the chosen one: of the model's own distribution, that is the
-    log-softmax of the raw logits, before temperature, penalties, bias and truncation."""
+    """Number of most likely tokens to report per generated token, plus the chosen one. From the log-softmax of the raw
+    logits, before temperature, penalties, bias and truncation."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for every token of the prompt but the first, which nothing predicts."""
+    """Like `logprobs`, for every prompt token except the first, which has no prediction."""
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 1e4)
@@ -97,7 +97,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop`, in the one shape that it is kept in."""
+        """`stop`, normalized to a tuple."""
         return cast("tuple[str, ...]", self.stop)
 
     def _check_penalties(self) -> None:
@@ -123,7 +123,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class EffectiveParams:
-    """Sampling parameters with nothing left open: what really runs, and what is echoed."""
+    """Sampling parameters with every default filled in: what runs, and what is echoed."""
 
     temperature: float
     top_p: float
@@ -132,15 +132,15 @@ class EffectiveParams:
     seed: int
     max_tokens: int
     stop_token_ids: frozenset[int]
-    """The caller's."""
+    """Stop tokens of the caller."""
     skip_special_tokens: bool
     eos_token_ids: frozenset[int] = frozenset()
-    """The model's end tokens that its vocabulary has, unless they are ignored."""
+    """The model's end tokens that are in its vocabulary; empty if they are ignored."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added), each token once."""
+    """(token id, offset) pairs, each token once."""
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
@@ -150,12 +150,12 @@ class EffectiveParams:
 
     @cached_property
     def counts_tokens(self) -> bool:
-        """True where a token's logit depends on how often the token came before."""
+        """True if a token's logit depends on how often the token occurred before."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @cached_property
     def adjusts_logits(self) -> bool:
-        """True where single tokens' logits may be changed before one is chosen."""
+        """True if the logits of single tokens may be changed before sampling."""
         return self.counts_tokens or self.logit_bias != () or self.min_tokens > 0
 
 
@@ -248,20 +248,20 @@ def check_prompt(token_ids: Sequence[object], vocab_size: int, max_model_len: in
 
 
 def new_request_id() -> str:
-    """An id that nobody can guess and no client chooses."""
+    """An unguessable id, never chosen by a client."""
     return f"request-{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True)
 class Terms:
-    """On what terms a request is served."""
+    """Caller, priority and timeout of a request."""
 
     caller: str = ""
-    """Who asks. A caller's requests share what is cached of their prompts, and callers share the engine evenly."""
+    """Who asks. Requests of one caller share a prefix cache, and callers get equal shares of the engine."""
     priority: int = 0
-    """Lower goes first, and may push back what runs with a higher one."""
+    """Lower goes first, and may preempt running requests of a higher value."""
     timeout: float | None = None
-    """Seconds from submission in which it must have ended; None waits for ever."""
+    """Seconds from submission until the request must have ended; None for no limit."""
 
     def __post_init__(self) -> None:
         _check_caller(self.caller)
@@ -282,22 +282,22 @@ class Request:
     params: EffectiveParams
     terms: Terms = Terms()
     deadline: float | None = None
-    """By the engine's clock: when it must have ended."""
+    """Engine clock time by which it must have ended."""
 
 
 @dataclass(frozen=True)
 class Logprob:
-    """How likely the model held one token to be: of the raw log-softmax, before anything that sampling changes."""
+    """Log-probability of one token: from the log-softmax of the raw logits, before sampling changes them."""
 
     logprob: float
     rank: int
-    """1 is the likeliest; of equally likely tokens, all that are at least as likely are counted."""
+    """1 is the most likely; ties count as more likely."""
     decoded_token: str | None
     """The token's text on its own; None without a tokenizer."""
 
 
 PositionLogprobs: TypeAlias = dict[int, Logprob]
-"""By token id: the token that is there, then the likeliest."""
+"""Maps token ids to logprobs: the actual token first, then the most likely ones."""
 
 
 @dataclass(frozen=True)
@@ -311,12 +311,12 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop string or the caller's stop token that ended it; None for the model's own end token."""
     logprobs: tuple[PositionLogprobs, ...] | None = None
-    """One for each of `token_ids`, where the request asked for them."""
+    """One per token in `token_ids`, if the request asked for them."""
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What became of a request."""
+    """The result of a request."""
 
     request_id: str
     prompt: str | None
@@ -325,17 +325,17 @@ class RequestOutput:
     """`n` of them, by index."""
     finished: bool
     params: EffectiveParams | None
-    """What ran: what the caller left open is filled in. None where the request was refused before that."""
+    """The parameters that ran, with defaults filled in. None if the request was refused before that."""
     error: str | None = None
-    """Why it failed, where a `finish_reason` is "error", or why the engine ended it, where one is "abort"."""
+    """Why it failed, if a `finish_reason` is "error", or why the engine ended it, if one is "abort"."""
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
-    """One for each prompt token, where the request asked for them. The first is None: nothing predicts it."""
+    """One per prompt token, if the request asked for them. The first is None: it has no prediction."""
     num_cached_tokens: int = 0
-    """Of the prompt: those that an earlier request had left in the cache."""
+    """Prompt tokens that an earlier request had left in the cache."""
     num_retractions: int = 0
-    """Times that a continuation gave its pages back for others, and computed again what it had."""
+    """How often a continuation gave its pages back for others and was computed again."""
     queue_seconds: float = 0.0
-    """From its submission to its first step, or to its end where none came."""
+    """Seconds from submission to the first step, or to the end if there was none."""
 
 
 @dataclass(frozen=True)
@@ -347,22 +347,22 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class EmbeddingRequestOutput:
-    """What became of a text that was to be embedded."""
+    """The result of embedding a text."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: EmbeddingOutput
     num_cached_tokens: int = 0
-    """Of the text: those that an earlier one had left in the cache."""
+    """Tokens of the text that an earlier one had left in the cache."""
     num_truncated_tokens: int = 0
-    """That were left out of it, as asked."""
+    """Tokens that were cut off, as requested."""
     finished: bool = True
 
 
 @dataclass(frozen=True)
 class TextDelta:
-    """What one continuation gained: whole characters, and the tokens that were chosen."""
+    """New output of one continuation: whole characters, and the chosen tokens."""
 
     request_id: str
     text: str
@@ -370,6 +370,6 @@ class TextDelta:
     finish_reason: str | None
     error: str | None = None
     index: int = 0
-    """Of the continuation."""
+    """Index of the continuation."""
     stop_reason: int | str | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None

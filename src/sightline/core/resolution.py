@@ -1,7 +1,7 @@
-"""What a config resolves to on this machine for this model.
+"""Resolves a config for this machine and model.
 
-`resolve` turns `EngineConfig` into `ResolvedConfig`, once, with everything decided. Knows nothing of tensors' contents
-or of how a model is built.
+`resolve` turns `EngineConfig` into `ResolvedConfig`, once, with everything decided. Does not know tensor contents, nor
+how a model is built.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m
 ROWS, EMBEDDING_ROWS = 64, 1024
 STEP_TOKENS, EMBEDDING_STEP_TOKENS = 512, 4096
 PAGE_SIZES = {DeviceKind.CPU: 16, DeviceKind.CUDA: 64}
-"""On a GPU as many as kernels read at once: of smaller pages they look up every key by itself."""
+"""On a GPU, as many tokens as kernels read at once: with smaller pages they look up every key separately."""
 SCRATCH_SHARE = 8
-"""Scratch memory may take one part in so many of what the weights leave; the cache is sized from the rest."""
+"""Scratch memory may take 1 / SCRATCH_SHARE of what the weights leave; the cache is sized from the rest."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What `resolve` needs to know of a model, read from its headers before any weight is loaded."""
+    """Facts about a model that `resolve` needs, read from its headers before any weight is loaded."""
 
     max_positions: int
     weight_elements: int
-    """That are kept in the compute dtype."""
+    """Number of weights kept in the compute dtype."""
     quantised_bytes: int
-    """Of the weights that stay quantised."""
+    """Bytes of the weights that stay quantised."""
     cache_elements_per_token: int
-    """Over all layers and pools."""
+    """Sum over all layers and pools."""
     takes_texts_whole: bool = False
-    """Every token sees every other: a text cannot be computed in chunks, and nothing of it can be kept."""
+    """True if every token sees every other: a text cannot be chunked, and nothing of it can be cached."""
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Every decision, made. What runs is exactly this."""
+    """Every decision. The engine runs exactly this."""
 
     device: Device
     dtype: torch.dtype
     cache_dtype: torch.dtype
-    """Of what the cache holds."""
+    """Dtype of cached entries."""
     quantization: Quantization
     max_model_len: int
     max_rows: int
     max_step_tokens: int
     page_size: int
     num_pages: int
-    """Pages of each pool, the padding page included; 0 where nothing is ever cached."""
+    """Pages of each pool, including the padding page; 0 if nothing is cached."""
     scratch_bytes: int
-    """Most that backends may lease."""
+    """Maximum bytes that backends may lease."""
     prefix_caching: bool
     max_queued: int
     """Sequences that may wait."""
@@ -75,7 +75,7 @@ class ResolvedConfig:
 
 
 def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
-    """Decides everything that the config left open. Raises `ConfigError` for what cannot work."""
+    """Decides everything that the config leaves open. Raises `ConfigError` for settings that cannot work."""
     dtype = _resolve_dtype(config.dtype, device, ledger)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else CACHE_DTYPES[config.kv_cache_dtype]
     asked_len = config.max_model_len
@@ -123,7 +123,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How large a step is, and whether anything of it is kept."""
+    """Step size, and whether prefixes are cached."""
 
     max_rows: int
     max_step_tokens: int
@@ -160,7 +160,7 @@ def _resolve_sizes(config: EngineConfig, facts: ModelFacts, model_len: int, ledg
 
 
 def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Ledger) -> int:
-    """The longest sequence that the cache holds."""
+    """The longest sequence that fits in the cache."""
     if capacity >= model_len:
         return model_len
     if config.max_model_len is not None:
@@ -177,7 +177,7 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
 
 
 def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, ledger: Ledger) -> None:
-    """Of an engine that has none."""
+    """Reports cache settings that have no effect, for an engine without a cache."""
     asked = {
         "cache_tokens": config.cache_tokens,
         "page_size": config.page_size,
@@ -213,9 +213,9 @@ class _Page:
 
 
 def _resolve_pages(config: EngineConfig, page: _Page, left: int, useful: int) -> int:
-    """Pages for sequences: as asked, else what the memory allows, never more than the `useful` ones.
+    """Pages for sequences: as requested, otherwise what memory allows, never more than `useful`.
 
-    `left` are the bytes that weights and scratch memory leave.
+    `left` is the number of bytes left after weights and scratch memory.
     """
     if config.cache_tokens is not None:
         asked = -(-config.cache_tokens // page.num_tokens)

@@ -1,4 +1,4 @@
-"""Turns: several threads use one thing, one at a time, in the order in which they came, and one drives it for all.
+"""Turns: threads share one resource, one at a time in order of arrival, and one of them drives it for all.
 
     run(work) ──▶ queue ──▶ inside ──▶ over
                     ▲  ▲      │
@@ -6,8 +6,8 @@
                     │  └─ asleep
                     └─────────┘
 
-One turn is inside. One that waits for something gives way: the first to do so drives, which means that it queues again
-and does the next piece of work when its turn comes; the others sleep until the driver finds that they are ready. When
+One turn is inside. A turn that waits for something gives way. The first to do so becomes the driver: it queues again
+and does the next piece of work when its turn comes. The others sleep until the driver finds that they are ready. When
 the driver ends, a sleeper becomes the driver. Does not know what the work is.
 """
 
@@ -23,10 +23,11 @@ _T = TypeVar("_T")
 logger = logging.getLogger("sightline")
 
 CHECK_SECONDS = 1.0
-"""How often a thread that waits makes sure that somebody is inside.
+"""How often a waiting thread checks that the turn inside is alive.
 
-A turn that ends wakes the next one. This check is for a turn that could not: Ctrl-C interrupted its end, or its thread
-was lost in a fork."""
+A turn that ends wakes the next one. The check covers turns that could not: Ctrl-C interrupted its end, or its thread
+was lost in a fork.
+"""
 
 
 def is_gone(thread: threading.Thread) -> bool:
@@ -42,20 +43,20 @@ class Turn:
         self.gate = threading.Lock()
         """Locked while the thread waits."""
         self.is_ready: Callable[[], bool] | None = None
-        """What it sleeps for."""
+        """The condition that it sleeps for."""
         self.error: Exception | None = None
-        """To be raised in the thread when it wakes."""
+        """Raised in the thread when it wakes."""
         self.is_nested = False
-        """The thread is inside already, in a call further up its stack."""
+        """True if the thread is already inside, in a call further up its stack."""
         self.is_over = False
 
     @property
     def is_lost(self) -> bool:
-        """True if it is over and could not say so, or its thread has ended."""
+        """True if the turn ended without passing on, or its thread has ended."""
         return self.is_over or is_gone(self.thread)
 
     def wants_in(self) -> bool:
-        """True if what it sleeps for is there. An error counts: the thread will meet it again by itself."""
+        """True if its condition holds. An error counts too: the thread will raise it again itself."""
         try:
             return self.is_ready is None or self.is_ready()
         except Exception:
@@ -64,10 +65,10 @@ class Turn:
 
 
 class Turns:
-    """Who is inside, who wants to be, and who sleeps.
+    """The turn inside, the queue, and the sleepers.
 
-    The fields are written in an order that leaves them usable wherever Ctrl-C interrupts the main thread. The lock is
-    one that a thread may take twice, because a signal handler or a finaliser may call in here at any moment.
+    Fields are written in an order that keeps them usable wherever Ctrl-C interrupts the main thread. The lock is
+    reentrant, because a signal handler or a finaliser may call in here at any moment.
     """
 
     def __init__(self) -> None:
@@ -81,21 +82,21 @@ class Turns:
         """Inside or in the queue, as long as anybody sleeps."""
 
     def run(self, work: Callable[[Turn], _T]) -> _T:
-        """Calls `work` when it is this thread's turn. A call within a call of the same thread runs at once."""
+        """Calls `work` when it is this thread's turn. Nested calls of the same thread run at once."""
         turn = Turn()
         try:
             self._enter(turn)
             return work(turn)
         finally:
-            # No call before this line: Python handles signals at calls, so a turn that has ended is known to have.
+            # No call before this line: Python handles signals at calls, so the end of a turn is always recorded.
             turn.is_over = True
             self._leave(turn)
 
     def drive_until(self, turn: Turn, is_ready: Callable[[], bool], work: Callable[[], None]) -> None:
-        """Does `work` again and again until `is_ready()`, or sleeps while another thread does. Returns inside.
+        """Repeats `work` until `is_ready()`, or sleeps while another thread does. Returns inside.
 
-        Whoever has the turn may call `is_ready`. Everybody who waits for a turn gets one between two pieces of work.
-        What `work` raises is no single caller's: all that sleep raise it too. Ctrl-C is the interrupted thread's alone.
+        `is_ready` may be called by any thread that has the turn. Waiting threads get a turn between two pieces of work.
+        An exception from `work` is raised in all sleeping threads too; Ctrl-C only in the interrupted one.
         """
         while not is_ready():
             if self._queue and not turn.is_nested:
@@ -168,7 +169,7 @@ class Turns:
                 self._inside.gate.release()
 
     def _queue_up(self, turn: Turn | None) -> None:
-        """From sleep to the end of the queue; one that does not sleep any more is left alone."""
+        """Moves a sleeper to the end of the queue; does nothing if it is no longer asleep."""
         if turn is not None and turn in self._asleep:
             self._queue.append(turn)
             del self._asleep[turn]
@@ -179,7 +180,7 @@ class Turns:
             self._queue.remove(turn)
 
     def _wake(self, wants_in: Callable[[Turn], bool], error: Exception | None = None) -> None:
-        """Queues the sleepers that want in; with an error, to raise it."""
+        """Queues the sleepers that want in; `error`, if given, is raised in them."""
         if not self._asleep:
             return
         with self._lock:
