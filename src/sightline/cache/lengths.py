@@ -118,9 +118,9 @@ class RowLengths:
             del self._missing_from[row]
 
     def require_written(self, row: int) -> None:
-        """Raises `BatchError` if a step outside the first lane may still write the row's pages after they are given away.
+        """Raises `BatchError` if a step outside the first lane may still write the row's pages after they are freed.
 
-        Steps of the first lane run in order, so their pages may be given away while one of them is running.
+        Steps of the first lane run in order, so their pages may be freed while one of them is running.
         """
         if self._lanes.get(row, 0) and self._committed[row] < self._launched[row]:
             raise BatchError(

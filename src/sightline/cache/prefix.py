@@ -52,7 +52,7 @@ class PrefixMatch:
     """The longest cached prefix of some tokens."""
 
     node: PrefixNode | None
-    """The last node of the prefix; None if nothing matches in the namespace."""
+    """The last node of the prefix; None if the namespace is empty."""
     bundles: tuple[Bundle, ...]
     """One per page, in order."""
 
