@@ -1,1 +1,1 @@
-"""Requests and pages in, a `Schedule` out. Sees `core` and `cache` only."""
+"""Turns requests and free pages into a `Schedule`. Sees `core` and `cache` only."""

@@ -1,6 +1,6 @@
-"""What a decision follows from, and what it says.
+"""The inputs and the result of a scheduling decision.
 
-Values only: `policy.decide` makes the one of the other, the scheduler gives the one and carries the other out.
+Values only: `policy.decide` turns a `State` into a `Decision`, and the scheduler carries it out.
 """
 
 from __future__ import annotations
@@ -18,75 +18,75 @@ class Finding(NamedTuple):
     """What a waiting sequence can share."""
 
     match: PrefixMatch | None
-    """In the prefix cache; None where there is no such cache."""
+    """Match in the prefix cache; None if prefix caching is off."""
     fork_of: SequenceState | None
-    """A running sequence that has more of its prompt."""
+    """A running sequence that has computed more of the same prompt."""
     num_tokens: int
-    """That need not be computed."""
+    """Tokens that need not be computed."""
     num_pages: int
-    """Whole pages of them, which others own too; the rest is copied."""
+    """Whole pages of these tokens, which are shared; the rest is copied."""
 
 
 class Admission(NamedTuple):
-    """A waiting sequence that is let in, and what it shares."""
+    """A waiting sequence that is admitted, and what it shares."""
 
     sequence: SequenceState
     finding: Finding
 
 
 class Tally(Protocol):
-    """Pages that are free or can be evicted, as a decision comes about."""
+    """Counts pages that are free or evictable, while a decision is made."""
 
     num_pages: int
 
     def copy(self) -> Tally:
-        """One on which something can be tried."""
+        """A copy for trying something out."""
 
     def cost(self, match: PrefixMatch | None) -> int:
-        """Pages that can no longer be evicted once somebody shares what was found."""
+        """Pages that are no longer evictable once the match is shared."""
 
     def share(self, match: PrefixMatch | None) -> None:
-        """Somebody who is let in shares what was found."""
+        """Counts an admitted sequence that shares the match."""
 
     def retract(self, sequence: SequenceState) -> None:
-        """A running sequence gives its pages up."""
+        """Counts the pages of a running sequence as given up."""
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything that a decision follows from."""
+    """All inputs of a decision."""
 
     running: Sequence[SequenceState]
     """By rank."""
     held: Mapping[str, int]
-    """By caller: how many of them are its own. Who has none is not in it."""
+    """Running rows per caller. Callers without any are absent."""
     waiting: Callable[[Mapping[str, int]], Iterable[tuple[Turn, SequenceState]]]
-    """In turn; of one priority, those first whose callers hold nothing."""
+    """Waiting sequences in turn; within a priority, callers without a running row come first."""
     most_urgent: int | None
-    """The lowest priority number of those that wait."""
+    """The lowest priority number among the waiting sequences."""
     most_urgent_beside: Callable[[Mapping[str, int]], int | None]
-    """The same of those whose callers hold nothing."""
+    """The same among callers without a running row."""
     share: Callable[[str], int]
-    """What a caller has had."""
+    """Tokens that a caller has used."""
     find: Callable[[SequenceState], Finding]
     tally: Callable[[], Tally]
-    """Of the pages that there are."""
+    """Tally of the current pages."""
     num_free_rows: int
     page_size: int
     max_step_tokens: int
     max_scored_tokens: int
-    """Of a step's tokens, those that may all want logits."""
+    """Maximum tokens of a step that may all need logits."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What the next step computes, and what must happen before."""
+    """What the next step computes, and what must happen before it."""
 
     retracted: tuple[SequenceState, ...]
     growth: tuple[tuple[SequenceState, int], ...]
-    """Running ones that need pages for their rows, and how many."""
+    """Running sequences that need pages for their rows, and how many."""
     admitted: tuple[Admission, ...]
     num_pages: int
-    """That must be free for those who grow and those who are let in."""
+    """Pages that must be free for growing and admitted sequences."""
     rows: tuple[tuple[SequenceState, int], ...]
-    """And how many of its pending tokens."""
+    """Each sequence, and how many of its pending tokens are computed."""

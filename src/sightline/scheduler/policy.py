@@ -1,18 +1,18 @@
-"""Which rows the next step computes: a pure function from the state to a decision.
+"""The scheduling policy: a pure function from the state to the rows of the next step.
 
-    1. pages   every running sequence needs pages for its tokens; where there are too few, those of the lowest rank
-               give way: retracted, or held back until the step that they are in is over
+    1. pages   every running sequence needs pages for its tokens; if there are too few, those of the lowest rank
+               are retracted, or held back until the step that they are in is over
     2. decode  rows with one pending token go first, so that none stalls
-    3. turns   what the token budget leaves goes to prompts, under way or new, in turn: by priority, then by what
-               their callers have had, then by arrival; of new ones as urgent, those first whose callers have no row;
-               who cannot be let in is not overtaken
-    4. urgency where a new one cannot be let in, rows of a higher priority number give way to it
-    5. rows    where the caller of a new one has no row, and there is none for it or no pages, the last in rank of the
-               caller that holds the most gives way to it: of two rows or more, and never one that is more urgent
+    3. turns   the rest of the token budget goes to prompts, running or new, in turn: by priority, then by their
+               callers' usage, then by arrival; among new ones of a priority, callers without a row come first;
+               a sequence that cannot be admitted is not overtaken
+    4. urgency if a new sequence cannot be admitted, rows of a higher priority number give way to it
+    5. rows    if the caller of a new sequence has no row, and no row or pages are free, the lowest-ranked row of the
+               caller with the most rows gives way: only if it has at least two, and never a more urgent one
 
-The first in rank can have every page there is, and no request needs more: somebody always goes on. (It gives way itself
-only where it holds pages twice, its own and the cache's, and comes back sharing them.) Each time that the fifth rule
-takes a row, one more caller has one: nobody pushes back.
+The first in rank can have every page there is, and no request needs more, so some sequence always makes progress. (It
+gives way itself only if it holds pages twice, its own and the cache's, and shares them when it is admitted again.) Each
+time the fifth rule takes a row, one more caller has one, so rows are not taken back and forth.
 
 Knows numbers of pages and tokens. Changes nothing: the scheduler carries the decision out.
 """
@@ -29,7 +29,7 @@ from sightline.scheduler.victims import victims
 
 
 class _Room:
-    """What a step has left."""
+    """Remaining token budget of a step."""
 
     def __init__(self, num_tokens: int, num_scored: int) -> None:
         self.num_tokens = num_tokens
@@ -42,7 +42,7 @@ class _Room:
         return self._num_scored > 0 or not sequence.scores_prompt
 
     def take(self, sequence: SequenceState, num_pending: int) -> int:
-        """As many of its pending tokens as there is room for, which is then taken."""
+        """Takes as many of the pending tokens as fit, and returns how many."""
         count = min(num_pending, self.num_tokens)
         if sequence.scores_prompt:
             count = min(count, self._num_scored)
@@ -52,39 +52,39 @@ class _Room:
 
 
 def decide(state: State) -> Decision:
-    """The next step. The same state gives the same decision."""
+    """Returns the next step. Deterministic."""
     return _Deciding(state).decide()
 
 
 class _Deciding:
-    """One decision as it comes about."""
+    """A decision in progress."""
 
     def __init__(self, state: State) -> None:
         self._state = state
         self._tally = state.tally()
         self._room = _Room(state.max_step_tokens, state.max_scored_tokens)
         self._going = list(state.running)
-        """Those that keep their pages, by rank."""
+        """Sequences that keep their pages, by rank."""
         self._held = dict(state.held)
-        """By caller: how many of them, and of those that are let in, are its own."""
+        """Rows per caller, both kept and admitted."""
         self._sits_out: set[SequenceState] = set()
-        """Running ones that this step does not compute."""
+        """Running sequences that this step does not compute."""
         self._retracted: list[SequenceState] = []
         self._held_back: list[SequenceState] = []
-        """Those that give way when a step that is under way is over."""
+        """Sequences that give way when a running step is over."""
         self._growth: dict[SequenceState, int] = {}
-        """Pages that running sequences are given."""
+        """Pages given to each running sequence."""
         self._num_growing = 0
-        """In all."""
+        """Total of `_growth`."""
         self._admitted: list[Admission] = []
         self._num_new = 0
-        """Pages that they are given."""
+        """Pages given to admitted sequences."""
         self._rows: dict[SequenceState, int] = {}
         self._num_free_rows = state.num_free_rows
         self._is_full = False
-        """Somebody could not be let in, whom nobody may overtake."""
+        """True if a sequence that must not be overtaken could not be admitted."""
         self._awaited: int | None = None
-        """The priority of one that was not let in because rows that are given up to it come with the end of a step."""
+        """Priority of a sequence whose admission waits for rows that are freed at the end of a step."""
 
     def decide(self) -> Decision:
         self._give_pages()
@@ -98,7 +98,7 @@ class _Deciding:
                 priority, arrival = sequence.rank
                 prompts.append((Turn(priority, self._state.share(sequence.caller), arrival), sequence))
         self._add_decoding(decoding)
-        # Rows that generate leave a prompt nothing: a newcomer then goes on with what its victims would have had.
+        # If decode rows use the whole budget, a newcomer gets only the tokens that its victims would have had.
         is_crowded = self._room.num_tokens <= 0
         prompts.sort(key=_turn)
         for _, sequence in heapq.merge(prompts, self._newcomers(), key=_turn):
@@ -117,7 +117,7 @@ class _Deciding:
         )
 
     def _give_pages(self) -> None:
-        """Settles who grows and who gives way."""
+        """Decides which sequences grow and which give way."""
         size = self._state.page_size
         missing = {
             sequence: lacking
@@ -139,15 +139,15 @@ class _Deciding:
                 self._sits_out.add(sequence)
 
     def _holds_copies(self, sequence: SequenceState) -> bool:
-        """True where it keeps cached pages beside its own of the same tokens: let in again, it shares them."""
+        """True if it holds its own copies of pages that are also cached: admitted again, it would share them."""
         without = self._tally.copy()
         without.retract(sequence)
         return without.num_pages - self._tally.num_pages > sequence.num_pages
 
     def _give_way(self, victim: SequenceState) -> int:
-        """One that runs is retracted; or held back, where a step with it is under way.
+        """Retracts a running sequence, or holds it back if it is in a running step.
 
-        Returns how many pages come when that step is over: they are there for the next decision.
+        Returns the number of pages that are freed when that step is over, for the next decision.
         """
         if victim.num_steps:
             self._hold_back(victim)
@@ -163,7 +163,7 @@ class _Deciding:
         self._held_back.append(victim)
 
     def _set_aside(self, victim: SequenceState) -> None:
-        """Takes from one that runs what this step was to give it."""
+        """Cancels what this step was to give a running sequence."""
         self._going.remove(victim)
         self._hold(victim.caller, -1)
         self._sits_out.add(victim)
@@ -171,13 +171,13 @@ class _Deciding:
         self._num_growing -= self._growth.pop(victim, 0)
 
     def _hold(self, caller: str, change: int) -> None:
-        """Counts a row more or less."""
+        """Adds `change` to the caller's row count."""
         count = self._held.pop(caller, 0) + change
         if count > 0:
             self._held[caller] = count
 
     def _newcomers(self) -> Iterator[tuple[Turn, SequenceState]]:
-        """Those that wait, in turn, as long as somebody can be let in."""
+        """Waiting sequences in turn, while one can be admitted."""
         if not self._can_let_in():
             return
         for turn, sequence in self._state.waiting(self._held):
@@ -188,7 +188,7 @@ class _Deciding:
                 yield turn, sequence
 
     def _can_let_in(self) -> bool:
-        """True where there is a row for one that waits, or somebody may give way: a look at the queue pays."""
+        """True if there is a row for a waiting sequence, or one may give way, so that the queue is worth scanning."""
         most_urgent = self._state.most_urgent
         if most_urgent is None:
             return False
@@ -200,11 +200,11 @@ class _Deciding:
         return deprived is not None and any(victims(self._going, self._held, deprived, is_deprived=True))
 
     def _is_deprived(self, caller: str) -> bool:
-        """True where it has no row, and none is on its way: neither to it, nor from it."""
+        """True if the caller has no row and none is on its way, to it or from it."""
         return caller not in self._held and all(caller != victim.caller for victim in self._held_back)
 
     def _admit(self, sequence: SequenceState) -> bool:
-        """Lets a waiting sequence in if there is a row and pages for what it holds, or can be."""
+        """Admits a waiting sequence if a row and pages are available or can be freed."""
         if not self._room.allows_scoring(sequence):
             return False
         if self._is_full:
@@ -227,23 +227,22 @@ class _Deciding:
         return True
 
     def _fits(self, needed: int, finding: Finding) -> bool:
-        """True where there is a row, a token, and pages; a page more for each that runs.
+        """True if there is a row, a token, and pages, with one page to spare for each running sequence.
 
-        Who is let in only to be retracted at the next step has computed in vain.
+        The spare pages avoid admitting a sequence only to retract it at the next step.
         """
         beside = len(self._going) + len(self._admitted) + self._tally.cost(finding.match)
         return self._num_free_rows > 0 and self._room.num_tokens > 0 and self._has_pages(needed + beside)
 
     def _victims(self, newcomer: SequenceState) -> Iterator[SequenceState]:
-        """Those that may give way to one that waits, in order."""
+        """Sequences that may give way to a waiting one, in order."""
         forked = {finding.fork_of for _, finding in self._admitted if finding.fork_of is not None}
         is_deprived = self._is_deprived(newcomer.caller)
         return victims(self._going, self._held, newcomer.rank[0], is_deprived=is_deprived, spared=forked)
 
     def _make_way(self, newcomer: SequenceState, needed: int, finding: Finding) -> bool:
-        """Makes others give way. False where all of them would not be enough, and where some have to be waited for:
-        then all are held back, and nobody is retracted in vain.
-        """
+        """Makes others give way. False if all of them would not be enough, or if some are in a running step: then all
+        are held back, and none is retracted for nothing."""
         enough = self._enough(newcomer, needed, finding)
         if any(victim.num_steps for victim in enough):
             self._awaited = newcomer.rank[0]
@@ -256,7 +255,7 @@ class _Deciding:
         return bool(enough)
 
     def _enough(self, newcomer: SequenceState, needed: int, finding: Finding) -> list[SequenceState]:
-        """As many of its victims as one that waits needs; none where all would not be enough."""
+        """As many victims as a waiting sequence needs; none if all would not be enough."""
         tally, num_tokens, chosen = self._tally.copy(), self._room.num_tokens, []
         kept = sum(map(self._num_unused, self._going)) - self._num_new - self._num_growing
         num_beside = len(self._going) + len(self._admitted)
@@ -271,14 +270,14 @@ class _Deciding:
         return []
 
     def _hold_back_for(self, newcomer: SequenceState) -> None:
-        """Has a row ready for the next decision, though nobody overtakes the one that is awaited."""
+        """Frees a row for the next decision, although nothing overtakes the awaited sequence."""
         victim = next(self._victims(newcomer), None)
         if victim is not None:
             self._hold_back(victim)
         self._hold(newcomer.caller, 1)
 
     def _add_decoding(self, sequences: Sequence[SequenceState]) -> None:
-        """Rows of one token each. None scores a prompt: what its last token predicts is not in it."""
+        """Adds rows of one token each. None of them scores a prompt: its last token predicts nothing within it."""
         taken = sequences[: self._room.num_tokens]
         self._rows.update(dict.fromkeys(taken, 1))
         self._room.num_tokens -= len(taken)
@@ -288,7 +287,7 @@ class _Deciding:
             self._rows[sequence] = self._room.take(sequence, sequence.num_pending)
 
     def _has_pages(self, count: int) -> bool:
-        """True where so many are left, with what is reserved and unused."""
+        """True if `count` pages are left, including those reserved and unused."""
         left = self._tally.num_pages - self._num_new - self._num_growing
         return count <= left or count <= left + sum(map(self._num_unused, self._going))
 

@@ -1,6 +1,6 @@
-"""Who waits, and in which order they come up: by priority, then by how little their caller has had, then by arrival.
+"""The waiting queue, ordered by priority, then by how little the caller has used, then by arrival.
 
-Of one priority, callers without a row come up first.
+Within a priority, callers without a row come first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from sightline.scheduler.sequence import SequenceState
 
 
 class Turn(NamedTuple):
-    """When a sequence comes up: the lowest first."""
+    """Sort key of a waiting sequence: the lowest comes first."""
 
     priority: int
     share: int
-    """What its caller has had, in tokens."""
+    """Tokens that its caller has used."""
     arrival: int
 
 
@@ -28,20 +28,20 @@ def _arrival(sequence: SequenceState) -> int:
 
 
 class WaitingQueue:
-    """Sequences that wait."""
+    """Waiting sequences."""
 
     def __init__(self) -> None:
         self._levels: dict[int, dict[str, list[SequenceState]]] = {}
-        """By priority and caller, each by arrival."""
+        """By priority and caller, each list by arrival."""
         self._callers: Counter[str] = Counter()
-        """How many wait of each."""
+        """Number of waiting sequences per caller."""
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[SequenceState]:
-        """All of them, in no order that means anything."""
+        """All of them, in arbitrary order."""
         return (sequence for callers in self._levels.values() for line in callers.values() for sequence in line)
 
     @property
@@ -49,14 +49,14 @@ class WaitingQueue:
         return self._callers.keys()
 
     def add(self, sequence: SequenceState) -> None:
-        """At the place of its arrival, which may be long ago."""
+        """Inserts by arrival, which may be long ago."""
         callers = self._levels.setdefault(sequence.request.terms.priority, {})
         insort(callers.setdefault(sequence.caller, []), sequence, key=_arrival)
         self._callers[sequence.caller] += 1
         self._length += 1
 
     def remove(self, sequence: SequenceState) -> bool:
-        """Takes one out; False where it was not there."""
+        """Removes a sequence; returns False if it was not in the queue."""
         priority = sequence.request.terms.priority
         callers = self._levels.get(priority, {})
         line = callers.get(sequence.caller, [])
@@ -76,20 +76,20 @@ class WaitingQueue:
 
     @property
     def most_urgent(self) -> int | None:
-        """The lowest priority number of those that wait."""
+        """The lowest priority number in the queue."""
         return min(self._levels, default=None)
 
     def most_urgent_beside(self, held: Mapping[str, int]) -> int | None:
-        """The lowest priority number of those whose callers hold nothing."""
+        """The lowest priority number among callers without a running row."""
         if self._callers.keys() <= held.keys():
             return None
         return min(priority for priority, callers in self._levels.items() if not callers.keys() <= held.keys())
 
     def in_turn(self, had: Mapping[str, int], held: Mapping[str, int]) -> Iterator[tuple[Turn, SequenceState]]:
-        """From the next on, as if each that is passed were let in: its prompt then counts as its caller's.
+        """Yields sequences in turn, counting each one's prompt as its caller's usage, as if it were admitted.
 
-        `had` tells what every caller has had. Callers that hold nothing when a priority comes up go before the others
-        there, each with one, in the turn of the first of all.
+        `had` is each caller's usage. Within a priority, each caller that holds no row goes before the others, with one
+        sequence, in the turn of the first of all.
         """
         tokens = dict(had)
         for priority in sorted(self._levels):

@@ -1,4 +1,4 @@
-"""Who runs, by rank, and how many rows each caller holds."""
+"""Running sequences by rank, and the number of rows that each caller holds."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ def _rank(sequence: SequenceState) -> tuple[int, int]:
 
 
 class RunningRows:
-    """Sequences that run."""
+    """Running sequences."""
 
     def __init__(self) -> None:
         self.by_rank: list[SequenceState] = []
         self.held: dict[str, int] = {}
-        """Rows by caller, of those that have any."""
+        """Rows per caller; callers without any are absent."""
 
     def add(self, sequence: SequenceState) -> None:
         insort(self.by_rank, sequence, key=_rank)
         self.held[sequence.caller] = self.held.get(sequence.caller, 0) + 1
 
     def remove(self, sequence: SequenceState) -> None:
-        """Takes one out; one that does not run is no matter."""
+        """Removes a sequence, if it is running."""
         place = bisect_left(self.by_rank, sequence.rank, key=_rank)
         if place == len(self.by_rank) or self.by_rank[place] is not sequence:
             return
@@ -39,5 +39,5 @@ class RunningRows:
         self.held.clear()
 
     def recount(self) -> None:
-        """Puts right what an interruption between two lines left half done."""
+        """Repairs the counts after an interruption between two statements."""
         self.held = dict(Counter(sequence.caller for sequence in self.by_rank))

@@ -1,13 +1,13 @@
-"""The queue, the running rows, and a step's way through them: scheduled, launched, committed.
+"""The queue, the running rows, and the stages of a step: scheduled, launched, committed.
 
     submit ─▶ waiting ──admitted──▶ running ──launched──▶ in flight ──committed──▶ running ─▶ ...
                  ▲                     │                      │
                  └──────retracted──────┘                      └──removed: out, with its pages until the commit
 
-`policy.decide` says what happens next; the scheduler makes it so. What free pages there are beyond need is reserved for
-whoever is let in, so that its pages lie side by side, and taken back when somebody needs it.
+`policy.decide` says what happens next; the scheduler carries it out. Free pages that nothing else needs are reserved
+for an admitted sequence, so that its pages are adjacent, and taken back on demand.
 
-Knows requests and pages; knows no tensor and no model.
+Knows requests and pages. Does not know tensors or models.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Scheduler:
         max_step_tokens: int,
         max_scored_tokens: int,
     ) -> None:
-        """`max_scored_tokens` bounds the prompt tokens of a step that all want logits: each costs a vocabulary.
+        """`max_scored_tokens` bounds the prompt tokens per step that all need logits: each takes a vocabulary of
+        memory.
 
-        Without `prefixes` nothing outlives its request.
+        Without `prefixes`, nothing outlives its request.
         """
         self._store = store
         self._supply = Supply(store, prefixes)
@@ -51,13 +52,13 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running = RunningRows()
         self._leaving: set[SequenceState] = set()
-        """Removed, and in a launched step."""
+        """Removed sequences that are still in a launched step."""
         self.num_retractions = 0
-        """Times that a running sequence had to give its pages back."""
+        """How often a running sequence had to give its pages back."""
         self.num_queried_tokens = 0
-        """Of prompts, that were looked up in the prefix cache."""
+        """Prompt tokens looked up in the prefix cache."""
         self.num_hit_tokens = 0
-        """Of them, those that were found."""
+        """Prompt tokens found in the prefix cache."""
 
     @property
     def running(self) -> Sequence[SequenceState]:
@@ -74,11 +75,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """True while a sequence waits, runs, or has left and not given its pages back."""
+        """True while a sequence waits, runs, or was removed but still holds pages."""
         return bool(len(self._waiting) or self._running.by_rank or self._leaving)
 
     def submit(self, sequence: SequenceState) -> None:
-        """Adds a sequence to the queue; one that could never end is refused."""
+        """Adds a sequence to the queue. Raises `RequestError` if it could never finish."""
         needed = self._store.pages_for(sequence.max_len)
         if needed > self._store.num_usable_pages:
             raise RequestError(
@@ -91,26 +92,26 @@ class Scheduler:
         self._waiting.add(sequence)
 
     def schedule(self) -> Schedule:
-        """The next step's rows, which have pages for their new tokens."""
+        """Returns the next step's rows, with pages for their new tokens."""
         return self._carry_out(decide(self._state()))
 
     def launched(self, rows: Iterable[ScheduledRow]) -> None:
-        """A step with these rows is under way: what it computes need not be scheduled again."""
+        """Records that a step with these rows is running, so that its tokens are not scheduled again."""
         for row in rows:
             sequence, seq_len = row.sequence, row.context_len + row.num_tokens
             sequence.num_steps += 1
             sequence.num_scheduled = seq_len
             if row.completes:
                 sequence.num_expected = seq_len + 1
-            # What is computed again after a retraction is not its caller's doing.
+            # Recomputation after a retraction is not charged to the caller.
             if seq_len > sequence.num_charged:
                 self._shares.charge(sequence.caller, seq_len - sequence.num_charged)
                 sequence.num_charged = seq_len
 
     def commit(self, row: ScheduledRow, token: int | None) -> None:
-        """The row's entries are in the cache, and `token` follows where it completes.
+        """Records that the row's entries are in the cache, and appends `token` if the row completes.
 
-        Says where things stand and not what is added: once more after an interruption changes nothing.
+        Idempotent, so that it can be repeated after an interruption.
         """
         if row.completes != (token is not None):
             raise ValueError(f"expected a token exactly where a row completes, got {token}")
@@ -123,12 +124,12 @@ class Scheduler:
             self._supply.publish(sequence)
 
     def landed(self, rows: Iterable[ScheduledRow]) -> None:
-        """The step with these rows is over, whether it was committed or not; what was removed meanwhile is released."""
+        """Records that the step with these rows is over, committed or not, and releases sequences removed meanwhile."""
         for row in rows:
             sequence = row.sequence
             sequence.num_steps -= 1
             if sequence.num_steps == 0:
-                # Where the row was not committed, it is scheduled again.
+                # A row that was not committed is scheduled again.
                 sequence.num_scheduled = sequence.num_computed
                 sequence.num_expected = len(sequence.tokens)
                 self._settle(sequence)
@@ -137,9 +138,9 @@ class Scheduler:
                     self._leaving.discard(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Takes a sequence out, in whatever phase it is; one that is out already stays out.
+        """Removes a sequence in any phase. Idempotent.
 
-        Its pages come back now or, where launched steps read and write them, when the last of those is over.
+        Its pages are freed now or, if launched steps use them, when the last of those is over.
         """
         if sequence in self._leaving:
             return
@@ -155,7 +156,7 @@ class Scheduler:
             self._supply.release(sequence)
 
     def recount(self, in_flight: Sequence[ScheduledRow]) -> None:
-        """Puts right what an interruption between two lines left half done: the rows in flight are the truth."""
+        """Repairs the state after an interruption between two statements, from the rows in flight."""
         self._running.recount()
         for sequence in (*self.running, *self._leaving):
             rows = [row for row in in_flight if row.sequence is sequence]
@@ -172,12 +173,12 @@ class Scheduler:
             sequence.restart()
 
     def _settle(self, sequence: SequenceState) -> None:
-        """Nothing beyond what is scheduled is under way: the row's next step goes on from there."""
+        """Discards launched entries beyond what is scheduled: the row's next step continues from there."""
         if sequence.table_row is not None:
             self._store.lengths.settle(sequence.table_row, sequence.num_scheduled)
 
     def drop_all(self) -> None:
-        """Lets go of every sequence without a look at the cache, which is lost."""
+        """Drops every sequence without touching the cache, which is lost."""
         for sequence in (*self.running, *self._leaving, *self._waiting):
             sequence.is_out, sequence.table_row, sequence.prefix, sequence.num_steps = True, None, None, 0
         self._running.clear()
@@ -201,7 +202,7 @@ class Scheduler:
         )
 
     def _had(self) -> Mapping[str, int]:
-        """What every caller that waits has had, and is about to have: prompts that are let in count as a whole."""
+        """Usage of every waiting caller, including all pending tokens of admitted prompts."""
         had = {caller: self._shares.of(caller) for caller in self._waiting.callers}
         for sequence in self.running:
             if sequence.num_pending > 1 and sequence.caller in had:
@@ -209,7 +210,7 @@ class Scheduler:
         return had
 
     def _carry_out(self, decision: Decision) -> Schedule:
-        """Locks what is shared first, so that nothing after it takes it away."""
+        """Carries a decision out. Locks shared prefixes first, so that nothing later evicts them."""
         for sequence, finding in decision.admitted:
             self._supply.keep(sequence, finding)
         for sequence in decision.retracted:
@@ -239,25 +240,25 @@ class Scheduler:
         return ScheduledRow(sequence, sequence.table_row, start, count, completes, sequence.scores_prompt)
 
     def _grow(self, sequence: SequenceState) -> bool:
-        """Gives a sequence the pages that it needs. Where they are not there after all, it waits."""
+        """Gives a sequence the pages that it needs. If they are not available after all, it waits."""
         try:
             self._supply.grow(sequence, sequence.num_expected)
         except OutOfPages:
-            # In flight it keeps what it has.
+            # In flight, it keeps its pages.
             if not sequence.num_steps:
                 self._retract(sequence)
             return False
         return True
 
     def _admit(self, admission: Admission, num_spoken_for: int) -> None:
-        """Lets a waiting sequence in. Free pages that nobody else is to have are reserved for its whole length."""
+        """Admits a waiting sequence and reserves unclaimed free pages for its whole length."""
         sequence, finding = admission
         whole = self._store.pages_for(sequence.max_len) - finding.num_pages
         reserves = whole + num_spoken_for <= self._store.num_free_pages
         try:
             self._supply.open(sequence, finding, sequence.max_len if reserves else len(sequence.tokens))
         except OutOfPages:
-            # It stays where it is in the queue.
+            # It keeps its place in the queue.
             self._supply.release(sequence)
             sequence.restart()
             return
@@ -271,7 +272,7 @@ class Scheduler:
                 self.num_hit_tokens += finding.num_tokens
 
     def _retract(self, sequence: SequenceState) -> None:
-        """Back to its place in the queue, without pages."""
+        """Returns a sequence to its place in the queue, without pages."""
         self._running.remove(sequence)
         self._waiting.add(sequence)
         self._supply.release(sequence)

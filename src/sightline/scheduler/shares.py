@@ -1,8 +1,7 @@
-"""How much every caller has had, so that callers share the engine evenly however many requests each sends.
+"""Usage per caller, so that callers share the engine evenly however many requests each sends.
 
-A caller's share counts tokens: those of its prompts that must be computed, and those that it is given. Whoever has had
-the least is next. A caller that comes back starts no lower than the least of those that are here: time away saves up
-nothing.
+Counts tokens: prompt tokens that must be computed, and generated ones. The caller with the least usage is next. A
+caller that returns starts no lower than the least of those present, so absence earns no credit.
 """
 
 from __future__ import annotations
@@ -11,26 +10,26 @@ from collections import Counter
 
 
 class Shares:
-    """Tokens by caller."""
+    """Tokens per caller."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
         self._present: Counter[str] = Counter()
         self._floor = 0
-        """Where a caller starts that is not here: the least that those here have had, when it was last asked for."""
+        """Initial usage of an absent caller: the least usage among those present, when last computed."""
         self._num_joined = 0
-        """Callers that have come since."""
+        """Callers that have joined since."""
 
     def of(self, caller: str) -> int:
         return self._tokens.get(caller, self._floor)
 
     def join(self, caller: str) -> None:
-        """One more sequence of the caller is here."""
+        """Adds a sequence of the caller."""
         self._present[caller] += 1
         if self._present[caller] > 1:
             return
         self._num_joined += 1
-        # Asking everybody costs as much as there are: now and then is enough.
+        # Computing the floor takes time linear in the number of callers, so it is done only occasionally.
         if 8 * self._num_joined >= len(self._present):
             self._num_joined = 0
             others = (self.of(other) for other in self._present if other != caller)
@@ -40,19 +39,19 @@ class Shares:
             self._forget()
 
     def leave(self, caller: str) -> None:
-        """One sequence of the caller is gone."""
+        """Removes a sequence of the caller."""
         self._present[caller] -= 1
         if not self._present[caller]:
             del self._present[caller]
         if not self._present:
-            # What it had while it was alone was nobody's loss.
+            # Usage while it was the only caller cost no other caller anything.
             self._floor = max(self._floor, self.of(caller))
 
     def charge(self, caller: str, num_tokens: int) -> None:
         self._tokens[caller] = self._tokens.get(caller, self._floor) + num_tokens
 
     def _forget(self) -> None:
-        """Drops callers that are away and would come back with the least share anyway."""
+        """Drops absent callers that would return with the least usage anyway."""
         for caller in [caller for caller, tokens in self._tokens.items() if tokens <= self._floor]:
             if caller not in self._present:
                 del self._tokens[caller]

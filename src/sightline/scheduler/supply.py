@@ -1,6 +1,6 @@
-"""What of the cache there is to give: free pages, what the prefix cache holds, what running sequences share.
+"""Cache resources for sequences: free pages, cached prefixes, pages of running sequences that can be shared.
 
-Owns what happens to a sequence's row: opened, filled with what is shared, grown, released. Decides nothing.
+Owns what happens to a sequence's row: opened, filled with shared entries, grown, released. Decides nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sightline.scheduler.tally import Tally
 
 
 class Supply:
-    """A store and, where there is one, its prefix cache."""
+    """A store and, if there is one, its prefix cache."""
 
     def __init__(self, store: CacheStore, prefixes: PrefixCache | None) -> None:
-        """Without `prefixes` nothing outlives its request."""
+        """Without `prefixes`, nothing outlives its request."""
         self.store = store
         self._prefixes = prefixes
         self._page_size = store.limits.page_size
 
     def find(self, sequence: SequenceState) -> Finding:
-        """What a waiting sequence can share. At least one token is left to compute, and all whose logits are wanted."""
+        """What a waiting sequence can share. Leaves at least one token to compute, and all that need logits."""
         tokens = sequence.tokens
         match = None
         if self._prefixes is not None:
@@ -38,17 +38,17 @@ class Supply:
         return Finding(match, leader, last, last // self._page_size)
 
     def tally(self) -> Tally:
-        """The pages that there are to give."""
+        """Tally of the available pages."""
         return Tally(self.store, self._prefixes)
 
     def keep(self, sequence: SequenceState, finding: Finding) -> None:
-        """Locks what was found, so that nothing that makes room takes it away."""
+        """Locks the finding, so that making room does not evict it."""
         if self._prefixes is not None and finding.match is not None:
             sequence.prefix = self._prefixes.lock(sequence.caller, finding.match)
             sequence.num_prefix_pages = len(finding.match.bundles)
 
     def open(self, sequence: SequenceState, finding: Finding, num_tokens: int) -> None:
-        """Gives a sequence a row with what it shares, and pages for `num_tokens` in all. Raises `OutOfPages`."""
+        """Gives a sequence a row with the shared entries, and pages for `num_tokens` in total. Raises `OutOfPages`."""
         bundles = () if finding.match is None else finding.match.bundles
         leader = finding.fork_of
         if leader is not None:
@@ -66,13 +66,13 @@ class Supply:
         sequence.num_computed = sequence.num_scheduled = finding.num_tokens
 
     def grow(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Pages for `num_tokens` in all. Raises `OutOfPages`."""
+        """Grows the row to `num_tokens` in total. Raises `OutOfPages`."""
         assert sequence.table_row is not None, "a running sequence has a row"
         self.store.grow_row(sequence.table_row, num_tokens)
         sequence.num_pages = self.store.row_pages(sequence.table_row)
 
     def make_room(self, num_pages: int, running: Sequence[SequenceState]) -> None:
-        """Makes pages free: first those reserved and unused, of the last in rank first, then cached ones."""
+        """Frees pages: first reserved unused ones, lowest rank first, then cached ones."""
         size, missing = self._page_size, num_pages - self.store.num_free_pages
         for sequence in reversed(running):
             if missing <= 0:
@@ -85,7 +85,7 @@ class Supply:
             self._prefixes.evict(missing)
 
     def publish(self, sequence: SequenceState) -> None:
-        """Puts the pages that are whole and computed into the prefix cache: logits came of them, and were numbers."""
+        """Adds whole computed pages to the prefix cache. Their logits are known to be finite."""
         if self._prefixes is None or sequence.prefix is None or sequence.table_row is None:
             return
         size = self._page_size
@@ -97,7 +97,7 @@ class Supply:
             sequence.num_prefix_pages += 1
 
     def release(self, sequence: SequenceState) -> None:
-        """Takes a sequence's row, its pages and its lock back. Once more after an interruption changes nothing."""
+        """Releases a sequence's row, its pages and its lock. Idempotent."""
         if sequence.table_row is not None:
             if self.store.is_open(sequence.table_row):
                 self.store.close_row(sequence.table_row)

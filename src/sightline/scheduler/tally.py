@@ -1,6 +1,6 @@
-"""What pages there are to give, counted along as a decision changes who runs and what is shared.
+"""Counts available pages while a decision changes which sequences run and what is shared.
 
-Looks at the store and the prefix cache and changes neither: a decision is thought through on a tally first.
+Reads the store and the prefix cache and changes neither: a decision is tried on a tally first.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from sightline.scheduler.sequence import SequenceState
 
 
 class Tally:
-    """Pages that are free or can be evicted."""
+    """Pages that are free or evictable."""
 
     def __init__(self, store: CacheStore, prefixes: PrefixCache | None) -> None:
         self._store = store
         self.num_pages = store.num_free_pages + (0 if prefixes is None else prefixes.num_evictable)
         self._kept: set[PrefixNode] = set()
-        """Nodes that somebody who is let in shares, with all before them."""
+        """Nodes that an admitted sequence shares, with their ancestors."""
         self._held: Counter[BundlePages] = Counter()
-        """Bundles of those that are retracted, and how many of them hold each."""
+        """Bundles of retracted sequences, and how many of these hold each."""
         self._unlocked: Counter[PrefixNode] = Counter()
-        """Locks that they give up."""
+        """Locks that retracted sequences give up."""
         self._gained: set[PrefixNode] = set()
-        """Nodes that can be evicted because of that."""
+        """Nodes that become evictable by that."""
 
     def copy(self) -> Tally:
-        """One on which something can be tried."""
+        """A copy for trying something out."""
         other = Tally(self._store, None)
         other.num_pages = self.num_pages
         other._kept, other._gained = set(self._kept), set(self._gained)
@@ -37,16 +37,17 @@ class Tally:
         return other
 
     def cost(self, match: PrefixMatch | None) -> int:
-        """Pages that can no longer be evicted once somebody shares what was found."""
+        """Pages that are no longer evictable once the match is shared."""
         return sum(node.num_locks == 0 or node in self._gained for node in self._newly_kept(match))
 
     def share(self, match: PrefixMatch | None) -> None:
-        """Somebody who is let in shares what was found."""
+        """Counts an admitted sequence that shares the match."""
         self.num_pages -= self.cost(match)
         self._kept.update(self._newly_kept(match))
 
     def retract(self, sequence: SequenceState) -> None:
-        """A running sequence gives its pages up: those that nobody else holds come free or can be evicted."""
+        """Counts the pages of a running sequence as given up: those that nothing else holds become free or
+        evictable."""
         assert sequence.table_row is not None, "a running sequence has a row"
         for index in range(sequence.num_pages):
             pages = self._store.pages_at(sequence.table_row, index)
@@ -60,7 +61,7 @@ class Tally:
                 self.num_pages += 1
 
     def _newly_kept(self, match: PrefixMatch | None) -> Iterator[PrefixNode]:
-        """Up to the first that is kept already: all before it are too."""
+        """Nodes up to the first one already kept, whose ancestors are kept too."""
         for node in _path(None if match is None else match.node):
             if node in self._kept:
                 return
@@ -68,7 +69,7 @@ class Tally:
 
 
 def _path(node: PrefixNode | None) -> Iterator[PrefixNode]:
-    """A node and all before it that own a page."""
+    """A node and its ancestors that own a page."""
     while node is not None and node.parent is not None:
         yield node
         node = node.parent

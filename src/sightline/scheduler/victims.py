@@ -1,10 +1,10 @@
-"""Who gives way to a newcomer that there is no room for, and in which order.
+"""Which running sequences give way to a newcomer that does not fit, and in which order.
 
-    urgency   rows of a higher priority number than the newcomer's, the last in rank first
-    fairness  where the newcomer's caller has no row: the last in rank of the caller that holds the most rows, as long
-              as it holds two, and none that is more urgent than the newcomer
+    urgency   rows of a higher priority number than the newcomer's, lowest rank first
+    fairness  if the newcomer's caller has no row: the lowest-ranked row of the caller with the most rows, while it
+              holds at least two, and none that is more urgent than the newcomer
 
-Knows who runs. Does not know pages, nor how many it takes.
+Knows running sequences. Does not know pages, nor how many are needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def victims(
     is_deprived: bool,
     spared: Collection[SequenceState] = (),
 ) -> Iterator[SequenceState]:
-    """Those that give way to a newcomer of a priority number; it `is_deprived` where its caller has no row.
+    """Yields the sequences that give way to a newcomer of that priority; `is_deprived` if its caller has no row.
 
-    `running` is by rank. `held` counts by caller those that run and those that are let in; who of them is `spared`
-    gives way to urgency only.
+    `running` is by rank. `held` counts running and admitted rows per caller; `spared` sequences give way to urgency
+    only.
     """
     num_left = len(running)
     while num_left and running[num_left - 1].rank[0] > priority:
@@ -43,7 +43,8 @@ def _of_the_largest(
     priority: int,
     spared: Collection[SequenceState],
 ) -> Iterator[SequenceState]:
-    """Of those that are left, from the caller that holds the most; of equals, from the one whose last is last."""
+    """Among the remaining rows, those of the caller with the most; ties go to the caller whose last row ranks
+    lowest."""
     counts = dict(held)
     for gone in running[num_left:]:
         counts[gone.caller] -= 1
