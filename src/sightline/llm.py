@@ -52,7 +52,7 @@ Message: TypeAlias = Mapping[str, object]
 
 
 class TemplateSettings(TypedDict, total=False):
-    """What a chat template may be given beside the messages."""
+    """Variables that a chat template may be given besides the messages."""
 
     add_generation_prompt: bool
     tools: Sequence[Mapping[str, object]] | None
@@ -138,7 +138,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """What runs requests; an error where the model embeds."""
+        """The engine that runs requests. Raises if the model embeds."""
         return self._shared.engine
 
     @property
@@ -149,7 +149,7 @@ class LLM:
 
     @property
     def embedder(self) -> TextEmbedder:
-        """What embeds texts; an error where the model generates."""
+        """The embedder. Raises if the model generates."""
         if self._embedder is None:
             raise ConfigError('expected a model that embeds, got one that generates; use LLM(..., task="embed")')
         return self._embedder

@@ -84,7 +84,7 @@ class BatchCall(Generic[_InputT]):
         self._encoded: deque[tuple[int, Encoded]] = deque()
         """Prompts that are not submitted yet, with their places."""
         self._running: dict[str, int] = {}
-        """By the engine's id, the prompt's place."""
+        """Maps the engine's id to the prompt's index."""
         self._outputs: dict[int, RequestOutput] = {}
 
     def run(self, on_progress: Callable[[int], None]) -> list[RequestOutput]:
@@ -182,7 +182,7 @@ class TextStream(Iterator[TextDelta]):
         self._engine = shared.engine
         self.request_id = request_id
         self.params = shared.engine.params(request_id)
-        """What the request really runs with."""
+        """The parameters that the request runs with."""
 
     def __next__(self) -> TextDelta:
         delta = None if self._ended else self._shared.run(self._read)

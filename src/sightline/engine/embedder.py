@@ -72,7 +72,7 @@ class Embedder:
 
     @property
     def is_transient(self) -> bool:
-        """True where no text ever needs a page."""
+        """True if no text needs a page."""
         return self.runtime.config.num_pages == 0
 
     def check(self, token_ids: Sequence[int]) -> None:

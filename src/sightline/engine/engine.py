@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def fault(self) -> DeviceFaultError | None:
-        """What ended the engine, where the device failed."""
+        """The device error that ended the engine, or None."""
         return self._fault
 
     @property
@@ -129,7 +129,7 @@ class Engine:
         return self.runtime.definition.vocab_size
 
     def can_queue(self, count: int) -> bool:
-        """True where so many more sequences may wait."""
+        """True if this many more sequences may wait."""
         return self._scheduler.num_waiting + count <= self.runtime.config.max_queued
 
     @property
@@ -138,7 +138,7 @@ class Engine:
         return self._scheduler.num_waiting + self._scheduler.num_running > 0
 
     def metrics(self) -> EngineMetrics:
-        """What was done until now. Any thread may call it."""
+        """Counts so far. Thread-safe."""
         scheduler, store, planner = self._scheduler, self.runtime.store, self.runtime.planner
         evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
         in_use = store.num_usable_pages - store.num_free_pages - evictable
@@ -219,22 +219,22 @@ class Engine:
                 self._is_stepping = False
 
     def params(self, request_id: str) -> EffectiveParams:
-        """What the request really runs with."""
+        """The parameters that the request runs with."""
         return self._find(request_id).request.params
 
     def is_finished(self, request_id: str) -> bool:
         return self._find(request_id).is_finished
 
     def is_read(self, request_id: str) -> bool:
-        """True where the request is finished and `take_delta` has given everything out."""
+        """True if the request is finished and `take_delta` has returned everything."""
         return self._find(request_id).end_was_read
 
     def has_delta(self, request_id: str) -> bool:
-        """True where `take_delta` would give something."""
+        """True if `take_delta` would return something."""
         return self._find(request_id).has_delta
 
     def take_delta(self, request_id: str) -> TextDelta | None:
-        """What one continuation gained since it was last asked; None where none has anything new."""
+        """New output of one continuation since the last call; None if there is none."""
         return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._find(request_id).take_delta)
 
     def pop_output(self, request_id: str) -> RequestOutput:

@@ -134,7 +134,7 @@ class LiveSequence:
 
     @property
     def has_delta(self) -> bool:
-        """True where something is new since the last `take_delta`."""
+        """True if there is new output since the last `take_delta`."""
         return not self.end_was_read and (
             self.finish_reason is not None
             or len(self.text) > self.num_read_pieces
@@ -142,7 +142,7 @@ class LiveSequence:
         )
 
     def take_delta(self) -> TextDelta | None:
-        """What it gained since the last call; None where nothing is new."""
+        """New output since the last call; None if there is none."""
         if not self.has_delta:
             return None
         pieces, tokens = self.text[self.num_read_pieces :], self.generated(self.num_read_tokens)
@@ -198,7 +198,7 @@ class LiveRequest:
     sequences: tuple[LiveSequence, ...]
     """Its `n` continuations, by index."""
     submitted_at: float
-    """By the engine's clock."""
+    """In engine clock time."""
     started_at: float | None = None
     """When it first had a row in a step."""
 
@@ -208,16 +208,16 @@ class LiveRequest:
 
     @property
     def end_was_read(self) -> bool:
-        """True where a stream has taken everything."""
+        """True if a stream has taken everything."""
         return all(sequence.end_was_read for sequence in self.sequences)
 
     @property
     def has_delta(self) -> bool:
-        """True where a continuation has something new."""
+        """True if a continuation has new output."""
         return any(sequence.has_delta for sequence in self.sequences)
 
     def take_delta(self) -> TextDelta | None:
-        """What one of the continuations gained since it was last asked; None where none has anything new."""
+        """New output of one continuation since the last call; None if there is none."""
         for sequence in self.sequences:
             delta = sequence.take_delta()
             if delta is not None:
@@ -225,7 +225,7 @@ class LiveRequest:
         return None
 
     def output(self, now: float) -> RequestOutput:
-        """As it stands `now`, by the engine's clock."""
+        """The output as of `now`, in engine clock time."""
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,

@@ -1,4 +1,4 @@
-"""Whom an engine's settings let selection choose from, and what is told of the choices. Builds nothing."""
+"""Candidate backends per kind of work, and what is reported about the choice. Builds nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 
 GroupSelection: TypeAlias = Mapping[Work, Selection]
-"""By kind of rows, those that run."""
+"""The selection for each kind of rows that runs."""
 
 _FOR_ALL = "attention_backend"
 """The setting for what the other two leave to it."""

@@ -53,20 +53,20 @@ class Runtime:
     workspace: Workspace
     bindings: tuple[GroupBinding, ...]
     selections: tuple[GroupSelection, ...]
-    """By group: which backends, and why not the others."""
+    """Per group: the chosen backends, and why the others were refused."""
     planner: Planner
     runner: Runner
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What will run for a model, decided; nothing of it is built."""
+    """Everything that will run for a model, decided but not built."""
 
     config: ResolvedConfig
     groups: tuple[LayerGroup, ...]
     usage: Usage
     prove_words: tuple[str, ...]
-    """What follows `sightline` on a command line that proves attention for this engine."""
+    """The words after `sightline` on a command line that proves attention for this engine."""
 
     def select(self, candidates: Sequence[Candidate]) -> tuple[GroupSelection, ...]:
         """The backends that serve each group, out of these."""
@@ -165,7 +165,7 @@ def select_backends(
 
 
 def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Usage) -> Requirement:
-    """What a backend must serve, to serve this kind of rows of the group."""
+    """What a backend must support to serve this kind of rows of the group."""
     return Requirement(
         group.spec,
         config.device,

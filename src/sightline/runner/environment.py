@@ -1,4 +1,4 @@
-"""What a bug report needs to say about a machine. No names of users, hosts or paths."""
+"""Facts about a machine for bug reports. Excludes names of users, hosts and paths."""
 
 from __future__ import annotations
 

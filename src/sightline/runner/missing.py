@@ -19,10 +19,10 @@ class MissingPackage:
     """One package that backends compute with and that is not there."""
 
     package: str
-    """As it is imported."""
+    """Import name."""
     backends: tuple[str, ...]
     brings: str
-    """What it would bring, and how to get it."""
+    """What it would gain, and how to install it."""
     hindrance: str
     """Why it would bring nothing on this device; empty where it would."""
 
@@ -35,7 +35,7 @@ class MissingPackage:
         return f"{self.package} is not installed: {self.text}"
 
     def to_data(self) -> dict[str, Any]:
-        """In terms of JSON."""
+        """JSON-serializable data."""
         return {**asdict(self), "backends": list(self.backends)}
 
 

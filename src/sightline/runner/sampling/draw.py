@@ -41,7 +41,7 @@ class Choice:
 
     params: EffectiveParams
     key: int
-    """Of its noise: see `noise_key`."""
+    """Key of the row's noise: see `noise_key`."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Rows:
     """[num_rows, vocab_size] fp32."""
     params: Sequence[EffectiveParams]
     words: Tensor
-    """Of the noise: [num_rows, 4] int32."""
+    """Keys of the noise: [num_rows, 4] int32."""
 
     def at(self, indices: Sequence[int]) -> _Rows:
         """Some of them, in ascending order; without a copy where they are neighbours."""
