@@ -1,6 +1,7 @@
 # make setup   the environment, the dependencies and the default model, in .venv
 # make run     set up, then serve the default model, with a chat page, on PORT
-# make test    set up, then format check, lint, types, import rules and tests
+# make test    set up, then format check, lint, types, import rules and the tests of the engine
+# make prove   set up, then the tests that the tests can fail: mutants, the whole kit, planted bugs, simulations
 #
 # Every target does all the set-up it needs; a second run reuses it.
 
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup run test check format clean
+.PHONY: setup run test prove check format clean
 
 setup: $(READY)
 
@@ -37,8 +38,13 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+PROOFS := tests/conformance tests/testing
+
 test: check
-	$(BIN)/pytest -n 2 --dist loadscope
+	$(BIN)/pytest -n 2 --dist loadscope $(addprefix --ignore=,$(PROOFS))
+
+prove: setup
+	$(BIN)/pytest -n 2 --dist loadscope $(PROOFS)
 
 format: setup
 	$(BIN)/ruff format src tests benchmarks

@@ -34,7 +34,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("call", "backend", "latent_backend"):
-        monkeypatch.delitem(sys.modules, f"sightline.attention.backends.flash_attention_{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"sightline.attention.backends.flash_attention.{name}", raising=False)
     return configurations
 
 

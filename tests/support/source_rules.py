@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -17,7 +18,12 @@ def modules(*under: str) -> Iterator[tuple[str, ast.Module]]:
     """Every module below the named folders, or below the package, with its path."""
     for folder in under or (".",):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+            yield path.relative_to(ROOT).as_posix(), _parsed(path)
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def violations(rule: Rule, *under: str, excepted: Collection[str] = ()) -> list[str]:
