@@ -36,7 +36,8 @@ TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 def subject(name: str) -> Subject:
     latent = name == "flashinfer_latent"
-    module = importlib.import_module(f"sightline.attention.backends.{name}_backend")
+    place = "latent_backend" if latent else "backend"
+    module = importlib.import_module(f"sightline.attention.backends.flashinfer.{place}")
     backend = module.FlashInferLatentBackend if latent else module.FlashInferBackend
     return Subject(name, backend, LATENT_ROWS[0] if latent else ROWS[0], detect_device("cuda"))
 
