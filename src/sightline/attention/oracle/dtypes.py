@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 
 from sightline.attention.capability import ANY, Capability
+from sightline.attention.proof import dtype_name
 from sightline.cache.spec import SCALED_DTYPES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 _CACHE_DTYPES = (*_DTYPES, torch.float8_e4m3fn)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that `dtype_name` gives this name."""
+    return {dtype_name(dtype): dtype for dtype in _CACHE_DTYPES}[name]
 
 
 def compute_dtypes(row: Capability) -> tuple[torch.dtype, ...]:

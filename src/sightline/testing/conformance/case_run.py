@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sightline.attention.dimensions import Dimension, LaneUse, Reuse, Span
+from sightline.attention.oracle.dtypes import dtype_named
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE, Lane
@@ -43,7 +44,7 @@ class _Run:
     """One case on a bench of its own."""
 
     def __init__(self, trial: Trial, case: Case) -> None:
-        dtypes = (getattr(torch, case.name(dimension)) for dimension in (Dimension.DTYPE, Dimension.CACHE_DTYPE))
+        dtypes = (dtype_named(case.name(dimension)) for dimension in (Dimension.DTYPE, Dimension.CACHE_DTYPE))
         self._trial = trial.in_dtype(*dtypes)
         self._case = case
         self._draw = random.Random(f"run {case.seed}")
