@@ -241,6 +241,17 @@ def test_a_step_behind_one_that_failed_is_neither_committed_nor_followed(runtime
     lengths.commit(row, 13)
 
 
+def test_what_is_missing_of_a_step_that_is_partly_committed_is_not_followed(runtime: Runtime) -> None:
+    row, lengths = open_row(runtime), runtime.store.lengths
+    first = runtime.planner.plan(chunk(runtime, row, 0, CHUNK))
+    runtime.runner.forward(first)
+    lengths.commit(row, 4)
+    forward(runtime, chunk(runtime, row, CHUNK, 13))
+    runtime.planner.take_back(first)
+    with pytest.raises(BatchError, match="at most 4: the step that writes more failed"):
+        lengths.commit(row, 13)
+
+
 def test_taking_back_a_step_that_is_committed_changes_nothing(runtime: Runtime) -> None:
     row = open_row(runtime)
     first = runtime.planner.plan(chunk(runtime, row, 0, CHUNK))

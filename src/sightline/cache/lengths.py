@@ -91,11 +91,12 @@ class RowLengths:
         if not batch.pools:
             return
         contexts = batch.context_lens
-        for row, context in zip(batch.rows, contexts.bound if contexts.host is None else contexts.host, strict=True):
+        known = contexts.bound if contexts.host is None else contexts.host
+        for row, context, new in zip(batch.rows, known, batch.query_lens.bound, strict=True):
             first = max(min(context, self._missing_from.get(row, context)), self._committed[row])
             if self._launched_by[row] in (batch.batch_id, _NOBODY):
                 self.settle(row, first)
-            elif self._committed[row] <= context < self._launched[row]:
+            elif self._committed[row] < context + new and context < self._launched[row]:
                 self._missing_from[row] = first
 
     def commit(self, row: int, length: int) -> None:
