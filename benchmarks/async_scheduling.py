@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sightline import LLM, SamplingParams
-from sightline.engine.launch import Choices, LaunchedStep
+from sightline.engine.launch import LaunchedStep, SampledTokens
 
 VOCAB = 32_000
 
@@ -58,7 +58,7 @@ def measure(llm: LLM, rows: int, steps: int) -> tuple[list[float], list[float], 
     waited: list[float] = []
     read = LaunchedStep.read
 
-    def timed(step: LaunchedStep) -> Choices:
+    def timed(step: LaunchedStep) -> SampledTokens:
         started = time.perf_counter()
         choices = read(step)
         waited.append(time.perf_counter() - started)

@@ -12,7 +12,7 @@ from sightline.attention.contract import AttentionBackend
 from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.device import detect_device
-from sightline.testing.conformance.bench import Bench, Row, Setting, Subject
+from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject
 from sightline.testing.conformance.steps import Step
 
 SPECS: dict[str, tuple[AttentionSpec, type[AttentionBackend[Any, Any]]]] = {
@@ -21,7 +21,7 @@ SPECS: dict[str, tuple[AttentionSpec, type[AttentionBackend[Any, Any]]]] = {
 }
 
 
-def plan_bytes(bench: Bench) -> int:
+def plan_bytes(bench: AttentionRig) -> int:
     return sum(entry.num_bytes for entry in bench.workspace.ledger() if entry.name == "plan buffers")
 
 
@@ -30,11 +30,11 @@ def test_a_chunk_beside_ever_more_long_rows_keeps_what_the_largest_step_needs(ki
     """Found in the field of these backends: 850 MiB were kept where a step needs 14."""
     spec, backend = SPECS[kind]
 
-    def make() -> Bench:
+    def make() -> AttentionRig:
         setting = Setting(
             page_size=16, max_rows=64, max_seq_len=1536, max_step_tokens=512, layout=Layout.SHUFFLED, num_pages=6200
         )
-        return Bench(Subject("tried", backend, backend.capabilities[0], detect_device("cpu")), [spec], setting)
+        return AttentionRig(Subject("tried", backend, backend.capabilities[0], detect_device("cpu")), [spec], setting)
 
     varied, largest = make(), 0
     for others in range(0, 61, 10):

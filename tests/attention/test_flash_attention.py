@@ -18,8 +18,8 @@ from sightline.attention.shared.merge import merge_states
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import FULL
 from sightline.core.device import Device, DeviceKind, lacks_products
-from sightline.testing.conformance.bench import Bench, Row, Setting, Subject
 from sightline.testing.conformance.kit import try_row
+from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Effort, Trial
@@ -99,7 +99,7 @@ def run_steps(spec: SoftmaxSpec, steps: Sequence[Sequence[Row]], page_size: int 
     trial = Trial(tried, Effort.QUICK, Samples())
     for rows in steps:
         setting = Setting(page_size=page_size, dtype=torch.bfloat16, max_rows=300, max_seq_len=256)
-        trial.try_step(Step(Bench(tried, [spec], setting), rows))
+        trial.try_step(Step(AttentionRig(tried, [spec], setting), rows))
 
 
 def test_lengths_make_no_configurations(configurations: list[tuple[object, ...]]) -> None:

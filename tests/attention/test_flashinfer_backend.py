@@ -23,7 +23,7 @@ from sightline.attention.backends.flashinfer.plans import (
 )
 from sightline.attention.backends.flashinfer.rows import LATENT_ROWS, ROWS
 from sightline.attention.capability import Capability
-from sightline.attention.contract import BackendContext, CachePolicy, Limits, SoftmaxInputs, StepView
+from sightline.attention.contract import BackendContext, CachePolicy, SoftmaxInputs, StepLimits, StepView
 from sightline.attention.oracle.attention import attend_row
 from sightline.attention.spec import Feature, LayerGroup, SoftmaxSpec, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
@@ -34,8 +34,8 @@ from sightline.cache.table import PageTable
 from sightline.core.batch import RowWork
 from sightline.core.device import detect_device
 from sightline.runner.batching import assemble
-from sightline.testing.conformance.bench import Bench, Row, Setting, Subject
 from sightline.testing.conformance.kit import try_row
+from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Effort
 from support import fake_flashinfer, torch_kernels
@@ -92,8 +92,8 @@ def spec(**changes: object) -> SoftmaxSpec:
     return replace(SoftmaxSpec(4, 2, 64, 64**-0.5), **changes)  # type: ignore[arg-type]
 
 
-def bench(subject: Subject, *, layout: Layout = Layout.SHUFFLED) -> Bench:
-    return Bench(subject, [spec()], Setting(dtype=torch.bfloat16, layout=layout, max_seq_len=128))
+def bench(subject: Subject, *, layout: Layout = Layout.SHUFFLED) -> AttentionRig:
+    return AttentionRig(subject, [spec()], Setting(dtype=torch.bfloat16, layout=layout, max_seq_len=128))
 
 
 def planned(step: Step) -> Any:
@@ -130,7 +130,7 @@ def test_a_latent_step_may_be_replayed_with_fewer_rows(modules: dict[str, Module
     """The launch is one of two, by the average of queries: rows that stand for nobody must not change it."""
     subject = latent_subject(modules, replace(LATENT_ROWS[0], group_sizes=frozenset({128})))
     latent = subject.problem.spec(576, 128, 1)
-    rig = Bench(subject, [latent], Setting(dtype=torch.bfloat16, max_seq_len=64))
+    rig = AttentionRig(subject, [latent], Setting(dtype=torch.bfloat16, max_seq_len=64))
     for rows in ([Row(3, 1)] * 4, [Row(20, 1)], [], [Row(5, 0), Row(7, 1)]):
         step = Step(rig, rows)
         real = step.batch.num_tokens
@@ -167,7 +167,7 @@ def test_a_narrow_cache_is_read_with_its_scales(
 ) -> None:
     [group] = group_layers([spec()])
     store = fp8_store(group, scale)
-    workspace, limits = Workspace(CPU, 1 << 30), Limits(8, 64, 128, (MAIN_LANE,))
+    workspace, limits = Workspace(CPU, 1 << 30), StepLimits(8, 64, 128, (MAIN_LANE,))
     context = BackendContext(group.name, spec(), store.groups[0], workspace, limits, torch.bfloat16, CPU)
     backend = modules[SOFTMAX_NAME].FlashInferBackend(context)
     rows = [store.open_row() for _ in lengths]

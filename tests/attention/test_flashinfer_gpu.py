@@ -16,7 +16,7 @@ from sightline.attention.spec import AttentionSpec, Feature, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.core.device import detect_device
-from sightline.testing.conformance.bench import Bench, Row, Setting, Subject, Unused
+from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject, Unused
 from sightline.testing.conformance.steps import Step, to_device
 
 pytestmark = [
@@ -42,11 +42,11 @@ def subject(name: str) -> Subject:
     return Subject(name, backend, LATENT_ROWS[0] if latent else ROWS[0], detect_device("cuda"))
 
 
-def bench(name: str, spec: AttentionSpec, **changes: Any) -> Bench:
+def bench(name: str, spec: AttentionSpec, **changes: Any) -> AttentionRig:
     setting = Setting(
         page_size=64, dtype=torch.bfloat16, layout=Layout.SHUFFLED, unused=Unused.NAN, max_seq_len=2048, max_rows=16
     )
-    return Bench(subject(name), [spec], replace(setting, **changes))
+    return AttentionRig(subject(name), [spec], replace(setting, **changes))
 
 
 def latent_spec(heads: int) -> AttentionSpec:

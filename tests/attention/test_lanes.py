@@ -20,7 +20,7 @@ from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.errors import LaneBusyError
 from sightline.layers.scratch import Scratch
 from sightline.runner.runner import Runner
-from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.layers import activations

@@ -21,7 +21,7 @@ from sightline.attention.contract import (
     BackendContext,
     CachePolicy,
     LatentInputs,
-    Limits,
+    StepLimits,
     StepView,
 )
 from sightline.attention.latent.phases import plan_phases
@@ -36,9 +36,9 @@ from sightline.core.device import Device, DeviceKind
 from sightline.kernels.paging import write_entries
 from sightline.kernels.softmax_attention import composed_attention
 from sightline.runner.batching import assemble
-from sightline.testing.conformance.bench import Bench, Row, Setting, Subject
 from sightline.testing.conformance.kit import try_row
 from sightline.testing.conformance.problems import PROBLEMS
+from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Effort, Trial
@@ -178,7 +178,7 @@ SPEC = LatentSpec(num_q_heads=3, latent_dim=16, rope_dim=4, nope_dim=8, value_di
 def run_step(rows: Sequence[Row], room: int) -> list[TorchVarlenCall]:
     """Holds a step against the oracle, and tells the calls that it took."""
     tried = subject(room)
-    bench = Bench(tried, [SPEC], Setting(page_size=4, max_seq_len=128, max_step_tokens=128))
+    bench = AttentionRig(tried, [SPEC], Setting(page_size=4, max_seq_len=128, max_step_tokens=128))
     trial = Trial(tried, Effort.QUICK, Samples())
     trial.try_step(Step(bench, rows), frozenset({Feature.LSE}))
     assert issubclass(tried.backend, VarlenBackend)
@@ -234,7 +234,7 @@ def test_what_is_kept_in_fewer_bits_is_read_times_its_scale(room: int) -> None:
     [group_cache] = store.groups
     [pool] = store.pools
     pool.plane("entry").view(torch.uint8).fill_(0x7F)  # NaN
-    limits = Limits(2, 32, 32, (MAIN_LANE,))
+    limits = StepLimits(2, 32, 32, (MAIN_LANE,))
     workspace = Workspace(CPU.torch_device, 1 << 24, poison=True)
     made = BackendContext("group0", SPEC, group_cache, workspace, limits, torch.float32, CPU.torch_device)
     kernel = TorchVarlenKernel(SPEC.scale, [])

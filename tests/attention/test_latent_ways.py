@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sightline.attention.backends.reference.latent_backend import ReferenceLatentBackend
 from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
-from sightline.attention.contract import AttentionBackend, BackendContext, LatentInputs, Limits
+from sightline.attention.contract import AttentionBackend, BackendContext, LatentInputs, StepLimits
 from sightline.attention.latent.phases import (
     Choose,
     PhaseKind,
@@ -56,7 +56,7 @@ class Bench:
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(seed)) + 1
         pool.allocator._free = order.tolist()
         workspace = self.workspace = Workspace(CPU, 1 << 30, poison=True)
-        limits = Limits(8, MAX_TOKENS, max_len, (MAIN_LANE,))
+        limits = StepLimits(8, MAX_TOKENS, max_len, (MAIN_LANE,))
         made = backend(BackendContext("group0", SPEC, self.store.groups[0], workspace, limits, torch.float32, CPU))
         binding = GroupBinding.alone(self.groups[0], self.store.groups[0], made, backend.capabilities[0])
         self.planner = Planner([binding], limits, self.store.lengths, workspace, paranoid=True)

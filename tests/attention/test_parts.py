@@ -20,7 +20,7 @@ from sightline.core.batch import FULL, Batch
 from sightline.core.errors import PlanError, StalePlanError
 from sightline.llm import TokensPrompt
 from sightline.runner.startup import serving_text, startup_report
-from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.steps import Step
 from support import recording_backend
 from support.recording_backend import RecordingBackend

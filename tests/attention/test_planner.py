@@ -15,7 +15,7 @@ from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.batch import MaskKind, RowMask
 from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
-from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.one_layer import check_forward

@@ -14,7 +14,7 @@ from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.spec import LatentSpec, SoftmaxSpec, group_layers
 from sightline.cache.layout import walk_slots
 from sightline.core.device import detect_device
-from sightline.testing.conformance.bench import Bench, Row, Setting, Subject, as_bytes
+from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject, as_bytes
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 
@@ -43,8 +43,8 @@ def test_the_oracle_of_a_wide_cache_casts_and_no_more() -> None:
 def test_what_one_backend_writes_in_8_bits_another_reads(writer: str, reader: str, dtype: torch.dtype) -> None:
     specs = [SPEC, WINDOWED, SPEC]
     setting = Setting(dtype=dtype, cache_dtype=FP8)
-    bench = Bench(cases.subject_for(writer, dtype), specs, setting)
-    other = Bench(cases.subject_for(reader, dtype), specs, setting)
+    bench = AttentionRig(cases.subject_for(writer, dtype), specs, setting)
+    other = AttentionRig(cases.subject_for(reader, dtype), specs, setting)
     other.store = bench.store
     tolerance = 3e-5 if dtype is torch.float32 else 1e-2
     for layer in range(3):
@@ -93,7 +93,7 @@ def forced(way: Way, room: int) -> type[TorchLatentBackend]:
 def test_every_way_of_latent_attention_reads_8_bits(way: Way, room: int) -> None:
     backend = forced(way, room)
     subject = Subject("forced", backend, backend.capabilities[0], detect_device("cpu"))
-    bench = Bench(subject, [LATENT, LATENT], Setting(cache_dtype=FP8))
+    bench = AttentionRig(subject, [LATENT, LATENT], Setting(cache_dtype=FP8))
     for layer in range(2):
         step = Step(bench, ROWS, layer=layer, seed=layer)
         torch.testing.assert_close(step.run().out, step.expected().out, atol=1e-4, rtol=1e-4)

@@ -12,7 +12,7 @@ from sightline.attention.shared import tiles
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
-from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import ragged_rows
 from support import attention_cases as cases

@@ -28,7 +28,7 @@ from conformance.latent_parts_backend import LATENT, make_latent_backend
 from sightline.attention.capability import Capability
 from sightline.attention.contract import LatentInputs
 from sightline.core.device import Device
-from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.rig import Subject
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sightline.attention.capability import Capability
 from sightline.attention.planner import Planner
 from sightline.core.batch import MaskKind
 from sightline.core.device import Device
-from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.rig import Subject
 
 
 @dataclass(frozen=True)

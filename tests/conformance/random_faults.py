@@ -57,9 +57,9 @@ from sightline.cache.layout import Layout
 from sightline.cache.pools import Pool
 from sightline.core.batch import Batch, MaskKind
 from sightline.core.device import Device
-from sightline.testing.conformance.bench import Subject
 from sightline.testing.conformance.domains import Domains
 from sightline.testing.conformance.problems import PROBLEMS
+from sightline.testing.conformance.rig import Subject
 
 
 class Effect(Enum):

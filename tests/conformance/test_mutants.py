@@ -19,10 +19,10 @@ from conformance.mutants import MUTANTS, Mutant
 from conformance.parts_backend import EVERYTHING, make_backend
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.device import available_bytes, detect_device
-from sightline.testing.conformance.bench import Subject
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.checks.pages import large_numbers
 from sightline.testing.conformance.kit import Verdict, try_row
+from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import Effort
 

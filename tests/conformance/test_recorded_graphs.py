@@ -17,9 +17,9 @@ from conformance.parts_backend import EVERYTHING, make_backend
 from conformance.test_mutants import FEW, GRAPHS
 from sightline.attention.contract import BackendContext
 from sightline.attention.spec import SoftmaxSpec
-from sightline.testing.conformance.bench import Subject
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.kit import Verdict, try_row
+from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.trial import Effort
 from support import recorded_graphs
 from support.recorded_graphs import RECORDING

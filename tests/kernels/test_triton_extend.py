@@ -14,7 +14,7 @@ from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.core.batch import MaskKind as RowKind
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
-from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, MaskKind, ScoreRule
+from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, LaunchMask, ScoreRule
 from sightline.kernels.triton.extend_tiles import ExtendConfig, choose_config, prepare_ragged_tiles
 from support.extend_cases import (
     DEVICE,
@@ -193,10 +193,10 @@ def test_scales_are_for_fp8_entries() -> None:
 def test_masks_and_rules_are_complete() -> None:
     kinds = torch.zeros(1, dtype=torch.int8)
     with pytest.raises(ValueError, match="row_kinds exactly for BY_ROW"):
-        ExtendMasks(MaskKind.BY_ROW)
+        ExtendMasks(LaunchMask.BY_ROW)
     with pytest.raises(ValueError, match="got TREE"):
-        ExtendMasks(MaskKind.TREE, kinds)
+        ExtendMasks(LaunchMask.TREE, kinds)
     with pytest.raises(ValueError, match="together"):
-        ExtendMasks(MaskKind.BY_ROW, kinds, trees=kinds)
+        ExtendMasks(LaunchMask.BY_ROW, kinds, trees=kinds)
     with pytest.raises(ValueError, match="above 0"):
         ScoreRule(0.0)

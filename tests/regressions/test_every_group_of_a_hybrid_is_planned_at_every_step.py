@@ -20,7 +20,7 @@ from sightline import LLM, SamplingParams
 from sightline.attention.contract import AttentionBackend, AttentionPlan
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
-from sightline.testing.conformance.bench import Bench, Row, Setting
+from sightline.testing.conformance.rig import AttentionRig, Row, Setting
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.one_layer import check_forward
@@ -32,12 +32,12 @@ HYBRID = [PLAIN, replace(PLAIN, window=6), PLAIN, replace(PLAIN, softcap=3.0), r
 NUM_GROUPS = 3
 
 
-def recording_bench(**setting: Any) -> Bench:
+def recording_bench(**setting: Any) -> AttentionRig:
     subject = replace(cases.subject_for("torch", torch.float32), backend=RecordingBackend)
-    return Bench(subject, HYBRID, Setting(**setting))
+    return AttentionRig(subject, HYBRID, Setting(**setting))
 
 
-def records(bench: Bench) -> list[list[Record]]:
+def records(bench: AttentionRig) -> list[list[Record]]:
     """Plans by group. A step that had no room in the plan buffers is planned twice in a row, and counts once."""
     backends = [part.backend for binding in bench.planner._bindings for part in binding.parts]
     groups = [backend.records for backend in backends if isinstance(backend, RecordingBackend)]

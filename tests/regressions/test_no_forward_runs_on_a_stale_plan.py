@@ -29,7 +29,7 @@ from sightline.core.errors import StalePlanError, UnplannedBatchError
 from sightline.models.contract import Model
 from sightline.runner.batching import assemble
 from sightline.runner.runner import Runner
-from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.steps import Step, map_inputs
 from support import attention_cases as cases
 from support.one_layer import check_forward, runner_for

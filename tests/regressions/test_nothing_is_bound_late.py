@@ -17,7 +17,7 @@ import pytest
 
 from sightline import LLM, SamplingParams
 from sightline.attention.backends.registry import BUILT_IN
-from sightline.attention.contract import BackendContext, Limits
+from sightline.attention.contract import BackendContext, StepLimits
 from sightline.runner.build import Runtime
 from support.attention_cases import BACKENDS
 from support.source_rules import ROOT, made_on_first_use, modules, violations
@@ -70,10 +70,10 @@ class A:
 
 
 def test_a_context_is_frozen_and_has_nothing_to_be_filled_in_later() -> None:
-    for kind in (BackendContext, Limits, Runtime):
+    for kind in (BackendContext, StepLimits, Runtime):
         assert all(field.default is MISSING and field.default_factory is MISSING for field in fields(kind)), kind
         assert not any("None" in str(hint) for hint in get_type_hints(kind).values()), kind
-    context = Limits(1, 1, 1, ())
+    context = StepLimits(1, 1, 1, ())
     with pytest.raises(FrozenInstanceError):
         context.max_rows = 2  # type: ignore[misc]
 

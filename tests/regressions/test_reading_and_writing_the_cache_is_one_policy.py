@@ -19,8 +19,8 @@ from sightline.attention.contract import (
     AttentionPlan,
     BackendContext,
     CachePolicy,
-    Limits,
     SoftmaxInputs,
+    StepLimits,
     StepView,
 )
 from sightline.attention.planner import Certificate, Planner, StepPlan
@@ -28,7 +28,7 @@ from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.cache.layout import walk_slots
 from sightline.core.batch import FULL, Batch
 from sightline.core.errors import BatchError, StalePlanError
-from sightline.testing.conformance.bench import Row, Unused
+from sightline.testing.conformance.rig import Row, Unused
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import ragged_rows
 from support import attention_cases as cases
@@ -145,7 +145,7 @@ def test_a_step_has_one_policy_and_the_contract_no_flag() -> None:
     for carrier in (StepView, StepPlan):
         hints = get_type_hints(carrier)
         assert [name for name, hint in hints.items() if hint is CachePolicy] == ["policy"]
-    for part in (StepView, StepPlan, Certificate, BackendContext, Limits, SoftmaxInputs, Batch):
+    for part in (StepView, StepPlan, Certificate, BackendContext, StepLimits, SoftmaxInputs, Batch):
         kinds = [hint for name, hint in get_type_hints(part).items() if name in {field.name for field in fields(part)}]
         assert bool not in kinds, part
         assert not any("bool" in str(kind) for kind in kinds), part

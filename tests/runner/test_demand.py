@@ -23,7 +23,7 @@ from sightline.core.resolution import ResolvedConfig
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.runner.backend_choice import works_of
 from sightline.runner.build import Runtime
-from sightline.runner.demand import PAGE_ORDERS, Usage, demands_of
+from sightline.runner.demand import PAGE_ORDERS, AttentionUsage, demands_of
 from support.observed import Observed, ObservingBackend, holds
 from support.recording_backend import install
 from support.tiny_bert import VOCAB, make_bert, save_embedder
@@ -53,7 +53,9 @@ CONFIG = ResolvedConfig(
 GROUP = LayerGroup("group0", SoftmaxSpec(6, 2, 64, 0.125, window=20, sinks=True), (0, 2, 4))
 
 
-def only(config: ResolvedConfig, work: Work, usage: Usage = Usage.GENERATE, group: LayerGroup = GROUP) -> Demand:
+def only(
+    config: ResolvedConfig, work: Work, usage: AttentionUsage = AttentionUsage.GENERATE, group: LayerGroup = GROUP
+) -> Demand:
     [demand] = demands_of(config, group, work, usage)
     return demand
 
@@ -111,21 +113,23 @@ def test_few_rows_are_no_more_than_there_can_be() -> None:
 
 def test_nothing_is_shared_where_no_page_is_ever_whole_or_where_texts_are_embedded_and_not_kept() -> None:
     plain, short = replace(CONFIG, prefix_caching=False), replace(CONFIG, max_model_len=16)
-    for demand in demands_of(short, GROUP, Work.PREFILL, Usage.GENERATE):
+    for demand in demands_of(short, GROUP, Work.PREFILL, AttentionUsage.GENERATE):
         assert demand.values[Dimension.SHARING] == {Sharing.NONE.value}
-    assert demands_of(plain, GROUP, Work.PREFILL, Usage.EMBED)[0].values[Dimension.SHARING] == {Sharing.NONE.value}
+    assert demands_of(plain, GROUP, Work.PREFILL, AttentionUsage.EMBED)[0].values[Dimension.SHARING] == {
+        Sharing.NONE.value
+    }
     assert only(plain, Work.PREFILL).values[Dimension.SHARING] == {each.value for each in Sharing}
 
 
 def test_a_row_has_no_more_new_tokens_than_a_sequence_and_a_step_of_one_row_no_more_than_the_row() -> None:
-    alone, beside = demands_of(replace(CONFIG, max_model_len=100), GROUP, Work.PREFILL, Usage.GENERATE)
+    alone, beside = demands_of(replace(CONFIG, max_model_len=100), GROUP, Work.PREFILL, AttentionUsage.GENERATE)
     assert alone.scales[Dimension.NEW_TOKENS] == beside.scales[Dimension.NEW_TOKENS] == Span(1, 100)
     assert (alone.scales[Dimension.ROWS], alone.scales[Dimension.STEP_TOKENS]) == (Span(1, 1), Span(1, 100))
     assert (beside.scales[Dimension.ROWS], beside.scales[Dimension.STEP_TOKENS]) == (Span(2, 64), Span(2, 512))
     assert alone.values[Dimension.COMPANY] == {Company.ALONE.value}
     assert alone.values[Dimension.SHARING] == {Sharing.NONE.value}
     assert beside.values[Dimension.COMPANY] == {each.value for each in Company} - {Company.ALONE.value}
-    few = demands_of(replace(CONFIG, max_model_len=100, max_rows=3), GROUP, Work.PREFILL, Usage.GENERATE)
+    few = demands_of(replace(CONFIG, max_model_len=100, max_rows=3), GROUP, Work.PREFILL, AttentionUsage.GENERATE)
     assert few[1].scales[Dimension.STEP_TOKENS] == Span(2, 300)
 
 
@@ -139,11 +143,11 @@ def test_latent_attention_has_one_key_head_and_no_window() -> None:
 
 def test_an_embedder_that_sees_all_asks_for_full_masks_without_a_cache() -> None:
     config = replace(CONFIG, num_pages=0, prefix_caching=False, cache_dtype=torch.bfloat16)
-    demand = only(config, Work.PREFILL, Usage.EMBED_WHOLE)
+    demand = only(config, Work.PREFILL, AttentionUsage.EMBED_WHOLE)
     assert demand.values[Dimension.MASK] == {"full"}
     assert demand.values[Dimension.POLICY] == {CachePolicy.TRANSIENT.value}
     assert demand.scales[Dimension.CONTEXT] == Span(0, 0)
-    assert Usage.EMBED_WHOLE.needs == {Feature.NON_CAUSAL}
+    assert AttentionUsage.EMBED_WHOLE.needs == {Feature.NON_CAUSAL}
     assert not {Dimension.POOL_SLOTS, Dimension.PAGE_ORDER, Dimension.SHARING} & {*demand.scales, *demand.values}
 
 
@@ -151,7 +155,7 @@ def test_an_embedder_of_long_texts_asks_for_pages_too_and_with_prefix_caching_fo
     def policies(config: ResolvedConfig, work: Work) -> list[str]:
         return [
             str(policy)
-            for demand in demands_of(config, GROUP, work, Usage.EMBED)
+            for demand in demands_of(config, GROUP, work, AttentionUsage.EMBED)
             for policy in demand.values[Dimension.POLICY]
         ]
 
@@ -176,7 +180,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Observed]:
     return seen
 
 
-def beyond(seen: list[Observed], runtime: Runtime, usage: Usage) -> list[Observed]:
+def beyond(seen: list[Observed], runtime: Runtime, usage: AttentionUsage) -> list[Observed]:
     """What no demand holds."""
     groups = {group.group.name: group.group for group in runtime.bindings}
     demands = {
@@ -238,7 +242,7 @@ def test_every_step_of_an_engine_lies_within_what_it_demands(
     assert max(int(each.point[Dimension.CONTEXT]) + int(each.point[Dimension.NEW_TOKENS]) for each in seen) == 63
     assert len({each.point[Dimension.REUSE] for each in seen}) >= 3
     assert len({each.point[Dimension.COMPANY] for each in seen}) == 3
-    assert beyond(seen, llm.engine.runtime, Usage.GENERATE) == []
+    assert beyond(seen, llm.engine.runtime, AttentionUsage.GENERATE) == []
 
 
 NARROWED: dict[str, Callable[[ResolvedConfig], ResolvedConfig]] = {
@@ -270,8 +274,8 @@ def test_a_demand_that_is_too_narrow_would_be_seen(
     )
     ask(llm, [[*([5] * 30), tail] for tail in range(6)], 33)
     runtime = llm.engine.runtime
-    assert beyond(seen, runtime, Usage.GENERATE) == []
-    assert beyond(seen, replace(runtime, config=narrowed(runtime.config)), Usage.GENERATE) != []
+    assert beyond(seen, runtime, AttentionUsage.GENERATE) == []
+    assert beyond(seen, replace(runtime, config=narrowed(runtime.config)), AttentionUsage.GENERATE) != []
 
 
 @pytest.mark.parametrize(
@@ -293,8 +297,8 @@ def test_every_step_of_an_embedder_lies_within_what_it_demands(
     embedder.embed(random_prompts([64, 3, 1, 40, 20, 21, 19, 2]))
     embedder.embed([[*([5] * 40), tail] for tail in range(4)])
     assert {each.point[Dimension.POLICY] for each in seen} == policies
-    assert beyond(seen, embedder.runtime, Usage.EMBED) == []
-    assert beyond(seen, embedder.runtime, Usage.EMBED_WHOLE) != []
+    assert beyond(seen, embedder.runtime, AttentionUsage.EMBED) == []
+    assert beyond(seen, embedder.runtime, AttentionUsage.EMBED_WHOLE) != []
 
 
 def test_every_step_of_an_embedder_that_sees_all_lies_within_what_it_demands(
@@ -306,5 +310,5 @@ def test_every_step_of_an_embedder_that_sees_all_lies_within_what_it_demands(
     texts = random_prompts([64, 3, 1, 40, 20, 21, 19, 2])
     llm.embedder.embedder.embed([[token % VOCAB for token in text] for text in texts])
     runtime = llm.embedder.embedder.runtime
-    assert beyond(seen, runtime, Usage.EMBED_WHOLE) == []
-    assert beyond(seen, runtime, Usage.EMBED) != []
+    assert beyond(seen, runtime, AttentionUsage.EMBED_WHOLE) == []
+    assert beyond(seen, runtime, AttentionUsage.EMBED) != []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sightline.server.http.admission import MAX_RETRY_AFTER, UNKNOWN_RETRY_AFTER, Admission
+from sightline.server.http.admission import MAX_RETRY_AFTER, UNKNOWN_RETRY_AFTER, AdmissionGate
 from sightline.server.http.errors import ApiError
 
 
@@ -20,13 +20,13 @@ class Clock:
         return self.now
 
 
-def admission(capacity: int, *, shared: bool = False, clock: Clock | None = None) -> Admission:
-    made = Admission(shared=shared, clock=clock or Clock())
+def admission(capacity: int, *, shared: bool = False, clock: Clock | None = None) -> AdmissionGate:
+    made = AdmissionGate(shared=shared, clock=clock or Clock())
     made.open(capacity)
     return made
 
 
-def refused(made: Admission, caller: str, count: int) -> ApiError:
+def refused(made: AdmissionGate, caller: str, count: int) -> ApiError:
     with pytest.raises(ApiError) as caught, made.admitted(caller, count):
         pass
     return caught.value
@@ -82,7 +82,7 @@ def test_more_than_ever_fits_is_invalid_and_not_busy() -> None:
 
 
 def test_nothing_is_admitted_before_the_model_is_loaded_or_while_draining() -> None:
-    made = Admission(shared=False)
+    made = AdmissionGate(shared=False)
     assert refused(made, "", 1).status == 503
     made.open(4)
     made.check_room("")

@@ -13,9 +13,9 @@ import pytest
 from sightline.core.ledger import Ledger
 from sightline.core.metrics import EngineMetrics
 from sightline.core.request import SamplingParams
-from sightline.server.api.generation import Continuation, Outcome, _take
+from sightline.server.api.generation import Continuation, GenerationOutcome, _take
 from sightline.server.desk import TextDesk
-from sightline.server.http.admission import Admission
+from sightline.server.http.admission import AdmissionGate
 from sightline.server.http.limits import BodyBudget, Limits
 from sightline.server.http.routing import Call
 from sightline.server.metrics import ServiceMetrics
@@ -38,7 +38,7 @@ def opened() -> Opened:
 
 
 def test_cached_tokens_of_several_prompts_add_up() -> None:
-    outcome = Outcome(10, 1, [Continuation(), Continuation()])
+    outcome = GenerationOutcome(10, 1, [Continuation(), Continuation()])
     for place, num_cached in enumerate((3, 4)):
         _take(Ended(place + 1, None, num_cached, 0.0, None), place, outcome)
     assert outcome.usage().prompt_tokens_details.cached_tokens == 7
@@ -64,7 +64,7 @@ def test_a_request_goes_to_the_engine_on_its_callers_terms() -> None:
             terms.append(given)
             raise StopIteration
 
-    service = Service(Port(), Admission(shared=False), Limits(), (), 7.0, Ledger(strict=False))  # type: ignore[arg-type]
+    service = Service(Port(), AdmissionGate(shared=False), Limits(), (), 7.0, Ledger(strict=False))  # type: ignore[arg-type]
     call = Call(None, "key-2", "id", 0.0)
     with pytest.raises(RuntimeError):  # StopIteration in a coroutine
         asyncio.run(service.start(call, [[1]], SamplingParams(), ExitStack()))

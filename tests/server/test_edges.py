@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from sightline.core.config import EngineConfig
 from sightline.core.request import SamplingParams, Terms
-from sightline.server.api.generation import Continuation, Outcome, _take
-from sightline.server.http.admission import Admission
+from sightline.server.api.generation import Continuation, GenerationOutcome, _take
+from sightline.server.http.admission import AdmissionGate
 from sightline.server.http.errors import ApiError
 from sightline.server.process.port import EnginePort
 from sightline.server.process.protocol import Cancel, Delta, Ended, Stop, command_codec
@@ -31,7 +31,7 @@ QUESTION = [{"role": "user", "content": "count"}]
 
 @given(st.lists(st.integers(1, 5), max_size=60), st.integers(2, 40))
 def test_one_of_several_callers_never_holds_more_than_half(counts: list[int], capacity: int) -> None:
-    made = Admission(shared=True)
+    made = AdmissionGate(shared=True)
     made.open(capacity)
     with ExitStack() as held:
         for count in counts:
@@ -163,7 +163,7 @@ def test_a_server_that_cannot_be_announced_ends() -> None:
 
 
 def test_a_request_whose_time_ran_out_in_the_queue_is_no_empty_answer() -> None:
-    outcome = Outcome(3, 1, [Continuation()])
+    outcome = GenerationOutcome(3, 1, [Continuation()])
     _take(Delta(1, 0, "", 0, "abort"), 0, outcome)
     with pytest.raises(ApiError) as caught:
         _take(Ended(1, "expected an end within 1 s, got none; allow more time", 0, 1.0, None), 0, outcome)

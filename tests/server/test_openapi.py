@@ -7,9 +7,11 @@ still ask for what is not there, or for more than a prompt can hold.
 from __future__ import annotations
 
 import json
+import pkgutil
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,10 +27,16 @@ from schemathesis.core.failures import FailureGroup
 from schemathesis.core.transport import Response
 from schemathesis.openapi.checks import IgnoredAuth
 from schemathesis.schemas import APIOperation, BaseSchema
+from schemathesis.specs import openapi
 
 from sightline.core.config import EngineConfig
 from sightline.server.serve import Server, ServerConfig
 from support.serving import ServedProcess, serving
+
+# The checks import modules of this package when they first run, and some of these import each other: two threads that
+# begin at once can see one half imported.
+for found in pkgutil.walk_packages(openapi.__path__, f"{openapi.__name__}."):
+    import_module(found.name)
 
 AnyCase: TypeAlias = Case[Any]
 AnyOperation: TypeAlias = APIOperation[Any, Any, Any, Any]

@@ -9,7 +9,7 @@ import torch
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.spec import SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
-from sightline.testing.conformance.bench import Bench, Setting, Subject
+from sightline.testing.conformance.rig import AttentionRig, Setting, Subject
 
 CPU = torch.device("cpu")
 CPU_DEVICE = Device(DeviceKind.CPU, CPU, "cpu", None)
@@ -27,7 +27,7 @@ def subject_for(backend: str, dtype: torch.dtype) -> Subject:
     return Subject(backend, BACKENDS[backend], row, CPU_DEVICE)
 
 
-def bench(specs: Sequence[SoftmaxSpec], backend: str = "torch", **setting: object) -> Bench:
+def bench(specs: Sequence[SoftmaxSpec], backend: str = "torch", **setting: object) -> AttentionRig:
     """Shuffled pages, NaN in unused slots and poison in leases, unless the setting says otherwise."""
     chosen = Setting(**setting)  # type: ignore[arg-type]
-    return Bench(subject_for(backend, chosen.dtype), specs, chosen)
+    return AttentionRig(subject_for(backend, chosen.dtype), specs, chosen)

@@ -23,11 +23,11 @@ from sightline.bench.attention.peers import AttentionPeer, PeerKernel
 from sightline.bench.attention.report import render
 from sightline.bench.attention.results import AttentionReport
 from sightline.bench.attention.shapes import SHAPE_SETS, find_shapes
-from sightline.bench.attention.timing import Effort, Rates
+from sightline.bench.attention.timing import Rates, TimingBudget
 from sightline.core.device import detect_device
 
 CPU = detect_device("cpu")
-QUICK = Effort(rounds=2, sample_seconds=1e-4)
+QUICK = TimingBudget(rounds=2, sample_seconds=1e-4)
 MEASURED = Rates(bytes_per_second=4.28e12, operations_per_second=694e12)
 """Of the machine that the peers were first measured on."""
 

@@ -18,7 +18,7 @@ from sightline.attention.dimensions import Dimension
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import DeviceKind
-from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.trial import Check, Trial, fail
 
 SINGLE = Capability(

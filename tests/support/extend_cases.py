@@ -14,13 +14,13 @@ from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import CAUSAL, RowMask
 from sightline.core.batch import MaskKind as RowKind
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
-from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, ExtendMasks, MaskKind, ScoreRule
+from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, ExtendMasks, LaunchMask, ScoreRule
 from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, num_tiles, prepare_tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PADDING_TOKENS = 3
 UNTOUCHED = 7.0
-KINDS = {RowKind.CAUSAL: MaskKind.CAUSAL, RowKind.FULL: MaskKind.FULL, RowKind.TREE: MaskKind.TREE}
+KINDS = {RowKind.CAUSAL: LaunchMask.CAUSAL, RowKind.FULL: LaunchMask.FULL, RowKind.TREE: LaunchMask.TREE}
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def make_masks(step: Step) -> ExtendMasks:
     row_kinds = torch.tensor([KINDS[mask.kind] for mask in masks], dtype=torch.int8, device=DEVICE)
     trees = [mask.tree.flatten() if mask.tree is not None else torch.zeros(0, dtype=torch.bool) for mask in masks]
     if not any(tree.numel() for tree in trees):
-        return ExtendMasks(MaskKind.BY_ROW, row_kinds)
+        return ExtendMasks(LaunchMask.BY_ROW, row_kinds)
     offsets = torch.tensor([0, *itertools.accumulate(tree.numel() for tree in trees)][:-1], device=DEVICE)
     return ExtendMasks(
-        MaskKind.BY_ROW, row_kinds, torch.cat(trees).to(torch.uint8).to(DEVICE), offsets, step.positions.to(DEVICE)
+        LaunchMask.BY_ROW, row_kinds, torch.cat(trees).to(torch.uint8).to(DEVICE), offsets, step.positions.to(DEVICE)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from sightline.bench.serving.answers import Usage
+from sightline.bench.serving.answers import ReportedUsage
 from sightline.bench.serving.http_stream import Address, Client
 from sightline.bench.serving.load import LoadResult, Outcome, Record, run_load
 from sightline.bench.serving.report import Sent
@@ -32,5 +32,11 @@ def sent(**changes: Any) -> Sent:
 
 def record(index: int, outcome: Outcome = Outcome.COMPLETED, **changes: Any) -> Record:
     usual = {"status": 200, "due": 0.0, "sent": 1.0, "ended": 3.0, "text": "ab", "text_times": (1.5, 2.0, 2.8)}
-    more = {"usage": Usage(10, 4, 6), "finish_reason": "length", "response_id": None, "refusals": (), "error": None}
+    more = {
+        "usage": ReportedUsage(10, 4, 6),
+        "finish_reason": "length",
+        "response_id": None,
+        "refusals": (),
+        "error": None,
+    }
     return Record(index=index, outcome=outcome, **{**usual, **more, **changes})

@@ -10,10 +10,10 @@ from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.checks.covering import covering_cases, told
 from sightline.testing.conformance.rows import RowToTry, list_rows
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.trial import Effort, Share, Trial
+from sightline.testing.conformance.trial import CaseShare, Effort, Trial
 
 
-def _cases(row: RowToTry, share: Share) -> list[str]:
+def _cases(row: RowToTry, share: CaseShare) -> list[str]:
     trial = Trial(row.subject, Effort.FULL, Samples(), share=share)
     return [told(case) for case in trial.share.of(covering_cases(trial))]
 
@@ -23,7 +23,7 @@ def main() -> None:
     row = next(row for row in rows if isinstance(row, RowToTry) and row.label == "float32")
     shares = {
         check.name: {
-            str(count): [_cases(row, Share(number, count)) for number in range(count)]
+            str(count): [_cases(row, CaseShare(number, count)) for number in range(count)]
             for count in (1, check.num_shares)
         }
         for check in CHECKS

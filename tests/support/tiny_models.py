@@ -36,7 +36,7 @@ from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
-from sightline.testing.conformance.bench import Unused, fill_pools
+from sightline.testing.conformance.rig import Unused, fill_pools
 from support.tiny_deepseek import DEEPSEEK
 
 VOCAB = 101

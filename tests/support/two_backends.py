@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sightline.attention.capability import Work
-from sightline.attention.contract import AttentionBackend, BackendContext, Limits
+from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
 from sightline.attention.planner import GroupBinding, PartBackend, Planner
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Workspace
-from sightline.testing.conformance.bench import Bench, Setting
+from sightline.testing.conformance.rig import AttentionRig, Setting
 from support.attention_cases import subject_for
 
 Serving = Mapping[Work, type[AttentionBackend[Any, Any]]]
@@ -21,7 +21,7 @@ def split_serving(prefill: type[AttentionBackend[Any, Any]], decode: type[Attent
     return {work: prefill if work is Work.PREFILL else decode for work in Work}
 
 
-class ServedBench(Bench):
+class ServedBench(AttentionRig):
     """Shuffled pages, NaN in unused slots and poison in leases, unless the setting says otherwise."""
 
     def __init__(self, specs: Sequence[SoftmaxSpec], serving: Serving, **setting: object) -> None:
@@ -32,7 +32,7 @@ class ServedBench(Bench):
 
     def _make_planner(self, workspace: Workspace) -> Planner:
         setting = self.setting
-        limits = Limits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
+        limits = StepLimits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
         for group, cache in zip(self.groups, self.store.groups, strict=True):
             built = {
                 kind: PartBackend(

@@ -12,7 +12,7 @@ from sightline.core.device import DeviceKind, detect_device
 from sightline.testing.conformance.checks.pages import large_numbers
 from sightline.testing.conformance.rows import RowToTry, list_rows
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.trial import Check, Effort, Share, Trial
+from sightline.testing.conformance.trial import CaseShare, Check, Effort, Trial
 
 CPU = detect_device("cpu")
 GIB = 1 << 30
@@ -36,8 +36,8 @@ def test_a_large_pool_is_as_large_as_there_is_room(kind: DeviceKind, itemsize: i
 def test_a_trial_in_another_dtype_has_the_same_share() -> None:
     rows = list_rows([registry.find("reference", registry.BUILT_IN)], CPU)
     row = next(row for row in rows if isinstance(row, RowToTry))
-    trial = Trial(row.subject, Effort.QUICK, Samples(), share=Share(1, 3))
-    assert trial.in_dtype(torch.bfloat16).share == Share(1, 3)
+    trial = Trial(row.subject, Effort.QUICK, Samples(), share=CaseShare(1, 3))
+    assert trial.in_dtype(torch.bfloat16).share == CaseShare(1, 3)
 
 
 def test_a_check_of_no_share_is_refused() -> None:

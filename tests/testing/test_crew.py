@@ -24,7 +24,7 @@ from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict
 from sightline.testing.conformance.report import more_samples, run_conformance
 from sightline.testing.conformance.rows import RowToTry, list_rows
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.trial import WHOLE, Check, Effort, Share
+from sightline.testing.conformance.trial import WHOLE, CaseShare, Check, Effort
 from sightline.testing.conformance.trying import PreparedRow, Watch
 from support.crew_checks import BUILDING, DEADLY, HALF, SHY, SINGLE, STUB
 
@@ -180,7 +180,7 @@ def test_what_travels_arrives_as_it_was() -> None:
     brief = Brief.of(CPU, Effort.FULL, (STUB,), BUILDING)
     assert unpacked(packed(brief), Brief) == brief
     row = prepared()
-    errand = Errand("stub", "float32", "ground", Share(1, 3), row.samples, row.identity)
+    errand = Errand("stub", "float32", "ground", CaseShare(1, 3), row.samples, row.identity)
     assert unpacked(packed(errand), Errand) == errand
 
 

@@ -12,12 +12,12 @@ from sightline.attention.coverage import Coverage, Demand
 from sightline.attention.dimensions import Company, Dimension, Span
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.device import detect_device
-from sightline.testing.conformance.bench import Subject
 from sightline.testing.conformance.case_run import try_case
 from sightline.testing.conformance.cases import Case
 from sightline.testing.conformance.domains import Domains, borders, domains_of, domains_of_demand
 from sightline.testing.conformance.generator import cases_for
 from sightline.testing.conformance.goals import Goals
+from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.rows import RowToTry, list_rows
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.shrink import shrink

@@ -14,9 +14,9 @@ from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
 from sightline.attention.spec import Feature, LatentSpec, SpecKind
 from sightline.core.device import detect_device
 from sightline.core.errors import ConfigError
-from sightline.testing.conformance.bench import Subject
 from sightline.testing.conformance.problem import Problem
 from sightline.testing.conformance.problems import PROBLEMS
+from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.steps import tensors_of
 from sightline.testing.conformance.trial import needs_feature
 

@@ -10,9 +10,9 @@ from sightline.attention.contract import (
     AttentionPlan,
     BackendContext,
     CachePolicy,
-    Limits,
     Lse,
     SoftmaxInputs,
+    StepLimits,
     StepView,
 )
 from sightline.attention.shared.merge import merge_parts
@@ -31,13 +31,13 @@ __all__ = [
     "Feature",
     "GraphLevel",
     "HostLengths",
-    "Limits",
     "Lse",
     "MaskKind",
     "PlanBuffers",
     "SoftmaxInputs",
     "SoftmaxSpec",
     "SpecKind",
+    "StepLimits",
     "StepView",
     "merge_parts",
 ]

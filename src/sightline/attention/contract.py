@@ -42,7 +42,7 @@ class CachePolicy(Enum):
 
 
 @dataclass(frozen=True)
-class Limits:
+class StepLimits:
     """The largest step that a backend may be asked to plan."""
 
     max_rows: int
@@ -59,7 +59,7 @@ class BackendContext(Generic[SpecT]):
     spec: SpecT
     cache: GroupCache
     workspace: Workspace
-    limits: Limits
+    limits: StepLimits
     dtype: torch.dtype
     device: torch.device
 

@@ -28,8 +28,8 @@ from sightline.attention.contract import (
     AttentionInputs,
     AttentionPlan,
     CachePolicy,
-    Limits,
     Lse,
+    StepLimits,
     StepView,
 )
 from sightline.attention.fingerprint import Fingerprint, changed_parts, fingerprint_tensors
@@ -180,7 +180,7 @@ class Planner:
     def __init__(
         self,
         bindings: Sequence[GroupBinding],
-        limits: Limits,
+        limits: StepLimits,
         lengths: RowLengths,
         workspace: Workspace,
         *,

@@ -30,7 +30,7 @@ from sightline.core.errors import ConfigError
 if TYPE_CHECKING:
     from sightline.engine.text_embedder import TextEmbedder
     from sightline.offline.embedding_files import OutputFormat, TextSource, VectorWriter
-    from sightline.offline.embedding_run import Embedding, Totals
+    from sightline.offline.embedding_run import EmbeddingJob, Totals
 
 reading_options = collected(
     "reading",
@@ -224,10 +224,12 @@ def _target(output: Path | None) -> Iterator[BinaryIO]:
         yield file
 
 
-def _load(settings: dict[str, Any], truncate: bool, dimensions: int | None, *, prove: bool, quiet: bool) -> Embedding:
+def _load(
+    settings: dict[str, Any], truncate: bool, dimensions: int | None, *, prove: bool, quiet: bool
+) -> EmbeddingJob:
     """Builds the embedder, and says what was decided. Degradations are logged by whoever finds them."""
     from sightline.llm import LLM
-    from sightline.offline.embedding_run import Embedding
+    from sightline.offline.embedding_run import EmbeddingJob
 
     given = {name: value for name, value in settings.items() if value is not None}
     if prove:
@@ -240,7 +242,7 @@ def _load(settings: dict[str, Any], truncate: bool, dimensions: int | None, *, p
         )
     if not quiet:
         _describe(str(settings["model"]), embedder)
-    return Embedding(embedder, truncate, dimensions)
+    return EmbeddingJob(embedder, truncate, dimensions)
 
 
 def _describe(model: str, embedder: TextEmbedder) -> None:
@@ -259,7 +261,7 @@ def _describe(model: str, embedder: TextEmbedder) -> None:
         notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
 
 
-def _run(asked: Embedding, source: TextSource, writer: VectorWriter, *, quiet: bool) -> Totals:
+def _run(asked: EmbeddingJob, source: TextSource, writer: VectorWriter, *, quiet: bool) -> Totals:
     """Checks every text, then embeds them, with a bar on a terminal."""
     from sightline.offline.embedding_run import check_texts, embed_texts
 

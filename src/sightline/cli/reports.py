@@ -19,7 +19,7 @@ json_settings = {
 report_file_options = collected("how", **json_settings)
 
 
-class Report(Protocol):
+class Reportable(Protocol):
     """A dataclass that can tell itself."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -27,7 +27,7 @@ class Report(Protocol):
     def lines(self) -> list[str]: ...
 
 
-def print_report(report: Report, how: dict[str, Any]) -> None:
+def print_report(report: Reportable, how: dict[str, Any]) -> None:
     """As text, or as one JSON object; the object also into a file where one is asked for."""
     text = json.dumps(asdict(report), indent=2)
     click.echo(text if how["as_json"] else "\n".join(report.lines()))

@@ -29,16 +29,16 @@ def simulate(seed: int, seeds: int, steps: int, jobs: int, script: Path | None, 
     A seed repeats a run exactly. Fails at the first seed in which something is wrong, and shows a short script of
     events in which something still is; --script plays one.
     """
-    from sightline.testing.simulator.counts import Counts
-    from sightline.testing.simulator.seeds import Failure, play_seeds
+    from sightline.testing.simulator.counts import EventCounts
+    from sightline.testing.simulator.seeds import SeedFailure, play_seeds
     from sightline.testing.simulator.workload import draw_scenario
 
     if script is not None:
         _play_script(script, output)
         return
-    started, total = time.perf_counter(), Counts()
+    started, total = time.perf_counter(), EventCounts()
     for result in play_seeds(range(seed, seed + seeds), steps, jobs):
-        if isinstance(result, Failure):
+        if isinstance(result, SeedFailure):
             _print_violation(result.what)
             click.echo(f"run it again: sightline simulate --seed {result.seed} --steps {steps}")
             _shorten(draw_scenario(result.seed, steps), output)

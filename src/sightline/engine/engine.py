@@ -38,7 +38,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.metrics import EngineMetrics
 from sightline.core.request import EffectiveParams, FinishReason, RequestOutput, SamplingParams, Terms, TextDelta
 from sightline.engine.intake import Intake
-from sightline.engine.launch import Choices, Launch, LaunchedStep, Launcher, Member
+from sightline.engine.launch import Launch, LaunchedStep, Launcher, Member, SampledTokens
 from sightline.engine.live import LiveRequest, LiveSequence, start
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import Runtime
@@ -364,7 +364,7 @@ class Engine:
         self._scheduler.landed(step.rows)
         self._end_late()
 
-    def _take(self, step: LaunchedStep, member: Member, choices: Choices) -> None:
+    def _take(self, step: LaunchedStep, member: Member, choices: SampledTokens) -> None:
         """One row's result."""
         row, live = member
         place = step.places.get(row.sequence)

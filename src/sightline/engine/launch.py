@@ -36,7 +36,7 @@ class Member(NamedTuple):
     live: LiveSequence
 
 
-class Choices(NamedTuple):
+class SampledTokens(NamedTuple):
     """What was chosen, read."""
 
     tokens: list[int]
@@ -64,9 +64,9 @@ class LaunchedStep:
     def rows(self) -> tuple[ScheduledRow, ...]:
         return tuple([member.row for member in self.members])
 
-    def read(self) -> Choices:
+    def read(self) -> SampledTokens:
         """Waits for the device."""
-        return Choices(self.chosen.tokens.tolist(), self.chosen.finite.tolist())
+        return SampledTokens(self.chosen.tokens.tolist(), self.chosen.finite.tolist())
 
     def logprobs(self, place: int, token: int) -> TokenLogprobs | None:
         """Of a chosen token, where its row asked for them: of the raw logits."""
@@ -77,7 +77,7 @@ class LaunchedStep:
         return entry
 
 
-class Failure(NamedTuple):
+class RowFailure(NamedTuple):
     """A row that raises, alone."""
 
     member: Member
@@ -88,7 +88,7 @@ class Launch(NamedTuple):
     """What came of a schedule: one step, or the parts that it was cut into, and rows that cannot run."""
 
     steps: tuple[LaunchedStep, ...]
-    failures: tuple[Failure, ...]
+    failures: tuple[RowFailure, ...]
 
 
 class Launcher:
@@ -122,7 +122,7 @@ class Launcher:
             except Exception as error:
                 alone = len(part) == 1
                 launches.append(
-                    Launch((), (Failure(part[0], error),)) if alone else self._launch_parts(part, in_flight)
+                    Launch((), (RowFailure(part[0], error),)) if alone else self._launch_parts(part, in_flight)
                 )
         return Launch(
             tuple(step for launch in launches for step in launch.steps),

@@ -20,7 +20,7 @@ SLICE_SIZE = 1 << 22
 
 
 @dataclass(frozen=True)
-class Embedding:
+class EmbeddingJob:
     """What is asked for."""
 
     embedder: TextEmbedder
@@ -67,7 +67,7 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def check_texts(asked: Embedding, source: TextSource, on_progress: Callable[[int], None]) -> None:
+def check_texts(asked: EmbeddingJob, source: TextSource, on_progress: Callable[[int], None]) -> None:
     """Raises `RequestError`, which says where, for the first text that the model cannot embed."""
     asked.embedder.check_dimensions(asked.dimensions)
     for item in source:
@@ -80,7 +80,7 @@ def check_texts(asked: Embedding, source: TextSource, on_progress: Callable[[int
 
 
 def embed_texts(
-    asked: Embedding, source: TextSource, writer: VectorWriter, on_progress: Callable[[int], None]
+    asked: EmbeddingJob, source: TextSource, writer: VectorWriter, on_progress: Callable[[int], None]
 ) -> Totals:
     """Embeds and writes everything. The source must have as many texts as the writer was told."""
     started, totals = time.perf_counter(), Totals()

@@ -14,7 +14,7 @@ import torch
 
 from sightline.attention.backends import registry
 from sightline.attention.capability import Requirement, Work
-from sightline.attention.contract import BackendContext, Limits
+from sightline.attention.contract import BackendContext, StepLimits
 from sightline.attention.planner import GroupBinding, PartBackend, Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend
@@ -39,7 +39,7 @@ from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader, choose_kept_product
 from sightline.runner.backend_choice import GroupSelection, import_chosen, make_offers, tell_choices
-from sightline.runner.demand import Usage, demands_of
+from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.runner import Runner
 
 
@@ -64,7 +64,7 @@ class Blueprint:
 
     config: ResolvedConfig
     groups: tuple[LayerGroup, ...]
-    usage: Usage
+    usage: AttentionUsage
     prove_words: tuple[str, ...]
     """The words after `sightline` on a command line that proves attention for this engine."""
 
@@ -81,7 +81,7 @@ def build_runtime(
 ) -> Runtime:
     """Builds a runtime for a checkpoint. Whatever cannot work is refused before the weights are read."""
     definition = define_model(checkpoint.config, ledger)
-    blueprint = draw_up(config, checkpoint, definition, Usage.GENERATE, ledger)
+    blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger)
     return _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load)
 
 
@@ -97,18 +97,18 @@ def build_embedding_runtime(
     return _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load_states), definition
 
 
-def usage_of(definition: EmbedderDefinition) -> Usage:
+def usage_of(definition: EmbedderDefinition) -> AttentionUsage:
     """How a model is called that embeds."""
-    return Usage.EMBED_WHOLE if definition.mask.kind is MaskKind.FULL else Usage.EMBED
+    return AttentionUsage.EMBED_WHOLE if definition.mask.kind is MaskKind.FULL else AttentionUsage.EMBED
 
 
 def draw_up(
-    config: EngineConfig, checkpoint: Checkpoint, definition: Definition, usage: Usage, ledger: Ledger
+    config: EngineConfig, checkpoint: Checkpoint, definition: Definition, usage: AttentionUsage, ledger: Ledger
 ) -> Blueprint:
     """Decides what will run, from headers alone: no weight is read and nothing is built."""
     groups = group_layers(definition.attention_specs())
     facts = model_facts(Quantization(config.quantization), checkpoint, definition, groups)
-    takes_texts_whole = usage is Usage.EMBED_WHOLE
+    takes_texts_whole = usage is AttentionUsage.EMBED_WHOLE
     device = detect_device(config.device)
     resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
     model = str(checkpoint.location) if config.model is None else config.model
@@ -146,7 +146,7 @@ def select_backends(
     config: ResolvedConfig,
     groups: Sequence[LayerGroup],
     candidates: Sequence[Candidate],
-    usage: Usage = Usage.GENERATE,
+    usage: AttentionUsage = AttentionUsage.GENERATE,
     prove_words: Sequence[str] = (),
 ) -> tuple[GroupSelection, ...]:
     """For each group, a backend for each kind of rows that runs: often the same.
@@ -164,7 +164,7 @@ def select_backends(
     )
 
 
-def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Usage) -> Requirement:
+def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> Requirement:
     """What a backend must support to serve this kind of rows of the group."""
     return Requirement(
         group.spec,
@@ -203,7 +203,7 @@ def assemble_runtime(
 ) -> Runtime:
     """The straight line from pools to runner."""
     device = config.device.torch_device
-    limits = Limits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
+    limits = StepLimits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)
     bindings = tuple(
         GroupBinding(

@@ -31,7 +31,7 @@ PAGE_ORDERS = ("in order", "shuffled", "descending")
 """How the pages of a row may lie in a pool, as the conformance kit lays them out. An engine meets any order."""
 
 
-class Usage(Enum):
+class AttentionUsage(Enum):
     """How an engine calls attention."""
 
     GENERATE = "generate"
@@ -43,21 +43,21 @@ class Usage(Enum):
 
     @property
     def mask(self) -> MaskKind:
-        return MaskKind.FULL if self is Usage.EMBED_WHOLE else MaskKind.CAUSAL
+        return MaskKind.FULL if self is AttentionUsage.EMBED_WHOLE else MaskKind.CAUSAL
 
     @property
     def needs(self) -> frozenset[Feature]:
         """Features that steps ask for, beyond those of the spec."""
-        return frozenset({Feature.NON_CAUSAL}) if self is Usage.EMBED_WHOLE else frozenset()
+        return frozenset({Feature.NON_CAUSAL}) if self is AttentionUsage.EMBED_WHOLE else frozenset()
 
 
-def demands_of(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Usage) -> tuple[Demand, ...]:
+def demands_of(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> tuple[Demand, ...]:
     """What the backend that serves this kind of rows of the group will be asked for: steps through pages, steps without
     a cache, or both."""
     demands = []
     if config.num_pages:
         demands.append(_paged(config, group, work, usage))
-    if usage is not Usage.GENERATE and not config.prefix_caching and work is Work.PREFILL:
+    if usage is not AttentionUsage.GENERATE and not config.prefix_caching and work is Work.PREFILL:
         demands.append(_transient(config, group, usage))
     return tuple(part for demand in demands for part in _by_company(demand))
 
@@ -82,14 +82,14 @@ def _by_company(demand: Demand) -> tuple[Demand, ...]:
     )
 
 
-def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Usage) -> Demand:
+def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> Demand:
     """Steps that read and write pages."""
     rows = _rows(config, work)
     longest = min(config.max_step_tokens, config.max_model_len) if work is Work.PREFILL else 1
     most = min(config.max_step_tokens, rows.high * longest)
     # Continuations of one prompt share its pages, prefix caching or not. A row shares whole pages of its context, and
     # computes at least its last token itself.
-    may_share = config.prefix_caching or usage is Usage.GENERATE
+    may_share = config.prefix_caching or usage is AttentionUsage.GENERATE
     shares = may_share and rows.high > 1 and config.max_model_len > config.page_size
     return _demand(
         config,
@@ -113,7 +113,7 @@ def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Usage) 
     )
 
 
-def _transient(config: ResolvedConfig, group: LayerGroup, usage: Usage) -> Demand:
+def _transient(config: ResolvedConfig, group: LayerGroup, usage: AttentionUsage) -> Demand:
     """Steps of whole texts, which touch no cache."""
     longest = min(config.max_step_tokens, config.max_model_len)
     return _demand(
@@ -134,7 +134,7 @@ def _transient(config: ResolvedConfig, group: LayerGroup, usage: Usage) -> Deman
 def _demand(
     config: ResolvedConfig,
     group: LayerGroup,
-    usage: Usage,
+    usage: AttentionUsage,
     policy: CachePolicy,
     scales: dict[Dimension, Span],
     values: dict[Dimension, frozenset[Value]],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from sightline.cache.prefix import PrefixMatch
-from sightline.scheduler.queue import Turn
+from sightline.scheduler.queue import QueuePosition
 from sightline.scheduler.sequence import SequenceState
 
 
@@ -60,7 +60,7 @@ class State:
     """By rank."""
     held: Mapping[str, int]
     """Running rows per caller. Callers without any are absent."""
-    waiting: Callable[[Mapping[str, int]], Iterable[tuple[Turn, SequenceState]]]
+    waiting: Callable[[Mapping[str, int]], Iterable[tuple[QueuePosition, SequenceState]]]
     """Waiting sequences in turn; within a priority, callers without a running row come first."""
     most_urgent: int | None
     """The lowest priority number among the waiting sequences."""

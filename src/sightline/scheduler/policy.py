@@ -23,7 +23,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 
 from sightline.scheduler.decision import Admission, Decision, Finding, State
-from sightline.scheduler.queue import Turn
+from sightline.scheduler.queue import QueuePosition
 from sightline.scheduler.sequence import SequenceState
 from sightline.scheduler.victims import victims
 
@@ -96,7 +96,7 @@ class _Deciding:
                 decoding.append(sequence)
             else:
                 priority, arrival = sequence.rank
-                prompts.append((Turn(priority, self._state.share(sequence.caller), arrival), sequence))
+                prompts.append((QueuePosition(priority, self._state.share(sequence.caller), arrival), sequence))
         self._add_decoding(decoding)
         # If decode rows use the whole budget, a newcomer gets only the tokens that its victims would have had.
         is_crowded = self._room.num_tokens <= 0
@@ -176,7 +176,7 @@ class _Deciding:
         if count > 0:
             self._held[caller] = count
 
-    def _newcomers(self) -> Iterator[tuple[Turn, SequenceState]]:
+    def _newcomers(self) -> Iterator[tuple[QueuePosition, SequenceState]]:
         """Waiting sequences in turn, while one can be admitted."""
         if not self._can_let_in():
             return
@@ -299,5 +299,5 @@ class _Deciding:
         return -(-num_tokens // self._state.page_size)
 
 
-def _turn(entry: tuple[Turn, SequenceState]) -> Turn:
+def _turn(entry: tuple[QueuePosition, SequenceState]) -> QueuePosition:
     return entry[0]

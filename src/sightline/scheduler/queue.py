@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sightline.scheduler.sequence import SequenceState
 
 
-class Turn(NamedTuple):
+class QueuePosition(NamedTuple):
     """Sort key of a waiting sequence: the lowest comes first."""
 
     priority: int
@@ -85,7 +85,7 @@ class WaitingQueue:
             return None
         return min(priority for priority, callers in self._levels.items() if not callers.keys() <= held.keys())
 
-    def in_turn(self, had: Mapping[str, int], held: Mapping[str, int]) -> Iterator[tuple[Turn, SequenceState]]:
+    def in_turn(self, had: Mapping[str, int], held: Mapping[str, int]) -> Iterator[tuple[QueuePosition, SequenceState]]:
         """Yields sequences in turn, counting each one's prompt as its caller's usage, as if it were admitted.
 
         `had` is each caller's usage. Within a priority, each caller that holds no row goes before the others, with one
@@ -97,13 +97,13 @@ class WaitingQueue:
 
     def _level_in_turn(
         self, priority: int, tokens: dict[str, int], held: Mapping[str, int]
-    ) -> Iterator[tuple[Turn, SequenceState]]:
+    ) -> Iterator[tuple[QueuePosition, SequenceState]]:
         callers = self._levels[priority]
-        deprived: list[tuple[Turn, str, int]] = []
-        others: list[tuple[Turn, str, int]] = []
+        deprived: list[tuple[QueuePosition, str, int]] = []
+        others: list[tuple[QueuePosition, str, int]] = []
         for caller, line in callers.items():
             heads = others if caller in held else deprived
-            heads.append((Turn(priority, tokens[caller], line[0].arrival), caller, 0))
+            heads.append((QueuePosition(priority, tokens[caller], line[0].arrival), caller, 0))
         heapq.heapify(deprived)
         heapq.heapify(others)
         while deprived or others:
@@ -114,4 +114,6 @@ class WaitingQueue:
             if not line[place].was_admitted:
                 tokens[caller] += len(line[place].tokens)
             if place + 1 < len(line):
-                heapq.heappush(others, (Turn(priority, tokens[caller], line[place + 1].arrival), caller, place + 1))
+                heapq.heappush(
+                    others, (QueuePosition(priority, tokens[caller], line[place + 1].arrival), caller, place + 1)
+                )

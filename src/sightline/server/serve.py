@@ -23,7 +23,7 @@ from sightline.core.ledger import Ledger
 from sightline.server.api.inspection import Inspection, Patience
 from sightline.server.api.routes import route_table
 from sightline.server.http.access import HostList, Keyring
-from sightline.server.http.admission import Admission
+from sightline.server.http.admission import AdmissionGate
 from sightline.server.http.bounds import BoundedProtocol
 from sightline.server.http.ingress import Ingress
 from sightline.server.http.limits import Limits
@@ -87,7 +87,7 @@ class Server:
             Configure(engine, config.log_level), self._port, stall_seconds=config.stall_seconds, command=worker
         )
         keys = Keyring(config.api_keys)
-        self._admission = Admission(shared=len(keys) > 1)
+        self._admission = AdmissionGate(shared=len(keys) > 1)
         self._ledger = Ledger(strict=config.strict)
         if not keys and not _is_local(config.host):
             self._ledger.degrade(

@@ -12,7 +12,7 @@ from sightline.core.errors import RequestError
 from sightline.core.ledger import Ledger
 from sightline.core.request import EffectiveParams, SamplingParams, Terms, check_prompt
 from sightline.server.desk import TextDesk
-from sightline.server.http.admission import Admission
+from sightline.server.http.admission import AdmissionGate
 from sightline.server.http.errors import ApiError, busy, field_named_in, invalid, unavailable
 from sightline.server.http.limits import COST_IN_CONTEXTS, Limits
 from sightline.server.http.routing import Call
@@ -40,7 +40,7 @@ class Service:
     """One served model."""
 
     port: EnginePort
-    admission: Admission
+    admission: AdmissionGate
     limits: Limits
     served_names: tuple[str, ...]
     """As the model is asked for; empty: as the engine process calls it."""

@@ -15,9 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sightline.testing.conformance.bench import Subject
     from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, try_check, try_row
     from sightline.testing.conformance.report import ConformanceReport, more_samples, run_conformance
+    from sightline.testing.conformance.rig import Subject
     from sightline.testing.conformance.rows import list_rows
     from sightline.testing.conformance.samples import Samples
     from sightline.testing.conformance.trial import Check, CheckFailed, Effort

@@ -21,9 +21,9 @@ from sightline.bench.attention.contenders import Origin, selected, work_of
 from sightline.bench.attention.measure import measure_shape
 from sightline.bench.attention.peer_registry import PEERS
 from sightline.bench.attention.plot import plot_report
-from sightline.bench.attention.results import Mode, Part, ShapeResult, State
+from sightline.bench.attention.results import ContenderState, Mode, Part, ShapeResult
 from sightline.bench.attention.shapes import SHAPE_SETS, find_shapes
-from sightline.bench.attention.timing import Effort, HostClock, Task, time_in_turns
+from sightline.bench.attention.timing import HostClock, TimedTask, TimingBudget, time_in_turns
 from support.attention_contenders import (
     CPU,
     TORCH,
@@ -45,7 +45,7 @@ def test_every_contender_is_right_and_timed_and_in_the_table() -> None:
     for result in report.shapes:
         names = {contender.name for contender in result.contenders}
         assert names == {*asked, "sdpa cudnn", "sdpa flash"}
-        ours = [each for each in result.contenders if each.origin is Origin.OURS and each.state is State.RIGHT]
+        ours = [each for each in result.contenders if each.origin is Origin.OURS and each.state is ContenderState.RIGHT]
         assert len(ours) == 2
         assert [each.name for each in ours if each.is_selected] == [
             "torch" if result.shape.spec.kind.value == "softmax" else "torch-latent"
@@ -62,7 +62,7 @@ def test_a_wrong_answer_is_red_and_has_no_time(fault: Callable[..., None]) -> No
     assert report.is_red
     [result] = report.shapes
     right, wrong = result.contenders
-    assert (right.state, wrong.state) == (State.RIGHT, State.WRONG)
+    assert (right.state, wrong.state) == (ContenderState.RIGHT, ContenderState.WRONG)
     assert wrong.times is None
     assert wrong.plan is None
     assert "expected outputs within 0.0001 of the oracle, got one that is" in wrong.detail
@@ -77,7 +77,7 @@ def test_a_backend_that_raises_is_red_and_a_peer_that_raises_is_not() -> None:
 
     report = measured("tiny-gqa-3x21", TORCH, peers=(StubPeer("broken", raises),))
     assert not report.is_red
-    assert [each.state for each in report.shapes[0].contenders] == [State.RIGHT, State.FAILED]
+    assert [each.state for each in report.shapes[0].contenders] == [ContenderState.RIGHT, ContenderState.FAILED]
     assert "broken failed: ImportError: libcuda.so.1" in text_of(report)
     report = measured("tiny-gqa-3x21", planted("stumbles", stumble))
     assert report.is_red
@@ -153,8 +153,8 @@ def test_tasks_take_turns_and_slow_ones_fewer() -> None:
             work()
             return 0.6 if ran[-1] == "slow" else 0.004
 
-    tasks = {name: Task(lambda count, name=name: ran.extend([name] * count), 1) for name in ("quick", "slow")}  # type: ignore[misc]
-    times = time_in_turns(tasks, Scripted(), Effort(rounds=3, sample_seconds=0.008))
+    tasks = {name: TimedTask(lambda count, name=name: ran.extend([name] * count), 1) for name in ("quick", "slow")}  # type: ignore[misc]
+    times = time_in_turns(tasks, Scripted(), TimingBudget(rounds=3, sample_seconds=0.008))
     assert times["quick"].num_samples == 3
     assert times["quick"].median == pytest.approx(0.002)
     assert times["slow"].num_samples == 1
@@ -170,8 +170,8 @@ def test_rounds_begin_at_different_tasks() -> None:
             work()
             return 0.1
 
-    tasks = {name: Task(lambda count, name=name: ran.append(name), 1) for name in "abc"}  # type: ignore[misc]
-    time_in_turns(tasks, Steady(), Effort(rounds=3, sample_seconds=0.1))
+    tasks = {name: TimedTask(lambda count, name=name: ran.append(name), 1) for name in "abc"}  # type: ignore[misc]
+    time_in_turns(tasks, Steady(), TimingBudget(rounds=3, sample_seconds=0.1))
     assert "".join(ran[6:]) == "abcbcacab"
 
 

@@ -18,7 +18,7 @@ from sightline.bench.attention import measure as attention_bench
 from sightline.bench.attention import surroundings as surroundings_module
 from sightline.bench.attention.measure import Field, measure_shape
 from sightline.bench.attention.peers import AttentionPeer
-from sightline.bench.attention.results import Mode, Part, ShapeResult, State
+from sightline.bench.attention.results import ContenderState, Mode, Part, ShapeResult
 from sightline.bench.attention.shapes import SHAPE_SETS
 from sightline.bench.attention.timing import Between, Captured, HostClock
 from sightline.core.device import Device, DeviceKind
@@ -76,7 +76,7 @@ def captured_result(level: GraphLevel, peers: tuple[AttentionPeer, ...] = ()) ->
 def test_what_a_graph_may_hold_is_timed_in_one() -> None:
     for level in (GraphLevel.DECODE, GraphLevel.FULL):
         [contender] = captured_result(level).contenders
-        assert contender.state is State.RIGHT, contender.trace
+        assert contender.state is ContenderState.RIGHT, contender.trace
         assert contender.no_graph is None
         assert {mode for part, mode in contender.times or {} if part is Part.LAYER} == set(Mode)
 
@@ -105,7 +105,7 @@ def test_a_capture_that_fails_leaves_the_other_times(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(attention_bench, "capture", refuse)
     [contender] = captured_result(GraphLevel.FULL).contenders
-    assert contender.state is State.RIGHT
+    assert contender.state is ContenderState.RIGHT
     assert contender.no_graph is not None
     assert "capture failed: RuntimeError: operation not permitted" in contender.no_graph
     assert contender.time(Part.LAYER, Mode.EAGER) is not None

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from sightline.bench.engine import measure as bench
-from sightline.bench.engine.measure import Agreement, Prompts, Result, Span, Work
+from sightline.bench.engine.measure import Agreement, MeasuredWork, Prompts, Result, TimedPart
 from sightline.bench.engine.work import checked_prompts, latency_works
 from sightline.bench.floor import Floor, Machine, ModelSize
 from sightline.cli import app
@@ -70,7 +70,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, *spent: float) -> Iterator[float]:
 
 def test_every_engine_is_timed_in_turns_and_the_first_round_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = timed(monkeypatch, 9.0, 9.0, 1.0, 2.0, 3.0, 6.0, 2.0, 4.0)
-    work = Work("whole", Span.WHOLE, [[1] * 8] * 4, output_len=10, floor_seconds=1.0)
+    work = MeasuredWork("whole", TimedPart.WHOLE, [[1] * 8] * 4, output_len=10, floor_seconds=1.0)
     engines = {"sightline": fake_engine(1), "other": fake_engine(1)}
     ours, other = bench.summarise(work, bench.measure(engines, work, rounds=3))
     assert list(clock) == []
@@ -80,7 +80,7 @@ def test_every_engine_is_timed_in_turns_and_the_first_round_does_not_count(monke
 
 def test_decoding_is_a_run_of_all_tokens_less_a_run_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, 9.0, 9.0, 1.0, 4.0, 2.0, 3.0, 1.0, 6.0)
-    work = Work("decode", Span.DECODE, [[1] * 8] * 4, output_len=4, floor_seconds=1.5)
+    work = MeasuredWork("decode", TimedPart.DECODE, [[1] * 8] * 4, output_len=4, floor_seconds=1.5)
     [ours] = bench.summarise(work, bench.measure({"sightline": fake_engine(1)}, work, rounds=3))
     assert (ours.median_seconds, ours.slowest_seconds) == (3.0, 5.0)
     assert (ours.tokens_per_second, ours.of_floor) == (4.0, 0.5)
@@ -88,19 +88,19 @@ def test_decoding_is_a_run_of_all_tokens_less_a_run_of_one(monkeypatch: pytest.M
 
 def test_a_run_of_all_tokens_that_is_shorter_than_one_of_one_is_not_reported() -> None:
     with pytest.raises(SightlineError, match="expected 4 tokens to take sightline longer than one"):
-        bench.summarise(Work("decode", Span.DECODE, [[1]], 4, 1.0), {"sightline": [-1.0]})
+        bench.summarise(MeasuredWork("decode", TimedPart.DECODE, [[1]], 4, 1.0), {"sightline": [-1.0]})
 
 
 def test_tokens_that_were_not_generated_are_not_counted() -> None:
     short: bench.Generate = lambda prompts, count: [(1,) * (count - 1) for _ in prompts]  # noqa: E731
     with pytest.raises(ConfigError, match="expected 10 tokens of every prompt from short, got fewer"):
-        bench.measure({"short": short}, Work("whole", Span.WHOLE, [[1]], 10, 1.0), rounds=1)
+        bench.measure({"short": short}, MeasuredWork("whole", TimedPart.WHOLE, [[1]], 10, 1.0), rounds=1)
 
 
 def test_prefill_counts_the_tokens_read_and_decode_those_after_the_first() -> None:
-    assert Work("prefill", Span.PREFILL, [[1] * 8] * 4, 1, 1.0).num_tokens == 32
-    assert Work("decode", Span.DECODE, [[1] * 8] * 4, 5, 1.0).num_tokens == 16
-    assert Work("whole", Span.WHOLE, [[1] * 8] * 4, 5, 1.0).num_tokens == 20
+    assert MeasuredWork("prefill", TimedPart.PREFILL, [[1] * 8] * 4, 1, 1.0).num_tokens == 32
+    assert MeasuredWork("decode", TimedPart.DECODE, [[1] * 8] * 4, 5, 1.0).num_tokens == 16
+    assert MeasuredWork("whole", TimedPart.WHOLE, [[1] * 8] * 4, 5, 1.0).num_tokens == 20
 
 
 def test_rows_take_the_contexts_in_turns() -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from sightline.bench.engine.growth import time_steps
 from sightline.bench.engine.profile_step import GROUPS, OTHER, OUTSIDE, group_of
 from sightline.bench.engine.stepping import WARM_STEPS, decoding_rows
-from sightline.bench.engine.work import Subject, load_subject
+from sightline.bench.engine.work import MeasuredEngine, load_subject
 from sightline.cli import app
 from sightline.core.errors import ConfigError, SightlineError
 from support.tiny_models import make_model
@@ -26,11 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def subject(folder: Path) -> Subject:
+def subject(folder: Path) -> MeasuredEngine:
     return load_subject({"model": str(folder), "cache_tokens": 512, "max_num_batched_tokens": 16, "max_num_seqs": 4})
 
 
-def test_rows_are_read_and_warm_before_the_timed_steps(subject: Subject) -> None:
+def test_rows_are_read_and_warm_before_the_timed_steps(subject: MeasuredEngine) -> None:
     engine = subject.llm.engine
     with decoding_rows(engine, rows=3, context=20, num_steps=2) as held:
         assert min(held) == 20 + WARM_STEPS
@@ -40,7 +40,7 @@ def test_rows_are_read_and_warm_before_the_timed_steps(subject: Subject) -> None
     assert engine.runtime.store.num_free_pages == engine.runtime.store.num_usable_pages
 
 
-def test_steps_that_did_not_run_every_row_are_not_reported(subject: Subject) -> None:
+def test_steps_that_did_not_run_every_row_are_not_reported(subject: MeasuredEngine) -> None:
     with (
         pytest.raises(SightlineError, match="expected 3 rows to gain 2 tokens each, got 3 in all"),
         decoding_rows(subject.llm.engine, rows=3, context=20, num_steps=2),
@@ -53,7 +53,9 @@ def test_steps_that_did_not_run_every_row_are_not_reported(subject: Subject) -> 
     ("rows", "context", "remedy"),
     [(5, 8, "--max-num-seqs"), (1, 255, "--max-model-len"), (4, 150, "--cache-tokens")],
 )
-def test_rows_that_cannot_run_at_once_are_refused(subject: Subject, rows: int, context: int, remedy: str) -> None:
+def test_rows_that_cannot_run_at_once_are_refused(
+    subject: MeasuredEngine, rows: int, context: int, remedy: str
+) -> None:
     with pytest.raises(ConfigError, match=remedy):
         time_steps(subject.llm.engine, rows, context, num_steps=2)
 

@@ -14,7 +14,7 @@ from sightline.bench.engine.interference import (
     STEPS_BEFORE,
     TOKENS_AFTER,
     Gaps,
-    Limits,
+    ResolvedLimits,
     Round,
     Traffic,
     Watched,
@@ -139,7 +139,7 @@ def test_a_row_without_a_token_since_the_arrival_has_waited_all_along() -> None:
     ("prompt_len", "least", "full"), [(39, 3, 3), (40, 4, 3), (13, 1, 1), (5, 1, 1)], ids=["even", "odd", "one", "less"]
 )
 def test_steps_hold_the_rows_tokens_and_a_chunk(prompt_len: int, least: int, full: int) -> None:
-    limits = Limits(16, 5, 512, 4, 512, async_scheduling=False)
+    limits = ResolvedLimits(16, 5, 512, 4, 512, async_scheduling=False)
     traffic = Traffic(rows=3, row_len=4, prompt_len=prompt_len)
     assert (limits.num_steps(traffic), limits.num_full_steps(traffic)) == (least, full)
 

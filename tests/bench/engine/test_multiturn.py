@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 from sightline.bench.engine import multiturn
 from sightline.bench.engine.measure import Agreement, Prompts, random_prompts
 from sightline.bench.engine.multiturn import (
-    Answer,
     Chat,
-    Exchange,
+    ComparedTurn,
     FirstTokens,
+    TurnAnswer,
     count_reusable,
     measure_multiturn,
     tally,
@@ -47,8 +47,8 @@ def run(folder: Path, *arguments: str) -> Result:
     return CliRunner().invoke(app, given)
 
 
-def exchange(reusable: int, reused: int, with_cache: float, without_cache: float) -> Exchange:
-    return Exchange(10, reusable, Answer((1,), with_cache, reused), Answer((1,), without_cache, 0))
+def exchange(reusable: int, reused: int, with_cache: float, without_cache: float) -> ComparedTurn:
+    return ComparedTurn(10, reusable, TurnAnswer((1,), with_cache, reused), TurnAnswer((1,), without_cache, 0))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     """Changes one token of every answer that was given with the cache, but for the warm-up's."""
     right = multiturn.answer
 
-    def wrong(engine: Engine, prompts: Prompts, answer_len: int) -> list[Answer]:
+    def wrong(engine: Engine, prompts: Prompts, answer_len: int) -> list[TurnAnswer]:
         answers = right(engine, prompts, answer_len)
         if engine.prefixes is None or answer_len != CHAT.answer_len:
             return answers

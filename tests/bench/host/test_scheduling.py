@@ -16,9 +16,9 @@ from sightline.bench.host.scheduling import (
     LOOKUP_BAR,
     STEP_BAR,
     WARM_STEPS,
-    Point,
+    LoadPoint,
+    ProcessorTimes,
     SchedulerBench,
-    Spread,
     verdicts,
 )
 from sightline.cli import app
@@ -99,9 +99,9 @@ def test_the_parts_of_a_step_are_less_than_the_whole() -> None:
     assert step.assemble + step.plan + step.sampling < step.whole
 
 
-def point(both: float, lookup: float, rows: int = BAR_ROWS) -> Point:
-    nothing, step, find = (Spread(value, value, value) for value in (0.0, both, lookup))
-    return Point(rows, BAR_PREFIXES, nothing, nothing, step, step, find, nothing)
+def point(both: float, lookup: float, rows: int = BAR_ROWS) -> LoadPoint:
+    nothing, step, find = (ProcessorTimes(value, value, value) for value in (0.0, both, lookup))
+    return LoadPoint(rows, BAR_PREFIXES, nothing, nothing, step, step, find, nothing)
 
 
 @pytest.mark.parametrize(

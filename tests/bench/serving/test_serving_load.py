@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sightline.bench.serving.answers import StreamedAnswer, Usage, seconds_to_wait
+from sightline.bench.serving.answers import ReportedUsage, StreamedAnswer, seconds_to_wait
 from sightline.bench.serving.http_stream import Address, Client
 from sightline.bench.serving.load import LoadResult, Outcome, run_load
 from sightline.bench.serving.report import make_report
@@ -38,7 +38,7 @@ def test_every_request_has_one_record_in_order_with_its_own_text() -> None:
     assert {(record.outcome, record.status, record.finish_reason) for record in result.records} == {
         (Outcome.COMPLETED, 200, "length")
     }
-    assert {record.usage for record in result.records} == {Usage(3, 6, None)}
+    assert {record.usage for record in result.records} == {ReportedUsage(3, 6, None)}
     assert len({record.response_id for record in result.records}) == 64
     assert sorted(body["prompt"][0] for body in server.asked) == list(range(64))
     assert not result.stopped
@@ -73,7 +73,7 @@ def test_the_closing_of_a_connection_is_in_no_time(monkeypatch: pytest.MonkeyPat
 def test_tokens_are_the_usages_and_gaps_the_chunks_with_text() -> None:
     usage = {"prompt_tokens": 10, "completion_tokens": 11, "prompt_tokens_details": {"cached_tokens": 8}}
     record = one(Scripted(pieces=("a", "", "", "b"), gap=0.02, usage=usage))
-    assert record.usage == Usage(10, 11, 8)
+    assert record.usage == ReportedUsage(10, 11, 8)
     assert len(record.text_times) == 2
     assert record.ttft is not None
     assert record.tpot == pytest.approx((record.latency - record.ttft) / 10)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sightline.bench.serving.answers import Usage
+from sightline.bench.serving.answers import ReportedUsage
 from sightline.bench.serving.load import LoadResult, Outcome
-from sightline.bench.serving.report import Spread, make_report, percentile
+from sightline.bench.serving.report import LatencySpread, make_report, percentile
 from support.serving_loads import record, sent
 
 
@@ -14,8 +14,8 @@ def test_percentiles_lie_between_ranks() -> None:
     values = [1.0, 2.0, 4.0, 8.0]
     assert [percentile(values, each) for each in (0, 25, 50, 90, 100)] == pytest.approx([1, 1.75, 3, 6.8, 8])
     assert percentile([5.0], 99) == 5
-    assert Spread.of([], ()) is None
-    spread = Spread.of([4.0, 1.0, 8.0, 2.0], (90.0, 99.9))
+    assert LatencySpread.of([], ()) is None
+    spread = LatencySpread.of([4.0, 1.0, 8.0, 2.0], (90.0, 99.9))
     assert spread is not None
     assert (spread.count, spread.mean, list(spread.percentiles)) == (4, 3.75, ["p50", "p90", "p99", "p99.9"])
     assert spread.percentiles["p90"] == pytest.approx(6.8)
@@ -24,9 +24,9 @@ def test_percentiles_lie_between_ranks() -> None:
 def test_the_report_adds_up() -> None:
     records = (
         record(0),
-        record(1, sent=0.0, ended=4.0, text_times=(1.0,), usage=Usage(20, 7, 0)),
+        record(1, sent=0.0, ended=4.0, text_times=(1.0,), usage=ReportedUsage(20, 7, 0)),
         record(2, Outcome.FAILED, usage=None, error="broken"),
-        record(3, Outcome.FAILED, usage=Usage(99, 99, 99), error="broken"),
+        record(3, Outcome.FAILED, usage=ReportedUsage(99, 99, 99), error="broken"),
         record(4, Outcome.CUT, usage=None),
     )
     result = LoadResult(7, records, seconds=4.0, peak_concurrency=3, client_seconds=0.0011, stopped=True)

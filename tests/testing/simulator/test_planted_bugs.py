@@ -14,8 +14,8 @@ from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
 from sightline.engine.engine import Engine
-from sightline.engine.launch import Choices, Failure, Launch, LaunchedStep, Launcher, Member
-from sightline.scheduler.queue import Turn, WaitingQueue
+from sightline.engine.launch import Launch, LaunchedStep, Launcher, Member, RowFailure, SampledTokens
+from sightline.scheduler.queue import QueuePosition, WaitingQueue
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
 from sightline.scheduler.supply import Supply
@@ -190,7 +190,7 @@ def fail_the_neighbours(patch: pytest.MonkeyPatch) -> None:
     """A step that raises fails all its rows."""
 
     def fail_all(launcher: Launcher, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Launch:
-        return Launch((), tuple(Failure(member, RuntimeError("the step raised")) for member in members))
+        return Launch((), tuple(RowFailure(member, RuntimeError("the step raised")) for member in members))
 
     patch.setattr(Launcher, "_launch_parts", fail_all)
 
@@ -222,9 +222,9 @@ def give_a_token_to_the_wrong_row(patch: pytest.MonkeyPatch) -> None:
 def forget_priorities(patch: pytest.MonkeyPatch) -> None:
     """All take turns by arrival alone."""
 
-    def by_arrival(queue: WaitingQueue, *rest: object) -> Iterator[tuple[Turn, SequenceState]]:
+    def by_arrival(queue: WaitingQueue, *rest: object) -> Iterator[tuple[QueuePosition, SequenceState]]:
         for sequence in sorted(queue, key=lambda waiting: waiting.arrival):
-            yield Turn(0, 0, sequence.arrival), sequence
+            yield QueuePosition(0, 0, sequence.arrival), sequence
 
     patch.setattr(WaitingQueue, "in_turn", by_arrival)
 
@@ -252,7 +252,7 @@ def take_what_is_no_number(patch: pytest.MonkeyPatch) -> None:
 
     read = LaunchedStep.read
 
-    def credulous(step: LaunchedStep) -> Choices:
+    def credulous(step: LaunchedStep) -> SampledTokens:
         choices = read(step)
         return choices._replace(finite=[True] * len(choices.finite))
 

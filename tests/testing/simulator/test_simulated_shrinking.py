@@ -9,8 +9,8 @@ import pytest
 from sightline.cache.table import PageTable
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import ScheduledRow
-from sightline.testing.simulator.scenario import Scenario, Submit
-from sightline.testing.simulator.seeds import Failure, play_seeds, shortened
+from sightline.testing.simulator.scenario import ClientSubmits, Scenario
+from sightline.testing.simulator.seeds import SeedFailure, play_seeds, shortened
 from sightline.testing.simulator.shrink import shrink
 from sightline.testing.simulator.simulation import play
 from sightline.testing.simulator.workload import draw_scenario
@@ -64,13 +64,15 @@ def test_shrinking_keeps_to_its_number_of_replays() -> None:
 
 def test_shrinking_finds_the_one_event_that_matters() -> None:
     scenario = draw_scenario(2, 200)
-    asked = [event for event in scenario.events if isinstance(event, Submit)][5]
+    asked = [event for event in scenario.events if isinstance(event, ClientSubmits)][5]
 
     def wrong_step(candidate: Scenario) -> int | None:
-        return next((event.at for event in candidate.events if isinstance(event, Submit) and event.name == 5), None)
+        return next(
+            (event.at for event in candidate.events if isinstance(event, ClientSubmits) and event.name == 5), None
+        )
 
     [left] = shrink(scenario, wrong_step).events
-    assert left == replace(Submit(0, asked.name, asked.prompt[-1:], 1), prompt=vars(left)["prompt"])
+    assert left == replace(ClientSubmits(0, asked.name, asked.prompt[-1:], 1), prompt=vars(left)["prompt"])
     assert len(vars(left)["prompt"]) == 1
 
 
@@ -82,4 +84,4 @@ def test_what_is_right_is_not_shrunk() -> None:
 def test_seeds_played_by_several_processes_come_in_order() -> None:
     alone = list(play_seeds(range(4), 10, num_jobs=1))
     assert list(play_seeds(range(4), 10, num_jobs=2)) == alone
-    assert not any(isinstance(result, Failure) for result in alone)
+    assert not any(isinstance(result, SeedFailure) for result in alone)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from sightline.testing.simulator.counts import Counts
+from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.simulation import Simulation, simulate
 from sightline.testing.simulator.workload import draw_scenario
 
@@ -28,7 +28,7 @@ class _Traffic:
     @pytest.mark.parametrize("chunk", range(CHUNKS))
     def test_traffic_breaks_nothing(self, chunk: int) -> None:
         """Sixteen times: 100,000 steps and more than 200 seeds in all."""
-        seed, total = self.first + 1_000 * chunk, Counts()
+        seed, total = self.first + 1_000 * chunk, EventCounts()
         while total.steps < CHUNK_STEPS:
             total += simulate(seed, TRAFFIC_STEPS)
             seed += 1

@@ -12,7 +12,7 @@ from enum import Enum
 from torch import Tensor
 
 from sightline.attention.capability import Capability, GraphLevel, Requirement, Work, decode_work
-from sightline.attention.contract import BackendContext, Limits
+from sightline.attention.contract import BackendContext, StepLimits
 from sightline.attention.planner import GroupBinding, Planner
 from sightline.attention.selection import Candidate, Offer, select_backend
 from sightline.attention.workspace import MAIN_LANE, Workspace
@@ -102,7 +102,7 @@ def _no_graph(capability: Capability, shape: Shape) -> str | None:
 
 def _planner(candidate: Candidate, capability: Capability, data: ShapeData) -> Planner:
     shape, target = data.shape, data.device.torch_device
-    limits = Limits(shape.num_rows, shape.num_tokens, shape.length, (MAIN_LANE,))
+    limits = StepLimits(shape.num_rows, shape.num_tokens, shape.length, (MAIN_LANE,))
     workspace = Workspace(target, _SCRATCH_BYTES)
     [cache] = data.store.groups
     context = BackendContext(data.group.name, shape.spec, cache, workspace, limits, shape.dtype, target)

@@ -24,20 +24,20 @@ from sightline.bench.attention.peers import AttentionPeer
 from sightline.bench.attention.results import (
     AttentionReport,
     ContenderResult,
+    ContenderState,
     Mode,
     Part,
     ShapeResult,
-    State,
 )
 from sightline.bench.attention.shapes import Shape
 from sightline.bench.attention.surroundings import surround
 from sightline.bench.attention.timing import (
     Between,
     Captured,
-    Effort,
     Rates,
-    Task,
-    Timing,
+    RoundTimes,
+    TimedTask,
+    TimingBudget,
     capture,
     clock_of,
     eager_task,
@@ -65,7 +65,7 @@ class Field:
     installed: tuple[Candidate, ...]
     """Backends that an engine would choose from."""
     peers: tuple[AttentionPeer, ...]
-    effort: Effort = field(default_factory=Effort)
+    effort: TimingBudget = field(default_factory=TimingBudget)
     max_pool_bytes: int | None = None
     """Of one shape; None is half of what is free."""
 
@@ -76,7 +76,7 @@ class _Entry:
 
     result: ContenderResult
     contender: Contender | None = None
-    tasks: Mapping[tuple[Part, Mode], Task] = field(default_factory=dict)
+    tasks: Mapping[tuple[Part, Mode], TimedTask] = field(default_factory=dict)
 
 
 class _WrongAnswer(Exception):  # noqa: N818 - the name is the condition
@@ -158,20 +158,20 @@ def measure_shape(shape: Shape, entrants: Field, rates: Rates) -> ShapeResult:
 
 
 def _enter_ours(candidate: Candidate, data: ShapeData, between: Between) -> _Entry:
-    blank = ContenderResult(candidate.name, Origin.OURS, State.RIGHT)
+    blank = ContenderResult(candidate.name, Origin.OURS, ContenderState.RIGHT)
     need, work = requirement(data.shape, data.device), work_of(data.shape)
     row = serving_row(candidate, need, work)
     if row is None:
         detail = "; ".join(nearest_miss(candidate, need, work).reasons)
-        return _Entry(replace(blank, state=State.SKIPPED, detail=detail))
+        return _Entry(replace(blank, state=ContenderState.SKIPPED, detail=detail))
     return _try(blank, lambda: build_ours(candidate, row, data), data, between)
 
 
 def _enter_peer(peer: AttentionPeer, data: ShapeData, between: Between) -> _Entry:
-    blank = ContenderResult(peer.name, Origin.PEER, State.RIGHT)
+    blank = ContenderResult(peer.name, Origin.PEER, ContenderState.RIGHT)
     refusal = peer.refuses(data.shape, data.device)
     if refusal is not None:
-        return _Entry(replace(blank, state=State.SKIPPED, detail=refusal))
+        return _Entry(replace(blank, state=ContenderState.SKIPPED, detail=refusal))
     return _try(blank, lambda: peer.build(data), data, between)
 
 
@@ -182,10 +182,10 @@ def _try(blank: ContenderResult, build: Callable[[], Contender], data: ShapeData
         error = _check(lambda: _all_layers(contender, data), data, "")
         tasks, no_graph = _contender_tasks(contender, data, between)
     except _WrongAnswer as wrong:
-        return _Entry(replace(blank, state=State.WRONG, detail=str(wrong)))
+        return _Entry(replace(blank, state=ContenderState.WRONG, detail=str(wrong)))
     except Exception as raised:  # the border to other people's code: whatever it raises is its result
         trace = "".join(traceback.format_exception(raised))
-        return _Entry(replace(blank, state=State.FAILED, detail=_told(raised), trace=trace))
+        return _Entry(replace(blank, state=ContenderState.FAILED, detail=_told(raised), trace=trace))
     return _Entry(replace(blank, error=error, no_graph=no_graph), contender, tasks)
 
 
@@ -207,7 +207,7 @@ def _check(run: Callable[[], Tensor], data: ShapeData, where: str) -> float:
 
 def _contender_tasks(
     contender: Contender, data: ShapeData, between: Between
-) -> tuple[dict[tuple[Part, Mode], Task], str | None]:
+) -> tuple[dict[tuple[Part, Mode], TimedTask], str | None]:
     """What it can be timed as, and why not in a graph. Raises `_WrongAnswer` where a graph gives another answer."""
     tasks = {(Part.LAYER, Mode.EAGER): eager_task(contender.layer, data.num_layers)}
     if contender.kernel is not None:
@@ -236,7 +236,7 @@ def _replayed(captured: Captured) -> Tensor:
     return captured.out
 
 
-def _tasks(entries: Sequence[_Entry], data: ShapeData, between: Between) -> dict[tuple[str, Part, Mode], Task]:
+def _tasks(entries: Sequence[_Entry], data: ShapeData, between: Between) -> dict[tuple[str, Part, Mode], TimedTask]:
     """Everybody's, and those of what surrounds a kernel and of what is between layers."""
     tasks = {(entry.result.name, *key): task for entry in entries for key, task in entry.tasks.items()}
     if not tasks:
@@ -249,14 +249,14 @@ def _tasks(entries: Sequence[_Entry], data: ShapeData, between: Between) -> dict
     return tasks
 
 
-def _apart(times: Mapping[tuple[str, Part, Mode], Timing]) -> dict[tuple[str, Part, Mode], Timing]:
+def _apart(times: Mapping[tuple[str, Part, Mode], RoundTimes]) -> dict[tuple[str, Part, Mode], RoundTimes]:
     """All but what is between layers, without it."""
     around = {mode: timing.median for (name, _, mode), timing in times.items() if name == _BETWEEN}
     return {key: timing.less(around.get(key[2], 0.0)) for key, timing in times.items() if key[0] != _BETWEEN}
 
 
 def _timed(
-    entry: _Entry, times: Mapping[tuple[str, Part, Mode], Timing], entrants: Field, chosen: str | None
+    entry: _Entry, times: Mapping[tuple[str, Part, Mode], RoundTimes], entrants: Field, chosen: str | None
 ) -> ContenderResult:
     """The result with its times. Plans come last: a graph does not outlive the plan that it was captured with."""
     result = replace(entry.result, is_selected=entry.result.name == chosen)
@@ -267,7 +267,7 @@ def _timed(
         around = {mode: timing for (name, _, mode), timing in times.items() if name == _SURROUNDINGS}
         own |= _differences(own, around)
     clock, plan, prepare = clock_of(entrants.device), entry.contender.plan, entry.contender.prepare
-    device_work = None if prepare is None else {"": Task(lambda count: [prepare() for _ in range(count)], 1)}
+    device_work = None if prepare is None else {"": TimedTask(lambda count: [prepare() for _ in range(count)], 1)}
     return replace(
         result,
         times=own,
@@ -277,8 +277,8 @@ def _timed(
 
 
 def _differences(
-    own: Mapping[tuple[Part, Mode], Timing], around: Mapping[Mode, Timing]
-) -> dict[tuple[Part, Mode], Timing]:
+    own: Mapping[tuple[Part, Mode], RoundTimes], around: Mapping[Mode, RoundTimes]
+) -> dict[tuple[Part, Mode], RoundTimes]:
     """A kernel's times: the layer's less those of what surrounds it, where something is left."""
     return {
         (Part.KERNEL, mode): timing.less(around[mode].median)

@@ -13,12 +13,12 @@ from sightline.bench.attention.results import (
     LEGEND,
     AttentionReport,
     ContenderResult,
+    ContenderState,
     Mode,
     Part,
     ShapeResult,
-    State,
 )
-from sightline.bench.attention.timing import Rates, Timing
+from sightline.bench.attention.timing import Rates, RoundTimes
 
 _WIDTH = 190
 """Where there is no terminal to ask."""
@@ -43,12 +43,12 @@ def one_line(result: ShapeResult) -> str:
     """A shape in short: who is right, and the layer's µs, launched and in a graph."""
     told = []
     for contender in result.contenders:
-        if contender.state is State.RIGHT:
+        if contender.state is ContenderState.RIGHT:
             taken = [contender.time(Part.LAYER, mode) for mode in Mode]
             told.append(
                 f"{contender.name} {' / '.join('–' if each is None else f'{each * 1e6:.1f}' for each in taken)}"
             )
-        elif contender.state is not State.SKIPPED:
+        elif contender.state is not ContenderState.SKIPPED:
             told.append(f"{contender.name} {contender.state.value}: {contender.detail}")
     return f"{result.shape.name}: {'; '.join(told)}"
 
@@ -115,7 +115,7 @@ def _shape_table(result: ShapeResult) -> Table:
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=column == "contender")
     for contender in result.contenders:
-        if contender.state is not State.SKIPPED:
+        if contender.state is not ContenderState.SKIPPED:
             table.add_row(*_cells(result, contender), style="bold red" if contender.is_red else None)
     return table
 
@@ -123,7 +123,7 @@ def _shape_table(result: ShapeResult) -> Table:
 def _cells(result: ShapeResult, contender: ContenderResult) -> list[str]:
     mark = "* " if contender.is_selected else ""
     name = f"{mark}{contender.name}{' (peer)' if contender.origin is Origin.PEER else ''}"
-    if contender.state is not State.RIGHT:
+    if contender.state is not ContenderState.RIGHT:
         return [escape(name), contender.state.value.upper()]
     times = contender.times or {}
     return [
@@ -142,17 +142,17 @@ def _cells(result: ShapeResult, contender: ContenderResult) -> list[str]:
 def _remarks(result: ShapeResult) -> Iterator[str]:
     """What a table has no room for."""
     for contender in result.contenders:
-        if contender.state in (State.WRONG, State.FAILED):
+        if contender.state in (ContenderState.WRONG, ContenderState.FAILED):
             colour = "red" if contender.is_red else "yellow"
             yield f"  [{colour}]{escape(contender.name)} {contender.state.value}[/]: {escape(contender.detail)}"
         elif contender.no_graph is not None:
             yield f"  [dim]{escape(contender.name)} in no graph: {escape(contender.no_graph)}[/]"
-    skipped = [f"{each.name} ({each.detail})" for each in result.contenders if each.state is State.SKIPPED]
+    skipped = [f"{each.name} ({each.detail})" for each in result.contenders if each.state is ContenderState.SKIPPED]
     if skipped:
         yield f"  [dim]skipped: {escape(', '.join(skipped))}[/]"
 
 
-def _spread(timing: Timing | None) -> str:
+def _spread(timing: RoundTimes | None) -> str:
     """The median, and how far the furthest sample is from it."""
     if timing is None:
         return "–"
@@ -160,7 +160,7 @@ def _spread(timing: Timing | None) -> str:
     return f"{timing.median * 1e6:.1f} ±{away / timing.median:.0%}"
 
 
-def _median(timing: Timing | None) -> str:
+def _median(timing: RoundTimes | None) -> str:
     return "–" if timing is None else f"{timing.median * 1e6:.1f}"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sightline.bench.attention.contenders import Origin
 from sightline.bench.attention.shapes import Cost, Shape
-from sightline.bench.attention.timing import Rates, Timing
+from sightline.bench.attention.timing import Rates, RoundTimes
 
 LEGEND = (
     "Times are of one layer: medians of rounds in which all contenders take turns, layer after layer over pools "
@@ -26,7 +26,7 @@ LEGEND = (
 )
 
 
-class State(Enum):
+class ContenderState(Enum):
     """What became of a contender."""
 
     RIGHT = "right"
@@ -58,7 +58,7 @@ class ContenderResult:
 
     name: str
     origin: Origin
-    state: State
+    state: ContenderState
     detail: str = ""
     """Why it is not right."""
     trace: str = ""
@@ -67,10 +67,10 @@ class ContenderResult:
     """Of its worst output vector, relative."""
     is_selected: bool = False
     """An engine would use it for such rows."""
-    times: Mapping[tuple[Part, Mode], Timing] | None = None
-    plan: Timing | None = None
+    times: Mapping[tuple[Part, Mode], RoundTimes] | None = None
+    plan: RoundTimes | None = None
     """On the host."""
-    prepare: Timing | None = None
+    prepare: RoundTimes | None = None
     no_graph: str | None = None
     """Why it was not timed in a graph."""
 
@@ -86,7 +86,9 @@ class ContenderResult:
     @property
     def is_red(self) -> bool:
         """A peer that cannot run is its own affair; a wrong answer is everybody's."""
-        return self.state is State.WRONG or (self.state is State.FAILED and self.origin is Origin.OURS)
+        return self.state is ContenderState.WRONG or (
+            self.state is ContenderState.FAILED and self.origin is Origin.OURS
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +225,7 @@ class AttentionReport:
         }
 
 
-def _timing_data(timing: Timing | None) -> dict[str, float] | None:
+def _timing_data(timing: RoundTimes | None) -> dict[str, float] | None:
     if timing is None:
         return None
     return {

@@ -26,7 +26,7 @@ _SLOW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Timing:
+class RoundTimes:
     """Seconds of one run, over the rounds."""
 
     median: float
@@ -35,13 +35,13 @@ class Timing:
     num_samples: int
 
     @staticmethod
-    def of(samples: list[float]) -> Timing:
-        return Timing(statistics.median(samples), min(samples), max(samples), len(samples))
+    def of(samples: list[float]) -> RoundTimes:
+        return RoundTimes(statistics.median(samples), min(samples), max(samples), len(samples))
 
-    def less(self, seconds: float) -> Timing:
+    def less(self, seconds: float) -> RoundTimes:
         """What is left without something that each run did, too."""
         median, low, high = (max(each - seconds, 0.0) for each in (self.median, self.low, self.high))
-        return Timing(median, low, high, self.num_samples)
+        return RoundTimes(median, low, high, self.num_samples)
 
 
 class Clock(ABC):
@@ -90,7 +90,7 @@ def clock_of(device: Device) -> Clock:
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class TimedTask:
     """What is timed: something that runs one layer after the other."""
 
     run: Callable[[int], object]
@@ -99,7 +99,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Effort:
+class TimingBudget:
     """How long measuring goes on."""
 
     rounds: int = 7
@@ -107,7 +107,7 @@ class Effort:
     """Of one task in one round, about: so many layers that the first one's launch does not count."""
 
 
-def time_in_turns(tasks: Mapping[_KeyT, Task], clock: Clock, effort: Effort) -> dict[_KeyT, Timing]:
+def time_in_turns(tasks: Mapping[_KeyT, TimedTask], clock: Clock, effort: TimingBudget) -> dict[_KeyT, RoundTimes]:
     """Each task's seconds a layer. The first timing of each says how many layers one sample runs."""
     counts: dict[_KeyT, int] = {}
     rounds: dict[_KeyT, int] = {}
@@ -124,17 +124,17 @@ def time_in_turns(tasks: Mapping[_KeyT, Task], clock: Clock, effort: Effort) -> 
         for key in (*keys[begin:], *keys[:begin]):
             if number < rounds[key]:
                 samples[key].append(clock.seconds(partial(tasks[key].run, counts[key])) / counts[key])
-    return {key: Timing.of(taken) for key, taken in samples.items()}
+    return {key: RoundTimes.of(taken) for key, taken in samples.items()}
 
 
-def eager_task(layer: Callable[[int], object], num_layers: int) -> Task:
+def eager_task(layer: Callable[[int], object], num_layers: int) -> TimedTask:
     """Launched from the host, layer after layer."""
 
     def run(count: int) -> None:
         for index in range(count):
             layer(index % num_layers)
 
-    return Task(run, 1)
+    return TimedTask(run, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,12 +146,12 @@ class Captured:
     """What the last layer gives."""
     num_layers: int
 
-    def task(self) -> Task:
+    def task(self) -> TimedTask:
         def run(count: int) -> None:
             for _ in range(count // self.num_layers):
                 self.graph.replay()
 
-        return Task(run, self.num_layers)
+        return TimedTask(run, self.num_layers)
 
 
 class Between:
@@ -190,7 +190,7 @@ def capture(layer: Callable[[int], Tensor], num_layers: int, between: Between) -
     return Captured(graph, out, num_layers)
 
 
-def host_seconds(work: Callable[[], object], clock: Clock, count: int) -> Timing:
+def host_seconds(work: Callable[[], object], clock: Clock, count: int) -> RoundTimes:
     """Of the host alone: the device is idle when the work begins, and is not waited for."""
     samples = []
     work()
@@ -200,7 +200,7 @@ def host_seconds(work: Callable[[], object], clock: Clock, count: int) -> Timing
         work()
         samples.append(time.perf_counter() - start)
     clock.wait()
-    return Timing.of(samples)
+    return RoundTimes.of(samples)
 
 
 @dataclass(frozen=True)
@@ -232,5 +232,5 @@ def measure_rates(device: Device, dtype: torch.dtype) -> Rates:
         "copy": eager_task(lambda _: copy.copy_(source), 1),
         "product": eager_task(lambda _: torch.mm(square, square, out=product), 1),
     }
-    taken = time_in_turns(tasks, clock, Effort(rounds=9, sample_seconds=0.02 if on_cuda else 0.002))
+    taken = time_in_turns(tasks, clock, TimingBudget(rounds=9, sample_seconds=0.02 if on_cuda else 0.002))
     return Rates(2 * num_bytes / taken["copy"].median, 2 * size**3 / taken["product"].median)

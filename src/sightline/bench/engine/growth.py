@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sightline.bench.engine.measure import Conditions
 from sightline.bench.engine.stepping import check_room, decoding_rows
-from sightline.bench.engine.work import Subject
+from sightline.bench.engine.work import MeasuredEngine
 from sightline.bench.floor import Floor, Machine
 from sightline.bench.plot import Panel, Series, draw
 from sightline.engine.engine import Engine
@@ -19,7 +19,7 @@ MANY_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Timing:
+class DecodeTimes:
     """Decode steps of one batch."""
 
     context: int
@@ -31,7 +31,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Point:
+class GrowthPoint:
     """One measured batch."""
 
     rows: int
@@ -50,8 +50,8 @@ class GrowthReport:
     machine: Machine
     num_steps: int
     """Decode steps that each median is of."""
-    by_rows: tuple[Point, ...]
-    by_context: tuple[Point, ...]
+    by_rows: tuple[GrowthPoint, ...]
+    by_context: tuple[GrowthPoint, ...]
     """With 1 row, then with more."""
 
     def lines(self) -> list[str]:
@@ -65,7 +65,7 @@ class GrowthReport:
     def svg(self) -> str:
         """The report as a drawing."""
         by_rows = _panel("rows", "rows", {f"context {self.by_rows[0].context}": self.by_rows}, lambda point: point.rows)
-        curves: dict[str, tuple[Point, ...]] = {}
+        curves: dict[str, tuple[GrowthPoint, ...]] = {}
         for point in self.by_context:
             name = f"{point.rows} row{'s' if point.rows > 1 else ''}"
             curves[name] = (*curves.get(name, ()), point)
@@ -74,18 +74,18 @@ class GrowthReport:
 
 
 def measure_growth(
-    subject: Subject,
+    subject: MeasuredEngine,
     rows: Sequence[int],
     contexts: Sequence[int],
     num_steps: int,
-    on_timing: Callable[[Timing], None],
+    on_timing: Callable[[DecodeTimes], None],
 ) -> GrowthReport:
     """Times all rows at the first context, then all contexts with 1 row and with `MANY_ROWS`."""
     by_rows = [(count, contexts[0]) for count in rows]
     by_context = [(count, context) for count in (1, MANY_ROWS) for context in contexts]
     for count, context in [*by_rows, *by_context]:
         check_room(subject.llm.engine, count, context, num_steps)
-    timed: list[Timing] = []
+    timed: list[DecodeTimes] = []
     for count, context in [*by_rows, *by_context]:
         timed.append(time_steps(subject.llm.engine, count, context, num_steps))
         on_timing(timed[-1])
@@ -100,7 +100,7 @@ def measure_growth(
     )
 
 
-def time_steps(engine: Engine, rows: int, context: int, num_steps: int) -> Timing:
+def time_steps(engine: Engine, rows: int, context: int, num_steps: int) -> DecodeTimes:
     """The median decode step of `rows` rows that hold `context` tokens, or a few more."""
     seconds = []
     with decoding_rows(engine, rows, context, num_steps) as held:
@@ -108,14 +108,16 @@ def time_steps(engine: Engine, rows: int, context: int, num_steps: int) -> Timin
             start = time.perf_counter()
             engine.step()
             seconds.append(time.perf_counter() - start)
-    return Timing(context, statistics.median(seconds), tuple(tokens + 1 + num_steps // 2 for tokens in held))
+    return DecodeTimes(context, statistics.median(seconds), tuple(tokens + 1 + num_steps // 2 for tokens in held))
 
 
-def _point(timing: Timing, floor: Floor) -> Point:
-    return Point(len(timing.held), timing.context, timing.step_seconds, floor.decode(timing.held))
+def _point(timing: DecodeTimes, floor: Floor) -> GrowthPoint:
+    return GrowthPoint(len(timing.held), timing.context, timing.step_seconds, floor.decode(timing.held))
 
 
-def _panel(varied: str, label: str, curves: Mapping[str, Sequence[Point]], place: Callable[[Point], int]) -> Panel:
+def _panel(
+    varied: str, label: str, curves: Mapping[str, Sequence[GrowthPoint]], place: Callable[[GrowthPoint], int]
+) -> Panel:
     """Each curve's measured line and its floor's."""
     series = []
     for colour, (name, points) in enumerate(curves.items()):
@@ -125,7 +127,7 @@ def _panel(varied: str, label: str, curves: Mapping[str, Sequence[Point]], place
     return Panel(f"Step time by {varied}", label, "ms a step", tuple(series))
 
 
-def _row(point: Point) -> str:
+def _row(point: GrowthPoint) -> str:
     step, floor = point.step_seconds, point.floor_seconds
     return (
         f"| {point.rows} | {point.context} | {step * 1e3:.2f} | {floor * 1e3:.2f} | {floor / step:.0%} | "

@@ -52,7 +52,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ResolvedLimits:
     """The settings that decide what a step is, as they were resolved."""
 
     max_num_batched_tokens: int
@@ -124,7 +124,7 @@ class InterferenceReport:
     conditions: Conditions
     machine: Machine
     traffic: Traffic
-    limits: Limits
+    limits: ResolvedLimits
     agreement: Agreement
     """Of the answers together and alone, in the round that agrees least."""
     rounds: tuple[Round, ...]
@@ -222,9 +222,9 @@ def measure_interference(
     )
 
 
-def limits_of(engine: Engine) -> Limits:
+def limits_of(engine: Engine) -> ResolvedLimits:
     config = engine.runtime.config
-    return Limits(
+    return ResolvedLimits(
         max_num_batched_tokens=config.max_step_tokens,
         max_num_seqs=config.max_rows,
         max_model_len=config.max_model_len,
@@ -234,7 +234,7 @@ def limits_of(engine: Engine) -> Limits:
     )
 
 
-def check_room(limits: Limits, traffic: Traffic) -> None:
+def check_room(limits: ResolvedLimits, traffic: Traffic) -> None:
     """Raises where the engine cannot run all rows and the long prompt at once, to the end."""
     if traffic.rows >= limits.max_num_seqs:
         raise ConfigError(

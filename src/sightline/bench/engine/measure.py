@@ -27,7 +27,7 @@ OURS = "sightline"
 CHECKED_TOKENS = 16
 
 
-class Span(Enum):
+class TimedPart(Enum):
     """Which part of a run is timed, and which tokens it counts."""
 
     PREFILL = "prefill"
@@ -39,11 +39,11 @@ class Span(Enum):
 
 
 @dataclass(frozen=True)
-class Work:
+class MeasuredWork:
     """What is measured."""
 
     name: str
-    span: Span
+    span: TimedPart
     prompts: Prompts
     output_len: int
     floor_seconds: float
@@ -52,11 +52,11 @@ class Work:
     def num_tokens(self) -> int:
         """Tokens that the work counts."""
         match self.span:
-            case Span.PREFILL:
+            case TimedPart.PREFILL:
                 return sum(len(prompt) for prompt in self.prompts)
-            case Span.DECODE:
+            case TimedPart.DECODE:
                 return len(self.prompts) * (self.output_len - 1)
-            case Span.WHOLE:
+            case TimedPart.WHOLE:
                 return len(self.prompts) * self.output_len
 
 
@@ -191,7 +191,7 @@ def check_agreement(agreement: Mapping[str, Agreement], *, exact: bool) -> None:
             )
 
 
-def measure(engines: Mapping[str, Generate], work: Work, rounds: int) -> dict[str, list[float]]:
+def measure(engines: Mapping[str, Generate], work: MeasuredWork, rounds: int) -> dict[str, list[float]]:
     """Each engine's seconds on the work, the engines in turns, after one run that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(rounds + 1):
@@ -202,7 +202,7 @@ def measure(engines: Mapping[str, Generate], work: Work, rounds: int) -> dict[st
     return seconds
 
 
-def summarise(work: Work, seconds: Mapping[str, Sequence[float]]) -> list[Result]:
+def summarise(work: MeasuredWork, seconds: Mapping[str, Sequence[float]]) -> list[Result]:
     """Each engine's median, with its rate and its share of the floor."""
     results = []
     for name, times in seconds.items():
@@ -228,15 +228,15 @@ def table(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def _spend(name: str, generate: Generate, work: Work) -> float:
+def _spend(name: str, generate: Generate, work: MeasuredWork) -> float:
     """Seconds of the work's span."""
     match work.span:
-        case Span.PREFILL:
+        case TimedPart.PREFILL:
             return _run(name, generate, work.prompts, 1)
-        case Span.DECODE:
+        case TimedPart.DECODE:
             first = _run(name, generate, work.prompts, 1)
             return _run(name, generate, work.prompts, work.output_len) - first
-        case Span.WHOLE:
+        case TimedPart.WHOLE:
             return _run(name, generate, work.prompts, work.output_len)
 
 

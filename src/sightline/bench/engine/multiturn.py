@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from sightline.bench.engine.measure import Agreement, Conditions, Prompts, random_prompts
-from sightline.bench.engine.work import Subject, load_subject
+from sightline.bench.engine.work import MeasuredEngine, load_subject
 from sightline.bench.floor import Machine
 from sightline.core.config import EngineConfig, Quantization
 from sightline.core.errors import ConfigError, SightlineError
@@ -61,7 +61,7 @@ class Chat:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TurnAnswer:
     """What one engine made of one prompt."""
 
     token_ids: tuple[int, ...]
@@ -71,13 +71,13 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class ComparedTurn:
     """One prompt, answered with the cache and without."""
 
     prompt_len: int
     reusable: int
-    cached: Answer
-    plain: Answer
+    cached: TurnAnswer
+    plain: TurnAnswer
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class FirstTokens:
 
 
 @dataclass(frozen=True)
-class Tally:
+class TurnTally:
     """Some requests: those of one turn, or all."""
 
     prompt_tokens: int
@@ -116,8 +116,8 @@ class MultiturnReport:
     page_size: int
     agreement: Agreement
     """Of the answers with the cache and without."""
-    turns: tuple[Tally, ...]
-    all_turns: Tally
+    turns: tuple[TurnTally, ...]
+    all_turns: TurnTally
 
     def lines(self) -> list[str]:
         """The report as text."""
@@ -146,7 +146,7 @@ def measure_multiturn(settings: dict[str, object], chat: Chat, on_turn: Callable
     plain, cached = _load_both(settings, chat)
     for engine in (plain.llm.engine, cached):
         _warm_up(engine, chat)
-    turns: list[list[Exchange]] = []
+    turns: list[list[ComparedTurn]] = []
     for exchanges in _hold(chat, cached, plain.llm.engine):
         turns.append(exchanges)
         agreement = _agreement([each for turn in turns for each in turn])
@@ -172,13 +172,13 @@ def count_reusable(prompt: Sequence[int], computed: Prompts, page_size: int) -> 
     return min(longest, len(prompt) - 1) // page_size * page_size
 
 
-def tally(exchanges: Sequence[Exchange]) -> Tally:
+def tally(exchanges: Sequence[ComparedTurn]) -> TurnTally:
     """Sums of the tokens, and what the times come to."""
     reusable = sum(each.reusable for each in exchanges)
     found = sum(min(each.reusable, each.cached.num_cached_tokens) for each in exchanges)
     with_cache = _first_tokens([each.cached for each in exchanges])
     without_cache = _first_tokens([each.plain for each in exchanges])
-    return Tally(
+    return TurnTally(
         prompt_tokens=sum(each.prompt_len for each in exchanges),
         reusable_tokens=reusable,
         reused_tokens=sum(each.cached.num_cached_tokens for each in exchanges),
@@ -189,7 +189,7 @@ def tally(exchanges: Sequence[Exchange]) -> Tally:
     )
 
 
-def answer(engine: Engine, prompts: Prompts, answer_len: int) -> list[Answer]:
+def answer(engine: Engine, prompts: Prompts, answer_len: int) -> list[TurnAnswer]:
     """All prompts at once, greedy, ends ignored."""
     params = SamplingParams(temperature=0.0, max_tokens=answer_len, ignore_eos=True)
     seconds: dict[str, float] = {}
@@ -211,11 +211,12 @@ def answer(engine: Engine, prompts: Prompts, answer_len: int) -> list[Answer]:
         if output.error is not None:
             raise SightlineError(f"expected requests that run, got one that failed: {output.error}")
     return [
-        Answer(output.outputs[0].token_ids, seconds[output.request_id], output.num_cached_tokens) for output in outputs
+        TurnAnswer(output.outputs[0].token_ids, seconds[output.request_id], output.num_cached_tokens)
+        for output in outputs
     ]
 
 
-def _hold(chat: Chat, cached: Engine, plain: Engine) -> Iterator[list[Exchange]]:
+def _hold(chat: Chat, cached: Engine, plain: Engine) -> Iterator[list[ComparedTurn]]:
     """Each turn's exchanges, by user. Both engines read the same histories, with the answers of the cached one."""
     vocab_size, page_size = cached.vocab_size, cached.runtime.config.page_size
     [system] = random_prompts([chat.system_len], vocab_size)
@@ -228,13 +229,13 @@ def _hold(chat: Chat, cached: Engine, plain: Engine) -> Iterator[list[Exchange]]
         with_cache = answer(cached, prompts, chat.answer_len)
         without_cache = answer(plain, prompts, chat.answer_len)
         each = zip(prompts, reusable, with_cache, without_cache, strict=True)
-        yield [Exchange(len(prompt), count, ours, other) for prompt, count, ours, other in each]
+        yield [ComparedTurn(len(prompt), count, ours, other) for prompt, count, ours, other in each]
         histories = [[*prompt, *given.token_ids] for prompt, given in zip(prompts, with_cache, strict=True)]
         # The last token of an answer is never run.
         computed = [history[:-1] for history in histories]
 
 
-def _load_both(settings: dict[str, object], chat: Chat) -> tuple[Subject, Engine]:
+def _load_both(settings: dict[str, object], chat: Chat) -> tuple[MeasuredEngine, Engine]:
     """The model twice: measured and without the cache, then with it and as large a cache for its pages."""
     asked = cast("float", settings.get("memory_fraction", EngineConfig.memory_fraction))
     # The two share the memory that one would take; an invalid share is refused as it was asked for.
@@ -284,7 +285,7 @@ def _is_exact(conditions: Conditions) -> bool:
     return conditions.dtype == "float32" and conditions.quantization != Quantization.KEEP.value
 
 
-def _agreement(exchanges: Sequence[Exchange]) -> Agreement:
+def _agreement(exchanges: Sequence[ComparedTurn]) -> Agreement:
     leading = [_num_equal(each.cached.token_ids, each.plain.token_ids) for each in exchanges]
     num_tokens = sum(len(each.plain.token_ids) for each in exchanges)
     return Agreement(sum(map(bool, leading)), len(leading), sum(leading), num_tokens)
@@ -305,12 +306,12 @@ def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
     return next((index for index, (one, other) in pairs if one != other), min(len(tokens), len(others)))
 
 
-def _first_tokens(answers: Sequence[Answer]) -> FirstTokens:
+def _first_tokens(answers: Sequence[TurnAnswer]) -> FirstTokens:
     seconds = [each.first_token_seconds for each in answers]
     return FirstTokens(statistics.median(seconds), max(seconds))
 
 
-def _row(name: str, row: Tally) -> str:
+def _row(name: str, row: TurnTally) -> str:
     with_cache, without_cache = (
         f"{times.median_seconds * 1e3:.0f}, {times.largest_seconds * 1e3:.0f}"
         for times in (row.with_cache, row.without_cache)

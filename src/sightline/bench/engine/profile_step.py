@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile
 
 from sightline.bench.engine.measure import Conditions
 from sightline.bench.engine.stepping import decoding_rows
-from sightline.bench.engine.work import Subject
+from sightline.bench.engine.work import MeasuredEngine
 from sightline.core.errors import ConfigError
 
 _ELEMENTWISE = (
@@ -67,7 +67,7 @@ class ProfileReport:
         ]
 
 
-def profile_steps(subject: Subject, rows: int, context: int, num_steps: int) -> ProfileReport:
+def profile_steps(subject: MeasuredEngine, rows: int, context: int, num_steps: int) -> ProfileReport:
     """Times `num_steps` decode steps, then takes as many apart."""
     engine = subject.llm.engine
     device = engine.runtime.config.device.torch_device

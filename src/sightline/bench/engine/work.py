@@ -14,9 +14,9 @@ from sightline.bench.engine.measure import (
     CHECKED_TOKENS,
     OURS,
     Conditions,
+    MeasuredWork,
     Report,
-    Span,
-    Work,
+    TimedPart,
     check_agreement,
     compare_tokens,
     measure,
@@ -41,12 +41,12 @@ CHECKED_TEXT = (
 )
 """Continued by every engine before it is timed: on random tokens any rounding changes the likeliest token."""
 CHECKED_LENGTHS = (12, 24, 36, 48)
-Works: TypeAlias = Callable[[Floor, int], Sequence[Work]]
+Works: TypeAlias = Callable[[Floor, int], Sequence[MeasuredWork]]
 """(floor, size of the vocabulary) to what is measured."""
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredEngine:
     """Sightline with the model that is measured."""
 
     llm: LLM
@@ -63,7 +63,7 @@ class Subject:
         )
 
 
-def load_subject(settings: dict[str, object]) -> Subject:
+def load_subject(settings: dict[str, object]) -> MeasuredEngine:
     """Loads the model of the engine's `settings` and measures the machine."""
     wanted = dict(settings)
     model = cast("str | None", wanted.pop("model", None))
@@ -74,7 +74,7 @@ def load_subject(settings: dict[str, object]) -> Subject:
     runtime = llm.engine.runtime
     dtype, quantization = runtime.config.dtype, runtime.config.quantization.value
     machine = measure_machine(dtype, runtime.config.device.torch_device)
-    return Subject(
+    return MeasuredEngine(
         llm=llm,
         checkpoint=checkpoint,
         floor=Floor(machine, model_size(checkpoint, dtype, quantization), cache_reads(runtime)),
@@ -97,7 +97,7 @@ def _shown_name(model: str | None, checkpoint: Checkpoint) -> str:
 
 def latency_works(
     floor: Floor, vocab_size: int, lengths: tuple[int, int], contexts: Sequence[int], rows: int
-) -> list[Work]:
+) -> list[MeasuredWork]:
     """A prompt read, and rows that generate, whose prompts have the `contexts` in turns."""
     input_len, output_len = lengths
     if len(contexts) > rows:
@@ -105,16 +105,16 @@ def latency_works(
     held = [contexts[row % len(contexts)] for row in range(rows)]
     described = "+".join(str(context) for context in dict.fromkeys(held))
     return [
-        Work(
+        MeasuredWork(
             name=f"prefill {input_len}",
-            span=Span.PREFILL,
+            span=TimedPart.PREFILL,
             prompts=random_prompts([input_len], vocab_size),
             output_len=1,
             floor_seconds=floor.prefill(input_len),
         ),
-        Work(
+        MeasuredWork(
             name=f"decode {rows} × {output_len - 1} at {described}",
-            span=Span.DECODE,
+            span=TimedPart.DECODE,
             prompts=random_prompts(held, vocab_size),
             output_len=output_len,
             floor_seconds=floor.decode_all(held, output_len - 1),
@@ -122,14 +122,14 @@ def latency_works(
     ]
 
 
-def throughput_works(floor: Floor, vocab_size: int, lengths: tuple[int, int], count: int) -> list[Work]:
+def throughput_works(floor: Floor, vocab_size: int, lengths: tuple[int, int], count: int) -> list[MeasuredWork]:
     """Many prompts at once, read and continued."""
     input_len, output_len = lengths
     held = [input_len] * count
     return [
-        Work(
+        MeasuredWork(
             name=f"{count} × ({input_len} in, {output_len} out)",
-            span=Span.WHOLE,
+            span=TimedPart.WHOLE,
             prompts=random_prompts(held, vocab_size),
             output_len=output_len,
             floor_seconds=floor.prefill(sum(held)) + floor.decode_all(held, output_len - 1),
@@ -175,7 +175,7 @@ def _is_exact(conditions: Conditions) -> bool:
     return conditions.dtype == "float32" and conditions.quantization != Quantization.KEEP.value
 
 
-def _peer_model(subject: Subject, works: Sequence[Work], folder: Path) -> PeerModel:
+def _peer_model(subject: MeasuredEngine, works: Sequence[MeasuredWork], folder: Path) -> PeerModel:
     config = subject.llm.engine.runtime.config
     longest = max(len(prompt) + work.output_len for work in works for prompt in work.prompts)
     return PeerModel(

@@ -45,7 +45,7 @@ _HEADING = (
 
 
 @dataclass(frozen=True)
-class Spread:
+class ProcessorTimes:
     """Times of one thing, in seconds of the processor."""
 
     median: float
@@ -53,26 +53,26 @@ class Spread:
     largest: float
 
     @staticmethod
-    def of(seconds: Sequence[float]) -> Spread:
-        return Spread(statistics.median(seconds), min(seconds), max(seconds))
+    def of(seconds: Sequence[float]) -> ProcessorTimes:
+        return ProcessorTimes(statistics.median(seconds), min(seconds), max(seconds))
 
 
 @dataclass(frozen=True)
-class Point:
+class LoadPoint:
     """One load, measured."""
 
     TIMED: ClassVar = ("schedule", "bookkeeping", "both", "elapsed", "lookup", "lock")
     rows: int
     prefixes: int
-    schedule: Spread
-    bookkeeping: Spread
-    both: Spread
+    schedule: ProcessorTimes
+    bookkeeping: ProcessorTimes
+    both: ProcessorTimes
     """Of the same steps."""
-    elapsed: Spread
+    elapsed: ProcessorTimes
     """Of both, by the clock on the wall."""
-    lookup: Spread
+    lookup: ProcessorTimes
     """Of a cached prompt of `LONG_PROMPT` tokens."""
-    lock: Spread
+    lock: ProcessorTimes
     """Of what was found, and its release."""
 
 
@@ -82,9 +82,9 @@ class SchedulingReport:
 
     environment: Mapping[str, str]
     num_steps: int
-    by_rows: tuple[Point, ...]
-    by_prefixes: tuple[Point, ...]
-    overlapped: Point
+    by_rows: tuple[LoadPoint, ...]
+    by_prefixes: tuple[LoadPoint, ...]
+    overlapped: LoadPoint
     """Where both bars stand, or the nearest to it, with a step in flight while the next is scheduled."""
     host: HostStep
     """Of an engine under the same load, for information."""
@@ -114,7 +114,7 @@ class SchedulerBench:
         """`max_in_flight` steps are launched and not committed when the next is scheduled."""
         self.loaded = LoadedScheduler(load, max_in_flight)
         self._load = load
-        self._seconds: dict[str, list[float]] = {name: [] for name in Point.TIMED}
+        self._seconds: dict[str, list[float]] = {name: [] for name in LoadPoint.TIMED}
 
     def run(self, num_steps: int) -> None:
         """Decode steps, and as many lookups. Raises where a step did not run every row."""
@@ -123,12 +123,12 @@ class SchedulerBench:
         for _ in range(num_steps):
             self._time_lookup()
 
-    def point(self) -> Point:
+    def point(self) -> LoadPoint:
         """Raises where the steps left something wrong behind."""
         self.loaded.land()
         self.loaded.check()
-        spreads = {name: Spread.of(seconds[WARM_STEPS:]) for name, seconds in self._seconds.items()}
-        return Point(rows=self._load.rows, prefixes=self._load.prefixes, **spreads)
+        spreads = {name: ProcessorTimes.of(seconds[WARM_STEPS:]) for name, seconds in self._seconds.items()}
+        return LoadPoint(rows=self._load.rows, prefixes=self._load.prefixes, **spreads)
 
     def _time_step(self, tokens: Sequence[int]) -> None:
         start, begun = time.perf_counter(), time.thread_time()
@@ -205,7 +205,7 @@ def _usual(counts: Sequence[int], bar: int) -> int:
     return bar if bar in counts else counts[0]
 
 
-def _table(varied: str, points: Sequence[Point], sizes: Sequence[int]) -> list[str]:
+def _table(varied: str, points: Sequence[LoadPoint], sizes: Sequence[int]) -> list[str]:
     """`sizes` are what time would be proportional to, were it linear in what varies."""
     rows = [
         f"| {point.rows:,} | {point.prefixes:,} | {_ms(point.schedule.median)} | {_ms(point.bookkeeping.median)} | "
@@ -217,7 +217,7 @@ def _table(varied: str, points: Sequence[Point], sizes: Sequence[int]) -> list[s
     return ["", f"By {varied}:" if len(points) > 1 else f"With {varied}:", "", *_HEADING, *rows]
 
 
-def verdicts(points: Iterable[Point]) -> list[str]:
+def verdicts(points: Iterable[LoadPoint]) -> list[str]:
     """Whether the bars are met, in medians."""
     where = f"at {BAR_ROWS} rows and {BAR_PREFIXES:,} prefixes"
     at_bar = [point for point in points if (point.rows, point.prefixes) == (BAR_ROWS, BAR_PREFIXES)]
@@ -233,7 +233,7 @@ def verdicts(points: Iterable[Point]) -> list[str]:
     ]
 
 
-def _host_lines(host: HostStep, point: Point) -> list[str]:
+def _host_lines(host: HostStep, point: LoadPoint) -> list[str]:
     """Where the host's time of a step goes."""
     parts = {
         "scheduling and bookkeeping": point.both.median,

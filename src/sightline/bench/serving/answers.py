@@ -24,7 +24,7 @@ _LEAST_WAIT = 0.05
 
 
 @dataclass(frozen=True)
-class Usage:
+class ReportedUsage:
     """Tokens, as the server counts them."""
 
     prompt_tokens: int
@@ -33,7 +33,7 @@ class Usage:
     """Of the prompt; None where the server does not tell."""
 
     @staticmethod
-    def read(found: object) -> Usage:
+    def read(found: object) -> ReportedUsage:
         """Raises where it is not as OpenAI has it."""
         if not isinstance(found, dict):
             raise SightlineError(f"expected usage with the tokens of prompt and answer, got {shown(found)}")
@@ -43,7 +43,7 @@ class Usage:
         prompt, output = (count if _is_count(count) else None for count in counts)
         if prompt is None or output is None or not (cached is None or _is_count(cached)):
             raise SightlineError(f"expected whole numbers of tokens in usage, got {shown(found)}")
-        return Usage(prompt, output, cached)
+        return ReportedUsage(prompt, output, cached)
 
 
 class StreamedAnswer:
@@ -53,7 +53,7 @@ class StreamedAnswer:
         self.pieces: list[str] = []
         self.times: list[float] = []
         """When each piece of text came."""
-        self.usage: Usage | None = None
+        self.usage: ReportedUsage | None = None
         self.finish_reason: str | None = None
         self.response_id: str | None = None
         self._events = EventSplitter()
@@ -97,7 +97,7 @@ class StreamedAnswer:
                 self.times.append(now)
             self.finish_reason = reason or self.finish_reason
         if chunk.get("usage") is not None:
-            self.usage = Usage.read(chunk["usage"])
+            self.usage = ReportedUsage.read(chunk["usage"])
 
     def _take_id(self, found: object) -> None:
         if not found or found == self.response_id:
@@ -124,13 +124,13 @@ def read_choice(choice: object) -> tuple[str, str | None]:
     return text, reason
 
 
-def read_whole(body: bytes) -> tuple[str, str | None, Usage]:
+def read_whole(body: bytes) -> tuple[str, str | None, ReportedUsage]:
     """Text, reason and usage of an answer that was not streamed."""
     answer = read_object(body)
     choices = answer.get("choices")
     if not isinstance(choices, list) or not choices:
         raise SightlineError(f"expected an answer with choices, got {error_message(answer)}")
-    return *read_choice(choices[0]), Usage.read(answer.get("usage"))
+    return *read_choice(choices[0]), ReportedUsage.read(answer.get("usage"))
 
 
 def read_object(text: bytes) -> Mapping[str, object]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
-from sightline.bench.serving.answers import StreamedAnswer, Usage, refusal, seconds_to_wait
+from sightline.bench.serving.answers import ReportedUsage, StreamedAnswer, refusal, seconds_to_wait
 from sightline.bench.serving.http_stream import Client
 from sightline.bench.serving.work import Arrivals, Ask, Endpoint, Sampling, payload
 from sightline.core.errors import SightlineError
@@ -52,7 +52,7 @@ class Record:
     text: str
     text_times: tuple[float, ...]
     """When each chunk that carries text came."""
-    usage: Usage | None
+    usage: ReportedUsage | None
     finish_reason: str | None
     response_id: str | None
     refusals: tuple[int, ...]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from sightline.bench.serving.answers import Usage, read_object, read_whole, refusal, shown
+from sightline.bench.serving.answers import ReportedUsage, read_object, read_whole, refusal, shown
 from sightline.bench.serving.http_stream import Address, Client
 from sightline.bench.serving.load import LoadResult, Outcome, Record, run_load
 from sightline.bench.serving.report import Sent, ServingReport, check_percentiles, make_report
@@ -136,7 +136,7 @@ async def check_answers(client: Client, model: str, endpoint: Endpoint, timeout:
     return f"one greedy prompt gave the same {streamed.usage.output_tokens} tokens, whole and streamed"
 
 
-def _compare(whole: tuple[str, str | None, Usage], streamed: tuple[str, str | None, Usage]) -> None:
+def _compare(whole: tuple[str, str | None, ReportedUsage], streamed: tuple[str, str | None, ReportedUsage]) -> None:
     counts = [(usage.prompt_tokens, usage.output_tokens) for _, _, usage in (whole, streamed)]
     named = {
         "text": (whole[0], streamed[0]),

@@ -25,7 +25,7 @@ BUSY = 0.5
 
 
 @dataclass(frozen=True)
-class Spread:
+class LatencySpread:
     """Of times, in seconds."""
 
     count: int
@@ -34,13 +34,13 @@ class Spread:
     """By names such as p50 and p99.9."""
 
     @staticmethod
-    def of(seconds: Sequence[float], percentiles: Sequence[float]) -> Spread | None:
+    def of(seconds: Sequence[float], percentiles: Sequence[float]) -> LatencySpread | None:
         """None where nothing was timed."""
         if not seconds:
             return None
         ordered = sorted(seconds)
         told = sorted({*ALWAYS, *percentiles})
-        return Spread(
+        return LatencySpread(
             len(ordered), math.fsum(ordered) / len(ordered), {f"p{each:g}": percentile(ordered, each) for each in told}
         )
 
@@ -110,11 +110,11 @@ class ServingReport:
     output_tokens_per_second: float
     total_tokens_per_second: float
     peak_concurrency: int
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    latency: Spread | None
-    late: Spread | None
+    ttft: LatencySpread | None
+    tpot: LatencySpread | None
+    itl: LatencySpread | None
+    latency: LatencySpread | None
+    late: LatencySpread | None
     """How long after they were due requests were sent; None where they wait for each other."""
     client_share: float
     """Of one core, that this client took."""
@@ -224,19 +224,19 @@ def make_report(
     )
 
 
-def _spreads(completed: Sequence[Record], percentiles: Sequence[float]) -> dict[str, Spread | None]:
+def _spreads(completed: Sequence[Record], percentiles: Sequence[float]) -> dict[str, LatencySpread | None]:
     firsts = [record.ttft for record in completed if record.ttft is not None]
     rates = [record.tpot for record in completed if record.tpot is not None]
     gaps = [gap for record in completed for gap in record.gaps]
     latencies = [record.latency for record in completed]
     timed = {"ttft": firsts, "tpot": rates, "itl": gaps, "latency": latencies}
-    return {name: Spread.of(seconds, percentiles) for name, seconds in timed.items()}
+    return {name: LatencySpread.of(seconds, percentiles) for name, seconds in timed.items()}
 
 
-def _lateness(arrivals: Arrivals, records: Sequence[Record], percentiles: Sequence[float]) -> Spread | None:
+def _lateness(arrivals: Arrivals, records: Sequence[Record], percentiles: Sequence[float]) -> LatencySpread | None:
     if arrivals.max_concurrency is not None:
         return None
-    return Spread.of([record.sent - record.due for record in records], percentiles)
+    return LatencySpread.of([record.sent - record.due for record in records], percentiles)
 
 
 def _retried(record: Record) -> tuple[int, ...]:

@@ -86,14 +86,14 @@ def attention(
     from sightline.attention.backends.registry import installed
     from sightline.bench.attention.measure import Field, measure_attention
     from sightline.bench.attention.peer_registry import PEERS
-    from sightline.bench.attention.timing import Effort
+    from sightline.bench.attention.timing import TimingBudget
     from sightline.core.device import detect_device
 
     target = None if json_target is None else _parse_json_target(json_target)
     found = detect_device(device)
     report = measure_attention(
         _shapes(shapes, found, sweep=sweep),
-        Field(found, _backends(backends), installed(), PEERS if peers else (), Effort(rounds)),
+        Field(found, _backends(backends), installed(), PEERS if peers else (), TimingBudget(rounds)),
         partial(_say_shape, target),
     )
     is_saved = _tell(report, in_place=json_target == _STANDARD_OUTPUT, target=target, plot=plot)

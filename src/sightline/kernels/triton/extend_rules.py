@@ -6,7 +6,7 @@ from enum import IntEnum
 from torch import Tensor
 
 
-class MaskKind(IntEnum):
+class LaunchMask(IntEnum):
     """What the queries of a launch may see of their rows' keys; the first three are also a row's own kind."""
 
     CAUSAL = 0
@@ -23,9 +23,9 @@ class MaskKind(IntEnum):
 class ExtendMasks:
     """The masks of a launch."""
 
-    kind: MaskKind
+    kind: LaunchMask
     row_kinds: Tensor | None = None
-    """[num_rows] int8, for `BY_ROW`: a `MaskKind` each."""
+    """[num_rows] int8, for `BY_ROW`: a `LaunchMask` each."""
     trees: Tensor | None = None
     """[any] uint8, where a row may be a `TREE`: masks [query_len, query_len], 1 where query i sees new token j."""
     tree_offsets: Tensor | None = None
@@ -34,17 +34,17 @@ class ExtendMasks:
     """[num_tokens] int64, with `trees`: a tree's new tokens are so far from each other, as a window counts it."""
 
     def __post_init__(self) -> None:
-        if self.kind is MaskKind.TREE:
+        if self.kind is LaunchMask.TREE:
             raise ValueError("expected CAUSAL, FULL or BY_ROW for a launch, got TREE; give row_kinds and trees")
-        if (self.kind is MaskKind.BY_ROW) != (self.row_kinds is not None):
+        if (self.kind is LaunchMask.BY_ROW) != (self.row_kinds is not None):
             raise ValueError(f"expected row_kinds exactly for BY_ROW, got {self.kind.name}")
         with_trees = {each is not None for each in (self.trees, self.tree_offsets, self.positions)}
         if len(with_trees) != 1 or (self.trees is not None and self.row_kinds is None):
             raise ValueError("expected trees, tree_offsets and positions together, with row_kinds, or none of them")
 
 
-CAUSAL_ROWS = ExtendMasks(MaskKind.CAUSAL)
-FULL_ROWS = ExtendMasks(MaskKind.FULL)
+CAUSAL_ROWS = ExtendMasks(LaunchMask.CAUSAL)
+FULL_ROWS = ExtendMasks(LaunchMask.FULL)
 
 
 @dataclass(frozen=True)

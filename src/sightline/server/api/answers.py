@@ -172,7 +172,7 @@ class Embeddings(Struct, frozen=True):
     usage: EmbeddingUsage
 
 
-class Score(Struct, frozen=True):
+class TextScore(Struct, frozen=True):
     """How near two texts are: the cosine of their vectors."""
 
     object: Literal["score"]
@@ -187,7 +187,7 @@ class Scores(Struct, frozen=True):
     object: Literal["list"]
     created: int
     model: str
-    data: list[Score]
+    data: list[TextScore]
     usage: EmbeddingUsage
 
 
@@ -214,7 +214,7 @@ class Ranking(Struct, frozen=True):
     usage: EmbeddingUsage
 
 
-class Model(Struct, frozen=True):
+class ModelCard(Struct, frozen=True):
     """A served model."""
 
     id: str
@@ -228,7 +228,7 @@ class Models(Struct, frozen=True):
     """The served models."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class Tokens(Struct, frozen=True):

@@ -23,8 +23,8 @@ from sightline.server.api.answers import (
 from sightline.server.api.generation import (
     Chunks,
     Completer,
+    GenerationOutcome,
     Head,
-    Outcome,
     Prompt,
     chosen,
     likeliest,
@@ -73,7 +73,9 @@ class ChatCompleter(Completer[ChatRequest]):
             "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
         }
 
-    def whole(self, request: ChatRequest, head: Head, prompts: Sequence[Prompt], outcome: Outcome) -> ChatCompletion:
+    def whole(
+        self, request: ChatRequest, head: Head, prompts: Sequence[Prompt], outcome: GenerationOutcome
+    ) -> ChatCompletion:
         del prompts
         wanted = request.top_logprobs or 0
         return ChatCompletion(

@@ -14,8 +14,8 @@ from sightline.server.api.generation import (
     Chunks,
     Completer,
     Continuation,
+    GenerationOutcome,
     Head,
-    Outcome,
     Prompt,
     chosen,
     likeliest,
@@ -69,7 +69,9 @@ class TextCompleter(Completer[CompletionRequest]):
             "prompt_logprobs": request.prompt_logprobs if scored is None else max(scored, request.prompt_logprobs or 0),
         }
 
-    def whole(self, request: CompletionRequest, head: Head, prompts: Sequence[Prompt], outcome: Outcome) -> Completion:
+    def whole(
+        self, request: CompletionRequest, head: Head, prompts: Sequence[Prompt], outcome: GenerationOutcome
+    ) -> Completion:
         choices = []
         for place, prompt in enumerate(prompts):
             scored = outcome.prompt_logprobs.get(place)

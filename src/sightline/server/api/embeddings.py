@@ -24,8 +24,8 @@ from sightline.server.api.answers import (
     Ranked,
     RankedText,
     Ranking,
-    Score,
     Scores,
+    TextScore,
 )
 from sightline.server.api.completion import listed_texts
 from sightline.server.api.schema import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -66,7 +66,7 @@ class Vectorizer:
         first, second = _pairs(request.text_1, request.text_2)
         vectors, usage = await self._vectors(call, [*first, *second], request.truncate_prompt_tokens, "text_1")
         scores = cosines(vectors[: len(first)], vectors[len(first) :])
-        data = [Score("score", index, float(score)) for index, score in enumerate(scores)]
+        data = [TextScore("score", index, float(score)) for index, score in enumerate(scores)]
         return json_reply(Scores(f"score-{secrets.token_hex(12)}", "list", int(time.time()), model, data, usage))
 
     async def rerank(self, call: Call[RerankRequest]) -> Reply:

@@ -71,7 +71,7 @@ class Continuation:
 
 
 @dataclass
-class Outcome:
+class GenerationOutcome:
     """What came of all of a client's prompts."""
 
     num_prompt_tokens: int
@@ -134,7 +134,7 @@ class Completer(ABC, Generic[RequestT]):
             running = await service.start(call, [each.token_ids for each in prompts], params, places.pop_all())
         headers = (_sampling_header(running.params[0]),)
         continuations = [Continuation() for _ in range(num_prompts * params.n)]
-        outcome = Outcome(running.num_prompt_tokens, params.n, continuations)
+        outcome = GenerationOutcome(running.num_prompt_tokens, params.n, continuations)
         if request.stream:
             options = request.stream_options
             chunks = self.chunks(request, head, prompts, includes_usage=options is not None and options.include_usage)
@@ -159,7 +159,7 @@ class Completer(ABC, Generic[RequestT]):
         """What this kind calls by other names. Raises for what is not there yet."""
 
     @abstractmethod
-    def whole(self, request: RequestT, head: Head, prompts: Sequence[Prompt], outcome: Outcome) -> object:
+    def whole(self, request: RequestT, head: Head, prompts: Sequence[Prompt], outcome: GenerationOutcome) -> object:
         """The answer's body."""
 
     @abstractmethod
@@ -194,7 +194,7 @@ class Completer(ABC, Generic[RequestT]):
             stop_characters=sum(map(len, params.stop_strings)),
         )
 
-    async def _finish(self, call: Call[RequestT], running: Running, outcome: Outcome) -> None:
+    async def _finish(self, call: Call[RequestT], running: Running, outcome: GenerationOutcome) -> None:
         """Takes everything in. Raises where a continuation failed."""
         try:
             async for place, report in running.answers.reports():
@@ -204,7 +204,7 @@ class Completer(ABC, Generic[RequestT]):
         call.facts["completion_tokens"] = outcome.usage().completion_tokens
 
     async def _events(
-        self, call: Call[RequestT], running: Running, outcome: Outcome, chunks: Chunks
+        self, call: Call[RequestT], running: Running, outcome: GenerationOutcome, chunks: Chunks
     ) -> AsyncGenerator[bytes, None]:
         """The stream: chunks, usage where asked for, and the end. An error is an event too, and has no end after it."""
         try:
@@ -249,7 +249,7 @@ class Chunks(ABC):
         """The event that tells usage."""
 
 
-def _take(report: Delta | Ended, place: int, outcome: Outcome) -> Delta | None:
+def _take(report: Delta | Ended, place: int, outcome: GenerationOutcome) -> Delta | None:
     """Takes a report in. Gives back what a stream can tell of it; raises where the prompt failed."""
     first = place * outcome.n
     match report:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 
-from sightline.server.api.answers import Detokenized, EngineState, Model, Models, ServerInfo, Status, Tokens, Version
+from sightline.server.api.answers import (
+    Detokenized,
+    EngineState,
+    ModelCard,
+    Models,
+    ServerInfo,
+    Status,
+    Tokens,
+    Version,
+)
 from sightline.server.api.schema import DetokenizeRequest, TokenizeRequest
 from sightline.server.http.errors import invalid, unavailable
 from sightline.server.http.ingress import json_reply
@@ -121,6 +130,6 @@ class Inspection:
             )
         )
 
-    def _model(self, name: str) -> Model:
+    def _model(self, name: str) -> ModelCard:
         service = self._service
-        return Model(name, "model", service.created, "sightline", service.opened.max_model_len)
+        return ModelCard(name, "model", service.created, "sightline", service.opened.max_model_len)

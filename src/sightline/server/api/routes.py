@@ -12,7 +12,7 @@ from sightline.server.api.answers import (
     Completion,
     Detokenized,
     Embeddings,
-    Model,
+    ModelCard,
     Models,
     Ranking,
     Scores,
@@ -106,7 +106,7 @@ def _model(inspection: Inspection) -> Routes:
         inspection.model,
         "One served model",
         NO_BODY,
-        Model,
+        ModelCard,
         refusals=(404, 503),
         tag=tag,
     )

@@ -22,7 +22,7 @@ UNKNOWN_RETRY_AFTER = 5
 MAX_REMEMBERED_ENDS = 1024
 
 
-class Admission:
+class AdmissionGate:
     """Counts sequences between their admission and their end."""
 
     def __init__(self, *, shared: bool, clock: Callable[[], float] = time.monotonic) -> None:

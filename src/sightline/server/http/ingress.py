@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from sightline.server.http.access import Access, HostList, Keyring, first_header
-from sightline.server.http.admission import Admission
+from sightline.server.http.admission import AdmissionGate
 from sightline.server.http.errors import ApiError, invalid
 from sightline.server.http.limits import BodyBudget, Limits, parse
 from sightline.server.http.routing import EVENTS, JSON, NO_BODY, Call, Header, Reply, Route, RouteTable, Stream
@@ -54,7 +54,7 @@ class Ingress:
         keys: Keyring,
         hosts: HostList,
         limits: Limits,
-        admission: Admission,
+        admission: AdmissionGate,
         metrics: ServiceMetrics,
         *,
         strict: bool,

@@ -119,7 +119,7 @@ class Answers:
         return report
 
 
-class Meter(Protocol):
+class TrafficMeter(Protocol):
     """Who counts what goes by."""
 
     def observe(self, report: RequestReport, answers: Answers, now: float) -> None: ...
@@ -134,7 +134,7 @@ class Meter(Protocol):
 class EnginePort:
     """Takes requests for the engine process, and brings its reports to those who asked."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: TrafficMeter) -> None:
         self._meter = meter
         self._numbers = itertools.count(1)
         self._answers: dict[int, Answers] = {}

@@ -20,9 +20,9 @@ from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
-from sightline.testing.conformance.bench import SCALES, Memory, Row, Setting, Unused
 from sightline.testing.conformance.cases import GOES_ON_BY, OTHERS, Case
 from sightline.testing.conformance.domains import borders
+from sightline.testing.conformance.rig import SCALES, Memory, Row, Setting, Unused
 from sightline.testing.conformance.steps import Asked, Step
 from sightline.testing.conformance.trial import Trial
 

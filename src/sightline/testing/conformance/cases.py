@@ -20,7 +20,7 @@ from sightline.attention.contract import CachePolicy
 from sightline.attention.dimensions import IN_ORDER, Company, Dimension, LaneUse, Padding, Point, Reuse, Sharing, Value
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.batch import CAUSAL, FULL, MaskKind
-from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.trees import tree_row
 
 TIGHT = 0

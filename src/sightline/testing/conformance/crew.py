@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from sightline.core.errors import ConfigError
-from sightline.testing.conformance.errands import Answer, Brief, Errand, packed, unpacked
+from sightline.testing.conformance.errands import Brief, Errand, ErrandResult, packed, unpacked
 from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, checks_of, joined, settled
 from sightline.testing.conformance.line import Line, wait_for_any
 from sightline.testing.conformance.rows import RowToTry
-from sightline.testing.conformance.trial import Check, Share
+from sightline.testing.conformance.trial import CaseShare, Check
 from sightline.testing.conformance.trying import PreparedRow, Trier, Watch
 
 _COMMAND = (sys.executable, "-P", "-m", "sightline.testing.conformance.worker")
@@ -174,9 +174,9 @@ class _Worker:
                     return None
                 # Gone, though what it forked may hold its end open.
                 raise EOFError
-            answer = unpacked(self.line.receive(), Answer)
+            answer = unpacked(self.line.receive(), ErrandResult)
         except (EOFError, OSError):
-            answer = Answer(self._lost(self.job), None)
+            answer = ErrandResult(self._lost(self.job), None)
         self.job = None
         if answer.refusal is not None:
             raise ConfigError(answer.refusal)
@@ -241,5 +241,5 @@ def _ground(check: Check, by_name: Mapping[str, Check]) -> set[str]:
 def _errands(prepared: PreparedRow, check: Check) -> tuple[Errand, ...]:
     """One for each share."""
     row, samples, identity = prepared.row, prepared.samples, prepared.identity
-    shares = [Share(number, check.num_shares) for number in range(check.num_shares)]
+    shares = [CaseShare(number, check.num_shares) for number in range(check.num_shares)]
     return tuple(Errand(row.candidate.name, row.label, check.name, share, samples, identity) for share in shares)

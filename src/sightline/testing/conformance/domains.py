@@ -30,8 +30,8 @@ from sightline.attention.spec import Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
-from sightline.testing.conformance.bench import Subject
 from sightline.testing.conformance.cases import MOST_POOL_BYTES
+from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.samples import Samples
 
 _SPANS = {

@@ -36,14 +36,14 @@ from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_description
 from sightline.models.registry import define_embedder, define_model
 from sightline.runner.build import Blueprint, draw_up, requirement, usage_of
-from sightline.runner.demand import Usage
-from sightline.testing.conformance.bench import Subject
+from sightline.runner.demand import AttentionUsage
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.checks.covering import cover
 from sightline.testing.conformance.domains import domains_of_demand
 from sightline.testing.conformance.generator import cases_for
 from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, try_check, try_row
 from sightline.testing.conformance.proving import coverage, passed_checks
+from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import Check, Effort, Trial
 
@@ -169,7 +169,7 @@ def open_blueprint(config: EngineConfig, ledger: Ledger) -> Blueprint:
         config, _ = embedder_config(config, checkpoint, ledger)
         embedder = define_embedder(checkpoint.config, ledger)
         return draw_up(config, checkpoint, embedder, usage_of(embedder), ledger)
-    return draw_up(config, checkpoint, define_model(checkpoint.config, ledger), Usage.GENERATE, ledger)
+    return draw_up(config, checkpoint, define_model(checkpoint.config, ledger), AttentionUsage.GENERATE, ledger)
 
 
 def prove_engine(

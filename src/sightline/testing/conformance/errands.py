@@ -25,7 +25,7 @@ from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.kit import CheckResult, try_check
 from sightline.testing.conformance.rows import RowToTry, list_rows
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.trial import Check, Effort, Share
+from sightline.testing.conformance.trial import CaseShare, Check, Effort
 
 _MessageT = TypeVar("_MessageT")
 
@@ -119,21 +119,21 @@ class Errand:
     row: str
     """The row's label."""
     check: str
-    share: Share
+    share: CaseShare
     samples: Samples
     identity: Identity | None
     """What a proof would be of; None where the run proves nothing."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class ErrandResult:
     """What came of an errand; or why a process can try none for this run, a fault of the run and of no backend."""
 
     result: CheckResult | None
     refusal: str | None
 
 
-def packed(message: Brief | Errand | Answer) -> bytes:
+def packed(message: Brief | Errand | ErrandResult) -> bytes:
     return msgspec.msgpack.encode(message)
 
 

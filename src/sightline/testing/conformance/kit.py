@@ -18,10 +18,10 @@ from enum import Enum
 
 from sightline.attention.capability import Capability
 from sightline.attention.dimensions import Point
-from sightline.testing.conformance.bench import Subject
 from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.trial import WHOLE, Check, CheckFailed, Effort, Progress, Share, Trial
+from sightline.testing.conformance.trial import WHOLE, CaseShare, Check, CheckFailed, CheckProgress, Effort, Trial
 
 
 class Verdict(Enum):
@@ -107,7 +107,7 @@ def try_check(
     effort: Effort,
     samples: Samples,
     earlier: Iterable[CheckResult] = (),
-    share: Share = WHOLE,
+    share: CaseShare = WHOLE,
 ) -> CheckResult:
     """One check or a share of it, unless it is excused or one that it builds on did not pass."""
     excuse = check.excused(subject)
@@ -143,9 +143,9 @@ def _blocked(check: Check, earlier: Iterable[CheckResult]) -> CheckResult | None
     return CheckResult(check.name, Verdict.BLOCKED, f"builds on {', '.join(missing)}", "", "", 0, 0.0)
 
 
-def _run(check: Check, subject: Subject, effort: Effort, samples: Samples, share: Share) -> CheckResult:
+def _run(check: Check, subject: Subject, effort: Effort, samples: Samples, share: CaseShare) -> CheckResult:
     started = time.perf_counter()
-    verdict, detail, trace, progress = Verdict.PASSED, "", "", Progress()
+    verdict, detail, trace, progress = Verdict.PASSED, "", "", CheckProgress()
     try:
         check.run(Trial(subject, effort, samples, progress=progress, share=share))
     except CheckFailed as failure:

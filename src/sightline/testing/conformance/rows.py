@@ -13,7 +13,7 @@ from sightline.attention.selection import Candidate
 from sightline.attention.spec import SpecKind
 from sightline.core.device import Device
 from sightline.core.errors import ConfigError
-from sightline.testing.conformance.bench import Subject
+from sightline.testing.conformance.rig import Subject
 
 
 @dataclass(frozen=True)

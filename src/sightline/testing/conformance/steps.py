@@ -24,8 +24,8 @@ from sightline.cache.layout import walk_slots
 from sightline.cache.spec import PlaneSpec
 from sightline.core.batch import Batch
 from sightline.runner.batching import assemble_transient
-from sightline.testing.conformance.bench import Bench, Row, as_bytes, row_work
 from sightline.testing.conformance.problem import Entries
+from sightline.testing.conformance.rig import AttentionRig, Row, as_bytes, row_work
 
 _Inputs = TypeVar("_Inputs", SoftmaxInputs, LatentInputs)
 _HOST = torch.device("cpu")
@@ -43,7 +43,7 @@ def _noise() -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class HostOutput:
     """What attention gives, on the host."""
 
     out: Tensor
@@ -83,7 +83,7 @@ class Step:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: AttentionRig,
         rows: Sequence[Row],
         *,
         seed: int = 0,
@@ -245,7 +245,7 @@ class Step:
         places = [starts[row] + query for row, queries in asked.items() for query in queries]
         return torch.tensor(places, dtype=torch.int64)
 
-    def expected(self, asked: Asked | None = None) -> Answer:
+    def expected(self, asked: Asked | None = None) -> HostOutput:
         """From dense tensors, row by row; nothing paged is touched. All tokens, or those that are asked about."""
         outs, lses = [], []
         for number, (row, (tokens, entries)) in enumerate(zip(self.rows, self._whole_rows(), strict=True)):
@@ -259,7 +259,7 @@ class Step:
             outs.append(out)
             lses.append(lse)
         empty = (0, self.spec.num_q_heads)
-        return Answer(
+        return HostOutput(
             torch.cat(outs) if outs else torch.zeros(*empty, self.spec.out_dim),
             torch.cat(lses) if lses else torch.zeros(empty),
         )
@@ -267,20 +267,20 @@ class Step:
     def plan(self, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> PlannedBatch:
         return self.bench.planner.plan(self.batch, needs=needs, lane=lane)
 
-    def attend(self, planned: PlannedBatch) -> Answer:
+    def attend(self, planned: PlannedBatch) -> HostOutput:
         """Runs the step's own layer on a plan that was proven; what attention does not write stays NaN."""
         inputs = to_device(self.inputs, self.bench.device)
         out = self.empty_out()
         with torch.inference_mode():
             lse = planned.attend(self.layer, inputs, out)
-        return Answer(out.to(_HOST), None if lse is None else lse.to(_HOST))
+        return HostOutput(out.to(_HOST), None if lse is None else lse.to(_HOST))
 
     def empty_out(self) -> Tensor:
         """What attention is to write, on the device: NaN everywhere."""
         shape = (self.batch.num_tokens, self.spec.num_q_heads, self.spec.out_dim)
         return torch.full(shape, torch.nan, dtype=self.bench.setting.dtype, device=self.bench.device)
 
-    def run(self, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> Answer:
+    def run(self, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> HostOutput:
         """Plans, proves and runs."""
         planned = self.bench.planner.ensure(self.plan(needs, lane))
         with torch.inference_mode():

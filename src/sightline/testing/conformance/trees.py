@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sightline.core.batch import MaskKind, RowMask
-from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.rig import Row
 
 
 def tree_row(context_len: int, parents: Sequence[int]) -> Row:

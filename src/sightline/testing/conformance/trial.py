@@ -22,19 +22,19 @@ from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind
-from sightline.testing.conformance.bench import (
+from sightline.testing.conformance.problem import Problem
+from sightline.testing.conformance.rig import (
     GARBAGE_VALUE,
     PLAIN_SCALES,
-    Bench,
+    AttentionRig,
     Memory,
     Row,
     Setting,
     Subject,
     Unused,
 )
-from sightline.testing.conformance.problem import Problem
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.steps import Answer, Asked, Step
+from sightline.testing.conformance.steps import Asked, HostOutput, Step
 
 _T = TypeVar("_T")
 _TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
@@ -57,7 +57,7 @@ class Effort(Enum):
 
 
 @dataclass
-class Progress:
+class CheckProgress:
     """How far a check has come."""
 
     num_steps: int = 0
@@ -69,7 +69,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Share:
+class CaseShare:
     """Every so many-th case of a check, so that several processes can try it together."""
 
     number: int
@@ -80,7 +80,7 @@ class Share:
         return cases[self.number :: self.count]
 
 
-WHOLE = Share(0, 1)
+WHOLE = CaseShare(0, 1)
 
 
 class Trial:
@@ -93,8 +93,8 @@ class Trial:
         samples: Samples,
         dtype: torch.dtype | None = None,
         cache_dtype: torch.dtype | None = None,
-        progress: Progress | None = None,
-        share: Share = WHOLE,
+        progress: CheckProgress | None = None,
+        share: CaseShare = WHOLE,
     ) -> None:
         """In the row's first dtype, unless another is named; the cache is in the same where it can be."""
         self.subject = subject
@@ -104,7 +104,7 @@ class Trial:
         """What the row declares and can be asked for here."""
         self.effort = effort
         self.samples = samples
-        self.progress = progress or Progress()
+        self.progress = progress or CheckProgress()
         self.share = share
         """Of the cases, for a check that can be shared out."""
         caches, computed = cache_dtypes(self.row), compute_dtypes(self.row)
@@ -148,17 +148,17 @@ class Trial:
             max_step_tokens=max(512, 5 * self.page_size),
         )
 
-    def bench(self, *specs: AttentionSpec, setting: Setting | None = None) -> Bench:
+    def bench(self, *specs: AttentionSpec, setting: Setting | None = None) -> AttentionRig:
         specs, setting = specs or (self.plain,), setting or self.setting
         self.progress.case = "building for " + describe(self.problem, setting, *specs)
-        return Bench(self.subject, specs, setting)
+        return AttentionRig(self.subject, specs, setting)
 
-    def run(self, step: Step, needs: frozenset[Feature] = frozenset()) -> Answer:
+    def run(self, step: Step, needs: frozenset[Feature] = frozenset()) -> HostOutput:
         """Runs a step, and says so."""
         self.progress.case = describe_step(step)
         return step.run(needs)
 
-    def try_step(self, step: Step, needs: frozenset[Feature] = frozenset()) -> Answer:
+    def try_step(self, step: Step, needs: frozenset[Feature] = frozenset()) -> HostOutput:
         """Runs a step and holds it against the oracle."""
         answer = self.run(step, needs)
         self.hold(step, answer)
@@ -171,7 +171,7 @@ class Trial:
         if unwritten is not None:
             fail(unwritten)
 
-    def require_lse(self, step: Step, answer: Answer, *, wanted: bool) -> None:
+    def require_lse(self, step: Step, answer: HostOutput, *, wanted: bool) -> None:
         """There exactly where it was asked for, float32, one number for each token and head, padding included."""
         self.require((answer.lse is not None) == wanted, f"expected {'the' if wanted else 'no'} LSE, got {answer.lse}")
         if answer.lse is not None:
@@ -189,7 +189,7 @@ class Trial:
         """Runs a step of these rows on a bench of its own."""
         self.try_step(Step(self.bench(spec or self.plain, setting=setting), rows), needs)
 
-    def hold(self, step: Step, answer: Answer, what: str = "", asked: Asked | None = None) -> None:
+    def hold(self, step: Step, answer: HostOutput, what: str = "", asked: Asked | None = None) -> None:
         """Compares an answer with the oracle's, and what the step left in the cache with its inputs.
 
         Where only some tokens are asked about, the others' output must be numbers.

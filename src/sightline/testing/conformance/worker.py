@@ -13,7 +13,7 @@ from threading import Thread
 import torch
 
 from sightline.core.errors import ConfigError
-from sightline.testing.conformance.errands import Answer, Brief, Desk, Errand, packed, unpacked
+from sightline.testing.conformance.errands import Brief, Desk, Errand, ErrandResult, packed, unpacked
 from sightline.testing.conformance.line import Line
 
 
@@ -25,13 +25,13 @@ def main() -> None:
     try:
         desk = Desk(unpacked(received.get(), Brief))
     except Exception as error:  # the border to other people's code: what cannot begin says nothing about a backend
-        line.send(packed(Answer(None, f"expected a process that can try checks, got {_told(error)}")))
+        line.send(packed(ErrandResult(None, f"expected a process that can try checks, got {_told(error)}")))
         return
     try:
         while True:
-            line.send(packed(Answer(desk.attempt(unpacked(received.get(), Errand)), None)))
+            line.send(packed(ErrandResult(desk.attempt(unpacked(received.get(), Errand)), None)))
     except ConfigError as error:
-        line.send(packed(Answer(None, str(error))))
+        line.send(packed(ErrandResult(None, str(error))))
 
 
 def _told(error: Exception) -> str:

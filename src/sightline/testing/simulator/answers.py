@@ -14,7 +14,7 @@ from sightline.runner.sampling.noise import derived_seed
 from sightline.scheduler.sequence import SequenceState
 from sightline.testing.simulator.faults import UNBEARABLE
 from sightline.testing.simulator.oracle import RAISING, SPOILING, expected_tokens, logprob, prefix_hashes
-from sightline.testing.simulator.scenario import Submit
+from sightline.testing.simulator.scenario import ClientSubmits
 
 _FAILURES = {RAISING: UNBEARABLE, SPOILING: "NaN"}
 """By token: what a request that holds it fails with."""
@@ -24,7 +24,7 @@ _FAILURES = {RAISING: UNBEARABLE, SPOILING: "NaN"}
 class Attempt:
     """One submission that the engine accepted."""
 
-    asked: Submit
+    asked: ClientSubmits
     request_id: str
     params: EffectiveParams
     arrival: int
@@ -109,7 +109,7 @@ def _check_tokens(attempt: Attempt, answer: CompletionOutput) -> Iterator[str]:
         )
 
 
-def _check_end(asked: Submit, answer: CompletionOutput, error: str | None, *, may_abort: bool) -> Iterator[str]:
+def _check_end(asked: ClientSubmits, answer: CompletionOutput, error: str | None, *, may_abort: bool) -> Iterator[str]:
     tokens, reason = answer.token_ids, answer.finish_reason
     stop = next((place for place, token in enumerate(tokens) if token in asked.stop_token_ids), None)
     own = "stop" if stop is not None else "length" if len(tokens) == asked.max_tokens else None

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from sightline.core.errors import EngineClosedError, QueueFullError
 from sightline.core.request import SamplingParams, Terms
 from sightline.testing.simulator.answers import Attempt, check_answer, check_reuse
-from sightline.testing.simulator.counts import Counts
+from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.faults import DEVICE_GONE
-from sightline.testing.simulator.scenario import Submit
+from sightline.testing.simulator.scenario import ClientSubmits
 from sightline.testing.simulator.stage import Stage
 
 _PATIENCE = 3
@@ -25,7 +25,7 @@ _PATIENCE = 3
 @dataclass(frozen=True)
 class _Retry:
     at: int
-    asked: Submit
+    asked: ClientSubmits
     num_tries: int
 
 
@@ -41,7 +41,7 @@ class _Moment:
 class Clients:
     """Everyone who asks one engine."""
 
-    def __init__(self, stage: Stage, counts: Counts) -> None:
+    def __init__(self, stage: Stage, counts: EventCounts) -> None:
         self._stage = stage
         self._engine = stage.engine
         self._counts = counts
@@ -72,7 +72,7 @@ class Clients:
             yield from self.submit(step, retry.asked, retry.num_tries)
         self._began = self._moment()
 
-    def submit(self, step: int, asked: Submit, num_tries: int = 0) -> Iterator[str]:
+    def submit(self, step: int, asked: ClientSubmits, num_tries: int = 0) -> Iterator[str]:
         """Accepted exactly where there is room in the queue."""
         now, room = self._stage.faults.clock.now, self._stage.scene.max_queued - self._stage.scheduler.num_waiting
         try:
@@ -158,7 +158,7 @@ class Clients:
         num_launched = faults.num_forwards - faults.num_failed_forwards
         return _Moment(faults.clock.now, faults.num_refused, num_launched - len(self._engine.in_flight))
 
-    def _retry(self, step: int, asked: Submit, num_tries: int) -> None:
+    def _retry(self, step: int, asked: ClientSubmits, num_tries: int) -> None:
         if num_tries < asked.retries:
             self._retries.append(_Retry(step + _PATIENCE, asked, num_tries + 1))
 
@@ -235,7 +235,7 @@ class Clients:
                 yield f"request {attempt.asked.name} ended at its deadline and does not say so"
 
 
-def _params(asked: Submit) -> SamplingParams:
+def _params(asked: ClientSubmits) -> SamplingParams:
     return SamplingParams(
         temperature=asked.temperature,
         seed=asked.seed,
@@ -248,5 +248,5 @@ def _params(asked: Submit) -> SamplingParams:
     )
 
 
-def _terms(asked: Submit) -> Terms:
+def _terms(asked: ClientSubmits) -> Terms:
     return Terms(caller=asked.caller, priority=asked.priority, timeout=asked.timeout)

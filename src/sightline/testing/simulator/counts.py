@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 
 
 @dataclass
-class Counts:
+class EventCounts:
     """How often each thing happened."""
 
     seeds: int = 0
@@ -38,8 +38,8 @@ class Counts:
     device_faults: int = 0
     closes: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(*(mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)))
+    def __add__(self, other: EventCounts) -> EventCounts:
+        return EventCounts(*(mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)))
 
     def values(self) -> tuple[int, ...]:
         return tuple(asdict(self).values())

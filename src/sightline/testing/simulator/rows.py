@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from sightline.scheduler.sequence import SequenceState
-from sightline.testing.simulator.counts import Counts
+from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.stage import Stage
 
 _PATIENCE = 3
@@ -21,7 +21,7 @@ give way in flight."""
 class RowShares:
     """Of one engine."""
 
-    def __init__(self, stage: Stage, counts: Counts) -> None:
+    def __init__(self, stage: Stage, counts: EventCounts) -> None:
         self._stage = stage
         self._counts = counts
         self._ran: list[SequenceState] = []

@@ -50,7 +50,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Submit:
+class ClientSubmits:
     """A client asks."""
 
     kind: ClassVar[str] = "submit"
@@ -78,7 +78,7 @@ class Submit:
 
 
 @dataclass(frozen=True)
-class Cancel:
+class ClientCancels:
     """A client changes its mind, and takes what there is."""
 
     kind: ClassVar[str] = "cancel"
@@ -137,10 +137,21 @@ class Close:
     at: int
 
 
-Event: TypeAlias = Submit | Cancel | ClientGone | RefuseAllocations | FailForward | SlowForward | DeviceFault | Close
+Event: TypeAlias = (
+    ClientSubmits | ClientCancels | ClientGone | RefuseAllocations | FailForward | SlowForward | DeviceFault | Close
+)
 _EVENTS: Mapping[str, type[Event]] = {
     event.kind: event
-    for event in (Submit, Cancel, ClientGone, RefuseAllocations, FailForward, SlowForward, DeviceFault, Close)
+    for event in (
+        ClientSubmits,
+        ClientCancels,
+        ClientGone,
+        RefuseAllocations,
+        FailForward,
+        SlowForward,
+        DeviceFault,
+        Close,
+    )
 }
 
 
@@ -157,7 +168,7 @@ class Scenario:
         if any(later.at < earlier.at for earlier, later in pairwise(self.events)):
             raise ConfigError("expected events in the order in which they happen, got an earlier one after a later one")
         for event in self.events:
-            if isinstance(event, Submit) and not scene.fits(len(event.prompt), event.max_tokens):
+            if isinstance(event, ClientSubmits) and not scene.fits(len(event.prompt), event.max_tokens):
                 raise ConfigError(f"expected requests that the scene has room for, got {event}")
 
     def to_json(self) -> str:

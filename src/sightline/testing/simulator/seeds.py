@@ -14,21 +14,21 @@ from functools import partial
 from multiprocessing import get_context
 
 from sightline.core.device import single_threaded
-from sightline.testing.simulator.counts import Counts
+from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.scenario import Scenario
 from sightline.testing.simulator.shrink import shrink
 from sightline.testing.simulator.simulation import Violation, play, simulate
 
 
 @dataclass(frozen=True)
-class Failure:
+class SeedFailure:
     """A seed in which something is wrong."""
 
     seed: int
     what: str
 
 
-def play_seeds(seeds: Sequence[int], num_steps: int, num_jobs: int) -> Iterator[Counts | Failure]:
+def play_seeds(seeds: Sequence[int], num_steps: int, num_jobs: int) -> Iterator[EventCounts | SeedFailure]:
     """One result for each seed, in order."""
     play_one = partial(_play_one, num_steps=num_steps)
     if num_jobs == 1:
@@ -52,12 +52,12 @@ def shortened(scenario: Scenario) -> tuple[Scenario, Violation | None]:
         return short, play(short)
 
 
-def _play_one(seed: int, num_steps: int) -> Counts | Failure:
+def _play_one(seed: int, num_steps: int) -> EventCounts | SeedFailure:
     with single_threaded(), unsaid():
         try:
             return simulate(seed, num_steps)
         except Violation as violation:
-            return Failure(seed, str(violation))
+            return SeedFailure(seed, str(violation))
 
 
 @contextmanager

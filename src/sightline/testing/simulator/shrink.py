@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from sightline.testing.simulator.scenario import Event, RefuseAllocations, Scenario, Scene, SlowForward, Submit
+from sightline.testing.simulator.scenario import ClientSubmits, Event, RefuseAllocations, Scenario, Scene, SlowForward
 
 _PLAIN: dict[str, object] = {
     "n": 1,
@@ -109,7 +109,7 @@ class _Shrinking:
 
 def _simpler_events(event: Event) -> Iterator[Event]:
     match event:
-        case Submit():
+        case ClientSubmits():
             plain = {name: value for name, value in _PLAIN.items() if vars(event)[name] != value}
             if len(plain) > 1:
                 yield replace(event, **plain)  # type: ignore[arg-type]
@@ -138,6 +138,6 @@ def _simpler_scenes(scenario: Scenario) -> Iterator[Scene]:
     if scene.max_rows > 1:
         yield replace(scene, max_rows=scene.max_rows - 1)
     smaller = replace(scene, max_len=max(1, scene.max_len * 3 // 4))
-    asked = [event for event in scenario.events if isinstance(event, Submit)]
+    asked = [event for event in scenario.events if isinstance(event, ClientSubmits)]
     if smaller != scene and all(smaller.fits(len(event.prompt), event.max_tokens) for event in asked):
         yield smaller

@@ -15,13 +15,14 @@ import torch
 from sightline.core.batch import Batch
 from sightline.core.errors import DeviceFaultError
 from sightline.testing.simulator.clients import Clients
-from sightline.testing.simulator.counts import Counts
+from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.faults import PlannedFault
 from sightline.testing.simulator.invariants import Invariants
 from sightline.testing.simulator.rows import RowShares
 from sightline.testing.simulator.scenario import (
-    Cancel,
+    ClientCancels,
     ClientGone,
+    ClientSubmits,
     Close,
     DeviceFault,
     Event,
@@ -29,7 +30,6 @@ from sightline.testing.simulator.scenario import (
     RefuseAllocations,
     Scenario,
     SlowForward,
-    Submit,
 )
 from sightline.testing.simulator.stage import set_stage
 from sightline.testing.simulator.workload import draw_scenario
@@ -56,7 +56,7 @@ class Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self._events = list(reversed(scenario.events))
         """The next one is the last."""
-        self.counts = Counts(seeds=1)
+        self.counts = EventCounts(seeds=1)
         self._stage = set_stage(scenario.scene, self._watch)
         self._clients = Clients(self._stage, self.counts)
         self._invariants = Invariants(self._stage)
@@ -67,7 +67,7 @@ class Simulation:
         self._findings: list[str] = []
         """What is wrong, found where an exception would be taken for the model's."""
 
-    def run(self) -> Counts:
+    def run(self) -> EventCounts:
         """To the end of everything. Raises `Violation`."""
         try:
             with torch.inference_mode(), _without_planned_faults():
@@ -137,9 +137,9 @@ class Simulation:
     def _happen(self, event: Event) -> None:
         faults = self._stage.faults
         match event:
-            case Submit():
+            case ClientSubmits():
                 self._check(self._clients.submit(self._step, event))
-            case Cancel():
+            case ClientCancels():
                 self._clients.cancel(event.name)
             case ClientGone():
                 self._clients.leave(event.name)
@@ -199,6 +199,6 @@ def play(scenario: Scenario) -> Violation | None:
     return None
 
 
-def simulate(seed: int, num_steps: int) -> Counts:
+def simulate(seed: int, num_steps: int) -> EventCounts:
     """Plays one seed. Raises `Violation`."""
     return Simulation(draw_scenario(seed, num_steps)).run()

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from sightline.testing.simulator.faults import TICK
 from sightline.testing.simulator.oracle import NUM_ORDINARY, RAISING, SPOILING
 from sightline.testing.simulator.scenario import (
-    Cancel,
+    ClientCancels,
     ClientGone,
+    ClientSubmits,
     Close,
     DeviceFault,
     Event,
@@ -21,7 +22,6 @@ from sightline.testing.simulator.scenario import (
     Scenario,
     Scene,
     SlowForward,
-    Submit,
 )
 
 
@@ -80,7 +80,7 @@ class _Workload:
                 self.events.append(self._submit(at))
         if self.num_submitted and draw.random() < 0.08:
             name = max(0, self.num_submitted - draw.randint(1, 12))
-            self.events.append(ClientGone(at, name) if draw.random() < 0.3 else Cancel(at, name))
+            self.events.append(ClientGone(at, name) if draw.random() < 0.3 else ClientCancels(at, name))
         if draw.random() < 0.04:
             self.events.append(self._fault(at))
 
@@ -92,13 +92,13 @@ class _Workload:
             return FailForward(at)
         return SlowForward(at, TICK * self.draw.randint(50, 600))
 
-    def _submit(self, at: int) -> Submit:
+    def _submit(self, at: int) -> ClientSubmits:
         draw, name = self.draw, self.num_submitted
         self.num_submitted += 1
         prompt = self._prompt()
         n = draw.choice([1, 1, 1, 1, 2, 3])
         temperature = 1.0 if self.samples and (n > 1 or draw.random() < 0.1) else 0.0
-        return Submit(
+        return ClientSubmits(
             at=at,
             name=name,
             prompt=tuple(prompt),

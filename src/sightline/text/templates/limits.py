@@ -37,7 +37,7 @@ _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _SEQUENCES: tuple[type[Any], ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.items()), type({}.values()))
 
 
-class Meter:
+class RenderMeter:
     """Counts what one rendering uses."""
 
     def __init__(self, seconds: float) -> None:

@@ -35,7 +35,7 @@ class MeteredContext(Context):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.meter = limits.Meter(limits.RENDER_SECONDS)
+        self.meter = limits.RenderMeter(limits.RENDER_SECONDS)
 
     def derived(self, locals: dict[str, Any] | None = None) -> Context:
         context = super().derived(locals)
@@ -200,7 +200,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def rendered(self, template: jinja2.Template, variables: Mapping[str, object], seconds: float) -> Iterator[str]:
         """The pieces of a rendering that must end within `seconds`."""
         context = _metered(template.new_context(dict(variables)))
-        context.meter = limits.Meter(seconds)
+        context.meter = limits.RenderMeter(seconds)
         return template.root_render_func(context)
 
 

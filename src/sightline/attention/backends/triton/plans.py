@@ -16,13 +16,12 @@ from sightline.attention.buffers import PlanBuffers
 from sightline.cache.pools import Pool
 from sightline.core.batch import Batch, MaskKind, RowMask
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch
-from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks
-from sightline.kernels.triton.extend_rules import MaskKind as KernelMask
+from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, LaunchMask
 
 Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Takes a lease, given a name, a shape and a dtype."""
 
-_KINDS = {MaskKind.CAUSAL: KernelMask.CAUSAL, MaskKind.FULL: KernelMask.FULL, MaskKind.TREE: KernelMask.TREE}
+_KINDS = {MaskKind.CAUSAL: LaunchMask.CAUSAL, MaskKind.FULL: LaunchMask.FULL, MaskKind.TREE: LaunchMask.TREE}
 _OVERLAPPING = frozenset({(9, 0)})
 """Compute capabilities on which a launch may begin before the previous one ends."""
 
@@ -89,9 +88,9 @@ def plan_masks(batch: Batch, buffers: PlanBuffers) -> ExtendMasks:
     row_kinds = buffers.take("row kinds", (batch.num_rows,), torch.int8)
     row_kinds.copy_(torch.tensor([_KINDS[mask.kind] for mask in batch.masks], dtype=torch.int8), non_blocking=True)
     if MaskKind.TREE not in kinds:
-        return ExtendMasks(KernelMask.BY_ROW, row_kinds)
+        return ExtendMasks(LaunchMask.BY_ROW, row_kinds)
     trees, offsets = _plan_trees(batch.masks, buffers)
-    return ExtendMasks(KernelMask.BY_ROW, row_kinds, trees, offsets, batch.positions)
+    return ExtendMasks(LaunchMask.BY_ROW, row_kinds, trees, offsets, batch.positions)
 
 
 def _plan_trees(masks: Sequence[RowMask], buffers: PlanBuffers) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.loading.gguf.config import translate_config
 from sightline.models.loading.gguf.file import GgufFile, GgufTensor
-from sightline.models.loading.gguf.names import ROPE_FACTORS, Counts, TensorSource, translate_tensors
+from sightline.models.loading.gguf.names import ROPE_FACTORS, LayoutNumbers, TensorSource, translate_tensors
 from sightline.models.loading.gguf.quantization import block_bits, can_dequantise, dequantise, read_blocks
 from sightline.text.tokenizers.gguf import end_token_ids, tokenizer_from_gguf
 from sightline.text.tokenizers.gguf_metadata import GgufMetadata
@@ -113,13 +113,13 @@ class GgufCheckpoint(Checkpoint):
         return factors
 
 
-def _counts(config: dict[str, object]) -> Counts:
+def _counts(config: dict[str, object]) -> LayoutNumbers:
     query, key_value = config["num_attention_heads"], config["num_key_value_heads"]
     experts = config.get("num_experts", config.get("num_local_experts", 0))
     assert isinstance(query, int)
     assert isinstance(key_value, int)
     assert isinstance(experts, int)
-    return Counts(query, key_value, experts)
+    return LayoutNumbers(query, key_value, experts)
 
 
 def _record_what_is_missing(metadata: GgufMetadata, ledger: Ledger) -> None:

@@ -28,7 +28,7 @@ from sightline.text.tokenizers.gguf_metadata import GgufMetadata
 
 
 @dataclass(frozen=True)
-class ConfigReader:
+class ArchitectureReader:
     """How one `general.architecture` states its config."""
 
     read: Callable[[GgufMetadata, TensorShapes], dict[str, object]]
@@ -184,15 +184,15 @@ def _head_dim_or_share(metadata: GgufMetadata, config: Mapping[str, object], pre
 _WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})
 _EXPERTS = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 
-CONFIG_READERS: Mapping[str, ConfigReader] = MappingProxyType(
+CONFIG_READERS: Mapping[str, ArchitectureReader] = MappingProxyType(
     {
-        "llama": ConfigReader(_llama, frozenset({"attention.sliding_window"})),
-        "qwen2": ConfigReader(_qwen2),
-        "qwen3": ConfigReader(_qwen3),
-        "qwen3moe": ConfigReader(_qwen3moe, _EXPERTS),
-        "gemma2": ConfigReader(_gemma2, _WINDOW | {"attn_logit_softcapping", "final_logit_softcapping"}),
-        "gemma3": ConfigReader(_gemma3, _WINDOW | {"rope.freq_base_swa", "final_logit_softcapping"}),
-        "gpt-oss": ConfigReader(_gpt_oss, _EXPERTS | _WINDOW),
+        "llama": ArchitectureReader(_llama, frozenset({"attention.sliding_window"})),
+        "qwen2": ArchitectureReader(_qwen2),
+        "qwen3": ArchitectureReader(_qwen3),
+        "qwen3moe": ArchitectureReader(_qwen3moe, _EXPERTS),
+        "gemma2": ArchitectureReader(_gemma2, _WINDOW | {"attn_logit_softcapping", "final_logit_softcapping"}),
+        "gemma3": ArchitectureReader(_gemma3, _WINDOW | {"rope.freq_base_swa", "final_logit_softcapping"}),
+        "gpt-oss": ArchitectureReader(_gpt_oss, _EXPERTS | _WINDOW),
     }
 )
 """By `general.architecture`."""

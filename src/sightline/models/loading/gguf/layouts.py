@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """From decoded tensors of the file to the one that Hugging Face stores."""
 
     apply: Callable[..., torch.Tensor]
@@ -25,13 +25,13 @@ class Layout:
     """Whether each row of one source comes out whole, if elsewhere: `apply` then takes anything with as many rows."""
 
 
-UNCHANGED = Layout(lambda tensor: tensor, keeps_rows=True)
+UNCHANGED = TensorLayout(lambda tensor: tensor, keeps_rows=True)
 
-MINUS_ONE = Layout(lambda tensor: tensor - 1.0)
+MINUS_ONE = TensorLayout(lambda tensor: tensor - 1.0)
 """Gemma scales by (1 + weight); its converter stores the sum so that a plain norm can read it."""
 
 
-def split_pairs(num_heads: int) -> Layout:
+def split_pairs(num_heads: int) -> TensorLayout:
     """Undoes the row order for rotary embeddings that rotate neighbouring rows.
 
     Within each head, rows (0, half, 1, half + 1, ...) become (0, 1, ..., half, half + 1, ...).
@@ -41,14 +41,14 @@ def split_pairs(num_heads: int) -> Layout:
         pairs = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
-    return Layout(apply, keeps_rows=True)
+    return TensorLayout(apply, keeps_rows=True)
 
 
 def _transposed_shape(shape: Shape) -> Shape | None:
     return (shape[0], shape[2], shape[1]) if len(shape) == 3 else None
 
 
-TRANSPOSED = Layout(lambda tensor: tensor.transpose(1, 2).contiguous(), _transposed_shape)
+TRANSPOSED = TensorLayout(lambda tensor: tensor.transpose(1, 2).contiguous(), _transposed_shape)
 """[experts, out, in] to [experts, in, out]."""
 
 
@@ -67,6 +67,6 @@ def _interleaved_shape(gate: Shape, up: Shape) -> Shape | None:
     return (gate[0], 2 * gate[1]) if len(gate) == 2 else (gate[0], gate[2], 2 * gate[1])
 
 
-INTERLEAVED = Layout(_interleaved, _interleaved_shape)
+INTERLEAVED = TensorLayout(_interleaved, _interleaved_shape)
 """Gate and up weights [experts, out, in] to one [experts, in, 2 * out], and biases [experts, out] to
 [experts, 2 * out]: gates in the even columns."""

@@ -17,7 +17,7 @@ from sightline.models.loading.gguf.layouts import (
     MINUS_ONE,
     TRANSPOSED,
     UNCHANGED,
-    Layout,
+    TensorLayout,
     split_pairs,
 )
 
@@ -29,7 +29,7 @@ Converters store the llama3 rope scaling this way. It is part of the config, not
 
 
 @dataclass(frozen=True)
-class Counts:
+class LayoutNumbers:
     """The numbers on which layouts depend."""
 
     query_heads: int
@@ -44,14 +44,14 @@ class TensorSource:
 
     names: tuple[str, ...]
     """In the file, in the order in which `layout` takes them."""
-    layout: Layout
+    layout: TensorLayout
     shape: tuple[int, ...]
     """As Hugging Face has it."""
     expert: int | None = None
     """Only this index of the outermost dimension; None for the whole tensor."""
 
 
-def translate_tensors(architecture: str, shapes: TensorShapes, counts: Counts) -> dict[str, TensorSource]:
+def translate_tensors(architecture: str, shapes: TensorShapes, counts: LayoutNumbers) -> dict[str, TensorSource]:
     """Sources by Hugging Face name. Every tensor of the file is mapped or refused."""
     translated: dict[str, TensorSource] = {}
     for name in shapes:
@@ -71,15 +71,15 @@ def translate_tensors(architecture: str, shapes: TensorShapes, counts: Counts) -
 class _Rule:
     name: str
     """Hugging Face name; `{layer}` and `{expert}` stand for numbers."""
-    layout: Layout | Callable[[Counts], Layout] = UNCHANGED
+    layout: TensorLayout | Callable[[LayoutNumbers], TensorLayout] = UNCHANGED
     parts: tuple[str, ...] = ()
     """The names below the layer of all tensors that make up this one, where they are several."""
 
 
 def _sources(
-    rule: _Rule, name: str, layer: str, shapes: TensorShapes, counts: Counts
+    rule: _Rule, name: str, layer: str, shapes: TensorShapes, counts: LayoutNumbers
 ) -> Iterator[tuple[str, TensorSource]]:
-    layout = rule.layout if isinstance(rule.layout, Layout) else rule.layout(counts)
+    layout = rule.layout if isinstance(rule.layout, TensorLayout) else rule.layout(counts)
     if "{expert}" in rule.name:
         shape = shapes[name]
         if len(shape) != 3 or shape[0] != counts.experts:
@@ -101,11 +101,11 @@ def _sources(
     yield rule.name.format(layer=layer), TensorSource(names, layout, result)
 
 
-def _query_rows(counts: Counts) -> Layout:
+def _query_rows(counts: LayoutNumbers) -> TensorLayout:
     return split_pairs(counts.query_heads)
 
 
-def _key_rows(counts: Counts) -> Layout:
+def _key_rows(counts: LayoutNumbers) -> TensorLayout:
     return split_pairs(counts.key_value_heads)
 
 
@@ -121,7 +121,7 @@ _LAYER = "model.layers.{layer}"
 _Rules = Mapping[str, _Rule]
 
 
-def _outer(norm: Layout) -> _Rules:
+def _outer(norm: TensorLayout) -> _Rules:
     return {
         "token_embd.weight": _Rule("model.embed_tokens.weight"),
         "output.weight": _Rule("lm_head.weight"),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from sightline.cache.layout import Layout, walk_slots
-from sightline.testing.conformance.bench import Bench, Row, Unused
+from sightline.testing.conformance.rig import AttentionRig, Row, Unused
 from sightline.testing.conformance.steps import Step, bits
 from sightline.testing.conformance.trial import Check, Trial, fail, ragged_rows
 
 
-def _snapshot(bench: Bench) -> dict[str, Tensor]:
+def _snapshot(bench: AttentionRig) -> dict[str, Tensor]:
     """Every plane of every pool, on the host."""
     return {
         f"{pool.key}.{plane.name}": pool.plane(plane.name).detach().cpu().clone()

@@ -10,7 +10,7 @@ import torch
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.cache.layout import Layout
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
-from sightline.testing.conformance.bench import Row, Unused
+from sightline.testing.conformance.rig import Row, Unused
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trees import tree_row
 from sightline.testing.conformance.trial import Check, Trial, masked, needs_feature, ragged_rows

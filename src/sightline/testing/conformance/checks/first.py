@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sightline.attention.oracle.dtypes import compute_dtypes
-from sightline.testing.conformance.bench import Row
+from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Check, Trial
 

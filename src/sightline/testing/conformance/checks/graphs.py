@@ -11,8 +11,8 @@ from sightline.attention.contract import AttentionInputs
 from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.device import DeviceKind
-from sightline.testing.conformance.bench import Row, Subject
-from sightline.testing.conformance.steps import Answer, Step, tensors_of, to_device
+from sightline.testing.conformance.rig import Row, Subject
+from sightline.testing.conformance.steps import HostOutput, Step, tensors_of, to_device
 from sightline.testing.conformance.trial import Check, Trial
 
 _DECODED = [Row(5 * index, 1) for index in range(8)]
@@ -74,7 +74,7 @@ def _capture(
         out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        answer = Answer(out.cpu(), None if lse is None else lse.cpu())
+        answer = HostOutput(out.cpu(), None if lse is None else lse.cpu())
         trial.hold(other, answer, "a captured step, replayed")
         trial.require(
             bool(out[real:].isnan().all()), "expected replay to leave the output of padding tokens, got numbers"

@@ -15,8 +15,8 @@ import torch
 from sightline.attention.spec import Feature, LatentSpec, SpecKind
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
-from sightline.testing.conformance.bench import Row, Setting
 from sightline.testing.conformance.checks.features import LSE
+from sightline.testing.conformance.rig import Row, Setting
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Check, Trial
 

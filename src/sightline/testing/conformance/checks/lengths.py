@@ -10,7 +10,7 @@ from sightline.attention.capability import HostLengths
 from sightline.attention.spec import Feature
 from sightline.core.batch import FULL
 from sightline.core.lengths import Lengths
-from sightline.testing.conformance.bench import Row, Subject
+from sightline.testing.conformance.rig import Row, Subject
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Check, Trial, ragged_rows
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.workspace import MAIN_LANE
-from sightline.testing.conformance.bench import Bench, Memory, Row
+from sightline.testing.conformance.rig import AttentionRig, Memory, Row
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Check, Trial, ragged_rows
 
@@ -23,7 +23,7 @@ def zeroed_leases(trial: Trial) -> None:
     trial.try_step(Step(trial.bench(setting=replace(bench.setting, max_seq_len=2560)), [Row(2000, 1), Row(3, 1)]))
 
 
-def _go_through(bench: Bench, shift: int = 0) -> None:
+def _go_through(bench: AttentionRig, shift: int = 0) -> None:
     """Two dozen steps of many shapes; `shift` gives other contexts."""
     for index in range(24):
         first = Row(60 - index % 7 - shift, 1 + 3 * (index % 2))

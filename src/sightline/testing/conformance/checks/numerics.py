@@ -8,8 +8,8 @@ import torch
 
 from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
 from sightline.attention.spec import Feature
-from sightline.testing.conformance.bench import Row, Setting
-from sightline.testing.conformance.steps import Answer, Step
+from sightline.testing.conformance.rig import Row, Setting
+from sightline.testing.conformance.steps import HostOutput, Step
 from sightline.testing.conformance.trial import Check, Trial, needs_feature, ragged_rows
 
 
@@ -89,7 +89,7 @@ def determinism(trial: Trial) -> None:
             _same_bits(trial, first, other.run(step, needs))
 
 
-def _same_bits(trial: Trial, one: Answer, two: Answer, what: str = "from the same step") -> None:
+def _same_bits(trial: Trial, one: HostOutput, two: HostOutput, what: str = "from the same step") -> None:
     for name in ("out", "lse"):
         a, b = vars(one)[name], vars(two)[name]
         if a is not None:
@@ -121,7 +121,7 @@ def _batch_invariance(trial: Trial) -> None:
             crowd.contexts[before] = alone.contexts[0]
             crowd.write_contexts()
             got = trial.run(crowd, needs)
-            got = Answer(got.out[place], None if got.lse is None else got.lse[place])
+            got = HostOutput(got.out[place], None if got.lse is None else got.lse[place])
             _same_bits(trial, first, got, f"from a row of {row.context_len}+{row.query_len} alone and beside others")
             for table_row in crowd.table_rows:
                 bench.store.close_row(table_row)

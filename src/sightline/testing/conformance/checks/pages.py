@@ -10,7 +10,7 @@ import torch
 from sightline.attention.oracle.dtypes import compute_dtypes
 from sightline.cache.layout import Layout
 from sightline.core.device import Device, DeviceKind, available_bytes
-from sightline.testing.conformance.bench import Row, Subject, Unused
+from sightline.testing.conformance.rig import Row, Subject, Unused
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Check, Trial, ragged_rows
 

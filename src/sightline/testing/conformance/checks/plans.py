@@ -16,7 +16,7 @@ from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
 from sightline.core.errors import StalePlanError
-from sightline.testing.conformance.bench import Bench, Row
+from sightline.testing.conformance.rig import AttentionRig, Row
 from sightline.testing.conformance.steps import Step, bits, to_device
 from sightline.testing.conformance.trial import Check, Trial, fail, ragged_rows
 
@@ -47,7 +47,7 @@ def _other_specs(trial: Trial) -> tuple[AttentionSpec, ...]:
     return _another_spec(trial), trial.problem.spec(head_dim, size, 1)
 
 
-def _try_hybrid(trial: Trial, bench: Bench) -> None:
+def _try_hybrid(trial: Trial, bench: AttentionRig) -> None:
     for rows in (_ROWS, _OTHERS):
         steps = [Step(bench, rows, seed=0, layer=0)]
         steps += [Step(bench, rows, seed=layer, layer=layer, table_rows=steps[0].table_rows) for layer in (1, 2, 3)]
@@ -216,14 +216,14 @@ def stale_plans(trial: Trial) -> None:
     _must_raise(bench, elsewhere, "pages of other pools", lambda: None)
 
 
-def _reopen(bench: Bench, step: Step) -> None:
+def _reopen(bench: AttentionRig, step: Step) -> None:
     """The same row, with pages for as many tokens, of another owner."""
     bench.store.close_row(step.table_rows[0])
     row = bench.store.open_row()
     bench.store.grow_row(row, step.rows[0].seq_len)
 
 
-def _must_raise(bench: Bench, step: Step, way: str, change: Callable[[], None]) -> None:
+def _must_raise(bench: AttentionRig, step: Step, way: str, change: Callable[[], None]) -> None:
     planned = step.plan()
     change()
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sightline.attention.oracle.dtypes import compute_dtypes, scaled_dtypes
 from sightline.cache.layout import Layout, walk_slots
-from sightline.testing.conformance.bench import PLAIN_SCALES, SCALES, Bench, Row, Subject, as_bytes
+from sightline.testing.conformance.rig import PLAIN_SCALES, SCALES, AttentionRig, Row, Subject, as_bytes
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Check, Trial, ragged_rows
 
@@ -28,7 +28,7 @@ def _trials(trial: Trial) -> Iterator[Trial]:
             yield trial.in_dtype(dtype, cache_dtype)
 
 
-def _bench(trial: Trial, scales: tuple[float, ...], layout: Layout = Layout.IN_ORDER) -> Bench:
+def _bench(trial: Trial, scales: tuple[float, ...], layout: Layout = Layout.IN_ORDER) -> AttentionRig:
     """Two layers, whose scales differ where there are several."""
     setting = replace(trial.setting, cache_scales=scales, layout=layout, max_rows=32, max_seq_len=1024)
     return trial.bench(trial.plain, trial.plain, setting=setting)

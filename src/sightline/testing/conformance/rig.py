@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.capability import Capability
-from sightline.attention.contract import AttentionBackend, BackendContext, Limits
+from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
 from sightline.attention.oracle.attention import stored_entries
 from sightline.attention.planner import GroupBinding, Planner
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind, group_layers
@@ -141,7 +141,7 @@ class Setting:
     """At the beginning of a pool, handed out last where pages lie in order."""
 
 
-class Bench:
+class AttentionRig:
     """Pools, backends and a planner for one or more layers."""
 
     def __init__(self, subject: Subject, specs: Sequence[AttentionSpec], setting: Setting) -> None:
@@ -190,7 +190,7 @@ class Bench:
 
     def _make_planner(self, workspace: Workspace) -> Planner:
         setting = self.setting
-        limits = Limits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
+        limits = StepLimits(setting.max_rows, setting.max_step_tokens, setting.max_seq_len, setting.lanes)
         bindings = [
             GroupBinding.alone(
                 group,
