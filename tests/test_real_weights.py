@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sightline import LLM, SamplingParams
-from sightline.engine.launch import LaunchedStep, SampledTokens
+from sightline.engine.sampled import Sampled, SampledTokens
 from sightline.models.loading.default_model import default_model_path
 from support.greedy import greedy_tokens
 
@@ -79,6 +79,6 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such(llm: LLM, monkeypat
     wave = llm.tokenizer.encode_prompt("🌊")
     assert len(wave) > 2
     tokens = iter(wave)
-    monkeypatch.setattr(LaunchedStep, "read", lambda step: SampledTokens([next(tokens)], [True]))
+    monkeypatch.setattr(Sampled, "read", lambda step: SampledTokens([next(tokens)], [True]))
     pieces = [piece.text for piece in llm.stream("x", SamplingParams(max_tokens=2))]
     assert pieces == ["", "\N{REPLACEMENT CHARACTER}"]

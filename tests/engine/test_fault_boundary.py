@@ -17,8 +17,8 @@ from sightline.cache.table import PageTable
 from sightline.core.errors import DeviceFaultError, EngineClosedError
 from sightline.core.request import FinishReason
 from sightline.engine.engine import Engine
-from sightline.engine.launch import LaunchedStep
 from sightline.engine.live import LiveSequence
+from sightline.engine.sampled import Sampled
 from sightline.llm import EngineSettings
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
@@ -193,7 +193,7 @@ def test_a_device_that_dies_answers_everybody_and_takes_no_more(
     if when == "launch":
         monkeypatch.setattr(engine.runtime.runner, "forward", dies)
     else:
-        monkeypatch.setattr(LaunchedStep, "read", dies)
+        monkeypatch.setattr(Sampled, "read", dies)
     engine.step()
     assert not engine.has_work
     assert [delta.error for delta in stream][-1] == (
@@ -252,7 +252,7 @@ def test_log_probabilities_that_cannot_be_told_fail_their_request_alone(
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory for log probabilities")
 
-    monkeypatch.setattr("sightline.engine.launch.token_logprobs", no_memory)
+    monkeypatch.setattr("sightline.engine.sampled.token_logprobs", no_memory)
     engine = llm.engine
     requests = [
         engine.submit(prompt, replace(GREEDY, logprobs=1 if index == 1 else None))

@@ -167,9 +167,9 @@ def test_an_embedder_refuses_a_second_thread_and_a_text_embedder_has_it_wait(
     first = Background(lambda: llm.embed("the dog", use_tqdm=False), "the first")
     hold.until_entered()
     with pytest.raises(LaneBusyError, match="got MainThread while the first is in it"):
-        embedder.embed([(1, 2)])
+        embedder.step()
     second = Background(lambda: llm.embed("the cat", use_tqdm=False))
-    until(lambda: len(llm.embedder._turns._queue) == 1)
+    until(lambda: len(llm.embedder._shared._turns._queue) == 1)
     hold.let_go()
     first.result()
     [found] = second.result()

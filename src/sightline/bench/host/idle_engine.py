@@ -34,13 +34,14 @@ from sightline.core.request import SamplingParams, Terms
 from sightline.core.resolution import ResolvedConfig
 from sightline.engine.engine import Engine
 from sightline.engine.launch import LaunchedStep
+from sightline.engine.live import LiveSequence
+from sightline.engine.sampled import sample
 from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.weights import WeightReader
 from sightline.runner.batching import assemble
 from sightline.runner.build import assemble_runtime, make_store
-from sightline.runner.sampling.sampler import choose
 from sightline.scheduler.sequence import ScheduledRow
 
 _VOCAB = 64
@@ -147,7 +148,7 @@ class HostBench:
     def step(self) -> HostStep:
         return HostStep(**{name: statistics.median(seconds) for name, seconds in self._seconds.items()})
 
-    def _take_apart(self, step: LaunchedStep) -> None:
+    def _take_apart(self, step: LaunchedStep[LiveSequence]) -> None:
         """Does parts of a step once more, as if it had not been launched yet."""
         runtime = self._engine.runtime
         lengths = runtime.store.lengths
@@ -160,8 +161,7 @@ class HostBench:
         for row in step.rows:
             lengths.advance(row.table_row, row.seq_len)
         with self._timed("sampling"):
-            choose(step.chosen_logits, [live.sampling(row) for row, live in step.members])
-            step.read()
+            sample(step.rows, step.lives, torch.zeros(len(step.rows), _VOCAB)).read()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

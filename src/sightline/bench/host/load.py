@@ -26,7 +26,7 @@ from sightline.core.config import PADDING_PAGES
 from sightline.core.errors import SightlineError
 from sightline.core.request import EffectiveParams, Request, Terms
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 
 PAGE_SIZE = 16
 PREFIX_PAGES = 4
@@ -113,7 +113,7 @@ class LoadedScheduler:
         if len(self._in_flight) > self._max_in_flight:
             rows = self._in_flight.popleft()
             for row, token in zip(rows, tokens, strict=True):
-                self.scheduler.commit(row, token)
+                self.scheduler.commit(row, RowResult(row.seq_len, (token,)))
             self.scheduler.landed(rows)
 
     def land(self) -> None:
@@ -165,7 +165,8 @@ class LoadedScheduler:
             rows = self.scheduler.schedule().rows
             self._launched(rows)
             for row in rows:
-                self.scheduler.commit(row, self._draw.randrange(_VOCAB) if row.completes else None)
+                chosen = (self._draw.randrange(_VOCAB),) if row.completes else ()
+                self.scheduler.commit(row, RowResult(row.seq_len, chosen))
             self.scheduler.landed(rows)
 
     def _sequence(self, index: int, prompt_len: int) -> SequenceState:
@@ -180,7 +181,7 @@ class LoadedScheduler:
             skip_special_tokens=True,
         )
         prompt = tuple(self._tokens(prompt_len))
-        return SequenceState(Request(f"request-{index}", None, prompt, params, Terms(caller=caller_of(index))))
+        return SequenceState(Request(f"request-{index}", None, prompt, params.needs, Terms(caller=caller_of(index))))
 
     def _tokens(self, count: int) -> list[int]:
         return self._draw.choices(range(_VOCAB), k=count)
