@@ -1,6 +1,6 @@
-"""The encoder: every token sees every other, positions are learned, and each sub-layer is normalised after it is added.
+"""The encoder network: bidirectional attention, learned positions, and norms after each addition.
 
-Owns the forward. A family's file says what its config means in these terms.
+Owns the forward. A family's module translates its config to an `EncoderDefinition`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,15 @@ from sightline.models.weights import WeightReader
 
 @dataclass(frozen=True)
 class EncoderDefinition(EmbedderDefinition):
-    """An encoder, described."""
+    """The properties of an encoder."""
 
-    num_tokens: int
-    """Of the vocabulary."""
-    num_positions: int
     num_segments: int
-    """Kinds of text that a token can be of. Every token here is of the first."""
-    hidden_size: int
+    """The number of token types. Every token here is of the first."""
     intermediate_size: int
     num_layers: int
     spec: SoftmaxSpec
     activation: Activation
     norm_epsilon: float
-
-    @property
-    def vocab_size(self) -> int:
-        return self.num_tokens
-
-    @property
-    def max_positions(self) -> int:
-        return self.num_positions
-
-    @property
-    def state_size(self) -> int:
-        return self.hidden_size
 
     @property
     def mask(self) -> RowMask:
@@ -59,7 +43,7 @@ class EncoderDefinition(EmbedderDefinition):
         return (self.spec,) * self.num_layers
 
     def load_states(self, weights: WeightReader) -> Encoder:
-        """Builds the network from tensors with Hugging Face names. The pooler is of a task that is not this one."""
+        """Builds the network from tensors with Hugging Face names. The pooler is for another task and is skipped."""
         hidden = self.hidden_size
         encoder = Encoder(
             self,
@@ -72,7 +56,7 @@ class EncoderDefinition(EmbedderDefinition):
         return encoder
 
     def _load_places(self, weights: WeightReader) -> Tensor:
-        """What is added to a token's vector for its position and its kind, [num_positions, hidden_size]."""
+        """The position embeddings plus the embedding of the first token type, [num_positions, hidden_size]."""
         positions = weights.take("embeddings.position_embeddings.weight", (self.num_positions, self.hidden_size))
         segments = weights.take("embeddings.token_type_embeddings.weight", (self.num_segments, self.hidden_size))
         return positions + segments[0]
@@ -103,7 +87,7 @@ class EncoderDefinition(EmbedderDefinition):
 
 
 class EncoderStream:
-    """What flows from layer to layer."""
+    """The residual stream."""
 
     def __init__(self, scratch: Scratch, hidden_size: int) -> None:
         self.hidden = scratch.take("stream.hidden", hidden_size)
@@ -128,7 +112,7 @@ class EncoderLayer:
 
 @dataclass(frozen=True, eq=False)
 class Encoder(Model):
-    """The network with its weights."""
+    """The whole network."""
 
     definition: EncoderDefinition
     embedding: Embedding

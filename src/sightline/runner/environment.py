@@ -1,4 +1,4 @@
-"""Facts about a machine for bug reports. Excludes names of users, hosts and paths."""
+"""Collects facts about a machine for bug reports. Excludes names of users, hosts and paths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A model in a Hugging Face folder: config.json, generation_config.json and safetensors files.
 
-Owns the finding of the files and the checks that they belong together. Does not know what the config means,
-and never unpickles.
+Finds the files and checks that they belong together. Does not know what the config means, and never unpickles.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 QUANTIZATION = "quantization_config"
 COUNTING_BUFFER = "embeddings.position_ids"
-"""Older encoders store the numbers from 0 on, which are no weights."""
+"""A tensor with the numbers 0, 1, 2, … that older encoders store. It is not a weight."""
 
 
 class FolderCheckpoint(Checkpoint):
-    """Tensors keep their stored dtype and share the pages of their memory-mapped file.
+    """A folder. Tensors keep their stored dtype and are mapped from their file.
 
-    Packed ones are decoded when they are read, and `config` and `tensors` are those of the unquantised model.
+    Packed tensors are decoded when they are read; `config` and `tensors` describe the unquantised model.
     """
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
@@ -72,7 +71,7 @@ class FolderCheckpoint(Checkpoint):
 
 
 def read_config(path: Path) -> tuple[dict[str, object], PackedFormat | None]:
-    """What the file says of the unquantised model, and how its tensors are packed, if they are."""
+    """The config of the unquantised model, and the format of its packed tensors, if it has any."""
     if not path.is_file():
         raise CheckpointError(
             f"expected a folder with {CONFIG_FILE} and *.safetensors, got no {CONFIG_FILE} in {path.parent}. "
@@ -84,7 +83,7 @@ def read_config(path: Path) -> tuple[dict[str, object], PackedFormat | None]:
 
 
 def _take_packed(packed_as: PackedFormat | None, owners: dict[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
-    """Takes the packed tensors out of `owners`."""
+    """Finds the packed tensors and removes their parts from `owners`."""
     packed = {} if packed_as is None else packed_as.pair_tensors(owners)
     for part in (part for tensor in packed.values() for part in tensor.parts):
         del owners[part]
@@ -92,7 +91,7 @@ def _take_packed(packed_as: PackedFormat | None, owners: dict[str, SafetensorsFi
 
 
 def _single_file(folder: Path) -> str:
-    """The one file of a folder without an index."""
+    """The file name of the only weights in a folder without an index."""
     if (folder / WEIGHTS_FILE).is_file():
         return WEIGHTS_FILE
     candidates = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -113,7 +112,7 @@ def _single_file(folder: Path) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """File by tensor name."""
+    """The file name of each tensor."""
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected an object 'weight_map' with entries, got none. Get the file again.")

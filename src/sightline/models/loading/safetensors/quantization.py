@@ -1,4 +1,4 @@
-"""Which quantisation formats of safetensors folders are read. The only place that knows them by name."""
+"""The supported quantisation formats of safetensors folders. The only module that knows them by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, object]], PackedFormat]] = MappingP
 
 
 def read_format(section: object) -> PackedFormat:
-    """The format that a config's `quantization_config` describes; raises where it is not one of those above."""
+    """The format that a `quantization_config` describes. Raises if it is not supported."""
     method = section.get("quant_method") if isinstance(section, Mapping) else section
     if not isinstance(section, Mapping) or not isinstance(method, str) or method not in FORMATS:
         raise UnsupportedModelError(
