@@ -74,7 +74,7 @@ def expand_latents(
 ) -> None:
     """Like `expand_entries`, for latents [num_keys, latent] and rope keys [num_keys, rope].
 
-    `values` must be contiguous: one product computes those of all heads, without a copy if `value_up` is contiguous too.
+    `values` must be contiguous: one product computes those of all heads. If `value_up` is contiguous, it is not copied.
     """
     heads, nope_dim, _ = key_up.shape
     value_rows = heads * value_up.shape[1]

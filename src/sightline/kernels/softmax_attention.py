@@ -45,8 +45,8 @@ def composed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output like `fused_attention`, and the natural log-sum-exp [rows, query_len, q_heads].
 
-    Scores are fp32. `sinks` [q_heads] are logits that take weight and add no value; the log-sum-exp includes them. For a
-    query that sees nothing the results are 0 and -inf.
+    Scores are fp32. `sinks` [q_heads] are logits that take weight and add no value; the log-sum-exp includes them. For
+    a query that sees nothing the results are 0 and -inf.
     """
     rows, query_len, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]

@@ -66,7 +66,7 @@ def _nothing_to_serve(config: ResolvedConfig, setting: str) -> str:
     if setting != _FOR_ALL:
         return "without a cache no row decodes"
     deciding = dict.fromkeys(_setting_for(config, work) for work in works_of(config))
-    return f"{' and '.join(deciding)} decide{'s' if len(deciding) == 1 else ''} who does"
+    return f"{' and '.join(deciding)} decide{'s' if len(deciding) == 1 else ''} instead"
 
 
 def _tell_slow(group: LayerGroup, selection: GroupSelection, ledger: Ledger) -> None:
@@ -79,9 +79,9 @@ def _tell_slow(group: LayerGroup, selection: GroupSelection, ledger: Ledger) -> 
         others = "; ".join(f"{other}: {', '.join(reasons)}" for other, reasons in forgone.items())
         ledger.degrade(
             "attention backend",
-            f"{', '.join(work.value for work in served)} of {group.name} is served by {name}, which has no kernels for "
-            f"this device alone; {others}",
-            f"mend what they say, or ask for {name} by name",
+            f"{', '.join(work.value for work in served)} of {group.name} is served by {name}, which has no kernels "
+            f"made for this device; {others}",
+            f"remove the reasons, or ask for {name} by name",
         )
 
 

@@ -1,6 +1,5 @@
 """Log probabilities of tokens under the raw logits: before temperature, penalties, bias and truncation."""
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence
