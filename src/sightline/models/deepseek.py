@@ -23,16 +23,10 @@ INNER_NORMS = NormDefinition(1e-6)
 """The norms of latents and low-rank queries. Their epsilon does not come from the config."""
 GREEDY, GROUP_LIMITED, CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
 """The values of `topk_method`, which says how experts are chosen."""
-EXPERT_FIELDS = (
-    "moe_intermediate_size",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    "routed_scaling_factor",
-    "topk_group",
-)
+EXPERT_FIELDS = """
+    moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
+    routed_scaling_factor topk_group
+"""
 
 
 def deepseek_v2(config: ConfigReader) -> DecoderDefinition:
@@ -145,7 +139,7 @@ def _feed_forwards(
     `first_expert_layer` and `num_shared` are defaults.
     """
     config.may_idle("every layer has experts", "intermediate_size")
-    config.may_idle("no layer has experts", *EXPERT_FIELDS)
+    config.may_idle("no layer has experts", *EXPERT_FIELDS.split())
     config.may_idle(SAME_EXPERT_LAYERS, "first_k_dense_replace", "moe_layer_freq")
     size = config.count("moe_intermediate_size")
     shared = config.optional_count("n_shared_experts", absent=num_shared)

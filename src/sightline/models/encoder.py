@@ -13,7 +13,7 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, SoftmaxSpec
 from sightline.core.batch import FULL, RowMask
-from sightline.layers.attention import PlainAttention
+from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.embedding import Embedding
 from sightline.layers.mlp import Activation, PlainMlp
 from sightline.layers.norm import LayerNorm
@@ -65,11 +65,12 @@ class EncoderDefinition(EmbedderDefinition):
         prefix, hidden = f"encoder.layer.{index}", self.hidden_size
         qkv = {f"{prefix}.attention.self.{part}": hidden for part in ("query", "key", "value")}
         return EncoderLayer(
-            PlainAttention(
+            SoftmaxAttention(
                 index,
                 self.spec,
                 weights.projection(qkv, hidden, bias=True),
                 weights.projection({f"{prefix}.attention.output.dense": hidden}, hidden, bias=True),
+                rotates=False,
             ),
             self._load_norm(weights, f"{prefix}.attention.output.LayerNorm"),
             PlainMlp(
@@ -98,13 +99,13 @@ class EncoderStream:
 class EncoderLayer:
     """One layer."""
 
-    attention: PlainAttention
+    attention: SoftmaxAttention
     attention_norm: LayerNorm
     mlp: PlainMlp
     mlp_norm: LayerNorm
 
     def __call__(self, stream: EncoderStream, planned: PlannedBatch, scratch: Scratch) -> None:
-        self.attention(stream.hidden, stream.onto, planned, scratch)
+        self.attention(stream.hidden, stream.onto, planned, None, scratch)
         self.attention_norm(stream.hidden, stream.hidden)
         self.mlp(stream.hidden, stream.onto, scratch)
         self.mlp_norm(stream.hidden, stream.hidden)

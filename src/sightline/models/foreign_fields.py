@@ -95,32 +95,15 @@ _NAMES = """
 """
 
 _OFF: tuple[object, ...] = (None, False, 0, "", [], {})
+_OFF_AT_ONE = """
+    attention_in_multiplier attention_out_multiplier attention_value_scale decoder_sparse_step embedding_multiplier
+    key_multiplier lm_head_multiplier logit_scale logits_scaling moe_layer_freq moe_routed_scaling_factor n_group
+    partial_rotary_factor residual_multiplier route_scale routed_scaling_factor router_scaling_factor scale_emb
+    topk_group
+"""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            (
-                "attention_in_multiplier",
-                "attention_out_multiplier",
-                "attention_value_scale",
-                "decoder_sparse_step",
-                "embedding_multiplier",
-                "key_multiplier",
-                "lm_head_multiplier",
-                "logit_scale",
-                "logits_scaling",
-                "moe_layer_freq",
-                "moe_routed_scaling_factor",
-                "n_group",
-                "partial_rotary_factor",
-                "residual_multiplier",
-                "route_scale",
-                "routed_scaling_factor",
-                "router_scaling_factor",
-                "scale_emb",
-                "topk_group",
-            ),
-            (None, 1),
-        ),
+        **dict.fromkeys(_OFF_AT_ONE.split(), (None, 1)),
         **dict.fromkeys(("is_causal", "scale_attn_weights", "use_rope"), (None, True)),
         "attention_multiplier": (None,),
     }

@@ -20,6 +20,8 @@ from sightline.models.shared_config import (
     read_routing,
 )
 
+_EXPERT_FIELDS = "moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob"
+
 
 def qwen2(config: ConfigReader) -> DecoderDefinition:
     """Reads a Qwen 2 or 2.5 config."""
@@ -67,14 +69,7 @@ def _upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
 def _expert_layers(config: ConfigReader) -> tuple[FeedForward, ...]:
     """The feed-forwards: experts in every `decoder_sparse_step`-th layer that is not listed as dense."""
     config.may_idle("every layer has experts", "intermediate_size")
-    config.may_idle(
-        "no layer has experts",
-        "moe_intermediate_size",
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "norm_topk_prob",
-    )
+    config.may_idle("no layer has experts", *_EXPERT_FIELDS.split())
     config.may_idle(SAME_EXPERT_LAYERS, "decoder_sparse_step", "mlp_only_layers")
     share = Share.OF_CHOSEN if config.boolean("norm_topk_prob", default=False) else Share.OF_ALL
     experts = ExpertFeedForward(
