@@ -22,7 +22,7 @@ MAX_COUNT = (1 << 31) - 1
 """The limit for heads, positions and dimensions. Sizes that follow from them are checked against the tensors later."""
 
 _YARN_BETAS = (("beta_fast", 32.0), ("beta_slow", 1.0))
-"""With their defaults."""
+"""YaRN's parameters and their defaults."""
 
 
 class ArchitectureKeys:

@@ -1,4 +1,4 @@
-"""What the GGUF metadata of each architecture says, in the keys of its Hugging Face config.json.
+"""Translates the GGUF metadata of each architecture to the keys of a Hugging Face config.json.
 
 Owns one reader per architecture, and the facts that converters leave out because llama.cpp knows them: layer patterns,
 query scales, gates. Does not know tensor layouts, nor which keys may be ignored.

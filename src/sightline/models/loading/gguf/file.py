@@ -47,7 +47,7 @@ _MIN_DIRECTORY_BYTES = 8 + 4 + 8 + 4 + 8
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _VALUE_FORMATS = ("B", "b", "H", "h", "I", "i", "f", "B", None, None, "Q", "q", "d")
-"""By type code of a metadata value: how `struct` names the number. Strings and arrays have no number."""
+"""The `struct` format of each type of metadata values, by its code. Strings and arrays have none."""
 
 
 @dataclass(frozen=True)

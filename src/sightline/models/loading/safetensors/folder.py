@@ -5,19 +5,19 @@ Finds the files and checks that they belong together. Does not know what the con
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from sightline.core.errors import CheckpointError
+from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.generation import read_generation_defaults
+from sightline.models.loading.safetensors import fp8_blocks, mxfp4
 from sightline.models.loading.safetensors.file import SafetensorsFile
 from sightline.models.loading.safetensors.packed import PackedFormat, PackedTensor
-from sightline.models.loading.safetensors.quantization import read_format
 from sightline.text.tokenizers.folder import TOKENIZER_FILE, tokenizer_from_folder
 from sightline.text.tokenizers.json_file import read_json_object
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -29,6 +29,10 @@ INDEX_FILE = "model.safetensors.index.json"
 QUANTIZATION = "quantization_config"
 COUNTING_BUFFER = "embeddings.position_ids"
 """A tensor with the numbers 0, 1, 2, … that older encoders store. It is not a weight."""
+FORMATS: Mapping[str, Callable[[Mapping[str, object]], PackedFormat]] = MappingProxyType(
+    {mxfp4.METHOD: mxfp4.read_section, fp8_blocks.METHOD: fp8_blocks.read_section}
+)
+"""The supported quantisation formats, by their names in the config."""
 
 
 class FolderCheckpoint(Checkpoint):
@@ -79,7 +83,19 @@ def read_config(path: Path) -> tuple[dict[str, object], PackedFormat | None]:
         )
     config = read_json_object(path)
     section = config.pop(QUANTIZATION, None)
-    return config, None if section is None else read_format(section)
+    return config, None if section is None else _read_format(section)
+
+
+def _read_format(section: object) -> PackedFormat:
+    """The format that a `quantization_config` describes. Raises if it is not supported."""
+    method = section.get("quant_method") if isinstance(section, Mapping) else section
+    if not isinstance(section, Mapping) or not isinstance(method, str) or method not in FORMATS:
+        raise UnsupportedModelError(
+            f"expected no 'quantization_config', or one of the method {' or '.join(map(repr, FORMATS))}, "
+            f"got the method {method!r}: the stored tensors are not the weights themselves. "
+            "Use the unquantised model, or a GGUF file."
+        )
+    return FORMATS[method](section)
 
 
 def _take_packed(packed_as: PackedFormat | None, owners: dict[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:

@@ -40,38 +40,32 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class Fp8Tensor(PackedTensor):
-    """A matrix stored as codes and factors, each in its own file of the model."""
+    """A matrix stored as codes and a factor per block."""
 
-    name: str
     block: Block
-    codes: SafetensorsFile
-    factors: SafetensorsFile
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return self.name, self.name + SCALES
 
     def describe(self) -> TensorInfo:
-        shape = self.codes.packed_shape(self.name, _CODES)
-        scales = self.factors.packed_shape(self.name + SCALES, _FACTORS)
+        name, scales_name = self.parts
+        shape = self.codes.packed_shape(name, _CODES)
+        scales = self.scales.packed_shape(scales_name, _FACTORS)
         expected = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=False))
         if len(shape) != 2 or scales != expected:
             raise CheckpointError(
-                f"expected {self.name} of shape [outputs, inputs] and {SCALES} with a factor for each block of "
+                f"expected {name} of shape [outputs, inputs] and {SCALES} with a factor for each block of "
                 f"{self.block[0]} x {self.block[1]}, got {shape} and {scales}. The file is damaged: get it again."
             )
         return TensorInfo(shape, torch.float32, _CODES)
 
     def read(self) -> Tensor:
-        return decode(self.codes.read(self.name), self.factors.read(self.name + SCALES), self.block)
+        name, scales_name = self.parts
+        return decode(self.codes.read(name), self.scales.read(scales_name), self.block)
 
 
 @dataclass(frozen=True)
 class Fp8Blocks(PackedFormat):
-    """The format with the size of its blocks and its section of the config."""
+    """The format with the size of its blocks."""
 
     block: Block
-    section: Mapping[str, object]
 
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
         scaled = sorted(name.removesuffix(SCALES) for name in owners if name.endswith(SCALES))
@@ -81,7 +75,9 @@ class Fp8Blocks(PackedFormat):
                 f"expected {alone[0]!r} beside its {SCALES}, got the factors alone. Get the missing part."
             )
         check_unconverted(METHOD, self.section, scaled)
-        return {name: Fp8Tensor(name, self.block, owners[name], owners[name + SCALES]) for name in scaled}
+        return {
+            name: Fp8Tensor((name, name + SCALES), owners[name], owners[name + SCALES], self.block) for name in scaled
+        }
 
 
 def read_section(section: Mapping[str, object]) -> Fp8Blocks:
@@ -100,7 +96,7 @@ def read_section(section: Mapping[str, object]) -> Fp8Blocks:
     size = section.get("weight_block_size")
     match size:
         case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
-            return Fp8Blocks((outputs, inputs), section)
+            return Fp8Blocks(section, (outputs, inputs))
     raise UnsupportedModelError(
         f"expected 'quantization_config' of fp8 with a weight_block_size of two numbers above 0, got {size!r}: one "
         "factor for a whole tensor is another format. Use the unquantised model, or a GGUF file."

@@ -11,7 +11,6 @@ models.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,39 +37,28 @@ _SETTINGS = frozenset({"quant_method", UNCONVERTED, "dequantize"})
 """Tensors are always decoded, whatever `dequantize` says: the values are the same."""
 
 
-@dataclass(frozen=True)
 class Mxfp4Tensor(PackedTensor):
-    """A tensor stored as blocks and scales, each in its own file of the model."""
-
-    name: str
-    blocks: SafetensorsFile
-    scales: SafetensorsFile
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return self.name + BLOCKS, self.name + SCALES
+    """A tensor stored as blocks and scales."""
 
     def describe(self) -> TensorInfo:
-        blocks = self.blocks.packed_shape(self.name + BLOCKS, _STORED)
-        scales = self.scales.packed_shape(self.name + SCALES, _STORED)
+        name, scales_name = self.parts
+        blocks = self.codes.packed_shape(name, _STORED)
+        scales = self.scales.packed_shape(scales_name, _STORED)
         if len(blocks) != 4 or blocks[-1] != _BYTES or blocks[:-1] != scales:
             raise CheckpointError(
-                f"expected {self.name}{BLOCKS} of shape [experts, outputs, groups, {_BYTES}] and {SCALES} of the same "
+                f"expected {name} of shape [experts, outputs, groups, {_BYTES}] and {SCALES} of the same "
                 f"without the last, got {blocks} and {scales}. The file is damaged: get it again."
             )
         experts, outputs, groups, _ = blocks
         return TensorInfo((experts, groups * 2 * _BYTES, outputs), torch.bfloat16, "MXFP4")
 
     def read(self) -> Tensor:
-        decoded = decode(self.blocks.read(self.name + BLOCKS), self.scales.read(self.name + SCALES))
-        return decoded.transpose(1, 2)
+        name, scales_name = self.parts
+        return decode(self.codes.read(name), self.scales.read(scales_name)).transpose(1, 2)
 
 
-@dataclass(frozen=True)
 class Mxfp4(PackedFormat):
-    """The format with its section of the config."""
-
-    section: Mapping[str, object]
+    """The format."""
 
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
         halves = {suffix: {n.removesuffix(suffix) for n in owners if n.endswith(suffix)} for suffix in (BLOCKS, SCALES)}
@@ -86,9 +74,8 @@ class Mxfp4(PackedFormat):
                 f"expected {min(twice)!r} as MXFP4 or unquantised, got both. Remove one from the files and their index."
             )
         check_unconverted(METHOD, self.section, sorted(halves[BLOCKS]))
-        return {
-            name: Mxfp4Tensor(name, owners[name + BLOCKS], owners[name + SCALES]) for name in sorted(halves[BLOCKS])
-        }
+        parts = {name: (name + BLOCKS, name + SCALES) for name in sorted(halves[BLOCKS])}
+        return {name: Mxfp4Tensor(pair, *(owners[part] for part in pair)) for name, pair in parts.items()}
 
 
 def read_section(section: Mapping[str, object]) -> Mxfp4:

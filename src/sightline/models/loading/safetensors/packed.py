@@ -1,4 +1,4 @@
-"""The interface of quantisation formats of safetensors folders, where several stored tensors stand for one.
+"""The interface of quantisation formats of safetensors folders, where two stored tensors stand for one.
 
 Does not know formats.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor
@@ -16,13 +17,14 @@ from sightline.models.loading.checkpoint import TensorInfo
 from sightline.models.loading.safetensors.file import SafetensorsFile
 
 
+@dataclass(frozen=True)
 class PackedTensor(ABC):
-    """A tensor that is stored as several."""
+    """A tensor that is stored as codes and scales, each in its own file of the model."""
 
-    @property
-    @abstractmethod
-    def parts(self) -> tuple[str, ...]:
-        """The names of the stored tensors."""
+    parts: tuple[str, str]
+    """The names of the stored codes and scales."""
+    codes: SafetensorsFile
+    scales: SafetensorsFile
 
     @abstractmethod
     def describe(self) -> TensorInfo:
@@ -33,8 +35,11 @@ class PackedTensor(ABC):
         """Decodes the tensor."""
 
 
+@dataclass(frozen=True)
 class PackedFormat(ABC):
-    """A format with its settings from a `quantization_config`."""
+    """A format with its section of the config, `quantization_config`."""
+
+    section: Mapping[str, object]
 
     @abstractmethod
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
