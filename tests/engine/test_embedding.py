@@ -479,7 +479,7 @@ def test_a_model_does_what_its_task_says_and_nothing_else(bert: Path, decoders: 
         generates.embed({"prompt_token_ids": [1]}, use_tqdm=False)
     with pytest.raises(ConfigError, match="expected task generate or embed, got 'classify'"):
         LLM(str(bert), task="classify")
-    with pytest.raises(UnsupportedModelError, match="it embeds: use task embed"):
+    with pytest.raises(UnsupportedModelError, match="it is an embedding model: use task embed"):
         LLM(str(bert))
     with pytest.raises(ConfigError, match="expected a model to embed with, got none"):
         LLM(task="embed")

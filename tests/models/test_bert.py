@@ -236,7 +236,7 @@ def test_what_is_not_as_in_bert_is_refused(values: dict[str, object], said: str)
 
 
 def test_a_bert_that_is_to_generate_is_refused_with_the_remedy(folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"BertModel.*it embeds: use task embed"):
+    with pytest.raises(UnsupportedModelError, match=r"BertModel.*it is an embedding model: use task embed"):
         define_model(open_checkpoint(folder, Ledger()).config, Ledger())
 
 
