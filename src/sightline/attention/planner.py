@@ -381,9 +381,10 @@ class Planner:
         if changes or certificate.contents is None:
             return Staleness((), tuple(changes))
         before, after = certificate.contents, self._contents(batch, certificate.lane)
+        of_batch, of_plan = changed_parts(before.batch, after.batch), changed_parts(before.plan, after.plan)
         return Staleness(
-            tuple(f"contents of batch {name} changed in place" for name in changed_parts(before.batch, after.batch)),
-            tuple(f"contents of plan buffer {name} changed in place" for name in changed_parts(before.plan, after.plan)),
+            tuple(f"contents of batch {name} changed in place" for name in of_batch),
+            tuple(f"contents of plan buffer {name} changed in place" for name in of_plan),
         )
 
     def _contents(self, batch: Batch, lane: Lane) -> StepContents:

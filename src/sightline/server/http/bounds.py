@@ -4,7 +4,7 @@ Extends uvicorn's protocol class for llhttp, which has none of these limits. A c
 bytes that arrive while an answer is being sent are discarded. Does not know bodies: `ingress` reads and bounds them.
 
 uvicorn does not document this class as an interface. pyproject.toml bounds its version, and
-`tests/server/test_private_interfaces.py` names everything that is used here.
+`tests/server/test_uvicorn_interface.py` names everything that is used here.
 """
 
 from __future__ import annotations
