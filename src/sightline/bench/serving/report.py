@@ -160,7 +160,7 @@ class ServingReport:
         rows = [spread.row(name) for name, spread in spreads.items() if spread is not None]
         if self.latency is None or not rows:
             return ["no request completed: there are no latencies to report"]
-        return markdown_table(["completed requests", "count", "mean", *self.latency.percentiles], rows)
+        return markdown_table(" | ".join(["completed requests", "count", "mean", *self.latency.percentiles]), rows)
 
     def _client_line(self) -> str:
         per_chunk = self.client_seconds_per_chunk
