@@ -24,6 +24,7 @@ from sightline.bench.attention.plot import plot_report
 from sightline.bench.attention.results import ContenderState, Mode, Part, ShapeResult
 from sightline.bench.attention.shapes import SHAPE_SETS, find_shapes
 from sightline.bench.attention.timing import HostClock, TimedTask, TimingBudget, time_in_turns
+from sightline.kernels.paging import write_entries
 from support.attention_contenders import (
     CPU,
     TORCH,
@@ -131,11 +132,11 @@ def test_a_device_that_fails_loses_nothing_that_was_measured_before(monkeypatch:
 
 def test_a_kernel_of_ours_is_the_layer_less_what_surrounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In virtual time: a layer takes 5 s, and each of the two writes around a kernel 1 s."""
-    clock, write = VirtualClock(), surroundings_module.write_entries
+    clock = VirtualClock()
 
     def slow_write(*arguments: Tensor) -> None:
         clock.now += 1.0
-        write(*arguments)
+        write_entries(*arguments)
 
     def slow_run(plan: AttentionPlan[Any], layer: int, inputs: SoftmaxInputs, out: Tensor) -> None:
         clock.now += 5.0

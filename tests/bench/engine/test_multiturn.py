@@ -130,7 +130,7 @@ def test_a_first_token_is_timed_at_the_end_of_the_step_that_gave_it(
 
 def spoil(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     """Changes one token of every answer that was given with the cache, but for the warm-up's."""
-    right = multiturn.answer
+    right = stepping.answer
 
     def wrong(engine: Engine, prompts: Prompts, answer_len: int) -> list[TimedAnswer]:
         answers = right(engine, prompts, answer_len)

@@ -101,7 +101,7 @@ def _cells(result: ShapeResult, contender: ContenderResult) -> list[str]:
         _number(result.of_floor(contender, Part.KERNEL), 1, ".1%"),
         _number(result.rate(contender), 1e-12, ".3g", f" {unit}"),
         *(_number(result.ratio(contender, Part.LAYER, mode)) for mode in Mode),
-        *(_number(each and each.median, 1e6, ".1f") for each in (contender.plan, contender.prepare)),
+        *(_number(each.median, 1e6, ".1f") if each else NONE for each in (contender.plan, contender.prepare)),
     ]
 
 

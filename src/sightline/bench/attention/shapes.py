@@ -88,7 +88,7 @@ class Shape:
 
     @property
     def attention(self) -> Cost:
-        """Cost of attention alone. Decode reads the cache once; prefill moves queries, keys, values and outputs once."""
+        """Cost of attention alone. Decode reads the cache once; prefill moves queries, keys, values, outputs once."""
         if self.row_kind is RowKind.DECODE:
             return Cost(self.num_rows * self.length * self.entry_bytes, self._operations)
         return Cost(self.num_tokens * self._token_elements * self.dtype.itemsize, self._operations)

@@ -4,7 +4,7 @@
                                        arrival                                       its first token
 
 Measures the times between a row's tokens, and compares them with the time of one step that is full to the token budget.
-A row that waits for one such step sees a gap of about that length; one that waits for the whole prompt, many times that.
+A row that waits for one such step sees a gap of about that length; one that waits for the whole prompt, many times it.
 Does not know how the scheduler fills steps, only how few steps the prompt needs.
 """
 
