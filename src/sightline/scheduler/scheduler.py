@@ -146,6 +146,7 @@ class Scheduler:
 
     def landed(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that the step with these rows is over, committed or not, and releases sequences removed meanwhile."""
+        settled: list[SequenceState] = []
         for row in rows:
             sequence = row.sequence
             sequence.num_steps -= 1
@@ -153,12 +154,14 @@ class Scheduler:
                 # A row that was not committed is scheduled again.
                 sequence.num_scheduled = sequence.num_computed
                 sequence.num_expected = len(sequence.tokens)
-                self._settle(sequence)
                 if sequence.is_out:
                     self._supply.release(sequence)
                     self._leaving.discard(sequence)
                 elif sequence.is_whole:
                     self._whole.put_back(sequence)
+                else:
+                    settled.append(sequence)
+        self._settle(settled)
 
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence in any phase. Idempotent.
@@ -189,7 +192,7 @@ class Scheduler:
             sequence.num_steps = len(rows)
             sequence.num_scheduled = max([sequence.num_computed, *(row.seq_len for row in rows)])
             sequence.num_expected = max([len(sequence.tokens), *(sequence.expected_after(row) for row in rows)])
-            self._settle(sequence)
+        self._settle(self.running)
         for sequence in [leaving for leaving in self._leaving if not leaving.num_steps]:
             self._supply.release(sequence)
             self._leaving.discard(sequence)
@@ -199,10 +202,10 @@ class Scheduler:
             self._supply.release(sequence)
             sequence.restart()
 
-    def _settle(self, sequence: SequenceState) -> None:
-        """Discards launched entries beyond what is scheduled: the row's next step continues from there."""
-        if sequence.table_row is not None:
-            self._store.lengths.settle(sequence.table_row, sequence.num_scheduled)
+    def _settle(self, sequences: Sequence[SequenceState]) -> None:
+        """Discards launched entries beyond what is scheduled: the next step of each row continues from there."""
+        ends = {each.table_row: each.num_scheduled for each in sequences if each.table_row is not None}
+        self._store.lengths.settle_all(tuple(ends), tuple(ends.values()))
 
     def drop_all(self) -> None:
         """Drops every sequence without touching the cache, which is lost."""
