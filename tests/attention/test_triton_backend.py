@@ -64,6 +64,7 @@ SOFTMAX_FEATURES = ("sinks", "non-causal", "cache-saturation")
 LATENT_FEATURES = ("heads", "lse", "cache-saturation")
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("kind", "dtype", "head_dim", "names"),
     [

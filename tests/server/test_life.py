@@ -107,6 +107,7 @@ def test_requests_under_way_are_told_at_once_that_the_engine_process_is_lost() -
         server.wait_for("engine process started", lambda event: event["start"] == 2)
 
 
+@pytest.mark.prove
 def test_the_front_end_outlives_twenty_engine_processes() -> None:
     with fake_serving() as server:
         for start in range(2, 22):
@@ -235,6 +236,7 @@ def test_a_second_signal_ends_at_once() -> None:
         assert server.process.wait(8) == 0
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("seed", range(5))
 def test_no_accepted_request_is_lost_when_the_end_comes_at_a_random_moment(seed: int) -> None:
     random = Random(seed)

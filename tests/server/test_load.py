@@ -86,6 +86,7 @@ def offline(asks: list[Ask], environment: Mapping[str, str]) -> tuple[float, lis
     return sum(ask.max_tokens for ask in asks) / told["seconds"], told["texts"]
 
 
+@pytest.mark.prove
 def test_many_streams_are_whole_in_order_and_nobody_elses() -> None:
     with fake_serving("delay=0.002", max_queued=200) as server:
         random = Random(0)
@@ -138,6 +139,7 @@ def keeps_up(
     return shares, results
 
 
+@pytest.mark.prove
 def test_streaming_clients_get_most_of_what_the_engine_can_do_alone() -> None:
     with serving("--disable-radix-cache") as server:
         shares, _ = keeps_up(server, random_asks(8, 16, 12, 1), 1, ONE_THREAD)
@@ -227,6 +229,7 @@ def is_answered(record: Record) -> bool:
     return record.outcome is Outcome.FAILED and "engine process" in (record.error or "")
 
 
+@pytest.mark.prove
 def test_every_client_is_answered_and_the_service_returns_when_the_engine_process_is_killed() -> None:
     with serving() as server:
         assert len(survives_kills(server, 1, 8)) == 1
@@ -265,6 +268,7 @@ def drains_under_load(seed: int, environment: Mapping[str, str]) -> Counter[Outc
         return Counter(record.outcome for record in result.records)
 
 
+@pytest.mark.prove
 def test_no_accepted_request_is_lost_at_the_end() -> None:
     assert drains_under_load(0, ONE_THREAD).total() == 24
 

@@ -81,6 +81,7 @@ class Bystander:
                 self.told.append(repr(error))
 
 
+@pytest.mark.prove
 def test_the_whole_corpus_is_refused_in_time_and_harms_nobody(guarded: ServedProcess) -> None:
     """Statuses, error bodies, times; a bystander's greedy streams; engine starts; sequences and pages afterwards."""
     faults, num_sent = [], 0

@@ -158,6 +158,7 @@ def test_requests_in_a_row_are_answered_in_order_or_not_at_all(guarded: ServedPr
     assert b'"alive"' not in answer or answer.index(b'"alive"') > answer.rindex(b'"version"')
 
 
+@pytest.mark.prove
 def test_a_head_that_does_not_end_and_a_body_that_is_not_wanted_hold_no_connection(guarded: ServedProcess) -> None:
     """Also where single bytes go on coming; nothing is written into the middle of an answer."""
     story = {"prompt": "a", "max_tokens": 600, "ignore_eos": True, "stream": True}
@@ -312,6 +313,7 @@ def test_an_engine_that_stands_still_is_not_ready_and_is_alive_again_when_it_goe
         assert running.get("/ready")[0] == 200
 
 
+@pytest.mark.prove
 def test_a_server_without_asserts_refuses_the_same() -> None:
     with serving(environment={**attacks.KEYS, "PYTHONOPTIMIZE": "2"}) as running:
         assert running.get("/v1/models")[0] == 401
