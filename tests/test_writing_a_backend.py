@@ -8,6 +8,7 @@ import pytest
 
 import sightline.attention
 from sightline.attention.backends import registry
+from sightline.attention.selection import Candidate
 from sightline.core.device import detect_device
 from sightline.testing.conformance.kit import try_row
 from sightline.testing.conformance.rows import RowToTry, list_rows
