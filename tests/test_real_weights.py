@@ -47,10 +47,12 @@ def expected(llm: LLM, alone: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.prove
 def test_each_prompt_alone(alone: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> None:
     assert alone == expected
 
 
+@pytest.mark.prove
 def test_all_prompts_in_one_batch(llm: LLM, expected: list[tuple[int, ...]]) -> None:
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected

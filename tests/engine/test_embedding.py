@@ -179,6 +179,7 @@ def without_context(batch: Batch) -> Batch:
     return forged(batch, context_lens=lengths)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("mutant", [without_writing, without_reading])
 @pytest.mark.parametrize("config", [CHUNKED, KEPT], ids=["chunked", "kept"])
