@@ -87,11 +87,15 @@ class SequenceState:
         return self.num_expected == len(self.tokens) or not params.adjusts_logits
 
     @property
+    def wants_scores(self) -> bool:
+        """True if the tokens of its prompt need logits, except the last, which predicts nothing within it."""
+        params = self.request.params
+        return params.prompt_logprobs is not None and self.index == 0 and len(self.request.prompt_token_ids) > 1
+
+    @property
     def scores_prompt(self) -> bool:
         """True while prompt tokens that need logits are unscheduled; only the first continuation scores the prompt."""
-        if self.request.params.prompt_logprobs is None or self.index != 0:
-            return False
-        return self.num_scheduled < len(self.request.prompt_token_ids) - 1
+        return self.wants_scores and self.num_scheduled < len(self.request.prompt_token_ids) - 1
 
     @property
     def max_len(self) -> int:
