@@ -91,11 +91,14 @@ class SequenceState:
         return self.num_expected == len(self.tokens) or not self.request.needs.reads_each_token
 
     @property
+    def wants_scores(self) -> bool:
+        """True if all tokens of its prompt need outputs; only the first continuation computes these."""
+        return self.request.needs.every_output and self.index == 0 and len(self.request.prompt_token_ids) > 1
+
+    @property
     def scores_prompt(self) -> bool:
-        """True while prompt tokens that need outputs are unscheduled; only the first continuation computes these."""
-        if not self.request.needs.every_output or self.index != 0:
-            return False
-        return self.num_scheduled < len(self.request.prompt_token_ids) - 1
+        """True while such prompt tokens are unscheduled, except the last, whose output is there anyway."""
+        return self.wants_scores and self.num_scheduled < len(self.request.prompt_token_ids) - 1
 
     @property
     def max_len(self) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 
+from sightline.core.batch import PADDING_ROW
 from sightline.scheduler.queue import WaitingQueue
-from sightline.scheduler.sequence import SequenceState
+from sightline.scheduler.sequence import Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
+from sightline.scheduler.turns import in_turn, usage_after
 
 
 class WholeQueue:
@@ -36,20 +39,32 @@ class WholeQueue:
     def add(self, sequence: SequenceState) -> None:
         self._waiting.add(sequence)
 
-    def next_step(self, shares: Shares) -> list[SequenceState]:
-        """Takes as many sequences in turn as a step holds. Returns the longest first: equal lengths are adjacent."""
-        had = {caller: shares.of(caller) for caller in self._waiting.callers}
+    def next_step(self, shares: Shares) -> Schedule:
+        """Takes as many sequences in turn as a step holds. The longest come first: equal lengths are adjacent."""
         chosen: list[SequenceState] = []
         num_tokens = 0
-        for _, sequence in self._waiting.in_turn(had, {}):
+        for sequence in self._in_turn(shares):
             num_tokens += len(sequence.tokens)
-            if len(chosen) == self._max_rows or (chosen and num_tokens > self._max_step_tokens):
+            if chosen and num_tokens > self._max_step_tokens:
                 break
             chosen.append(sequence)
         for sequence in chosen:
             self._waiting.remove(sequence)
         self._running |= dict.fromkeys(chosen)
-        return sorted(chosen, key=lambda each: len(each.tokens), reverse=True)
+        rows = [ScheduledRow(each, PADDING_ROW, 0, len(each.tokens), True, each.scores_prompt) for each in chosen]
+        return Schedule(tuple(sorted(rows, key=lambda row: row.num_tokens, reverse=True)))
+
+    def _in_turn(self, shares: Shares) -> list[SequenceState]:
+        """As many as a step has rows, by priority."""
+        levels = self._waiting.lines(self._max_rows)
+        usage: Mapping[str, int] = {caller: shares.of(caller) for caller in self._waiting.urgencies}
+        views = []
+        for priority in sorted(levels):
+            views += [view for _, view in islice(in_turn(priority, levels[priority], usage, {}), self._max_rows)]
+            if len(views) >= self._max_rows:
+                break
+            usage = usage_after(usage, levels[priority])
+        return [self._waiting[view.arrival] for view in views[: self._max_rows]]
 
     def put_back(self, sequence: SequenceState) -> None:
         """Lets a sequence wait again whose step was not committed."""

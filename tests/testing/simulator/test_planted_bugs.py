@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,8 @@ from sightline.engine.engine import Engine
 from sightline.engine.launch import Launch, LaunchedStep, Launcher, RowFailure
 from sightline.engine.live import LiveSequence
 from sightline.engine.sampled import Sampled, SampledTokens
-from sightline.scheduler.queue import QueuePosition, WaitingQueue
+from sightline.scheduler.decision import WaitingSequence
+from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from sightline.scheduler.supply import Supply
@@ -224,13 +225,19 @@ def give_a_token_to_the_wrong_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_priorities(patch: pytest.MonkeyPatch) -> None:
-    """All take turns by arrival alone."""
+    """All wait in the same line."""
 
-    def by_arrival(queue: WaitingQueue, *rest: object) -> Iterator[tuple[QueuePosition, SequenceState]]:
-        for sequence in sorted(queue, key=lambda waiting: waiting.arrival):
-            yield QueuePosition(0, 0, sequence.arrival), sequence
+    lines = WaitingQueue.lines
 
-    patch.setattr(WaitingQueue, "in_turn", by_arrival)
+    def by_arrival(queue: WaitingQueue, depth: int) -> Mapping[int, Mapping[str, Sequence[WaitingSequence]]]:
+        all_lines: dict[str, list[WaitingSequence]] = {}
+        for callers in lines(queue, depth).values():
+            for caller, line in callers.items():
+                merged = [*all_lines.get(caller, ()), *line]
+                all_lines[caller] = sorted(merged, key=lambda each: each.arrival)
+        return {0: all_lines}
+
+    patch.setattr(WaitingQueue, "lines", by_arrival)
 
 
 def trim_too_much(patch: pytest.MonkeyPatch) -> None:
