@@ -251,7 +251,7 @@ def test_conformance_tells_what_failed_what_is_blocked_and_what_is_excused(
         "    and rain",
         "  blocked by what failed: house",
         "  excused sky: no sky is declared",
-        "  not proven; the proof that there was is void",
+        "  not proven; the earlier proof is void",
     ]
     assert list(proofs.iterdir()) == []
 

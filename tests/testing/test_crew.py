@@ -22,12 +22,12 @@ from sightline.core.device import Device, DeviceKind, detect_device
 from sightline.core.errors import ConfigError
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.crew import side_by_side
-from sightline.testing.conformance.errands import Brief, Desk, Errand
 from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict
 from sightline.testing.conformance.report import TriedRow, run_conformance
 from sightline.testing.conformance.rows import PreparedRow, RowToTry, Watch, list_rows
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import WHOLE, Check, Effort
+from sightline.testing.conformance.worker import Brief, Desk, Errand
 from support.crew_checks import BUILDING, DEADLY, HALF, SHY, SINGLE, STUB
 
 CPU = detect_device("cpu")

@@ -157,8 +157,8 @@ def test_a_run_that_excused_everything_proves_nothing(book: ProofBook) -> None:
 
 def test_a_blocked_check_names_its_ground(book: ProofBook) -> None:
     row = only(run(book, checks=FAILING))
-    assert [result.check for result in row.of(Verdict.FAILED)] == ["ground"]
-    assert [result.detail for result in row.of(Verdict.BLOCKED)] == ["builds on ground"]
+    assert [result.check for result in row.report.of(Verdict.FAILED)] == ["ground"]
+    assert [result.detail for result in row.report.of(Verdict.BLOCKED)] == ["builds on ground"]
 
 
 def test_an_error_of_the_backend_is_a_failure_of_the_check(book: ProofBook) -> None:
@@ -167,7 +167,7 @@ def test_an_error_of_the_backend_is_a_failure_of_the_check(book: ProofBook) -> N
 
     report = run(book, checks=(Check("ground", "there is ground", raises),))
     assert report.failed
-    assert "RuntimeError: out of luck" in only(report).of(Verdict.FAILED)[0].detail
+    assert "RuntimeError: out of luck" in only(report).report.of(Verdict.FAILED)[0].detail
 
 
 SKIPPED = {

@@ -71,10 +71,6 @@ class Case:
         return self.name(Dimension.POLICY) == CachePolicy.TRANSIENT.value
 
     @property
-    def is_padded(self) -> bool:
-        return self.name(Dimension.PADDING) == Padding.PADDED.value
-
-    @property
     def goes_on(self) -> bool:
         return self.name(Dimension.REUSE) == Reuse.GOES_ON.value
 
@@ -87,7 +83,8 @@ class Case:
     @property
     def padding(self) -> tuple[int, int]:
         """The number of padding rows and padding tokens."""
-        return _PADDINGS[self.seed % len(_PADDINGS)] if self.is_padded else (0, 0)
+        is_padded = self.name(Dimension.PADDING) == Padding.PADDED.value
+        return _PADDINGS[self.seed % len(_PADDINGS)] if is_padded else (0, 0)
 
     @cached_property
     def main_row(self) -> int:
@@ -179,7 +176,7 @@ class Case:
         return self.number(Dimension.POOL_SLOTS) == TIGHT
 
     @property
-    def page_order(self) -> str:
+    def _page_order(self) -> str:
         """The order of the main row's pages. Up to two pages count as in order."""
         pages = -(-self.main_len // self.number(Dimension.PAGE_SIZE))
         return self.name(Dimension.PAGE_ORDER) if pages > 2 and not self.is_transient else IN_ORDER
@@ -195,7 +192,7 @@ class Case:
         derived: dict[Dimension, Value] = {
             Dimension.STEP_TOKENS: self.num_tokens,
             Dimension.POOL_SLOTS: self.num_pages * self.number(Dimension.PAGE_SIZE),
-            Dimension.PAGE_ORDER: self.page_order,
+            Dimension.PAGE_ORDER: self._page_order,
             Dimension.SHARING: (Sharing.PREFIX if self.shared_pages else Sharing.NONE).value,
             Dimension.COMPANY: self._company,
         }
@@ -228,7 +225,7 @@ class Case:
         return planes * self.number(Dimension.KEY_HEADS) * self.number(Dimension.HEAD_DIM)
 
     @property
-    def pool_bytes(self) -> int:
+    def _pool_bytes(self) -> int:
         """The size of the pool with elements of four bytes."""
         slots = self.num_pages * self.number(Dimension.PAGE_SIZE)
         return 4 * slots * self._entry_size * self.number(Dimension.LAYERS)
@@ -262,12 +259,9 @@ class Case:
         if self.name(Dimension.KIND) == SpecKind.LATENT.value:
             made = 1e-10 * size * size * heads * self.main_len
         oracle = compared * (3e-9 * self._num_entries * heads * size + 1e-3 * min(len(self.lengths), 32) + made)
-        filled = self.pool_bytes * self.needed_pages // self.num_pages
-        pool = 2e-6 * self.num_pages + 1.5e-9 * filled + _too_large(self.pool_bytes, self.most_pool_bytes)
+        filled = self._pool_bytes * self.needed_pages // self.num_pages
+        # Added time keeps cases away from pools for which a machine may not have the memory.
+        too_large = self._pool_bytes / 1e8 if self._pool_bytes > self.most_pool_bytes else 0.0
+        pool = 2e-6 * self.num_pages + 1.5e-9 * filled + too_large
         steps = 1 + self.has_others + self.goes_on
         return 0.008 * steps + layers * self._layer_seconds * (1 + self.goes_on) + oracle * (1 + self.goes_on) + pool
-
-
-def _too_large(num_bytes: int, most: int) -> float:
-    """Added time that keeps cases away from pools for which a machine may not have the memory."""
-    return 0.0 if num_bytes <= most else num_bytes / 1e8

@@ -22,12 +22,12 @@ from multiprocessing.connection import wait
 from subprocess import DEVNULL, Popen, TimeoutExpired
 
 from sightline.core.errors import ConfigError
-from sightline.testing.conformance.errands import Brief, Errand
 from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, checks_of, joined, settled
 from sightline.testing.conformance.rows import PreparedRow, RowToTry, Watch
 from sightline.testing.conformance.trial import CaseShare, Check
+from sightline.testing.conformance.worker import Brief, Errand
 
-_COMMAND = (sys.executable, "-P", "-m", "sightline.testing.conformance.worker")
+_COMMAND = (sys.executable, "-P", "-c", "from sightline.testing.conformance.worker import main; main()")
 _STANDARD_ERROR = 2
 _LOOK_SECONDS = 1.0
 """How often silent processes are checked: one may have died while a process that it forked keeps its pipe open."""

@@ -129,11 +129,6 @@ class _Builder:
         """If True, neighbouring heads belong to one group."""
         return self._domains.scales[Dimension.KEY_HEADS].high == 1
 
-    @property
-    def _apart(self) -> frozenset[End]:
-        """Values that leave a case without company."""
-        return _APART | {(Dimension.GROUP_SIZE, 1)} if self._has_one_key_head else _APART
-
     def cases(self) -> list[Case]:
         for is_close in (True, False):
             reach = self._goals.reached_closely if is_close else self._goals.reached
@@ -183,11 +178,8 @@ class _Builder:
         return max(able, key=lambda each: each[0], default=(0.0, None))[1]
 
     def _worth(self, case: Case, goals: set[Goal]) -> float:
-        return len(goals) / (self._seconds(case) + 0.02)
-
-    def _seconds(self, case: Case) -> float:
         is_new = _compiled_for(case) not in self._compiled
-        return case.seconds + self._domains.compile_seconds * is_new
+        return len(goals) / (case.seconds + self._domains.compile_seconds * is_new + 0.02)
 
     def _around(self, fixed: Mapping[Dimension, Value], missing: set[Goal], number: int, *, is_close: bool) -> Case:
         chosen = self._seen(fixed) if is_close else dict(fixed)
@@ -197,7 +189,9 @@ class _Builder:
         turns = [each for each in self._free if each not in chosen]
         self._draw.shuffle(turns)
         turns.sort(key=lambda each: _TURNS.index(each) if each in _TURNS and number % 2 else len(_TURNS))
-        apart = self._apart if is_close else frozenset()
+        apart = _APART if is_close else frozenset()
+        if is_close and self._has_one_key_head:
+            apart |= {(Dimension.GROUP_SIZE, 1)}
         for dimension in turns:
             chosen[dimension] = self._chosen(dimension, chosen, missing, most, apart)
             if is_close:
@@ -219,16 +213,12 @@ class _Builder:
                 number: Value = self._number(each, str(end), ends) if each.is_scale else end
                 if fixed.setdefault(each, number) != number:
                     return None
-        if ends.get(Dimension.STEP_TOKENS) == HIGH:
-            self._fill_step(fixed)
-        return fixed if self._is_allowed(fixed) else None
-
-    def _fill_step(self, fixed: dict[Dimension, Value]) -> None:
-        """Requires enough rows for the largest step, if one row cannot have all of its tokens."""
         most, longest = (self._domains.scales[each].high for each in (Dimension.STEP_TOKENS, Dimension.NEW_TOKENS))
-        if longest < most:
+        if ends.get(Dimension.STEP_TOKENS) == HIGH and longest < most:
+            # One row cannot have all tokens of the largest step.
             fixed[Dimension.STEP_TOKENS] = most
             fixed.setdefault(Dimension.ROWS, -(-most // longest))
+        return fixed if self._is_allowed(fixed) else None
 
     def _with_known_spec(self, chosen: dict[Dimension, Value]) -> dict[Dimension, Value]:
         """Adds the spec of another case to the chosen values, if one fits."""
@@ -271,18 +261,14 @@ class _Builder:
             return (ranked or options)[0]
         seconds = {}
         for value in ranked:
-            if self._is_cheap(dimension, value):
+            if value == self._cheapest.get(dimension) or (
+                dimension.is_scale and self._end(dimension, value)[1] != HIGH
+            ):
                 return value
             seconds[value] = self._completed({**chosen, dimension: value}).seconds
             if seconds[value] <= most:
                 return value
         return min(ranked, key=lambda value: seconds[value])
-
-    def _is_cheap(self, dimension: Dimension, value: Value) -> bool:
-        """True if no other value takes much less time."""
-        if dimension.is_scale:
-            return self._end(dimension, value)[1] != HIGH
-        return value == self._cheapest[dimension]
 
     def _options(self, dimension: Dimension, chosen: Mapping[Dimension, Value]) -> Iterator[Value]:
         if not dimension.is_scale:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -60,6 +60,14 @@ class CheckResult:
         del data["points"]
         return data
 
+    def lines(self, *, verbose: bool) -> Iterator[str]:
+        """Yields the detail, what was tried, and if `verbose` the traceback."""
+        yield from self.detail.splitlines()
+        if self.case:
+            yield f"tried: {self.case}"
+        if verbose:
+            yield from self.trace.splitlines()
+
 
 @dataclass(frozen=True)
 class RowReport:
@@ -71,9 +79,19 @@ class RowReport:
     samples: Samples
     results: tuple[CheckResult, ...]
 
+    def of(self, verdict: Verdict) -> tuple[CheckResult, ...]:
+        return tuple(result for result in self.results if result.verdict is verdict)
+
     @property
     def failed(self) -> tuple[CheckResult, ...]:
-        return tuple(result for result in self.results if result.verdict is Verdict.FAILED)
+        return self.of(Verdict.FAILED)
+
+    @property
+    def summary(self) -> str:
+        """For example `61 passed, 3 excused (2140 steps, 10.5 s)`."""
+        counts = ", ".join(f"{len(found)} {verdict.value}" for verdict in Verdict if (found := self.of(verdict)))
+        num_steps, seconds = (sum(vars(result)[name] for result in self.results) for name in ("num_steps", "seconds"))
+        return f"{counts or 'no checks'} ({num_steps} steps, {seconds:.1f} s)"
 
     @property
     def points(self) -> tuple[Point, ...]:

@@ -22,11 +22,11 @@ from sightline.core.environment import proof_folder
 from sightline.core.errors import ConfigError
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.crew import side_by_side
-from sightline.testing.conformance.errands import Brief
-from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, try_row
+from sightline.testing.conformance.kit import RowReport, Verdict, try_row
 from sightline.testing.conformance.rows import PreparedRow, RowToTry, SkippedRow, Watch, list_rows
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import Check, Effort
+from sightline.testing.conformance.worker import Brief
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,6 @@ class TriedRow:
     """True if this run failed and removed an earlier proof."""
     not_listed: tuple[str, ...]
     """Requested values that the row does not declare."""
-
-    @property
-    def num_steps(self) -> int:
-        return sum(result.num_steps for result in self.report.results)
-
-    @property
-    def seconds(self) -> float:
-        return sum(result.seconds for result in self.report.results)
-
-    def of(self, verdict: Verdict) -> tuple[CheckResult, ...]:
-        return tuple(result for result in self.report.results if result.verdict is verdict)
 
 
 Outcome: TypeAlias = TriedRow | SkippedRow | Unloadable

@@ -43,17 +43,16 @@ class Samples:
 
     def not_listed(self, row: Capability) -> tuple[str, ...]:
         """Describes the values, other than the usual ones, that the row does not declare."""
-        usual = Samples()
-        columns: tuple[tuple[str, frozenset[int] | Wildcard, tuple[int, ...], tuple[int, ...]], ...] = (
-            ("head dimension", row.head_dims, self.head_dims, usual.head_dims),
-            ("group size", row.group_sizes, self.group_sizes, usual.group_sizes),
-            ("page size", row.page_sizes, self.page_sizes, usual.page_sizes),
+        columns = (
+            ("head dimension", row.head_dims, self.head_dims, Samples.head_dims),
+            ("group size", row.group_sizes, self.group_sizes, Samples.group_sizes),
+            ("page size", row.page_sizes, self.page_sizes, Samples.page_sizes),
         )
         return tuple(
             f"{name} {value}"
             for name, listed, asked, known in columns
             for value in asked
-            if listed is not ANY and value not in listed and value not in known
+            if listed is not ANY and value not in (*listed, *known)
         )
 
 

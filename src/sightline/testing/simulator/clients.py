@@ -177,7 +177,7 @@ class Clients:
                     yield f"request {other.asked.name} was let in, and it was the turn of request {waiting.asked.name}"
 
     def _check_unfinished(self, attempt: Attempt, looked: float) -> Iterator[str]:
-        """`looked` is when deadlines were last looked at."""
+        """`looked` is the time at which the engine last checked deadlines."""
         if attempt.is_cancelled:
             yield f"request {attempt.asked.name} was cancelled and goes on"
         if attempt.deadline < looked:

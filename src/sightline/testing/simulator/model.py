@@ -96,16 +96,11 @@ class Reading:
 
 
 @dataclass(frozen=True, eq=False)
-class _Entries:
-    """The contents of a pool, by slot."""
-
-    tokens: NDArray[np.float64]
-    positions: NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
 class _ReadingPlan(AttentionPlan[SoftmaxInputs]):
-    held: _Entries
+    tokens: NDArray[np.float64]
+    """[num_slots]: the token ids in the pool."""
+    positions: NDArray[np.float64]
+    """[num_slots]: the positions in the pool."""
     write_slots: _IntArray
     read_slots: _IntArray
     reading: Reading
@@ -119,10 +114,9 @@ class _ReadingPlan(AttentionPlan[SoftmaxInputs]):
         A hash is NaN if an entry spoils the logits or was never written, and infinity if one makes the pass raise.
         """
         del layer
-        held = self.held
-        held.tokens[self.write_slots] = inputs.k.numpy().ravel()
-        held.positions[self.write_slots] = inputs.v.numpy().ravel()
-        tokens, positions = held.tokens[self.read_slots], held.positions[self.read_slots]
+        self.tokens[self.write_slots] = inputs.k.numpy().ravel()
+        self.positions[self.write_slots] = inputs.v.numpy().ravel()
+        tokens, positions = self.tokens[self.read_slots], self.positions[self.read_slots]
         spoilt = ~(tokens < NUM_ORDINARY)
         is_spoilt = spoilt.any()
         values = tokens * 64 + positions * 8192 + 1
@@ -156,13 +150,14 @@ class ReadingBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self._pool = context.cache.pools["kv"]
         self._pages = self._pool.table.pages.numpy()
-        self._held = _Entries(*(self._pool.plane(name)[0].view(-1).numpy() for name in ("k", "v")))
+        self._tokens, self._positions = (self._pool.plane(name)[0].view(-1).numpy() for name in ("k", "v"))
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _ReadingPlan:
         del buffers
         reading = Reading.of(step.batch)
         slots = reading.slots(self._pages, self._pool.page_size)
-        return _ReadingPlan(self._held, step.batch.pools[self._pool.key].write_slots.numpy(), slots, reading)
+        write_slots = step.batch.pools[self._pool.key].write_slots.numpy()
+        return _ReadingPlan(self._tokens, self._positions, write_slots, slots, reading)
 
 
 class ReadingModel(Model):

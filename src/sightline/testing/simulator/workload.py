@@ -1,6 +1,6 @@
-"""The scenario that a seed stands for: bursts of requests that begin alike, clients that give up, and faults.
+"""Draws a scenario from a seed: bursts of requests with common prefixes, clients that give up, and faults.
 
-Draws from the seed alone, so that nothing that the engine does changes what happens to it.
+Draws from the seed alone, so that nothing that the engine does changes the events.
 """
 
 from __future__ import annotations
