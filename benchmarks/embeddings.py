@@ -3,7 +3,7 @@
     python benchmarks/embeddings.py
 
 2,000 texts of 3 to 256 tokens, most of them short. Checks first that both give the same vectors, then finds the peer's
-best batch sizes, then lets both take turns on slices of the sorted texts. The best round of each slice counts, because a
+best batch sizes, then lets both take turns on slices of the sorted texts. The best round of each slice counts, as a
 busy machine disturbs it less than a whole run. The peer is sentence-transformers if it is installed, otherwise its
 pipeline on transformers: sort by length, pad each batch, mean pooling, normalise. The floor is the operations of the
 tokens, without padding, over the product rate measured in the same run.

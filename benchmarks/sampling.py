@@ -1,6 +1,6 @@
 """Times the choice of the next tokens, without a model: `python benchmarks/sampling.py`.
 
-Times `sample` of `sightline.runner.sampling.sampler` on random logits, one thread unless told otherwise, and prints
+Times `sample` of `sightline.runner.sampling.sampler` on random logits, one thread by default, and prints
 the median of several runs as a Markdown table. Peaked logits are normal with a deviation of 4, so that some two
 hundred tokens hold nine tenths of the probability; flat ones have a deviation of 0.3, so that most of the vocabulary
 does.

@@ -183,13 +183,13 @@ def serve(
 
 def _counted(total: int) -> Callable[[Record], None]:
     """Returns a callback that prints from time to time how many requests have ended."""
-    ended, told = 0, time.monotonic()
+    ended, noted = 0, time.monotonic()
 
     def count(_: Record) -> None:
-        nonlocal ended, told
+        nonlocal ended, noted
         ended += 1
-        if time.monotonic() - told > _NOTE_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - noted > _NOTE_SECONDS:
+            noted = time.monotonic()
             notes.print(f"[dim]{ended} of {total} have ended[/]")
 
     return count
