@@ -21,7 +21,7 @@ from sightline.bench.attention.peers import AttentionPeer, PeerKernel
 from sightline.bench.attention.report import lines
 from sightline.bench.attention.results import AttentionReport
 from sightline.bench.attention.shapes import SHAPE_SETS, find_shapes
-from sightline.bench.attention.timing import HostClock, Rates, TimingBudget
+from sightline.bench.attention.timing import Clock, Rates, TimingBudget
 from sightline.core.device import detect_device
 
 CPU = detect_device("cpu")
@@ -30,7 +30,7 @@ MEASURED = Rates(bytes_per_second=4.28e12, operations_per_second=694e12)
 """Of the machine that the peers were first measured on."""
 
 
-class VirtualClock(HostClock):
+class VirtualClock(Clock):
     """A clock that only moves when a test moves it."""
 
     def __init__(self) -> None:

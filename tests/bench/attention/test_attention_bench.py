@@ -23,7 +23,7 @@ from sightline.bench.attention.measure import measure_shape
 from sightline.bench.attention.plot import plot_report
 from sightline.bench.attention.results import ContenderState, Mode, Part, ShapeResult
 from sightline.bench.attention.shapes import SHAPE_SETS, find_shapes
-from sightline.bench.attention.timing import HostClock, TimedTask, TimingBudget, time_in_turns
+from sightline.bench.attention.timing import Clock, TimedTask, TimingBudget, time_in_turns
 from sightline.kernels.paging import write_entries
 from support.attention_contenders import (
     CPU,
@@ -159,7 +159,7 @@ def test_selection_is_asked_for_the_kind_of_rows() -> None:
 def test_tasks_take_turns_and_slow_ones_fewer() -> None:
     ran: list[str] = []
 
-    class Scripted(HostClock):
+    class Scripted(Clock):
         def seconds(self, work: Callable[[], object]) -> float:
             ran.append("|")
             work()
@@ -177,7 +177,7 @@ def test_tasks_take_turns_and_slow_ones_fewer() -> None:
 def test_rounds_begin_at_different_tasks() -> None:
     ran: list[str] = []
 
-    class Steady(HostClock):
+    class Steady(Clock):
         def seconds(self, work: Callable[[], object]) -> float:
             work()
             return 0.1

@@ -18,7 +18,7 @@ from sightline.bench.attention.measure import Field, measure_shape
 from sightline.bench.attention.peers import AttentionPeer
 from sightline.bench.attention.results import ContenderState, Mode, Part, ShapeResult
 from sightline.bench.attention.shapes import SHAPE_SETS
-from sightline.bench.attention.timing import Between, Captured, HostClock
+from sightline.bench.attention.timing import Between, Captured, Clock
 from sightline.core.device import Device, DeviceKind
 from support.attention_contenders import (
     MEASURED,
@@ -53,7 +53,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], obje
         return Captured(graph, layers(), num_layers)
 
     monkeypatch.setattr(attention_bench, "capture", capture)
-    monkeypatch.setattr(attention_bench, "clock_of", lambda device: HostClock())
+    monkeypatch.setattr(attention_bench, "clock_of", lambda device: Clock())
     monkeypatch.setattr(attention_bench, "count_layers", lambda shape, device: 3)
     return faults
 

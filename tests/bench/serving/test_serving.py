@@ -222,8 +222,8 @@ def test_the_command_exits_with_1_where_a_request_failed_and_with_0_where_they_w
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--request-rate", "0"], "expected requests a second, above 0, or inf, got '0'"),
-        (["--request-rate", "fast"], "expected requests a second"),
+        (["--request-rate", "0"], "expected requests per second above 0, or inf, got '0'"),
+        (["--request-rate", "fast"], "expected requests per second"),
         (["--percentiles", "50,x"], "expected numbers separated by commas"),
         (["--percentiles", "101"], "expected numbers between 0 and 100"),
         (["--num-prompts", "0"], "expected a whole number of at least 1"),

@@ -128,7 +128,7 @@ class _Run:
                 _release(self._device)
                 self._results.append(result)
             except RuntimeError as error:  # the device failed or is full: keep earlier results
-                self._broken[shape.name] = _told(error)
+                self._broken[shape.name] = _described(error)
 
     def report(self) -> AttentionReport:
         done = {result.shape.name for result in self._results} | self._skipped.keys() | self._broken.keys()
@@ -186,7 +186,7 @@ def _try(blank: ContenderResult, build: Callable[[], Contender], data: ShapeData
         return _Entry(replace(blank, state=ContenderState.WRONG, detail=str(wrong)))
     except Exception as raised:  # foreign code: whatever it raises is its result
         trace = "".join(traceback.format_exception(raised))
-        return _Entry(replace(blank, state=ContenderState.FAILED, detail=_told(raised), trace=trace))
+        return _Entry(replace(blank, state=ContenderState.FAILED, detail=_described(raised), trace=trace))
     return _Entry(replace(blank, error=error, no_graph=no_graph), contender, tasks)
 
 
@@ -226,7 +226,7 @@ def _contender_tasks(
     except _WrongAnswer:
         raise
     except Exception as raised:  # foreign code: it runs, but cannot be captured
-        return tasks, f"capture failed: {_told(raised)}"
+        return tasks, f"capture failed: {_described(raised)}"
     return tasks, None
 
 
@@ -288,7 +288,7 @@ def _differences(
     }
 
 
-def _told(raised: Exception) -> str:
+def _described(raised: Exception) -> str:
     """The error with the line that raised it."""
     place = traceback.extract_tb(raised.__traceback__)[-1]
     return f"{type(raised).__name__}: {raised} (in {place.name}, {Path(place.filename).name}:{place.lineno})"

@@ -90,22 +90,23 @@ class SoftmaxSurroundings(Surroundings):
         return given
 
 
-class _LatentWriter:
+class _LatentSurroundings(Surroundings):
     """Writes [latent | rope] entries."""
 
-    def __init__(self, data: ShapeData) -> None:
+    def __init__(self, data: ShapeData, inputs: tuple[LatentInputs, ...]) -> None:
+        self.inputs = inputs
         self._entries, self._slots = data.pool.plane("entry"), data.write_slots
         self._write = CacheWrites.on(data.device).latents
 
-    def write(self, layer: int, inputs: LatentInputs) -> None:
-        self._write(inputs.latent, inputs.k_rope, self._entries[layer], self._slots)
+    def before(self, layer: int) -> None:
+        self._write(self.inputs[layer].latent, self.inputs[layer].k_rope, self._entries[layer], self._slots)
 
 
-class AbsorbedSurroundings(Surroundings):
+class AbsorbedSurroundings(_LatentSurroundings):
     """Takes queries into the latent space, where they attend to entries as cached."""
 
     def __init__(self, data: ShapeData, inputs: tuple[LatentInputs, ...], spec: LatentSpec) -> None:
-        self.inputs = inputs
+        super().__init__(data, inputs)
         tokens, heads, like = data.shape.num_tokens, spec.num_q_heads, inputs[0].q_nope
         self.latent_dim = spec.latent_dim
         self.query = like.new_zeros(tokens, heads, spec.head_dim)
@@ -114,11 +115,10 @@ class AbsorbedSurroundings(Surroundings):
         self._q_latent = self.query[..., : spec.latent_dim].transpose(0, 1)
         self.kernel_out = like.new_zeros(tokens, heads, spec.latent_dim)
         self._out = data.new_out()
-        self._writer = _LatentWriter(data)
 
     def before(self, layer: int) -> None:
+        super().before(layer)
         inputs = self.inputs[layer]
-        self._writer.write(layer, inputs)
         torch.bmm(inputs.q_nope.transpose(0, 1), inputs.key_up, out=self._q_latent)
 
     def after(self, layer: int, given: Tensor) -> Tensor:
@@ -127,11 +127,11 @@ class AbsorbedSurroundings(Surroundings):
         return self._out
 
 
-class ExpandedSurroundings(Surroundings):
+class ExpandedSurroundings(_LatentSurroundings):
     """Computes keys and values of every head from the latents."""
 
     def __init__(self, data: ShapeData, inputs: tuple[LatentInputs, ...], spec: LatentSpec) -> None:
-        self.inputs = inputs
+        super().__init__(data, inputs)
         tokens, heads, like = data.shape.num_tokens, spec.num_q_heads, inputs[0].q_nope
         head_dim = spec.nope_dim + spec.rope_dim
         whole = inputs[0].whole_queries()
@@ -142,11 +142,10 @@ class ExpandedSurroundings(Surroundings):
         self.values = like.new_zeros(tokens, heads, spec.value_dim)
         self.kernel_out = data.new_out()
         self._nope_dim = spec.nope_dim
-        self._writer = _LatentWriter(data)
 
     def before(self, layer: int) -> None:
+        super().before(layer)
         inputs = self.inputs[layer]
-        self._writer.write(layer, inputs)
         latents = inputs.latent.expand(inputs.key_up.shape[0], *inputs.latent.shape)
         torch.bmm(latents, inputs.key_up.transpose(1, 2), out=self.keys[..., : self._nope_dim].transpose(0, 1))
         self.keys[..., self._nope_dim :] = inputs.k_rope[:, None]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -43,32 +42,21 @@ class RoundTimes:
         return RoundTimes(median, low, high, self.num_samples)
 
 
-class Clock(ABC):
-    """Times work on one kind of device."""
+class Clock:
+    """Times work on a device that has finished it when the call returns, such as a CPU."""
 
-    @abstractmethod
     def wait(self) -> None:
         """Waits until the device has finished all its work."""
 
-    @abstractmethod
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds from the start of the work to its end on the device."""
-
-
-class HostClock(Clock):
-    """For work that is finished when it returns."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
-
-    def seconds(self, work: Callable[[], object]) -> float:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
 
 
 class CudaClock(Clock):
-    """Times work by CUDA events on the current stream."""
+    """Times work with CUDA events on the current stream."""
 
     def wait(self) -> None:
         torch.cuda.synchronize()
@@ -85,7 +73,7 @@ class CudaClock(Clock):
 
 
 def clock_of(device: Device) -> Clock:
-    return CudaClock() if device.kind is DeviceKind.CUDA else HostClock()
+    return CudaClock() if device.kind is DeviceKind.CUDA else Clock()
 
 
 @dataclass(frozen=True, eq=False)

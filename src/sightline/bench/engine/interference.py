@@ -11,8 +11,8 @@ Does not know how the scheduler fills steps, only how few steps the prompt needs
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from sightline.bench.engine.measure import Agreement, Conditions, Prompts, random_prompts
 from sightline.bench.engine.stepping import TimeSpread, Watched, answer, check_room, step, submitted
@@ -20,6 +20,7 @@ from sightline.bench.engine.work import load_subject
 from sightline.bench.floor import Machine
 from sightline.bench.tables import markdown_table
 from sightline.core.errors import SightlineError
+from sightline.core.resolution import ResolvedConfig
 from sightline.engine.engine import Engine
 
 BAR = 2.0
@@ -44,39 +45,24 @@ class Traffic:
     """Prompt length of each row."""
     prompt_len: int
 
+    def num_steps(self, budget: int) -> int:
+        """Fewest steps of `budget` tokens that read the long prompt, if each also gives every row a token."""
+        return -(-self.prompt_len // self._chunk(budget))
+
+    def num_full_steps(self, budget: int) -> int:
+        """How many of those steps are full to the token budget; at least 1."""
+        return max(1, self.prompt_len // self._chunk(budget))
+
+    def row_tokens(self, budget: int) -> int:
+        """Tokens that a row may generate: enough even if the prompt takes twice the fewest steps."""
+        reading = -(-self.rows * self.row_len // self._chunk(budget))
+        return 1 + reading + STEPS_BEFORE + 2 * self.num_steps(budget) + TOKENS_AFTER
+
+    def _chunk(self, budget: int) -> int:
+        return max(1, budget - self.rows)
+
     def __str__(self) -> str:
         return f"{self.prompt_len} tokens of prompt arrive among {self.rows} rows that decode from {self.row_len}"
-
-
-@dataclass(frozen=True)
-class ResolvedLimits:
-    """The resolved settings that decide what a step holds."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-    page_size: int
-    cache_tokens: int
-    async_scheduling: bool
-
-    def num_steps(self, traffic: Traffic) -> int:
-        """Fewest steps that read the long prompt, if each also gives every row a token."""
-        return -(-traffic.prompt_len // self._chunk(traffic))
-
-    def num_full_steps(self, traffic: Traffic) -> int:
-        """How many of those steps are full to the token budget; at least 1."""
-        return max(1, traffic.prompt_len // self._chunk(traffic))
-
-    def row_tokens(self, traffic: Traffic) -> int:
-        """Tokens that a row may generate: enough even if the prompt takes twice the fewest steps."""
-        reading = -(-traffic.rows * traffic.row_len // self._chunk(traffic))
-        return 1 + reading + STEPS_BEFORE + 2 * self.num_steps(traffic) + TOKENS_AFTER
-
-    def _chunk(self, traffic: Traffic) -> int:
-        return max(1, self.max_num_batched_tokens - traffic.rows)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
 
 
 @dataclass(frozen=True)
@@ -109,7 +95,8 @@ class InterferenceReport:
     conditions: Conditions
     machine: Machine
     traffic: Traffic
-    limits: ResolvedLimits
+    limits: Mapping[str, int]
+    """The resolved settings that decide what a step holds."""
     agreement: Agreement
     """Answers together against answers alone, in the round with the least agreement."""
     rounds: tuple[Round, ...]
@@ -128,7 +115,7 @@ class InterferenceReport:
         """The report as text."""
         return [
             f"{self.conditions}, greedy: {self.machine}",
-            f"{self.traffic}; {self.limits}",
+            f"{self.traffic}; {', '.join(f'{name} {value}' for name, value in self.limits.items())}",
             f"Answers together and alone: {self.agreement}",
             "",
             *markdown_table(_HEADING, [each.row(number) for number, each in enumerate(self.rounds, 1)]),
@@ -148,11 +135,12 @@ def measure_interference(
     Raises before anything runs if the traffic does not fit, and before anything is reported if answers differ.
     """
     subject = load_subject(settings)
-    engine, limits = subject.llm.engine, limits_of(subject.llm.engine)
-    lengths = [traffic.row_len + limits.row_tokens(traffic)] * traffic.rows + [traffic.prompt_len + 1 + TOKENS_AFTER]
+    engine, config = subject.llm.engine, subject.llm.engine.runtime.config
+    row_tokens = traffic.row_tokens(config.max_step_tokens)
+    lengths = [traffic.row_len + row_tokens] * traffic.rows + [traffic.prompt_len + 1 + TOKENS_AFTER]
     check_room(engine, lengths, "--rows, --row-len or --prompt-len")
     prompts = random_prompts([traffic.row_len] * traffic.rows + [traffic.prompt_len], engine.vocab_size)
-    expected = [answer(engine, [prompt], limits.row_tokens(traffic))[0].token_ids for prompt in prompts[:-1]]
+    expected = [answer(engine, [prompt], row_tokens)[0].token_ids for prompt in prompts[:-1]]
     alone: list[float] = []
     rounds: list[Round] = []
     agreed: list[Agreement] = []
@@ -171,10 +159,10 @@ def measure_interference(
         conditions=subject.conditions,
         machine=subject.floor.machine,
         traffic=traffic,
-        limits=limits,
+        limits=limits_of(config),
         agreement=min(agreed, key=lambda found: found.equal_tokens),
         rounds=tuple(rounds),
-        least_steps=limits.num_steps(traffic),
+        least_steps=traffic.num_steps(config.max_step_tokens),
         ratio=max(each.ratio for each in rounds),
         first_token_seconds=first_token,
         alone_seconds=alone_seconds,
@@ -182,22 +170,22 @@ def measure_interference(
     )
 
 
-def limits_of(engine: Engine) -> ResolvedLimits:
-    config = engine.runtime.config
-    return ResolvedLimits(
-        max_num_batched_tokens=config.max_step_tokens,
-        max_num_seqs=config.max_rows,
-        max_model_len=config.max_model_len,
-        page_size=config.page_size,
-        cache_tokens=config.cache_tokens,
-        async_scheduling=config.async_scheduling,
-    )
+def limits_of(config: ResolvedConfig) -> dict[str, int]:
+    """The resolved settings that decide what a step holds."""
+    return {
+        "max_num_batched_tokens": config.max_step_tokens,
+        "max_num_seqs": config.max_rows,
+        "max_model_len": config.max_model_len,
+        "page_size": config.page_size,
+        "cache_tokens": config.cache_tokens,
+        "async_scheduling": config.async_scheduling,
+    }
 
 
 def run_together(engine: Engine, prompts: Prompts, traffic: Traffic) -> tuple[list[list[int]], Round]:
     """Runs all prompts, of which the last is the long one. Returns each one's tokens, and what was measured."""
-    limits = limits_of(engine)
-    with submitted(engine, prompts[:-1], limits.row_tokens(traffic)) as rows:
+    budget = engine.runtime.config.max_step_tokens
+    with submitted(engine, prompts[:-1], traffic.row_tokens(budget)) as rows:
         while not all(row.tokens for row in rows):
             step(engine, rows)
         for _ in range(STEPS_BEFORE):
@@ -214,7 +202,7 @@ def run_together(engine: Engine, prompts: Prompts, traffic: Traffic) -> tuple[li
             f"expected rows that decode to the end, got one that ended: the long prompt took {len(seconds)} steps; "
             "raise --cache-tokens"
         )
-    full_step = statistics.median(seconds[: limits.num_full_steps(traffic)])
+    full_step = statistics.median(seconds[: traffic.num_full_steps(budget)])
     first_token, end = guest.times[0], guest.times[-1]
     return [each.tokens for each in (*rows, guest)], Round(
         step_seconds=full_step,

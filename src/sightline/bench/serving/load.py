@@ -17,7 +17,7 @@ from enum import Enum
 from itertools import pairwise
 
 from sightline.bench.serving.answers import ReportedUsage, StreamedAnswer, refusal, seconds_to_wait
-from sightline.bench.serving.http_stream import Client
+from sightline.bench.serving.http_stream import Client, Response
 from sightline.bench.serving.work import Arrivals, Ask, Endpoint, Sampling, payload
 from sightline.core.errors import SightlineError
 
@@ -36,28 +36,29 @@ class Outcome(Enum):
     """Still running when the load was stopped."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Record:
-    """The result of one request. Times are seconds since the load began."""
+    """One request and its result. Times are seconds since the load began."""
 
     index: int
     """Position among the requests to send."""
-    outcome: Outcome
-    status: int | None
-    """HTTP status of the last response; None if there was none."""
     due: float
     sent: float
     """When it was first sent, before connecting."""
-    ended: float
-    text: str
-    text_times: tuple[float, ...]
+    outcome: Outcome = Outcome.CUT
+    status: int | None = None
+    """HTTP status of the last response; None if there was none."""
+    ended: float = 0.0
+    """When the response was complete, before the connection was closed."""
+    text: str = ""
+    text_times: tuple[float, ...] = ()
     """Arrival time of each chunk with text."""
-    usage: ReportedUsage | None
-    finish_reason: str | None
-    response_id: str | None
-    refusals: tuple[int, ...]
+    usage: ReportedUsage | None = None
+    finish_reason: str | None = None
+    response_id: str | None = None
+    refusals: tuple[int, ...] = ()
     """Status of each refusal; several if the request was sent again."""
-    error: str | None
+    error: str | None = None
 
     @property
     def latency(self) -> float:
@@ -122,7 +123,8 @@ async def run_load(
     """
     sampling, arrivals = sampling or Sampling(), arrivals or Arrivals()
     bodies = [payload(ask, index, model, endpoint, sampling, stream=True) for index, ask in enumerate(asks)]
-    sender = _Sender(client, endpoint, timeout, retry, arrivals.max_concurrency or len(bodies), on_record, clock)
+    gate = asyncio.Semaphore(arrivals.max_concurrency or max(1, len(bodies)))
+    sender = _Sender(client, endpoint, timeout, retry, gate, on_record, clock)
     begun = time.thread_time()
     sending = asyncio.create_task(sender.send_all(bodies, arrivals.offsets(len(bodies))))
     stopping = asyncio.create_task((stop or asyncio.Event()).wait())
@@ -146,32 +148,24 @@ async def run_load(
     )
 
 
+@dataclass
 class _Sender:
     """A running load."""
 
-    def __init__(
-        self,
-        client: Client,
-        endpoint: Endpoint,
-        timeout: float,
-        retry: bool,
-        max_concurrency: int,
-        on_record: Callable[[Record], None] | None,
-        clock: Callable[[], float],
-    ) -> None:
-        self.records: dict[int, Record] = {}
-        self.peak = self._running = 0
-        self._client = client
-        self._endpoint = endpoint
-        self._timeout = timeout
-        self._retry = retry
-        self._gate = asyncio.Semaphore(max(1, max_concurrency))
-        self._on_record = on_record
-        self._clock = clock
-        self._start = clock()
+    client: Client
+    endpoint: Endpoint
+    timeout: float
+    retry: bool
+    gate: asyncio.Semaphore
+    on_record: Callable[[Record], None] | None
+    clock: Callable[[], float]
+    start: float = 0.0
+    running: int = 0
+    peak: int = 0
+    records: dict[int, Record] = field(default_factory=dict)
 
     async def send_all(self, bodies: Sequence[bytes], offsets: Sequence[float]) -> None:
-        self._start = self._clock()
+        self.start = self.clock()
         async with asyncio.TaskGroup() as group:
             for index, (body, due) in enumerate(zip(bodies, offsets, strict=True)):
                 if (early := due - self._now()) > 0:
@@ -179,93 +173,69 @@ class _Sender:
                 group.create_task(self._send(index, body, due))
 
     def _now(self) -> float:
-        return self._clock() - self._start
+        return self.clock() - self.start
 
     async def _send(self, index: int, body: bytes, due: float) -> None:
-        async with self._gate:
-            exchange = _Exchange(index, due, self._now())
+        async with self.gate:
+            record = Record(index, due, self._now())
             try:
-                await self._run(exchange, body)
+                await self._run(record, body)
             except asyncio.CancelledError:
-                self._keep(exchange.record(Outcome.CUT, self._now(), "the load was stopped"))
+                record.outcome, record.error = Outcome.CUT, "the load was stopped"
                 raise
+            finally:
+                record.ended = record.ended or self._now()
+                assert index not in self.records, f"request {index} ended twice"
+                self.records[index] = record
+                if self.on_record is not None:
+                    self.on_record(record)
 
-    async def _run(self, exchange: _Exchange, body: bytes) -> None:
+    async def _run(self, record: Record, body: bytes) -> None:
         """Sends a request until it is answered, fails or runs out of time."""
-        outcome, error = Outcome.FAILED, None
-        deadline = asyncio.timeout(self._timeout)
+        deadline = asyncio.timeout(self.timeout)
         try:
             async with deadline:
                 while True:
-                    outcome, error, wait = await self._attempt(exchange, body)
-                    is_over = self._now() + wait > exchange.sent + self._timeout
-                    if outcome is not Outcome.REFUSED or not self._retry or is_over:
-                        break
+                    record.outcome, record.error, wait = await self._attempt(record, body)
+                    is_over = self._now() + wait > record.sent + self.timeout
+                    if record.outcome is not Outcome.REFUSED or not self.retry or is_over:
+                        return
                     await asyncio.sleep(wait)
         except (OSError, SightlineError) as raised:
-            error = str(raised) or type(raised).__name__
+            record.outcome, record.error = Outcome.FAILED, str(raised) or type(raised).__name__
             if deadline.expired():
-                error = f"expected an end within {self._timeout:g} s, got none; allow more time with --timeout"
-            outcome = Outcome.FAILED
-        self._keep(exchange.record(outcome, self._now(), error))
+                record.error = f"expected an end within {self.timeout:g} s, got none; allow more time with --timeout"
 
-    async def _attempt(self, exchange: _Exchange, body: bytes) -> tuple[Outcome, str | None, float]:
+    async def _attempt(self, record: Record, body: bytes) -> tuple[Outcome, str | None, float]:
         """Sends a request once. Returns its outcome, its error, and the seconds to wait before sending it again."""
-        self._running += 1
-        self.peak = max(self.peak, self._running)
+        self.running += 1
+        self.peak = max(self.peak, self.running)
         try:
-            async with self._client.exchange("POST", self._endpoint.value, body) as response:
-                exchange.status = response.status
+            async with self.client.exchange("POST", self.endpoint.value, body) as response:
+                record.status = response.status
                 if response.status != 200:
                     error = refusal(response.status, await response.read())
                     if response.status not in REFUSING:
                         return Outcome.FAILED, error, 0.0
-                    exchange.refusals.append(response.status)
+                    record.refusals += (response.status,)
                     return Outcome.REFUSED, error, seconds_to_wait(response.headers.get("retry-after"))
                 kind = response.headers.get("content-type", "nothing")
                 if not kind.startswith("text/event-stream"):
                     return Outcome.FAILED, f"expected a stream of events, got {kind}", 0.0
-                while content := await response.read_some():
-                    exchange.answer.take(content, self._now())
-                exchange.answer.end()
-                exchange.ended = self._now()
+                await self._read_stream(record, response)
+                record.ended = self._now()
                 return Outcome.COMPLETED, None, 0.0
         finally:
-            self._running -= 1
+            self.running -= 1
 
-    def _keep(self, record: Record) -> None:
-        assert record.index not in self.records, f"request {record.index} ended twice"
-        self.records[record.index] = record
-        if self._on_record is not None:
-            self._on_record(record)
-
-
-@dataclass
-class _Exchange:
-    """One request while it runs."""
-
-    index: int
-    due: float
-    sent: float
-    status: int | None = None
-    refusals: list[int] = field(default_factory=list)
-    answer: StreamedAnswer = field(default_factory=StreamedAnswer)
-    ended: float | None = None
-    """When the response was complete, before the connection was closed."""
-
-    def record(self, outcome: Outcome, now: float, error: str | None) -> Record:
-        return Record(
-            index=self.index,
-            outcome=outcome,
-            status=self.status,
-            due=self.due,
-            sent=self.sent,
-            ended=now if self.ended is None else self.ended,
-            text="".join(self.answer.pieces),
-            text_times=tuple(self.answer.times),
-            usage=self.answer.usage,
-            finish_reason=self.answer.finish_reason,
-            response_id=self.answer.response_id,
-            refusals=tuple(self.refusals),
-            error=error,
-        )
+    async def _read_stream(self, record: Record, response: Response) -> None:
+        """Reads an answer into the record, even if it breaks off."""
+        answer = StreamedAnswer()
+        try:
+            while content := await response.read_some():
+                answer.take(content, self._now())
+            answer.end()
+        finally:
+            record.text, record.text_times = "".join(answer.pieces), tuple(answer.times)
+            record.usage, record.finish_reason = answer.usage, answer.finish_reason
+            record.response_id = answer.response_id
