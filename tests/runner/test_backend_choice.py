@@ -142,8 +142,8 @@ def test_kernels_that_kinds_of_rows_go_without_are_told_of_each_kind() -> None:
     ]
     lacking = "does not list page size 16"
     assert told_of(candidates[:3], GROUPS, card(9, 0), max_num_seqs=1, page_size=16) == [
-        "attention backend: prefill, decode of one row of group0 is served by portable, which has no kernels for this "
-        f"device alone; prefills: {lacking}; decodes: {lacking} (mend what they say, or ask for portable by name)"
+        "attention backend: prefill, decode of one row of group0 is served by portable, which has no kernels made "
+        f"for this device; prefills: {lacking}; decodes: {lacking} (remove the reasons, or ask for portable by name)"
     ]
     first, second = told_of(candidates, GROUPS, card(9, 0), max_num_seqs=1, page_size=16)
     assert first.startswith("attention backend: prefill of group0 is served by portable, ")
@@ -189,7 +189,7 @@ def test_a_setting_for_decode_where_no_row_decodes_is_told_once_whoever_it_names
 
 def test_where_no_row_decodes_the_setting_for_prefill_leaves_nothing_to_others() -> None:
     assert told(**EMBEDS, attention_backend="triton", prefill_attention_backend="torch") == [
-        "attention_backend: triton serves nothing: prefill_attention_backend decides who does (leave it out)"
+        "attention_backend: triton serves nothing: prefill_attention_backend decides instead (leave it out)"
     ]
     assert told(**EMBEDS, attention_backend="torch") == []
 

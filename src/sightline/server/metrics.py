@@ -15,7 +15,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.metrics import EngineMetrics
 from sightline.core.request import FinishReason
 from sightline.server.process.port import Answers, RequestReport
-from sightline.server.process.protocol import Accepted, Delta, Ended, Vector
+from sightline.server.process.protocol import Accepted, Delta, Ended
 
 PREFIX = "sightline:"
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -85,9 +85,6 @@ class ServiceMetrics:
                 self._end_to_end.observe(now - answers.received_at)
             case Accepted():
                 self._prompt_tokens.inc(answers.prompt_lens[report.number])
-            case Vector():
-                self._prompt_tokens.inc(answers.prompt_lens[report.number])
-                self._end_to_end.observe(now - answers.received_at)
             case _:
                 pass
 

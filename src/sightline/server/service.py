@@ -155,15 +155,14 @@ class Service:
             except EngineDownError as error:
                 raise unavailable(str(error), RESTART_SECONDS) from error
             except RefusedError as error:
-                raise self._refusal(error, len(prompts) * params.n) from error
+                raise self.refusal(error, len(prompts) * params.n, field_named_in(str(error))) from error
             num_tokens = sum(map(len, prompts))
             call.facts["prompt_tokens"] = num_tokens
             return Running(answers, accepted, num_tokens, release.pop_all())
 
-    def _refusal(self, error: RefusedError, count: int) -> ApiError:
-        if error.is_full:
-            return busy(str(error), self.admission.retry_after(count))
-        return invalid(str(error), field_named_in(str(error)))
+    def refusal(self, error: RefusedError, count: int, param: str | None) -> ApiError:
+        """The answer to a request of `count` sequences that the engine refused."""
+        return busy(str(error), self.admission.retry_after(count)) if error.is_full else invalid(str(error), param)
 
 
 def _loading() -> ApiError:

@@ -29,11 +29,11 @@ from sightline.server.api.answers import (
 )
 from sightline.server.api.completion import listed_texts
 from sightline.server.api.schema import EmbeddingRequest, RerankRequest, ScoreRequest
-from sightline.server.http.errors import invalid, unavailable
+from sightline.server.http.errors import failed, invalid, unavailable
 from sightline.server.http.ingress import json_reply
 from sightline.server.http.limits import check_cost
 from sightline.server.http.routing import Call, Reply
-from sightline.server.process.port import EngineDownError, RefusedError
+from sightline.server.process.port import EngineDownError, RefusedError, RequestFailedError
 from sightline.server.service import RESTART_SECONDS, Service
 
 Vectors = npt.NDArray[np.float32]
@@ -104,7 +104,7 @@ class Vectorizer:
             call.facts["prompt_tokens"] = num_tokens
             try:
                 terms = Terms(caller=call.caller)
-                answers = service.port.embed([tuple(each) for each in found], terms, call.received_at)
+                answers = service.port.submit([tuple(each) for each in found], None, terms, call.received_at)
                 held.callback(service.port.cancel, answers)
                 async with asyncio.timeout(service.request_timeout):
                     vectors = await answers.vectors()
@@ -115,8 +115,10 @@ class Vectorizer:
                 ) from error
             except EngineDownError as error:
                 raise unavailable(str(error), RESTART_SECONDS) from error
+            except RequestFailedError as error:
+                raise failed(f"the engine could not embed a text: {error}") from error
             except RefusedError as error:
-                raise invalid(str(error), param) from error
+                raise service.refusal(error, len(texts), param) from error
         joined = np.frombuffer(b"".join(vector.numbers for vector in vectors), dtype="<f4")
         return joined.reshape(len(vectors), -1), EmbeddingUsage(num_tokens, num_tokens)
 
