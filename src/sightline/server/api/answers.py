@@ -277,7 +277,7 @@ class ServerInfo(Struct, frozen=True):
     limits: dict[str, str | int | float | bool | None]
     layers: list[str]
     degradations: list[str]
-    """Where the server does less than was asked for. `--strict` refuses each."""
+    """Degradations: respects in which the server does less than was asked for. `--strict` refuses each."""
     notes: list[str]
     """Facts worth knowing that do not change results."""
 

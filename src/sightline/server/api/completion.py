@@ -137,7 +137,7 @@ class CompletionChunks(Chunks):
         self._num_logprobs = num_logprobs
         self._echoed = echoed
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(offsets)
-        """By continuation."""
+        """Offsets so far, by continuation."""
 
     def opening(self) -> Sequence[Completion]:
         return [self._event([CompletionChoice(index, text)]) for index, text in enumerate(self._echoed)]

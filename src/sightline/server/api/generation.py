@@ -1,4 +1,4 @@
-"""What chat and text completions share: from a body to prompts and sampling parameters, and from reports to answers.
+"""The common part of chat and text completions: from a body to prompts and parameters, and from reports to answers.
 
 Does not know the shapes of bodies and answers: those belong to `chat` and `completion`.
 """
@@ -81,7 +81,7 @@ class GenerationOutcome:
     """`n` of the first prompt, then `n` of the second, and so on."""
     num_cached: int = 0
     prompt_logprobs: dict[int, tuple[PositionLogprobs | None, ...]] = field(default_factory=dict)
-    """By the prompt's index."""
+    """Log probabilities of prompts, by the prompt's index."""
 
     def usage(self) -> Usage:
         generated = sum(each.num_tokens for each in self.continuations)

@@ -90,6 +90,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
+        # uvicorn before 0.53 keeps the connection of an HTTP/0.9 request open, which could hide a second request.
+        self.cycle.keep_alive = self.cycle.keep_alive and self.parser.should_keep_alive()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
