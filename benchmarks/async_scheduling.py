@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sightline import LLM, SamplingParams
-from sightline.engine.launch import LaunchedStep, SampledTokens
+from sightline.engine.sampled import Sampled, SampledTokens
 
 VOCAB = 32_000
 
@@ -56,21 +56,21 @@ def measure(llm: LLM, rows: int, steps: int) -> tuple[list[float], list[float], 
     prompts = torch.randint(0, VOCAB, (rows, 16), generator=generator).tolist()
     requests = [llm.engine.submit(prompt, params) for prompt in prompts]
     waited: list[float] = []
-    read = LaunchedStep.read
+    read = Sampled.read
 
-    def timed(step: LaunchedStep) -> SampledTokens:
+    def timed(step: Sampled) -> SampledTokens:
         started = time.perf_counter()
         choices = read(step)
         waited.append(time.perf_counter() - started)
         return choices
 
-    LaunchedStep.read = timed  # type: ignore[method-assign, assignment]
+    Sampled.read = timed  # type: ignore[method-assign, assignment]
     taken = []
     while llm.engine.has_work:
         started = time.perf_counter()
         llm.engine.step()
         taken.append(time.perf_counter() - started)
-    LaunchedStep.read = read  # type: ignore[method-assign]
+    Sampled.read = read  # type: ignore[method-assign]
     tokens = [llm.engine.pop_output(request).outputs[0].token_ids for request in requests]
     return taken[4:-4], waited[4:-4], tokens
 

@@ -128,6 +128,7 @@ def test_an_option_that_would_change_nothing_is_refused(words: list[str], messag
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("few_checks")
 def test_conformance_of_a_model_tells_what_runs_and_what_is_covered(proofs: Path, folder: Path) -> None:
     result = ask("--model", str(folder / "config.json"), *SMALL)
@@ -264,6 +265,7 @@ def wrong_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "wrong"
 
 
+@pytest.mark.prove
 def test_a_server_with_a_wrong_backend_does_not_start(proofs: Path, wrong_backend: str) -> None:
     asked = ["serve", "--port", "0", "--prove", "--attention-backend", wrong_backend, *SMALL]
     result = subprocess.run(
@@ -276,6 +278,7 @@ def test_a_server_with_a_wrong_backend_does_not_start(proofs: Path, wrong_backen
     assert not ProofBook(proofs).folder.exists() or list(proofs.iterdir()) == []
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("few_checks")
 def test_a_server_whose_engine_is_proven_starts_with_the_proof_required(proofs: Path, tmp_path: Path) -> None:
     embedder = str(save_embedder(tmp_path / "embedder"))

@@ -12,7 +12,7 @@ from sightline.scheduler.sequence import SequenceState
 
 def make(arrival: int, caller: str, priority: int, length: int) -> SequenceState:
     params = EffectiveParams(0.0, 1.0, 0, 0.0, 0, 4, frozenset(), True)
-    sequence = SequenceState(Request(str(arrival), None, (1,) * length, params, Terms(caller, priority)))
+    sequence = SequenceState(Request(str(arrival), None, (1,) * length, params.needs, Terms(caller, priority)))
     sequence.arrival, sequence.rank = arrival, (priority, arrival)
     return sequence
 

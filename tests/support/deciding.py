@@ -53,7 +53,7 @@ class Count:
 def make(arrival: int, standing: Standing, *, running: bool) -> SequenceState:
     params = EffectiveParams(0.0, 1.0, 0, 0.0, 0, 1000, frozenset(), True)
     terms = Terms(standing.caller, standing.priority)
-    sequence = SequenceState(Request(str(arrival), None, tuple(range(standing.num_tokens)), params, terms))
+    sequence = SequenceState(Request(str(arrival), None, tuple(range(standing.num_tokens)), params.needs, terms))
     sequence.arrival, sequence.rank = arrival, (standing.priority, arrival)
     if running:
         sequence.table_row = arrival

@@ -76,7 +76,7 @@ def test_a_fault_fails_its_check_with_the_detail_alone_and_blocks_what_builds_on
     assert f"conformance::mine::{ROW}::window FAILED" in lines
     assert f"conformance::mine::{ROW}::causal PASSED" in lines
     assert "blocked: builds on window" in lines
-    assert "mine::float32+bfloat16+float16::window proves: a query sees keys" in lines
+    assert "mine::float32+bfloat16+float16::window proves: A query sees the keys" in lines
     assert "of the oracle, got" in lines
     assert "kit.py" not in lines
     assert not [line for line in lines.splitlines() if "plugin.py" in line and not line.startswith("SKIPPED")]

@@ -4,6 +4,8 @@
                  ▲                     │                      │
                  └──────retracted──────┘                      └──removed: out, with its pages until the commit
 
+Sequences that are computed whole wait in a queue of their own and hold no pages; steps of both kinds alternate.
+
 `policy.decide` says what happens next; the scheduler carries it out. Free pages that nothing else needs are reserved
 for an admitted sequence, so that its pages are adjacent, and taken back on demand.
 
@@ -17,14 +19,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sightline.cache.pools import CacheStore
 from sightline.cache.prefix import PrefixCache
+from sightline.core.batch import PADDING_ROW
 from sightline.core.errors import OutOfPages, RequestError
 from sightline.scheduler.decision import Admission, Decision, State
 from sightline.scheduler.policy import decide
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.running import RunningRows
-from sightline.scheduler.sequence import Schedule, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
 from sightline.scheduler.supply import Supply
+from sightline.scheduler.whole import WholeQueue
 
 
 class Scheduler:
@@ -37,9 +41,10 @@ class Scheduler:
         *,
         max_step_tokens: int,
         max_scored_tokens: int,
+        max_whole_tokens: int = 0,
     ) -> None:
         """`max_scored_tokens` bounds the prompt tokens per step that all need logits: each takes a vocabulary of
-        memory.
+        memory. `max_whole_tokens` bounds the tokens of a step of several whole sequences.
 
         Without `prefixes`, nothing outlives its request.
         """
@@ -51,6 +56,8 @@ class Scheduler:
         self._shares = Shares()
         self._waiting = WaitingQueue()
         self._running = RunningRows()
+        self._whole = WholeQueue(store.limits.max_rows, max_whole_tokens)
+        self._whole_is_next = False
         self._leaving: set[SequenceState] = set()
         """Removed sequences that are still in a launched step."""
         self.num_retractions = 0
@@ -67,20 +74,20 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._whole)
 
     @property
     def num_running(self) -> int:
-        return len(self._running.by_rank)
+        return len(self._running.by_rank) + len(self._whole.running)
 
     @property
     def has_work(self) -> bool:
         """True while a sequence waits, runs, or was removed but still holds pages."""
-        return bool(len(self._waiting) or self._running.by_rank or self._leaving)
+        return bool(self.num_waiting or self.num_running or self._leaving)
 
     def submit(self, sequence: SequenceState) -> None:
         """Adds a sequence to the queue. Raises `RequestError` if it could never finish."""
-        needed = self._store.pages_for(sequence.max_len)
+        needed = 0 if sequence.is_whole else self._store.pages_for(sequence.max_len)
         if needed > self._store.num_usable_pages:
             raise RequestError(
                 f"expected a request of at most {self._store.num_usable_pages} cache pages, got one that may need "
@@ -89,10 +96,18 @@ class Scheduler:
         sequence.arrival = next(self._arrivals)
         sequence.rank = (sequence.request.terms.priority, sequence.arrival)
         self._shares.join(sequence.caller)
-        self._waiting.add(sequence)
+        if sequence.is_whole:
+            self._whole.add(sequence)
+        else:
+            self._waiting.add(sequence)
 
     def schedule(self) -> Schedule:
-        """Returns the next step's rows, with pages for their new tokens."""
+        """Returns the next step's rows, with pages for their new tokens. Whole rows have every other step."""
+        if len(self._whole) and (self._whole_is_next or not (len(self._waiting) or self._running.by_rank)):
+            self._whole_is_next = False
+            chosen = self._whole.next_step(self._shares)
+            return Schedule(tuple([self._row(sequence, len(sequence.tokens)) for sequence in chosen]))
+        self._whole_is_next = True
         return self._carry_out(decide(self._state()))
 
     def launched(self, rows: Iterable[ScheduledRow]) -> None:
@@ -101,30 +116,37 @@ class Scheduler:
             sequence, seq_len = row.sequence, row.context_len + row.num_tokens
             sequence.num_steps += 1
             sequence.num_scheduled = seq_len
-            if row.completes:
-                sequence.num_expected = seq_len + 1
+            sequence.num_expected = sequence.expected_after(row)
             # Recomputation after a retraction is not charged to the caller.
             if seq_len > sequence.num_charged:
                 self._shares.charge(sequence.caller, seq_len - sequence.num_charged)
                 sequence.num_charged = seq_len
 
-    def commit(self, row: ScheduledRow, token: int | None) -> None:
-        """Records that the row's entries are in the cache, and appends `token` if the row completes.
+    def commit(self, row: ScheduledRow, result: RowResult) -> None:
+        """Records that the row's accepted entries are in the cache, and appends the tokens that the step settled.
 
         Idempotent, so that it can be repeated after an interruption.
         """
-        if row.completes != (token is not None):
-            raise ValueError(f"expected a token exactly where a row completes, got {token}")
-        sequence, seq_len = row.sequence, row.context_len + row.num_tokens
-        if token is not None:
-            sequence.tokens[seq_len:] = [token]
-        self._store.lengths.commit(row.table_row, seq_len)
+        sequence, (seq_len, tokens) = row.sequence, result
+        generates = row.completes and sequence.request.needs.max_new_tokens > 0
+        if generates != bool(tokens):
+            raise ValueError(f"expected tokens exactly where a row completes, got {tokens}")
+        if not row.context_len < seq_len <= row.seq_len or (seq_len < row.seq_len and sequence.num_steps > 1):
+            raise ValueError(
+                f"expected an accepted length of {row.seq_len}, or a shorter one above {row.context_len} if no step "
+                f"follows, got {seq_len}"
+            )
+        if tokens:
+            sequence.tokens[seq_len + 1 - len(tokens) :] = tokens
+        if not sequence.is_whole:
+            self._store.lengths.commit(row.table_row, seq_len)
         sequence.num_computed = seq_len
-        if token is not None:
+        if row.completes:
             self._supply.publish(sequence)
 
     def landed(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that the step with these rows is over, committed or not, and releases sequences removed meanwhile."""
+        settled: list[SequenceState] = []
         for row in rows:
             sequence = row.sequence
             sequence.num_steps -= 1
@@ -132,10 +154,14 @@ class Scheduler:
                 # A row that was not committed is scheduled again.
                 sequence.num_scheduled = sequence.num_computed
                 sequence.num_expected = len(sequence.tokens)
-                self._settle(sequence)
                 if sequence.is_out:
                     self._supply.release(sequence)
                     self._leaving.discard(sequence)
+                elif sequence.is_whole:
+                    self._whole.put_back(sequence)
+                else:
+                    settled.append(sequence)
+        self._settle(settled)
 
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence in any phase. Idempotent.
@@ -148,8 +174,11 @@ class Scheduler:
             sequence.is_out = True
             if sequence.arrival:
                 self._shares.leave(sequence.caller)
-        self._waiting.remove(sequence)
-        self._running.remove(sequence)
+        if sequence.is_whole:
+            self._whole.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+            self._running.remove(sequence)
         if sequence.num_steps:
             self._leaving.add(sequence)
         else:
@@ -158,32 +187,34 @@ class Scheduler:
     def recount(self, in_flight: Sequence[ScheduledRow]) -> None:
         """Repairs the state after an interruption between two statements, from the rows in flight."""
         self._running.recount()
-        for sequence in (*self.running, *self._leaving):
+        for sequence in (*self.running, *self._whole.running, *self._leaving):
             rows = [row for row in in_flight if row.sequence is sequence]
             sequence.num_steps = len(rows)
             sequence.num_scheduled = max([sequence.num_computed, *(row.seq_len for row in rows)])
-            ends = [row.seq_len + 1 for row in rows if row.completes]
-            sequence.num_expected = max([len(sequence.tokens), *ends])
-            self._settle(sequence)
+            sequence.num_expected = max([len(sequence.tokens), *(sequence.expected_after(row) for row in rows)])
+        self._settle(self.running)
         for sequence in [leaving for leaving in self._leaving if not leaving.num_steps]:
             self._supply.release(sequence)
             self._leaving.discard(sequence)
+        for sequence in [whole for whole in self._whole.running if not whole.num_steps]:
+            self._whole.put_back(sequence)
         for sequence in self._waiting:
             self._supply.release(sequence)
             sequence.restart()
 
-    def _settle(self, sequence: SequenceState) -> None:
-        """Discards launched entries beyond what is scheduled: the row's next step continues from there."""
-        if sequence.table_row is not None:
-            self._store.lengths.settle(sequence.table_row, sequence.num_scheduled)
+    def _settle(self, sequences: Sequence[SequenceState]) -> None:
+        """Discards launched entries beyond what is scheduled: the next step of each row continues from there."""
+        ends = {each.table_row: each.num_scheduled for each in sequences if each.table_row is not None}
+        self._store.lengths.settle_all(tuple(ends), tuple(ends.values()))
 
     def drop_all(self) -> None:
         """Drops every sequence without touching the cache, which is lost."""
-        for sequence in (*self.running, *self._leaving, *self._waiting):
+        for sequence in (*self.running, *self._leaving, *self._waiting, *self._whole):
             sequence.is_out, sequence.table_row, sequence.prefix, sequence.num_steps = True, None, None, 0
         self._running.clear()
         self._leaving.clear()
         self._waiting = WaitingQueue()
+        self._whole.clear()
 
     def _state(self) -> State:
         return State(
@@ -234,10 +265,11 @@ class Scheduler:
         return Schedule(tuple(rows))
 
     def _row(self, sequence: SequenceState, count: int) -> ScheduledRow:
-        assert sequence.table_row is not None, "a running sequence has a row"
+        table_row = PADDING_ROW if sequence.is_whole else sequence.table_row
+        assert table_row is not None, "a running sequence has a row"
         start = sequence.num_scheduled
         completes = start + count == sequence.num_expected
-        return ScheduledRow(sequence, sequence.table_row, start, count, completes, sequence.scores_prompt)
+        return ScheduledRow(sequence, table_row, start, count, completes, sequence.scores_prompt)
 
     def _grow(self, sequence: SequenceState) -> bool:
         """Gives a sequence the pages that it needs. If they are not available after all, it waits."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, try_check, try_row
-    from sightline.testing.conformance.report import ConformanceReport, more_samples, run_conformance
+    from sightline.testing.conformance.report import ConformanceReport, run_conformance
     from sightline.testing.conformance.rig import Subject
     from sightline.testing.conformance.rows import list_rows
     from sightline.testing.conformance.samples import Samples
@@ -33,7 +33,6 @@ __all__ = [
     "Subject",
     "Verdict",
     "list_rows",
-    "more_samples",
     "run_conformance",
     "try_check",
     "try_row",
@@ -47,10 +46,9 @@ _HOMES = {
     "Effort": "trial",
     "RowReport": "kit",
     "Samples": "samples",
-    "Subject": "bench",
+    "Subject": "rig",
     "Verdict": "kit",
     "list_rows": "rows",
-    "more_samples": "report",
     "run_conformance": "report",
     "try_check": "kit",
     "try_row": "kit",

@@ -14,10 +14,12 @@ from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
 from sightline.engine.engine import Engine
-from sightline.engine.launch import Launch, LaunchedStep, Launcher, Member, RowFailure, SampledTokens
+from sightline.engine.launch import Launch, LaunchedStep, Launcher, RowFailure
+from sightline.engine.live import LiveSequence
+from sightline.engine.sampled import Sampled, SampledTokens
 from sightline.scheduler.queue import QueuePosition, WaitingQueue
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from sightline.scheduler.supply import Supply
 from sightline.testing.simulator.simulation import Simulation, Violation
 from sightline.testing.simulator.workload import draw_scenario
@@ -152,9 +154,9 @@ def chunk_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """A chunk that does not end its prompt counts as one token longer."""
     commit = Scheduler.commit
 
-    def miscounted(scheduler: Scheduler, row: ScheduledRow, token: int | None) -> None:
-        commit(scheduler, row, token)
-        if token is None:
+    def miscounted(scheduler: Scheduler, row: ScheduledRow, result: RowResult) -> None:
+        commit(scheduler, row, result)
+        if not result.tokens:
             row.sequence.num_computed += 1
 
     patch.setattr(Scheduler, "commit", miscounted)
@@ -178,7 +180,7 @@ def ignore_deadlines(patch: pytest.MonkeyPatch) -> None:
 def look_at_deadlines_before_a_launch_only(patch: pytest.MonkeyPatch) -> None:
     commit = Engine._commit
 
-    def careless(engine: Engine, step: LaunchedStep) -> None:
+    def careless(engine: Engine, step: LaunchedStep[LiveSequence]) -> None:
         kept, engine._deadlines = engine._deadlines, []
         commit(engine, step)
         engine._deadlines = kept
@@ -189,8 +191,10 @@ def look_at_deadlines_before_a_launch_only(patch: pytest.MonkeyPatch) -> None:
 def fail_the_neighbours(patch: pytest.MonkeyPatch) -> None:
     """A step that raises fails all its rows."""
 
-    def fail_all(launcher: Launcher, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Launch:
-        return Launch((), tuple(RowFailure(member, RuntimeError("the step raised")) for member in members))
+    def fail_all(
+        launcher: Launcher[LiveSequence], rows: object, lives: Sequence[LiveSequence], in_flight: object
+    ) -> Launch[LiveSequence]:
+        return Launch((), tuple(RowFailure(live, RuntimeError("the step raised")) for live in lives))
 
     patch.setattr(Launcher, "_launch_parts", fail_all)
 
@@ -250,13 +254,13 @@ def copy_a_page_short(patch: pytest.MonkeyPatch) -> None:
 def take_what_is_no_number(patch: pytest.MonkeyPatch) -> None:
     """A row of NaN gives a token like any other."""
 
-    read = LaunchedStep.read
+    read = Sampled.read
 
-    def credulous(step: LaunchedStep) -> SampledTokens:
+    def credulous(step: Sampled) -> SampledTokens:
         choices = read(step)
         return choices._replace(finite=[True] * len(choices.finite))
 
-    patch.setattr(LaunchedStep, "read", credulous)
+    patch.setattr(Sampled, "read", credulous)
 
 
 def refuse_too_early(patch: pytest.MonkeyPatch) -> None:

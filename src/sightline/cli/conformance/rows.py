@@ -26,8 +26,7 @@ from sightline.cli.options import (
 if TYPE_CHECKING:
     from sightline.testing.conformance.kit import CheckResult
     from sightline.testing.conformance.report import ConformanceReport, Outcome, TriedRow
-    from sightline.testing.conformance.rows import RowToTry
-    from sightline.testing.conformance.trying import Watch
+    from sightline.testing.conformance.rows import RowToTry, Watch
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 
@@ -124,7 +123,8 @@ def conformance(
         sys.exit(prove_model(settings, verbose=verbose, as_json=as_json))
     from sightline.attention.proof import ProofBook
     from sightline.core.environment import proof_folder
-    from sightline.testing.conformance.report import more_samples, run_conformance
+    from sightline.testing.conformance.report import run_conformance
+    from sightline.testing.conformance.samples import Samples
     from sightline.testing.conformance.trial import Effort
 
     book = ProofBook(proof_folder())
@@ -133,7 +133,7 @@ def conformance(
         backends,
         device=device,
         effort=Effort.QUICK if quick else Effort.FULL,
-        samples=more_samples(head_dim, group_size, page_size),
+        samples=Samples().and_more(head_dim, group_size, page_size),
         only=names,
         book=book,
         watch=_watch_in_turn() if jobs == 1 else _watch_side_by_side(),
@@ -160,7 +160,7 @@ def _refuse_mixtures(context: click.Context, model: str | None) -> None:
 
 def _watch_in_turn() -> Watch:
     """A row, then its checks below it."""
-    from sightline.testing.conformance.trying import Watch
+    from sightline.testing.conformance.rows import Watch
 
     return Watch(
         lambda row: notes.print(f"[dim]{_told_row(row)} on {escape(row.subject.device.name)}[/]"),
@@ -170,7 +170,7 @@ def _watch_in_turn() -> Watch:
 
 def _watch_side_by_side() -> Watch:
     """Each check with its row, as they come: those of many rows are under way at once."""
-    from sightline.testing.conformance.trying import Watch
+    from sightline.testing.conformance.rows import Watch
 
     return Watch(
         on_result=lambda row, result: notes.print(f"[dim]{_told_row(row)}: {_told_result(result)}[/]", soft_wrap=True)

@@ -42,7 +42,7 @@ from sightline.testing.conformance.checks.covering import cover
 from sightline.testing.conformance.domains import domains_of_demand
 from sightline.testing.conformance.generator import cases_for
 from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, try_check, try_row
-from sightline.testing.conformance.proving import coverage, passed_checks
+from sightline.testing.conformance.report import coverage, passed_checks
 from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import Check, Effort, Trial
