@@ -27,8 +27,6 @@ from sightline.server.http.errors import invalid
 from sightline.server.http.routing import Call
 from sightline.server.process.protocol import Delta
 
-DEFAULT_MAX_TOKENS = 16
-
 
 class TextCompleter(Completer[CompletionRequest]):
     """Continues prompts."""
@@ -64,7 +62,6 @@ class TextCompleter(Completer[CompletionRequest]):
             raise invalid("expected echo with logprobs without stream, got all three: a stream has no place", "echo")
         scored = request.logprobs if request.echo else None
         return {
-            "max_tokens": DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
             "logprobs": request.logprobs,
             "prompt_logprobs": request.prompt_logprobs if scored is None else max(scored, request.prompt_logprobs or 0),
         }
