@@ -15,8 +15,11 @@ from sightline.cli.inspection import capabilities, collect_env, version
 from sightline.cli.serve import serve
 from sightline.cli.simulate import simulate
 from sightline.core.command_line import flag
+from sightline.core.config import EngineConfig
 from sightline.core.errors import SightlineError
-from sightline.core.settings import answer_unknown
+from sightline.core.request import SamplingParams
+from sightline.core.settings import stated
+from sightline.core.words import answer_unknown
 
 
 class Commands(click.Group):
@@ -30,7 +33,9 @@ class Commands(click.Group):
                 raise
             name, command = error.option_name.removeprefix("--").replace("-", "_"), error.ctx.command
             known = [str(each.name) for each in command.params if each.opts[0] == flag(str(each.name))]
-            answer = answer_unknown(name, known, f"an option of {command.name}", flag)
+            elsewhere = dict.fromkeys(stated(EngineConfig), "a setting of the engine")
+            elsewhere |= dict.fromkeys(stated(SamplingParams), "a sampling parameter")
+            answer = answer_unknown(name, known, f"an option of {command.name}", elsewhere, flag)
             raise click.UsageError(answer, error.ctx) from error
 
 

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
 from sightline.core.errors import ConfigError
+from sightline.core.request import SamplingParams
 from sightline.core.settings import alias, check_settings, keywords, setting, stated
 
 
@@ -39,7 +40,9 @@ ROWS = {Task.GENERATE: 64, Task.EMBED: 1024}
 STEP_TOKENS = {Task.GENERATE: 512, Task.EMBED: 4096}
 PAGE_SIZES = {"cpu": 16, "cuda": 64}
 """On a GPU, as many tokens as kernels read at once: with smaller pages they look up every key separately."""
-_answering = keywords(ConfigError, "a setting of the engine")
+_answering = keywords(
+    ConfigError, "a setting of the engine", dict.fromkeys(stated(SamplingParams), "a sampling parameter")
+)
 
 
 @dataclass(frozen=True, kw_only=True)

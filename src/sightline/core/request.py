@@ -15,6 +15,7 @@ from typing import TypeAlias, cast
 
 from sightline.core.errors import RequestError
 from sightline.core.settings import Setting, check_settings, keywords, setting
+from sightline.core.words import MEANINGS
 
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**64 - 1
@@ -39,7 +40,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@keywords(RequestError, "a sampling parameter")
+@keywords(RequestError, "a sampling parameter", dict.fromkeys(MEANINGS.values(), "a setting of the engine"))
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens. None takes the model's own default if there is one, otherwise the neutral value."""

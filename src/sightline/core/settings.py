@@ -8,7 +8,7 @@ not know what a setting does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
 from inspect import get_annotations
@@ -16,7 +16,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from sightline.core.errors import SightlineError
-from sightline.core.words import REFUSED, UNSUPPORTED, nearest
+from sightline.core.words import answer_unknown
 
 _T = TypeVar("_T")
 _KINDS: Mapping[type, tuple[type | tuple[type, ...], str]] = MappingProxyType(
@@ -112,22 +112,16 @@ def aliases_of(kind: type) -> Mapping[str, Alias]:
 def _read(kind: Any) -> tuple[Mapping[str, Setting], Mapping[str, Alias]]:
     settings, aliases, hints = dict[str, Setting](), dict[str, Alias](), get_type_hints(kind)
     order = [name for owner in kind.__mro__ for name in get_annotations(owner)]
-    for name, said in sorted(
-        ((each.name, each.metadata.get("stated")) for each in fields(kind)), key=lambda each: order.index(each[0])
-    ):
-        kinds = set(get_args(hints[name]) if get_origin(hints[name]) is UnionType else [hints[name]])
+    for each in sorted(fields(kind), key=lambda each: order.index(each.name)):
+        name, hint = each.name, hints[each.name]
+        kinds = set(get_args(hint) if get_origin(hint) is UnionType else [hint])
         [plain, *others] = kinds - {NoneType}
-        match said:
-            case Setting():
-                is_plain = plain in (*_KINDS, str) and not others
-                settings[name] = replace(
-                    said,
-                    name=name,
-                    kind=plain if is_plain else object,
-                    default=getattr(kind, name),
-                    is_optional=NoneType in kinds,
-                )
-            case Alias():
+        known = plain if plain in (*_KINDS, str) and not others else object
+        has_none = NoneType in kinds
+        match each.metadata.get("stated"):
+            case Setting() as said:
+                settings[name] = replace(said, name=name, kind=known, default=each.default, is_optional=has_none)
+            case Alias() as said:
                 aliases[name] = said
     return MappingProxyType(settings), MappingProxyType(aliases)
 
@@ -138,29 +132,12 @@ def check_settings(owner: object, error: type[SightlineError]) -> None:
         setting.check(getattr(owner, name), error)
 
 
-def answer_unknown(name: str, known: Iterable[str], what: str, shown: Callable[[str], str] = str) -> str:
-    """The message for a name that is not among the `known` ones, each of which is `what`: the name first, then those
-    that are nearest in meaning."""
-    from sightline.core.config import EngineConfig
-    from sightline.core.request import SamplingParams
+def keywords(error: type[SightlineError], what: str, elsewhere: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:
+    """Decorates a dataclass of settings, each of which messages call `what`.
 
-    listed = list(known)
-    homes = dict.fromkeys(stated(EngineConfig), "a setting of the engine")
-    homes |= dict.fromkeys(stated(SamplingParams), "a sampling parameter")
-    if name in REFUSED:
-        return f"{shown(name)} {REFUSED[name]}"
-    if name in UNSUPPORTED:
-        return f"{shown(name)} is not supported yet: {UNSUPPORTED[name]}"
-    if name in homes:
-        return f"{shown(name)} is {homes[name]}, not {what}"
-    found = [shown(each) + ("" if each in listed else f", which is {homes[each]}") for each in nearest(name, listed)]
-    answer = f"nearest: {', '.join(found)}" if found else f"expected {', '.join(map(shown, listed))}"
-    return f"{shown(name)} is not {what}; {answer}"
-
-
-def keywords(error: type[SightlineError], what: str) -> Callable[[type[_T]], type[_T]]:
-    """Decorates a dataclass of settings, each of which messages call `what`: its constructor takes an alias for what it
-    stands for, and answers an unknown name with the nearest known ones."""
+    Its constructor takes an alias for what it stands for, and answers an unknown name with the nearest known ones.
+    `elsewhere` says what other names are.
+    """
 
     def decorate(kind: type[_T]) -> type[_T]:
         construct = vars(kind)["__init__"]
@@ -171,7 +148,7 @@ def keywords(error: type[SightlineError], what: str) -> Callable[[type[_T]], typ
             values, said = dict[str, object](), dict[str, str]()
             for name, value in given.items():
                 if name not in settings and name not in aliases:
-                    raise error(answer_unknown(name, settings, what))
+                    raise error(answer_unknown(name, settings, what, elsewhere))
                 alias = aliases.get(name, Alias(name))
                 if name in aliases and value is None:
                     continue

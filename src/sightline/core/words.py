@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
 
@@ -77,3 +77,23 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     words = set(name.split("_")) - {"max", "min", "num", "size", "enable", "disable", "use", "no"}
     shared = {each: len(words & set(each.split("_"))) for each in listed}
     return slips or [each for each in listed if shared[each] == max(shared.values()) > 0][:4]
+
+
+def answer_unknown(
+    name: str, known: Iterable[str], what: str, elsewhere: Mapping[str, str], shown: Callable[[str], str] = str
+) -> str:
+    """The message for a name that is not `known`: the name first, then those that are nearest in meaning, as `shown`.
+
+    Each known name is `what`; `elsewhere` says what other names are.
+    """
+    listed = list(known)
+    if name in REFUSED:
+        return f"{shown(name)} {REFUSED[name]}"
+    if name in UNSUPPORTED:
+        return f"{shown(name)} is not supported yet: {UNSUPPORTED[name]}"
+    if name in elsewhere:
+        return f"{shown(name)} is {elsewhere[name]}, not {what}"
+    found = nearest(name, listed)
+    told = ", ".join(shown(each) + ("" if each in listed else f", which is {elsewhere[each]}") for each in found)
+    answer = f"nearest: {told}" if found else f"expected {', '.join(map(shown, listed))}"
+    return f"{shown(name)} is not {what}; {answer}"
