@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import update_wrapper
 from pathlib import Path
-from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sightline.core.config import EngineConfig, Task
+from sightline.core.config import EngineConfig, EngineKeywords, Task
 from sightline.core.errors import ConfigError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
@@ -33,6 +34,7 @@ from sightline.text.tokenizers.tokenizer import Tokenizer
 logger = logging.getLogger("sightline")
 _InputT = TypeVar("_InputT")
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class TextPrompt(TypedDict):
@@ -60,32 +62,24 @@ class TemplateSettings(TypedDict, total=False):
     """The template's own switches."""
 
 
-class EngineSettings(TypedDict, total=False):
-    """The fields of `EngineConfig` that `LLM` takes by keyword."""
+EngineSettings: TypeAlias = dict[str, Any]
+"""Keywords of `LLM` in a dictionary."""
 
-    task: str
-    device: str
-    dtype: str
-    quantization: str
-    max_model_len: int | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    page_size: int | None
-    cache_tokens: int | None
-    kv_cache_dtype: str
-    memory_fraction: float
-    prefix_caching: bool | None
-    max_queued_requests: int
-    async_scheduling: bool
-    attention_backend: str | None
-    prefill_attention_backend: str | None
-    decode_attention_backend: str | None
-    require_proof: bool
-    seed: int | None
-    chat_template: str | None
-    skip_tokenizer_init: bool
-    strict: bool
-    paranoid: bool
+
+def _configured_by(
+    make: Callable[_P, EngineConfig],
+) -> Callable[[Callable[[_T, EngineConfig], None]], Callable[Concatenate[_T, _P], None]]:
+    """Decorates a constructor that takes a config, so that it takes the keywords of the config instead."""
+
+    def decorate(construct: Callable[[_T, EngineConfig], None]) -> Callable[Concatenate[_T, _P], None]:
+        def constructor(self: _T, /, *args: _P.args, **settings: _P.kwargs) -> None:
+            construct(self, make(*args, **settings))
+
+        update_wrapper(constructor, vars(make)["__init__"], assigned=())
+        constructor.__doc__ = construct.__doc__
+        return constructor
+
+    return decorate
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -125,13 +119,12 @@ class LLM:
     at a time, and refuses a second one with `LaneBusyError`.
     """
 
-    def __init__(self, model: str | None = None, **settings: Unpack[EngineSettings]) -> None:
-        """`model` is a folder, a .gguf file, a Hugging Face id, or None for the default model."""
-        unknown = set(settings) - EngineSettings.__annotations__.keys()
-        if unknown:
-            known = ", ".join(sorted(EngineSettings.__annotations__))
-            raise ConfigError(f"expected settings out of {known}, got {', '.join(sorted(unknown))}")
-        config = EngineConfig(model=model, **settings)
+    @_configured_by(EngineKeywords)
+    def __init__(self, config: EngineConfig) -> None:
+        """Takes the settings in docs/settings.md as keywords, and other engines' names for them.
+
+        `model` is a folder, a .gguf file, a Hugging Face id, or None for the default model.
+        """
         embeds = Task(config.task) is Task.EMBED
         self._generating = None if embeds else SharedEngine(build_engine(config))
         self._embedder = open_embedder(config) if embeds else None

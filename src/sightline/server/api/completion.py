@@ -27,8 +27,6 @@ from sightline.server.http.errors import invalid
 from sightline.server.http.routing import Call
 from sightline.server.process.protocol import Delta
 
-DEFAULT_MAX_TOKENS = 16
-
 
 class TextCompleter(Completer[CompletionRequest]):
     """The handler for text completions."""
@@ -64,7 +62,6 @@ class TextCompleter(Completer[CompletionRequest]):
             raise invalid("echo with logprobs is not supported with stream", "echo")
         scored = request.logprobs if request.echo else None
         return {
-            "max_tokens": DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
             "logprobs": request.logprobs,
             "prompt_logprobs": request.prompt_logprobs if scored is None else max(scored, request.prompt_logprobs or 0),
         }

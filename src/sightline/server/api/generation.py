@@ -17,7 +17,7 @@ import msgspec
 from sightline.core.errors import RequestError
 from sightline.core.request import EffectiveParams, Logprob, PositionLogprobs, SamplingParams
 from sightline.server.api.answers import PromptDetails, PromptLogprob, PromptLogprobs, Usage
-from sightline.server.api.schema import GenerationFields
+from sightline.server.api.schema import SAMPLED, GenerationFields
 from sightline.server.http.errors import ApiError, failed, field_named_in, invalid, unavailable
 from sightline.server.http.limits import check_adjustments, check_cost
 from sightline.server.http.routing import Call, Header, Reply, Stream
@@ -27,26 +27,6 @@ from sightline.server.service import RESTART_SECONDS, Running, Service
 
 RequestT = TypeVar("RequestT", bound=GenerationFields)
 _ENCODER = msgspec.json.Encoder()
-_SAMPLED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "n",
-    "ignore_eos",
-    "min_tokens",
-    "stop_token_ids",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "stop",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "prompt_logprobs",
-)
-"""Fields that are passed to the engine under their own names."""
 
 
 @dataclass
@@ -167,14 +147,14 @@ class Completer(ABC, Generic[RequestT]):
         """The maker of a stream's events."""
 
     def _params(self, request: RequestT) -> SamplingParams:
-        given = {name: getattr(request, name) for name in _SAMPLED}
-        params = {name: value for name, value in (given | self.sampling(request)).items() if value is not None}
+        given = {name: getattr(request, name) for name in SAMPLED}
+        params = {name: value for name, value in given.items() if value is not None} | self.sampling(request)
         if request.stream and request.prompt_logprobs is not None:
             raise invalid("prompt_logprobs is not supported with stream", "prompt_logprobs")
         if request.stream_options is not None and not request.stream:
             raise invalid("stream_options needs stream: true", "stream_options")
         try:
-            return SamplingParams(**({"max_tokens": None} | params))
+            return SamplingParams(**params)
         except RequestError as error:
             raise invalid(str(error), field_named_in(str(error))) from error
 
