@@ -117,7 +117,7 @@ def effective(**given: Any) -> EffectiveParams:
         has_tokenizer=True,
         seed=0,
     )
-    return intake.request([1], SamplingParams(**given), "x", Terms(), 0.0).params
+    return intake.request([1], SamplingParams(**given), "x", Terms(), 0.0)[1]
 
 
 @pytest.mark.parametrize("name", stated(SamplingParams))
