@@ -55,6 +55,8 @@ class SequenceState:
     """Position in the order of submission."""
     is_out: bool = False
     """True if it was removed; its pages stay until the last step launched with it is over."""
+    adjusts_logits: bool = field(init=False)
+    """True if what it may sample depends on the tokens before it. Kept here, because every step asks every row."""
     caller: str = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """(priority, arrival): among running sequences, the highest gives way."""
@@ -62,6 +64,7 @@ class SequenceState:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
         self.num_expected = len(self.tokens)
+        self.adjusts_logits = self.request.params.adjusts_logits
         self.caller = self.request.terms.caller
         self.rank = (self.request.terms.priority, 0)
 
@@ -81,10 +84,10 @@ class SequenceState:
         """
         if not self.num_steps:
             return True
-        params = self.request.params
-        if self.num_expected - len(self.request.prompt_token_ids) >= params.max_tokens:
+        request = self.request
+        if self.num_expected - len(request.prompt_token_ids) >= request.params.max_tokens:
             return False
-        return self.num_expected == len(self.tokens) or not params.adjusts_logits
+        return self.num_expected == len(self.tokens) or not self.adjusts_logits
 
     @property
     def wants_scores(self) -> bool:
