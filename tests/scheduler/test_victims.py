@@ -132,9 +132,9 @@ def test_what_somebody_forks_does_not_give_way_to_share_rows() -> None:
 
 def rows_after(given_state: SchedulerState, decision: Decision) -> list[tuple[str, int]]:
     """(caller, priority) of everybody who has a row."""
-    kept = [each for each in given_state.running if each.arrival not in decision.retracted]
+    kept = [(each.caller, each.priority) for each in given_state.running if each.arrival not in decision.retracted]
     let_in = [each for each in waiting_in(given_state) if each.arrival in decision.admitted]
-    return [(each.caller, each.priority) for each in (*kept, *let_in)]
+    return [*kept, *((each.caller, each.priority) for each in let_in)]
 
 
 sharers = st.lists(st.tuples(st.sampled_from("aaabcd"), st.integers(0, 1)), max_size=6)

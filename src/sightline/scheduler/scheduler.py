@@ -111,7 +111,7 @@ class Scheduler:
         state, reuses = self._state(), dict[int, Reuse]()
         while isinstance(outcome := decide(state), Inquiry):
             state = self._answer(outcome, state, reuses)
-        return self._carry_out(outcome, reuses)
+        return self._carry_out(outcome, state, reuses)
 
     def launched(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that a step with these rows is running, so that its tokens are not scheduled again."""
@@ -264,7 +264,7 @@ class Scheduler:
             state = replace(state, holdings={**state.holdings, **holdings})
         return state
 
-    def _carry_out(self, decision: Decision, reuses: Mapping[int, Reuse]) -> Schedule:
+    def _carry_out(self, decision: Decision, state: SchedulerState, reuses: Mapping[int, Reuse]) -> Schedule:
         """Carries a decision out. Locks shared prefixes first, so that nothing later evicts them."""
         running = self._running.by_arrival
         admitted = [(self._waiting[arrival], reuses[arrival]) for arrival in decision.admitted]
@@ -273,7 +273,9 @@ class Scheduler:
         for arrival in decision.retracted:
             self._retract(running[arrival])
         if decision.num_pages:
-            self._supply.make_room(decision.num_pages, self.running)
+            # Lowest rank first.
+            reserving = (each.arrival for each in reversed(state.running) if each.num_lacking < 0)
+            self._supply.make_room(decision.num_pages, (running[each] for each in reserving if each in running))
         num_left = decision.num_pages
         held: set[int] = set()
         for arrival, count in decision.growth.items():

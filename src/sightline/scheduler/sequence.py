@@ -55,6 +55,8 @@ class SequenceState:
     """Position in the order of submission."""
     is_out: bool = False
     """True if it was removed; its pages stay until the last step launched with it is over."""
+    max_len: int = field(init=False)
+    """Maximum tokens in the cache; the last generated token is never computed."""
     caller: str = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """(priority, arrival): among running sequences, the highest gives way."""
@@ -62,6 +64,7 @@ class SequenceState:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
         self.num_expected = len(self.tokens)
+        self.max_len = len(self.tokens) + max(0, self.request.needs.max_new_tokens - 1)
         self.caller = self.request.terms.caller
         self.rank = (self.request.terms.priority, 0)
 
@@ -99,11 +102,6 @@ class SequenceState:
     def scores_prompt(self) -> bool:
         """True while such prompt tokens are unscheduled, except the last, whose output is there anyway."""
         return self.wants_scores and self.num_scheduled < len(self.request.prompt_token_ids) - 1
-
-    @property
-    def max_len(self) -> int:
-        """Maximum tokens in the cache; the last generated token is never computed."""
-        return len(self.request.prompt_token_ids) + max(0, self.request.needs.max_new_tokens - 1)
 
     def expected_after(self, row: ScheduledRow) -> int:
         """Tokens that it has once the row is committed."""

@@ -5,7 +5,7 @@ Owns what happens to a sequence's row: opened, filled with shared entries, grown
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from sightline.cache.pools import CacheStore
@@ -114,13 +114,13 @@ class Supply:
         self.store.grow_row(sequence.table_row, num_tokens)
         sequence.num_pages = self.store.row_pages(sequence.table_row)
 
-    def make_room(self, num_pages: int, running: Sequence[SequenceState]) -> None:
-        """Frees pages: first reserved unused ones, lowest rank first, then cached ones."""
-        size, missing = self._page_size, num_pages - self.store.num_free_pages
-        for sequence in reversed(running):
+    def make_room(self, num_pages: int, reserving: Iterable[SequenceState]) -> None:
+        """Frees pages: first reserved unused ones, in the order of the sequences, then cached ones."""
+        missing = num_pages - self.store.num_free_pages
+        for sequence in reserving:
             if missing <= 0:
                 return
-            if sequence.num_pages > -(-sequence.num_expected // size) and sequence.table_row is not None:
+            if sequence.table_row is not None:
                 self.store.trim_row(sequence.table_row, sequence.num_expected)
                 sequence.num_pages = self.store.row_pages(sequence.table_row)
                 missing = num_pages - self.store.num_free_pages
