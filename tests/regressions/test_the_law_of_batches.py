@@ -385,7 +385,7 @@ def test_entries_that_are_not_committed_are_not_followed_by_copies(runtime: Runt
     store, source, target = runtime.store, committed_row(runtime), open_row(runtime)
     first = runtime.planner.plan(chunk(runtime, target, 0, 4))
     runtime.runner.forward(first)
-    with pytest.raises(ValueError, match="and 4 in row .*, got 8 and 0, with 4 launched"):
+    with pytest.raises(ValueError, match=r"and 4 in row .*, got 8 and 0, with 4 launched"):
         store.copy_page(source, target, 1, 2)
     store.lengths.commit(target, 4)
     store.copy_page(source, target, 1, 2)

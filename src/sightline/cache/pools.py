@@ -32,7 +32,7 @@ class Bundle(NamedTuple):
 
     pages: BundlePages
     generations: tuple[int, ...]
-    index: int
+    place: int
     """Which page of its row it is: entries depend on their positions."""
 
 
@@ -311,7 +311,7 @@ class CacheStore:
         """Gives a row without pages the shared pages of the bundles, with their entries; each keeps its index."""
         if not self.is_open(row) or self.row_pages(row):
             raise ValueError(f"expected an open row without pages to adopt others, got row {row}")
-        indices = [bundle.index for bundle in bundles]
+        indices = [bundle.place for bundle in bundles]
         if indices != list(range(len(bundles))):
             raise ValueError(f"expected the first {len(bundles)} pages of a row, in order, got those at {indices}")
         self._require_kept(bundles)

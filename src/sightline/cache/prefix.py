@@ -49,7 +49,7 @@ class PrefixNode:
     @property
     def num_pages(self) -> int:
         """Number of pages up to this node, its own included."""
-        return 0 if self.parent is None else self.bundle.index + 1
+        return 0 if self.parent is None else self.bundle.place + 1
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class PrefixCache:
         If the tree already holds these tokens, the bundle remains the caller's alone.
         """
         assert len(tokens) == self._page_size, "a node is a whole page"
-        if bundle.index != node.num_pages:
-            raise ValueError(f"expected page {node.num_pages} of a row behind as many others, got {bundle.index}")
+        if bundle.place != node.num_pages:
+            raise ValueError(f"expected page {node.num_pages} of a row behind as many others, got {bundle.place}")
         key = _key(tokens)
         child = node.children.get(key)
         if child is None:
