@@ -166,9 +166,7 @@ def test_a_step_that_fails_between_two_others_leaves_the_first(lengths: RowLengt
 def test_a_refusal_behind_a_failure_says_where_the_entries_end(lengths: RowLengths) -> None:
     first, _ = launched(lengths, (0, 4), (4, 8))
     lengths.take_back(first)
-    with pytest.raises(
-        BatchError, match="expected context_lens of row 0 to be 0, since a step that was launched there"
-    ):
+    with pytest.raises(BatchError, match="expected context_lens of row 0 to be 0, since a step that was"):
         lengths.check(step(8, 9), FIRST_LANE)
 
 

@@ -323,7 +323,7 @@ def test_pages_that_were_freed_and_handed_out_again_are_not_adopted(runtime: Run
     assert {store.pages_at(other, index) for index in range(2)} == {bundle.pages for bundle in bundles}
     uses: list[Callable[[], None]] = [
         lambda: store.adopt(store.open_row(), bundles),
-        lambda: store.share(bundles[0]),
+        lambda: store.share(bundles[0], "another"),
     ]
     for use in uses:
         with pytest.raises(ValueError, match="expected a bundle whose pages still hold its entries"):
@@ -349,7 +349,46 @@ def test_pages_that_their_row_writes_anew_are_not_adopted(runtime: Runtime) -> N
     store.fill_row(row, 5)
     store.adopt(store.open_row(), [kept])
     with pytest.raises(ValueError, match="written anew since"):
-        store.adopt(store.open_row(), [lost])
+        store.adopt(store.open_row(), [kept, lost])
+
+
+def test_pages_are_adopted_in_the_places_that_they_had(runtime: Runtime) -> None:
+    store, row = runtime.store, committed_row(runtime)
+    first, second = (store.committed_bundle(row, index) for index in range(2))
+    for bundles, indices in (([second], [1]), ([second, first], [1, 0]), ([first, first], [0, 0])):
+        with pytest.raises(ValueError, match=rf"pages of a row, in order, got those at \{indices}"):
+            store.adopt(store.open_row(), bundles)
+    store.adopt(store.open_row(), [first, second])
+    prefixes = PrefixCache(store)
+    node = prefixes.lock("", prefixes.find("", []))
+    with pytest.raises(ValueError, match="expected page 0 of a row behind as many others, got 1"):
+        prefixes.extend(node, PROMPT[4:8], second)
+    prefixes.extend(prefixes.extend(node, PROMPT[:4], first), PROMPT[4:8], second)
+
+
+def test_pages_are_released_by_their_owners_alone(runtime: Runtime) -> None:
+    store, row = runtime.store, committed_row(runtime)
+    bundle, prefixes = store.committed_bundle(row, 0), PrefixCache(store)
+    prefixes.unlock(prefixes.extend(prefixes.lock("", prefixes.find("", [])), PROMPT[:4], bundle))
+    with pytest.raises(ValueError, match="expected an owner of pages"):
+        store.release(bundle, "a stranger")
+    store.share(bundle, "another")
+    store.release(bundle, "another")
+    with pytest.raises(ValueError, match="expected an owner of pages"):
+        store.release(bundle, "another")
+    assert store.owners(bundle.pages) == 2
+    assert prefixes.clear() == 1
+    assert store.owners(bundle.pages) == 1
+
+
+def test_entries_that_are_not_committed_are_not_followed_by_copies(runtime: Runtime) -> None:
+    store, source, target = runtime.store, committed_row(runtime), open_row(runtime)
+    first = runtime.planner.plan(chunk(runtime, target, 0, 4))
+    runtime.runner.forward(first)
+    with pytest.raises(ValueError, match=r"and 4 in row .*, got 8 and 0, with 4 launched"):
+        store.copy_page(source, target, 1, 2)
+    store.lengths.commit(target, 4)
+    store.copy_page(source, target, 1, 2)
 
 
 def test_pages_are_not_given_away_while_another_lane_writes_them() -> None:
@@ -478,7 +517,7 @@ def test_a_row_is_not_set_back_into_pages_that_others_read(runtime: Runtime) -> 
     store, first = runtime.store, open_row(runtime)
     forward(runtime, chunk(runtime, first, 0, CHUNK))
     store.lengths.commit(first, CHUNK)
-    store.share(store.committed_bundle(first, 1))
+    store.share(store.committed_bundle(first, 1), "another")
     with pytest.raises(ValueError, match=r"expected pages of row .*'s own behind 4 tokens, got shared"):
         store.fill_row(first, 4)
     store.fill_row(first, CHUNK)

@@ -148,7 +148,7 @@ def test_a_row_that_would_write_into_a_page_of_others_is_refused() -> None:
     store = make_store()
     row = open_row(store, 8)
     store.fill_row(row, 4)
-    store.share(store.committed_bundle(row, 0))
+    store.share(store.committed_bundle(row, 0), "another")
     assemble([RowWork(row, [1] * 4, 4, True)], store)
     with pytest.raises(ValueError, match=r"row 1's alone where it writes, got page .* with 2 owners; copy it"):
         assemble([RowWork(row, [1] * 5, 3, True)], store)

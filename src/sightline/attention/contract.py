@@ -21,7 +21,7 @@ from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import Lane, Workspace
-from sightline.cache.pools import GroupCache
+from sightline.cache.pools import GroupCache, Pool
 from sightline.core.batch import Batch
 
 InputsT = TypeVar("InputsT")
@@ -73,6 +73,18 @@ class StepView:
     lane: Lane
     needs: frozenset[Feature]
     """Features that this step needs beyond the spec: LSE, non-causal or tree masks."""
+
+    @property
+    def is_transient(self) -> bool:
+        return self.policy is CachePolicy.TRANSIENT
+
+    @property
+    def needs_lse(self) -> bool:
+        return Feature.LSE in self.needs
+
+    def write_slots(self, pool: Pool) -> Tensor | None:
+        """[num_tokens] int64: where the new entries go in the pool; None under `TRANSIENT`."""
+        return None if self.is_transient else self.batch.pools[pool.key].write_slots
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ does with an entry.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -31,6 +32,8 @@ class Bundle(NamedTuple):
 
     pages: BundlePages
     generations: tuple[int, ...]
+    place: int
+    """Which page of its row it is: entries depend on their positions."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +205,8 @@ class CacheStore:
         """How much of each row may be read."""
         self._free_rows = list(range(limits.max_rows, 0, -1))
         self._is_open = [False] * (limits.max_rows + 1)
+        self._sharers: Counter[tuple[object, Bundle]] = Counter()
+        """How often each caller of `share` owns a bundle."""
 
     @property
     def num_free_rows(self) -> int:
@@ -288,7 +293,7 @@ class CacheStore:
                 f"{self.lengths.committed(row)}; commit them first"
             )
         pages = self.pages_at(row, index)
-        return Bundle(pages, self._generations(pages))
+        return Bundle(pages, self._generations(pages), index)
 
     def _generations(self, pages: BundlePages) -> tuple[int, ...]:
         return tuple([pool.allocator.generation(page) for pool, page in zip(self.pools, pages, strict=True)])
@@ -303,23 +308,32 @@ class CacheStore:
                 )
 
     def adopt(self, row: int, bundles: Sequence[Bundle]) -> None:
-        """Gives a row without pages the shared pages of the bundles, with their entries."""
+        """Gives a row without pages the shared pages of the bundles, with their entries; each keeps its index."""
         if not self.is_open(row) or self.row_pages(row):
             raise ValueError(f"expected an open row without pages to adopt others, got row {row}")
+        indices = [bundle.place for bundle in bundles]
+        if indices != list(range(len(bundles))):
+            raise ValueError(f"expected the first {len(bundles)} pages of a row, in order, got those at {indices}")
         self._require_kept(bundles)
         for pool, pages in zip(self.pools, zip(*[bundle.pages for bundle in bundles], strict=True), strict=False):
             pool.adopt(row, pages)
         self.lengths.fill(row, len(bundles) * self.limits.page_size)
 
-    def share(self, bundle: Bundle) -> None:
-        """Adds an owner to a page of each pool."""
+    def share(self, bundle: Bundle, owner: object) -> None:
+        """Makes `owner` an owner of a page of each pool, until it releases them."""
         self._require_kept([bundle])
         for pool, page in zip(self.pools, bundle.pages, strict=True):
             pool.allocator.share([page])
+        self._sharers[owner, bundle] += 1
 
-    def release(self, bundle: Bundle) -> None:
-        """Removes an owner from a page of each pool."""
+    def release(self, bundle: Bundle, owner: object) -> None:
+        """Removes an owner from a page of each pool. Raises `ValueError` if it does not own them."""
         self._require_kept([bundle])
+        if not self._sharers[owner, bundle]:
+            raise ValueError(f"expected an owner of pages {bundle.pages}, got {owner}, which shares none of them")
+        self._sharers[owner, bundle] -= 1
+        if not self._sharers[owner, bundle]:
+            del self._sharers[owner, bundle]
         for pool, page in zip(self.pools, bundle.pages, strict=True):
             pool.release([page])
 

@@ -46,6 +46,11 @@ class PrefixNode:
     """Locks on this node and its descendants; it cannot be evicted while this is above 0."""
     last_used: int = 0
 
+    @property
+    def num_pages(self) -> int:
+        """Number of pages up to this node, its own included."""
+        return 0 if self.parent is None else self.bundle.place + 1
+
 
 @dataclass(frozen=True)
 class PrefixMatch:
@@ -111,10 +116,12 @@ class PrefixCache:
         If the tree already holds these tokens, the bundle remains the caller's alone.
         """
         assert len(tokens) == self._page_size, "a node is a whole page"
+        if bundle.place != node.num_pages:
+            raise ValueError(f"expected page {node.num_pages} of a row behind as many others, got {bundle.place}")
         key = _key(tokens)
         child = node.children.get(key)
         if child is None:
-            self._store.share(bundle)
+            self._store.share(bundle, self)
             child = node.children[key] = PrefixNode(node, key, bundle, node.namespace)
             self.num_pages += 1
         # Ancestors keep their lock counts: the lock stays in their subtrees.
@@ -163,7 +170,7 @@ class PrefixCache:
 
     def _root(self, namespace: str) -> PrefixNode:
         if namespace not in self._roots:
-            self._roots[namespace] = PrefixNode(None, b"", Bundle((), ()), namespace)
+            self._roots[namespace] = PrefixNode(None, b"", Bundle((), (), 0), namespace)
         return self._roots[namespace]
 
     def _can_go(self, node: PrefixNode) -> bool:
@@ -188,6 +195,6 @@ class PrefixCache:
         parent = node.parent
         assert parent is not None, "a root owns no page"
         del parent.children[node.key]
-        self._store.release(node.bundle)
+        self._store.release(node.bundle, self)
         self.num_pages -= 1
         self._offer(parent)

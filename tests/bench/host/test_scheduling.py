@@ -64,7 +64,7 @@ def test_the_last_prefixes_are_found_to_the_end(loaded: LoadedScheduler) -> None
 
 
 def test_a_page_with_an_owner_too_many_is_not_reported_on(loaded: LoadedScheduler) -> None:
-    loaded.store.share(loaded.find_long().bundles[7])
+    loaded.store.share(loaded.find_long().bundles[7], "another")
     with pytest.raises(SightlineError, match=r"other owners than theirs.*nothing is reported"):
         loaded.check()
 

@@ -41,9 +41,10 @@ def free_twice(patch: pytest.MonkeyPatch) -> None:
     """An evicted bundle is given back once too often."""
     release = CacheStore.release
 
-    def twice(store: CacheStore, bundle: Bundle) -> None:
-        release(store, bundle)
-        release(store, bundle)
+    def twice(store: CacheStore, bundle: Bundle, owner: object) -> None:
+        release(store, bundle, owner)
+        for pool, page in zip(store.pools, bundle.pages, strict=True):
+            pool.release([page])
 
     patch.setattr(CacheStore, "release", twice)
 

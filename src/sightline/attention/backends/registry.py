@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pkgutil import resolve_name
 from typing import Any
 
 from sightline.attention.backends.flash_attention import rows as flash_attention_rows
@@ -25,40 +26,9 @@ from sightline.core.errors import ConfigError
 ENTRY_POINT_GROUP = "sightline.attention_backends"
 
 
-def _load_triton() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.triton.backend import TritonBackend
-
-    return TritonBackend
-
-
-def _load_triton_latent() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.triton.latent_backend import TritonLatentBackend
-
-    return TritonLatentBackend
-
-
-def _load_flashinfer() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.flashinfer.backend import FlashInferBackend
-
-    return FlashInferBackend
-
-
-def _load_flashinfer_latent() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.flashinfer.latent_backend import FlashInferLatentBackend
-
-    return FlashInferLatentBackend
-
-
-def _load_flash_attention() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.flash_attention.backend import FlashAttentionBackend
-
-    return FlashAttentionBackend
-
-
-def _load_flash_attention_latent() -> type[AttentionBackend[Any, Any]]:
-    from sightline.attention.backends.flash_attention.latent_backend import FlashAttentionLatentBackend
-
-    return FlashAttentionLatentBackend
+def _lazily(place: str) -> Callable[[], type[AttentionBackend[Any, Any]]]:
+    """Imports a backend, "module:class" in this package, when it is called: its library may be missing."""
+    return lambda: resolve_name(f"{__package__}.{place}")
 
 
 _TRITON = "fast decode on NVIDIA GPUs from Ampere on, planned on the device; pip install 'sightline[cuda]'"
@@ -87,14 +57,24 @@ def _own(
 
 
 BUILT_IN: tuple[Candidate, ...] = (
-    _own("triton", _load_triton, triton_rows.ROWS, _TRITON),
-    _own("triton-latent", _load_triton_latent, triton_rows.LATENT_ROWS, _TRITON),
-    _own("flashinfer", _load_flashinfer, flashinfer_rows.ROWS, _FLASHINFER),
-    _own("flashinfer-latent", _load_flashinfer_latent, flashinfer_rows.LATENT_ROWS, _FLASHINFER),
-    _own("flash_attention", _load_flash_attention, flash_attention_rows.ROWS, _FLASH_ATTENTION),
+    _own("triton", _lazily("triton.backend:TritonBackend"), triton_rows.ROWS, _TRITON),
+    _own("triton-latent", _lazily("triton.latent_backend:TritonLatentBackend"), triton_rows.LATENT_ROWS, _TRITON),
+    _own("flashinfer", _lazily("flashinfer.backend:FlashInferBackend"), flashinfer_rows.ROWS, _FLASHINFER),
+    _own(
+        "flashinfer-latent",
+        _lazily("flashinfer.latent_backend:FlashInferLatentBackend"),
+        flashinfer_rows.LATENT_ROWS,
+        _FLASHINFER,
+    ),
+    _own(
+        "flash_attention",
+        _lazily("flash_attention.backend:FlashAttentionBackend"),
+        flash_attention_rows.ROWS,
+        _FLASH_ATTENTION,
+    ),
     _own(
         "flash_attention-latent",
-        _load_flash_attention_latent,
+        _lazily("flash_attention.latent_backend:FlashAttentionLatentBackend"),
         flash_attention_rows.LATENT_ROWS,
         _FLASH_ATTENTION,
     ),

@@ -125,6 +125,12 @@ def plan_phases(spans: Sequence[RowSpan], spec: LatentSpec, room: int, choose: C
     )
 
 
+def split_absorbed(phases: Sequence[Phase]) -> tuple[list[RowSpan], list[Phase]]:
+    """The rows of the absorbed phase, and the other phases."""
+    absorbed = [part.span for phase in phases if phase.kind is PhaseKind.ABSORBED for part in phase.parts]
+    return absorbed, [phase for phase in phases if phase.kind is not PhaseKind.ABSORBED]
+
+
 def _ragged(span: RowSpan, room: int) -> Iterator[RowPart]:
     """A row's own tokens as keys. If they do not all fit, earlier causal queries skip the later runs."""
     for start in range(0, span.query_len, room):

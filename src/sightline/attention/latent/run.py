@@ -19,7 +19,7 @@ from torch import Tensor
 from sightline.attention.contract import LatentInputs
 from sightline.attention.shared.entry_planes import EntryPlane
 from sightline.attention.shared.key_sources import TileTokens
-from sightline.attention.shared.merge import merge_states
+from sightline.attention.shared.merge import PartialResults, merge_states
 from sightline.attention.spec import LatentSpec
 from sightline.kernels.latent_attention import (
     absorb_queries,
@@ -43,10 +43,8 @@ class LatentScratch:
     """[room, heads, nope + rope]."""
     values: Tensor
     """[room, heads, value]."""
-    merged: Tensor
-    """[max_step_tokens, heads, value] fp32: partial results of rows in several parts."""
-    merged_lse: Tensor
-    """[max_step_tokens, heads] fp32."""
+    merged: PartialResults
+    """Of rows in several parts."""
 
 
 class LayerRun(NamedTuple):
@@ -155,8 +153,8 @@ class QueryBlock:
             q.unsqueeze(0), keys, values, self.bias, scale=run.spec.scale, softcap=None, sinks=None
         )
         if self.merges:
-            merged, merged_lse = run.scratch.merged[self.tokens], run.scratch.merged_lse[self.tokens]
-            merge_states(merged, merged_lse, found, lse)
+            merged = run.scratch.merged
+            merge_states(merged.out[self.tokens], merged.lse[self.tokens], found, lse)
             return
         run.out[self.tokens] = found
         if run.lse is not None:
@@ -177,21 +175,3 @@ class Expansion:
         expand_entries(entries, run.inputs.key_up, run.inputs.value_up, keys, values)
         for block in self.blocks:
             block(run)
-
-
-@dataclass(frozen=True, eq=False)
-class Merged:
-    """The tokens of rows whose parts are merged."""
-
-    tokens: tuple[slice, ...]
-
-    def begin(self, run: LayerRun) -> None:
-        for tokens in self.tokens:
-            run.scratch.merged[tokens] = 0.0
-            run.scratch.merged_lse[tokens] = -torch.inf
-
-    def end(self, run: LayerRun) -> None:
-        for tokens in self.tokens:
-            run.out[tokens] = run.scratch.merged[tokens].to(run.out.dtype)
-            if run.lse is not None:
-                run.lse[tokens] = run.scratch.merged_lse[tokens]

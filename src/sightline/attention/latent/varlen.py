@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.contract import BackendContext, CachePolicy, LatentInputs, StepView
+from sightline.attention.contract import BackendContext, LatentInputs, StepView
 from sightline.attention.latent.phases import Phase, RowPart, Way
-from sightline.attention.shared.merge import merge_states
+from sightline.attention.shared.merge import PartialResults, merge_states
 from sightline.attention.shared.step_tokens import StepTokens, joined_runs, spread_runs
 from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.spec import LatentSpec
@@ -86,10 +86,8 @@ class _Scratch(NamedTuple):
     """[room, heads, value]."""
     found: Tensor
     """[max_step_tokens, heads, value]: result of a call."""
-    merged: Tensor
-    """[max_step_tokens, heads, value] fp32: partial results of rows in several calls."""
-    merged_lse: Tensor
-    """[max_step_tokens, heads] fp32."""
+    merged: PartialResults
+    """Of rows in several calls."""
 
 
 class _Run(NamedTuple):
@@ -132,7 +130,7 @@ class _Call(NamedTuple):
             self.tokens.put(run.lse, lse)
 
     def _merge(self, run: _Run, found: Tensor, lse: Tensor) -> None:
-        merged, merged_lse = run.scratch.merged, run.scratch.merged_lse
+        merged, merged_lse = run.scratch.merged
         before, before_lse = self.tokens.of(merged), self.tokens.of(merged_lse)
         run.merge(before, before_lse, found, lse)
         if self.tokens.side_by_side is None:
@@ -203,17 +201,12 @@ class VarlenPhases:
         if not self.phases:
             return
         scratch = self.scratch
-        for each in self.merged:
-            scratch.merged[each] = 0.0
-            scratch.merged_lse[each] = -torch.inf
+        scratch.merged.begin(self.merged)
         queries = self._queries(inputs)
         run = _Run(self.entries[layer], self.entry_scales[layer], inputs, queries, out, lse, scratch, self.merge)
         for phase in self.phases:
             phase(run)
-        for each in self.merged:
-            out[each] = scratch.merged[each]
-            if lse is not None:
-                lse[each] = scratch.merged_lse[each]
+        scratch.merged.end(self.merged, out, lse)
 
     def _queries(self, inputs: LatentInputs) -> Tensor:
         """Nope and rope parts of each query, in place if they are contiguous, otherwise joined."""
@@ -282,8 +275,10 @@ class LatentVarlen:
             keys=lease("keys", self.room, heads, query_dim),
             values=lease("values", self.room, heads, spec.value_dim),
             found=lease("found", tokens, heads, spec.value_dim),
-            merged=lease("merged", tokens, heads, spec.value_dim, dtype=torch.float32),
-            merged_lse=lease("merged lse", tokens, heads, dtype=torch.float32),
+            merged=PartialResults(
+                lease("merged", tokens, heads, spec.value_dim, dtype=torch.float32),
+                lease("merged lse", tokens, heads, dtype=torch.float32),
+            ),
         )
 
     def plan(self, phases: Sequence[Phase], step: StepView, buffers: PlanBuffers) -> VarlenPhases:
@@ -349,7 +344,7 @@ class LatentVarlen:
         """
         new = all(part.first_key >= part.span.context_len for part in parts)
         scratch = self._scratch[step.lane]
-        if step.policy is CachePolicy.TRANSIENT or (new and scratch.stored.dtype == scratch.gathered.dtype):
+        if step.is_transient or (new and scratch.stored.dtype == scratch.gathered.dtype):
             starts = [part.span.first_token - part.span.context_len + part.first_key for part in parts]
             runs = [slice(start, start + part.num_keys) for start, part in zip(starts, parts, strict=True)]
             return StepTokens.planned(f"{name}.entries", runs, buffers), None

@@ -5,6 +5,9 @@ Exact if a part saw no key: its log-sum-exp is -inf, and its output is ignored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -30,3 +33,25 @@ def merge_states(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor)
     merged = merge_parts(torch.stack((out, other_out.float())), torch.stack((lse, other_lse)))
     out.copy_(merged[0])
     lse.copy_(merged[1])
+
+
+class PartialResults(NamedTuple):
+    """Memory in which the parts of rows are merged."""
+
+    out: Tensor
+    """[max_step_tokens, heads, value] fp32."""
+    lse: Tensor
+    """[max_step_tokens, heads] fp32."""
+
+    def begin(self, runs: Sequence[slice]) -> None:
+        """Makes these tokens ready for their first part."""
+        for tokens in runs:
+            self.out[tokens] = 0.0
+            self.lse[tokens] = -torch.inf
+
+    def end(self, runs: Sequence[slice], out: Tensor, lse: Tensor | None) -> None:
+        """Copies the merged results of these tokens."""
+        for tokens in runs:
+            out[tokens] = self.out[tokens]
+            if lse is not None:
+                lse[tokens] = self.lse[tokens]

@@ -24,13 +24,12 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
-    CachePolicy,
     Lse,
     SoftmaxInputs,
     StepView,
 )
 from sightline.attention.shared.step_tokens import StepTokens
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.pools import Pool
 from sightline.core.batch import Batch, MaskKind
 from sightline.kernels.triton.write import write_keys_values
@@ -80,9 +79,7 @@ class _FlashAttentionPlan(AttentionPlan[SoftmaxInputs]):
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         if self.write_slots is not None:
             write_keys_values(inputs.k, inputs.v, self.keys[layer], self.values[layer], self.write_slots)
-        lse = None
-        if self.needs_lse:
-            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
         for call in self.calls:
             self._run_call(call, layer, inputs, out, lse)
         return lse
@@ -126,15 +123,14 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         self._attend = FlashAttention(spec.scale, spec.window, spec.softcap)
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _FlashAttentionPlan:
-        transient = step.policy is CachePolicy.TRANSIENT
         return _FlashAttentionPlan(
             attend=self._attend,
             keys=self._keys,
             values=self._values,
             page_size=self._page_size,
-            write_slots=None if transient else step.batch.pools[self._pool.key].write_slots,
+            write_slots=step.write_slots(self._pool),
             calls=tuple(self._plan_calls(step, buffers)),
-            needs_lse=Feature.LSE in step.needs,
+            needs_lse=step.needs_lse,
         )
 
     def _plan_calls(self, step: StepView, buffers: PlanBuffers) -> Iterator[_Call]:
@@ -151,9 +147,8 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         query_lens, context_lens = batch.query_lens.exact(), batch.context_lens.exact()
         offsets = batch.query_offsets_host()
         decode = max(batch.query_lens.bound) <= 1
-        transient = step.policy is CachePolicy.TRANSIENT
         new_keys = StepTokens.planned(name, [slice(offsets[row], offsets[row + 1]) for row in rows], buffers)
-        if new_keys.count == 0 and (transient or not decode):
+        if new_keys.count == 0 and (step.is_transient or not decode):
             return None
         starts = [0]
         for row in rows:
@@ -164,7 +159,7 @@ class FlashAttentionBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             # Includes trailing padding, which no offset reaches, so that the launch does not depend on its size.
             tokens = StepTokens(batch.num_tokens, slice(0, batch.num_tokens), None)
         pages = None
-        if not transient and (decode or any(context_lens[row] for row in rows)):
+        if not step.is_transient and (decode or any(context_lens[row] for row in rows)):
             lens = [context_lens[row] + query_lens[row] for row in rows]
             most = self._pool.table.max_pages if decode else -(-max(lens) // self._pool.page_size)
             table = self._plan_table(name, rows, batch, most, buffers)

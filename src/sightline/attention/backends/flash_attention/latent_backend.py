@@ -21,7 +21,6 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
-    CachePolicy,
     LatentInputs,
     Lse,
     StepView,
@@ -29,7 +28,7 @@ from sightline.attention.contract import (
 from sightline.attention.latent.phases import plan_phases
 from sightline.attention.latent.varlen import ROOM_BYTES, LatentVarlen, VarlenPhases, never_absorbed
 from sightline.attention.shared.tiles import row_spans
-from sightline.attention.spec import Feature, LatentSpec
+from sightline.attention.spec import LatentSpec
 from sightline.core.errors import ConfigError
 from sightline.kernels.triton.merge import merge_states
 from sightline.kernels.triton.write import write_latents
@@ -85,9 +84,7 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
         if self.write_slots is not None:
             write_latents(inputs.latent, inputs.k_rope, self.entries[layer], self.write_slots)
-        lse = None
-        if self.needs_lse:
-            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
         self.phases.run(layer, inputs, out, lse)
         return lse
 
@@ -120,10 +117,9 @@ class FlashAttentionLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _LatentPlan:
         phases = plan_phases(row_spans(step.batch, None), self._spec, self._varlen.room, never_absorbed)
-        paged = step.policy is CachePolicy.PAGED
         return _LatentPlan(
             entries=self._entries,
-            write_slots=step.batch.pools[self._pool.key].write_slots if paged else None,
+            write_slots=step.write_slots(self._pool),
             phases=self._varlen.plan(phases, step, buffers),
-            needs_lse=Feature.LSE in step.needs,
+            needs_lse=step.needs_lse,
         )

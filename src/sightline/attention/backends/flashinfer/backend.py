@@ -30,6 +30,7 @@ from sightline.attention.backends.flashinfer.plans import (
     partial_bytes,
     row_sizes,
     streaming_multiprocessors,
+    token_indices,
 )
 from sightline.attention.backends.flashinfer.rows import ROWS
 from sightline.attention.buffers import PlanBuffers
@@ -38,12 +39,11 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
-    CachePolicy,
     Lse,
     SoftmaxInputs,
     StepView,
 )
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Lane
 from sightline.core.batch import PADDING_ROW, MaskKind
 from sightline.kernels.triton.write import write_keys_values
@@ -124,9 +124,7 @@ class _FlashInferPlan(AttentionPlan[SoftmaxInputs]):
         planes = self.planes[layer]
         if self.write_slots is not None:
             write_keys_values(inputs.k, inputs.v, planes.keys, planes.values, self.write_slots, *planes.scales)
-        lse = None
-        if self.needs_lse:
-            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
         rescaled = self.real is not None and planes.v_scale != 1.0
         found = torch.empty_like(out) if rescaled else out
         for call in self.calls:
@@ -248,8 +246,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         )
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _FlashInferPlan:
-        batch, transient = step.batch, step.policy is CachePolicy.TRANSIENT
-        lane = self._lanes[step.lane]
+        batch, transient, lane = step.batch, step.is_transient, self._lanes[step.lane]
         lane.copies.wait()
         calls: tuple[_Call, ...] = ()
         if not transient and batch.num_rows and max(batch.query_lens.bound) <= 1:
@@ -263,10 +260,10 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             real[: sum(batch.query_lens.exact())] = True
         return _FlashInferPlan(
             planes=self._planes,
-            write_slots=None if transient else batch.pools[self._pool.key].write_slots,
+            write_slots=step.write_slots(self._pool),
             calls=tuple([call for call in calls if call.num_tokens]),
             real=real,
-            needs_lse=Feature.LSE in step.needs,
+            needs_lse=step.needs_lse,
         )
 
     def _plan_decode(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Call:
@@ -289,8 +286,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     def _plan_rows(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> tuple[_Call, ...]:
         """One call, or one per mask."""
         batch = step.batch
-        transient = step.policy is CachePolicy.TRANSIENT
-        is_fresh = transient or (self._cache_dtype == self._dtype and not any(batch.context_lens.exact()))
+        is_fresh = step.is_transient or (self._cache_dtype == self._dtype and not any(batch.context_lens.exact()))
         by_mask = {
             causal: RowLists.of(
                 batch, [row for row, mask in enumerate(batch.masks) if (mask.kind is MaskKind.CAUSAL) == causal]
@@ -315,7 +311,7 @@ class FlashInferBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         alone: bool,
     ) -> _Call:
         name = "causal" if causal else "full"
-        tokens = None if alone else _token_indices(name, rows, step, buffers)
+        tokens = None if alone else token_indices(name, rows, step, buffers)
         # Both wrappers of a mask plan into one lease; taking this buffer tells an earlier plan that its memory was
         # reused.
         buffers.take(f"{name}.planned", (1,), torch.int64).fill_(rows.num_tokens)
@@ -377,12 +373,3 @@ def _full_rows(num_rows: int) -> RowLists:
 def _window_left(spec: SoftmaxSpec) -> int:
     """Keys to the left of a query that it sees; the library uses -1 for all."""
     return -1 if spec.window is None else spec.window - 1
-
-
-def _token_indices(name: str, rows: RowLists, step: StepView, buffers: PlanBuffers) -> Tensor:
-    """[num_tokens] int64: the tokens of the rows."""
-    starts = step.batch.query_offsets_host()
-    listed = [token for row in rows.rows for token in range(starts[row], starts[row + 1])]
-    indices = buffers.take(f"{name}.tokens", (len(listed),), torch.int64)
-    indices.copy_(torch.tensor(listed, dtype=torch.int64), non_blocking=True)
-    return indices

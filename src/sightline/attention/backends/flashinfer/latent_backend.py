@@ -29,6 +29,7 @@ from sightline.attention.backends.flashinfer.plans import (
     padded,
     row_sizes,
     streaming_multiprocessors,
+    token_indices,
 )
 from sightline.attention.backends.flashinfer.rows import LATENT_ROWS
 from sightline.attention.buffers import PlanBuffers
@@ -37,15 +38,14 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
-    CachePolicy,
     LatentInputs,
     Lse,
     StepView,
 )
-from sightline.attention.latent.phases import PhaseKind, cheapest_way, plan_phases
+from sightline.attention.latent.phases import cheapest_way, plan_phases, split_absorbed
 from sightline.attention.latent.varlen import LatentVarlen, VarlenPhases, never_absorbed
 from sightline.attention.shared.tiles import row_spans
-from sightline.attention.spec import Feature, LatentSpec
+from sightline.attention.spec import LatentSpec
 from sightline.attention.workspace import Lane
 from sightline.core.batch import PADDING_ROW
 from sightline.core.errors import ConfigError
@@ -168,9 +168,7 @@ class _FlashInferLatentPlan(AttentionPlan[LatentInputs]):
         entries = self.entries[layer]
         if self.write_slots is not None:
             write_latents(inputs.latent, inputs.k_rope, entries, self.write_slots, self.device_scales[layer])
-        lse = None
-        if self.needs_lse:
-            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
         paged = entries.view(-1, self.page_size, entries.shape[1])
         run = _LayerRun(paged, self.scales[layer], inputs, self.scratch, out, lse)
         for absorbed in self.absorbed:
@@ -309,19 +307,17 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _FlashInferLatentPlan:
         batch, lane = step.batch, self._lanes[step.lane]
-        transient = step.policy is CachePolicy.TRANSIENT
         num_layers = len(self._entries)
         lane.copies.wait()
         absorbed: tuple[_Absorbed, ...] = ()
         expanded = None
-        if not transient and batch.num_rows and max(batch.query_lens.bound) <= 1:
+        if not step.is_transient and batch.num_rows and max(batch.query_lens.bound) <= 1:
             absorbed = (self._plan_decode(step, lane, buffers),)
         elif batch.num_rows:
-            choose = never_absorbed if transient else cheapest_way
+            choose = never_absorbed if step.is_transient else cheapest_way
             phases = plan_phases(row_spans(batch, None), self._spec, self._varlen.room, choose)
-            rows = [part.span.row for phase in phases if phase.kind is PhaseKind.ABSORBED for part in phase.parts]
-            absorbed = tuple(self._plan_absorbed(rows, step, lane, buffers))
-            others = [phase for phase in phases if phase.kind is not PhaseKind.ABSORBED]
+            spans, others = split_absorbed(phases)
+            absorbed = tuple(self._plan_absorbed([span.row for span in spans], step, lane, buffers))
             expanded = self._varlen.plan(others, step, buffers)
         lane.copies.mark()
         return _FlashInferLatentPlan(
@@ -329,11 +325,11 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             page_size=self._pool.page_size,
             scales=self._pool.scales("entry") if self._is_scaled else (None,) * num_layers,
             device_scales=self._device_scales,
-            write_slots=None if transient else batch.pools[self._pool.key].write_slots,
+            write_slots=step.write_slots(self._pool),
             scratch=lane.scratch,
             absorbed=absorbed,
             expanded=expanded,
-            needs_lse=Feature.LSE in step.needs,
+            needs_lse=step.needs_lse,
         )
 
     def _plan_decode(self, step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Absorbed:
@@ -360,17 +356,14 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         self, rows: Sequence[int], step: StepView, lane: _Lane, buffers: PlanBuffers
     ) -> Iterator[_Absorbed]:
         """Splits the rows into calls that fit the query buffer."""
-        starts = step.batch.query_offsets_host()
         for index, chosen in enumerate(_packed(rows, step.batch.query_lens.exact(), self._absorbed_tokens)):
             name, lists = f"absorbed{index}", RowLists.of(step.batch, chosen)
             wrapper = BatchMLAPagedAttentionWrapper(lane.scratch.partial, backend="fa3")
             num_pages = int(lists.pages(self._pool.page_size).sum())
             pages = buffers.take(f"{name}.pages", (num_pages,), torch.int32)
             self._plan_wrapper(name, wrapper, lists, pages, step, buffers)
-            listed = [token for row in chosen for token in range(starts[row], starts[row + 1])]
-            tokens = buffers.take(f"{name}.tokens", (len(listed),), torch.int64)
-            tokens.copy_(torch.tensor(listed, dtype=torch.int64), non_blocking=True)
-            yield _Absorbed(wrapper, len(listed), len(listed), tokens, None)
+            tokens = token_indices(name, lists, step, buffers)
+            yield _Absorbed(wrapper, len(tokens), len(tokens), tokens, None)
 
     def _plan_wrapper(
         self, name: str, wrapper: Wrapper, rows: RowLists, memory: Tensor, step: StepView, buffers: PlanBuffers
@@ -391,7 +384,7 @@ class FlashInferLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             sm_scale=spec.scale,
             q_data_type=self._dtype,
             kv_data_type=self._entries[0].dtype,
-            lse_mode="basee" if Feature.LSE in step.needs else "none",
+            lse_mode="basee" if step.needs_lse else "none",
             scale_mode="kv-per-tensor" if self._is_scaled else "default",
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
+from sightline.attention.contract import StepView
 from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
@@ -100,6 +101,15 @@ def fill_pages(
     staged.copy_(on_host(np.stack((table_rows, pages, starts[:-1])).astype(np.int64)), non_blocking=True)
     list_pages(table.pages, staged, int(pages.max(initial=0)), out)
     return out[: int(starts[-1])]
+
+
+def token_indices(name: str, rows: RowLists, step: StepView, buffers: PlanBuffers) -> Tensor:
+    """[num_tokens] int64: the tokens of the rows."""
+    starts = step.batch.query_offsets_host()
+    listed = [token for row in rows.rows for token in range(starts[row], starts[row + 1])]
+    indices = buffers.take(f"{name}.tokens", (len(listed),), torch.int64)
+    indices.copy_(torch.tensor(listed, dtype=torch.int64), non_blocking=True)
+    return indices
 
 
 class CopiesInFlight:

@@ -15,18 +15,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from sightline.attention.backends.torch.rows import LATENT_ROWS
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.capability import ANY, Capability, HostLengths
+from sightline.attention.capability import Capability
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
-    CachePolicy,
     LatentInputs,
     Lse,
     StepView,
 )
-from sightline.attention.latent.phases import Choose, Phase, PhaseKind, RowPart, cheapest_way, plan_phases
+from sightline.attention.latent.phases import (
+    Choose,
+    Phase,
+    PhaseKind,
+    RowPart,
+    cheapest_way,
+    plan_phases,
+    split_absorbed,
+)
 from sightline.attention.latent.run import (
     AbsorbedTile,
     EntriesInPlace,
@@ -35,26 +43,17 @@ from sightline.attention.latent.run import (
     GatheredEntries,
     LatentScratch,
     LayerRun,
-    Merged,
     QueryBlock,
     StepEntries,
 )
+from sightline.attention.shared.dense_tiles import Sources, TilePlanner
 from sightline.attention.shared.entry_planes import EntryPlane, entry_planes, is_scaled
 from sightline.attention.shared.key_sources import TileTokens
-from sightline.attention.shared.tiles import (
-    RowSpan,
-    fill_bias,
-    fill_slots,
-    needs_bias,
-    pack_tiles,
-    row_spans,
-    split_long,
-)
-from sightline.attention.spec import Feature, LatentSpec, SpecKind
+from sightline.attention.shared.merge import PartialResults
+from sightline.attention.shared.tiles import RowSpan, row_spans
+from sightline.attention.spec import LatentSpec
 from sightline.attention.workspace import Lane
-from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind
-from sightline.core.device import DeviceKind
 
 MIN_GATHERED_KEYS = 4096
 """Entries that a tile may gather even if sequences are shorter: enough rows to be worth a call."""
@@ -76,7 +75,8 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
     scratch: LatentScratch
     absorbed: tuple[AbsorbedTile, ...]
     expanded: tuple[Expansion, ...]
-    merged: Merged
+    merged: tuple[slice, ...]
+    """Tokens of rows whose parts are merged."""
     needs_lse: bool
 
     def prepare(self) -> None:
@@ -92,36 +92,19 @@ class _LatentPlan(AttentionPlan[LatentInputs]):
         if self.needs_lse:
             lse = inputs.latent.new_full((num_tokens, self.spec.num_q_heads), -torch.inf, dtype=torch.float32)
         run = LayerRun(self.spec, layer, self.planes[layer], self.entries[layer], inputs, self.scratch, out, lse)
-        self.merged.begin(run)
+        self.scratch.merged.begin(self.merged)
         for tile in self.absorbed:
             tile(run)
         for expansion in self.expanded:
             expansion(run)
-        self.merged.end(run)
+        self.scratch.merged.end(self.merged, out, lse)
         return lse
-
-
-def _capability(dtype: torch.dtype) -> Capability:
-    return Capability(
-        spec_kinds=frozenset({SpecKind.LATENT}),
-        devices=frozenset({DeviceKind.CPU, DeviceKind.CUDA}),
-        compute_capabilities=ANY,
-        dtypes=frozenset({dtype}),
-        cache_dtypes=SCALED_DTYPES | {dtype},
-        head_dims=ANY,
-        group_sizes=ANY,
-        page_sizes=ANY,
-        features=frozenset({Feature.NON_CAUSAL, Feature.TREE_MASK, Feature.LSE, Feature.DETERMINISTIC}),
-        host_lengths=HostLengths.EXACT,
-    )
 
 
 class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
     """The default backend on a CPU."""
 
-    capabilities: ClassVar[tuple[Capability, ...]] = tuple(
-        _capability(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    )
+    capabilities: ClassVar[tuple[Capability, ...]] = LATENT_ROWS
     choose: ClassVar[Choose] = staticmethod(cheapest_way)
     """Chooses how a row is computed."""
     room_bytes: ClassVar[int] = 128 << 20
@@ -135,7 +118,7 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         self._is_scaled = is_scaled(self._pool)
         self._dtype = context.dtype
         limits = context.limits
-        self._max_keys = max(limits.max_seq_len, MIN_GATHERED_KEYS)
+        max_keys = max(limits.max_seq_len, MIN_GATHERED_KEYS)
         key_bytes = spec.num_q_heads * (spec.nope_dim + spec.rope_dim + spec.value_dim) * context.dtype.itemsize
         self._room = max(1, min(limits.max_seq_len, self.room_bytes // key_bytes))
 
@@ -146,81 +129,51 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
             heads, tokens = spec.num_q_heads, limits.max_step_tokens
             return LatentScratch(
                 step=lease("step", tokens, spec.head_dim),
-                gathered=lease("gathered", self._max_keys, spec.head_dim),
+                gathered=lease("gathered", max_keys, spec.head_dim),
                 keys=lease("keys", self._room, heads, spec.nope_dim + spec.rope_dim),
                 values=lease("values", self._room, heads, spec.value_dim),
-                merged=lease("merged", tokens, heads, spec.value_dim, dtype=torch.float32),
-                merged_lse=lease("merged lse", tokens, heads, dtype=torch.float32),
+                merged=PartialResults(
+                    lease("merged", tokens, heads, spec.value_dim, dtype=torch.float32),
+                    lease("merged lse", tokens, heads, dtype=torch.float32),
+                ),
             )
 
         self._scratch = {lane: scratch(lane) for lane in limits.lanes}
+        sources = Sources[EntrySource](EntriesInPlace, StepEntries, lambda slots, _: GatheredEntries(slots))
+        self._tiles = TilePlanner(
+            self._pool,
+            spec,
+            context.dtype,
+            max_keys,
+            MIN_KEYS_IN_PLACE,
+            MAX_SCORES // spec.num_q_heads,
+            sources,
+        )
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _LatentPlan:
-        transient = step.policy is CachePolicy.TRANSIENT
         spans = row_spans(step.batch, None)
-        phases = plan_phases(spans, self._spec, self._room, type(self).choose)
-        absorbed = [part.span for phase in phases if phase.kind is PhaseKind.ABSORBED for part in phase.parts]
-        expanded = [phase for phase in phases if phase.kind is not PhaseKind.ABSORBED]
+        absorbed, expanded = split_absorbed(plan_phases(spans, self._spec, self._room, type(self).choose))
         pieces = [part.span for phase in expanded for part in phase.parts]
         merged = {span for span in pieces if pieces.count(span) > 1}
         return _LatentPlan(
             spec=self._spec,
             planes=self._planes,
             entries=self._entries,
-            write_slots=None if transient else step.batch.pools[self._pool.key].write_slots,
+            write_slots=step.write_slots(self._pool),
             scratch=self._scratch[step.lane],
-            absorbed=tuple(self._plan_absorbed(absorbed, step, buffers)),
+            absorbed=tuple(
+                AbsorbedTile(
+                    tile.tokens, tile.source, tile.bias, plain=not step.needs_lse and tile.kind is not MaskKind.TREE
+                )
+                for tile in self._tiles.plan(absorbed, step, buffers)
+            ),
             expanded=tuple(
                 self._plan_expansion(f"phase{index}", phase, merged, step, buffers)
                 for index, phase in enumerate(expanded)
             ),
-            merged=Merged(tuple(_tokens(span) for span in spans if span in merged)),
-            needs_lse=Feature.LSE in step.needs,
+            merged=tuple(_tokens(span) for span in spans if span in merged),
+            needs_lse=step.needs_lse,
         )
-
-    def _plan_absorbed(self, spans: Sequence[RowSpan], step: StepView, buffers: PlanBuffers) -> Iterator[AbsorbedTile]:
-        transient = step.policy is CachePolicy.TRANSIENT
-        if not transient:
-            most = MAX_SCORES // self._spec.num_q_heads
-            spans = split_long(spans, self._spec, knows_causal=False, most=most)
-        least = MIN_KEYS_IN_PLACE if len(spans) > 1 else 1
-        alone = {
-            span: EntriesInPlace(run)
-            for span in spans
-            if span.num_keys >= least and (run := self._run(span, step)) is not None
-        }
-        together = pack_tiles([span for span in spans if span not in alone], self._max_keys, transient=transient)
-        for index, rows in enumerate([*((span,) for span in alone), *together]):
-            yield self._plan_tile(f"tile{index}", rows, alone.get(rows[0]), step, buffers)
-
-    def _run(self, span: RowSpan, step: StepView) -> slice | None:
-        """The slots of a row that is read in place, otherwise None."""
-        if self._is_scaled or self._comes_from_step(span, step):
-            return None
-        return self._pool.table.run(step.batch.rows[span.row], 0, span.num_keys, self._pool.page_size)
-
-    def _comes_from_step(self, span: RowSpan, step: StepView) -> bool:
-        """True if the row reads only the step's own entries, and any cache stores them unchanged."""
-        return step.policy is CachePolicy.TRANSIENT or (span.is_fresh and not self._is_scaled)
-
-    def _plan_tile(
-        self, name: str, rows: tuple[RowSpan, ...], in_place: EntrySource | None, step: StepView, buffers: PlanBuffers
-    ) -> AbsorbedTile:
-        query_len, num_keys = rows[0].query_len, max(span.num_keys for span in rows)
-        tokens = TileTokens.planned(name, rows, buffers)
-        source = in_place
-        if source is None and self._comes_from_step(rows[0], step):
-            source = StepEntries(tokens)
-        elif source is None:
-            slots = buffers.take(f"{name}.slots", (len(rows), num_keys), torch.int64)
-            fill_slots(rows, self._pool.table, step.batch.rows, self._pool.page_size, slots)
-            source = GatheredEntries(slots)
-        bias = None
-        if needs_bias(rows, self._spec):
-            bias = buffers.take(f"{name}.bias", (len(rows), 1, query_len, num_keys), self._dtype)
-            fill_bias(rows, self._spec, step.batch, bias)
-        plain = Feature.LSE not in step.needs and rows[0].kind is not MaskKind.TREE
-        return AbsorbedTile(tokens, source, bias, plain)
 
     def _plan_expansion(
         self, name: str, phase: Phase, merged: set[RowSpan], step: StepView, buffers: PlanBuffers
@@ -236,7 +189,7 @@ class TorchLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         """Reads the phase's entries from the step if all of them are there, otherwise from the pool."""
         places = buffers.take(f"{name}.entries", (1, phase.num_keys), torch.int64)
         ragged = phase.kind is PhaseKind.RAGGED and not self._is_scaled
-        from_step = step.policy is CachePolicy.TRANSIENT or ragged
+        from_step = step.is_transient or ragged
         start = 0
         for part in phase.parts:
             entries = torch.arange(part.first_key, part.stop_key, device=places.device)

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from sightline.attention.backends.triton.plans import (
     Chip,
+    PlannedDecode,
+    PlannedExtend,
     decode_rows,
     layer_scales,
     lease_decode,
-    plan_masks,
 )
 from sightline.attention.backends.triton.rows import ROWS
 from sightline.attention.buffers import PlanBuffers
@@ -28,52 +29,18 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
-    CachePolicy,
     Lse,
     SoftmaxInputs,
     StepView,
 )
-from sightline.attention.spec import Feature, SoftmaxSpec
+from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Lane
 from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
-from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
+from sightline.kernels.triton.decode_shares import DecodeScratch, divide
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
-from sightline.kernels.triton.extend_rules import ExtendMasks, ScoreRule
-from sightline.kernels.triton.extend_tiles import (
-    FIELDS,
-    ExtendConfig,
-    Tiles,
-    choose_config,
-    num_tiles,
-    prepare_tiles,
-)
+from sightline.kernels.triton.extend_rules import ScoreRule
+from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, choose_config, num_tiles
 from sightline.kernels.triton.write import write_keys_values
-
-
-@dataclass(frozen=True, eq=False)
-class _Decode:
-    """Rows of at most one new token."""
-
-    rows: DecodeRows
-    scratch: DecodeScratch
-    config: DecodeConfig
-
-
-@dataclass(frozen=True, eq=False)
-class _Extend:
-    """Rows of any number of new tokens."""
-
-    query_lens: Tensor
-    context_lens: Tensor | None
-    """None under `TRANSIENT`, like the page-table rows."""
-    table_rows: Tensor | None
-    served: Tensor | None
-    """[num_rows] int8: 1 for extended rows; None if all are."""
-    query_offsets: Tensor
-    tiles: Tiles
-    masks: ExtendMasks
-    config: ExtendConfig
-    num_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +51,8 @@ class _TritonPlan(AttentionPlan[SoftmaxInputs]):
     """[num_tokens] int64; None under `TRANSIENT`, which reads no pool."""
     pages: Tensor
     page_size: int
-    decode: _Decode | None
-    extend: _Extend | None
+    decode: PlannedDecode | None
+    extend: PlannedExtend | None
     needs_lse: bool
 
     def prepare(self) -> None:
@@ -95,16 +62,7 @@ class _TritonPlan(AttentionPlan[SoftmaxInputs]):
             heads = spec.num_kv_heads * config.num_subgroups(spec.group_size)
             divide(self.decode.rows, self.decode.scratch, config, heads, spec.window)
         if self.extend is not None:
-            rows = self.extend
-            prepare_tiles(
-                rows.query_lens,
-                rows.context_lens,
-                rows.table_rows,
-                rows.num_tokens,
-                rows.query_offsets,
-                rows.tiles,
-                rows.served,
-            )
+            self.extend.prepare()
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
@@ -118,7 +76,7 @@ class _TritonPlan(AttentionPlan[SoftmaxInputs]):
         return lse
 
     def _run_extend(
-        self, rows: _Extend, layer: DecodeLayer, inputs: SoftmaxInputs, out: Tensor, lse: Tensor | None
+        self, rows: PlannedExtend, layer: DecodeLayer, inputs: SoftmaxInputs, out: Tensor, lse: Tensor | None
     ) -> None:
         rule = ScoreRule(layer.scale, layer.softcap, layer.window)
         if self.write_slots is None:
@@ -225,33 +183,24 @@ class TritonBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _TritonPlan:
         batch, pool, lane = step.batch, self._pool, self._lanes[step.lane]
-        transient = step.policy is CachePolicy.TRANSIENT
-        decoding = 0 if transient else batch.num_decoding()
+        decoding = 0 if step.is_transient else batch.num_decoding()
         decode = None
         if decoding:
-            decode = _Decode(decode_rows(batch, decoding, pool), lane.decode, self._config)
+            decode = PlannedDecode(decode_rows(batch, decoding, pool), lane.decode, self._config)
         extend = None
         if decoding < batch.num_rows and batch.num_tokens:
             config, tile_tokens = self._extend_config(max(batch.query_lens.bound))
-            tiles = num_tiles(batch.num_rows, batch.num_tokens, tile_tokens)
-            extend = _Extend(
-                query_lens=batch.query_lens.device,
-                context_lens=None if transient else batch.context_lens.device,
-                table_rows=None if transient else batch.table_rows,
-                served=self._served[self._max_rows - decoding :][: batch.num_rows] if decoding else None,
-                query_offsets=lane.query_offsets[: batch.num_rows + 1],
-                tiles=Tiles(lane.records[:tiles], tile_tokens),
-                masks=plan_masks(batch, buffers),
-                config=config,
-                num_tokens=batch.num_tokens,
-            )
+            count = num_tiles(batch.num_rows, batch.num_tokens, tile_tokens)
+            tiles = Tiles(lane.records[:count], tile_tokens)
+            served = self._served[self._max_rows - decoding :][: batch.num_rows] if decoding else None
+            extend = PlannedExtend.of(step, config, tiles, lane.query_offsets, served, buffers)
         return _TritonPlan(
             spec=self._spec,
             layers=self._layers,
-            write_slots=None if transient else batch.pools[pool.key].write_slots,
+            write_slots=step.write_slots(pool),
             pages=pool.table.pages,
             page_size=pool.page_size,
             decode=decode,
             extend=extend,
-            needs_lse=Feature.LSE in step.needs,
+            needs_lse=step.needs_lse,
         )

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sightline.attention.backends.triton.plans import (
     Chip,
+    PlannedDecode,
+    PlannedExtend,
     decode_rows,
     layer_scales,
     lease_decode,
-    plan_masks,
 )
 from sightline.attention.backends.triton.rows import LATENT_ROWS
 from sightline.attention.buffers import PlanBuffers
@@ -28,18 +29,17 @@ from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
     BackendContext,
-    CachePolicy,
     LatentInputs,
     Lse,
     StepView,
 )
-from sightline.attention.latent.phases import PhaseKind, cheapest_way, plan_phases
+from sightline.attention.latent.phases import cheapest_way, plan_phases, split_absorbed
 from sightline.attention.latent.varlen import LatentVarlen, VarlenPhases
 from sightline.attention.shared.tiles import row_spans
-from sightline.attention.spec import Feature, LatentSpec
+from sightline.attention.spec import LatentSpec
 from sightline.attention.workspace import Lane
 from sightline.kernels.latent_attention import absorb_queries, project_values
-from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
+from sightline.kernels.triton.decode_shares import DecodeScratch, divide
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, ScoreRule
 from sightline.kernels.triton.extend_tiles import (
@@ -49,7 +49,6 @@ from sightline.kernels.triton.extend_tiles import (
     choose_config,
     num_tiles,
     prepare_ragged_tiles,
-    prepare_tiles,
 )
 from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
 from sightline.kernels.triton.merge import merge_states
@@ -76,31 +75,12 @@ class _Lane:
     """[max_rows + 1] int64."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Decode:
-    """Rows of at most one new token."""
-
-    rows: DecodeRows
-    scratch: DecodeScratch
-    config: DecodeConfig
-
-
-@dataclass(frozen=True, eq=False)
-class _Absorbed:
+class _Absorbed(NamedTuple):
     """Rows whose queries attend to entries directly."""
 
-    query_lens: Tensor
-    context_lens: Tensor | None
-    """None under `TRANSIENT`, like the page-table rows."""
-    table_rows: Tensor | None
-    served: Tensor
-    """[num_rows] int8: 1 for absorbed rows."""
+    rows: PlannedExtend
     is_served: Tensor
     """[num_tokens] bool: True for tokens of absorbed rows."""
-    query_offsets: Tensor
-    tiles: Tiles
-    masks: ExtendMasks
-    config: ExtendConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +139,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
     pages: Tensor
     page_size: int
     lane: _Lane
-    decode: _Decode | None
+    decode: PlannedDecode | None
     absorbed: _Absorbed | None
     expanded: VarlenPhases | None
     needs_lse: bool
@@ -171,16 +151,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
             divide(rows, self.decode.scratch, config, config.num_subgroups(self.spec.num_q_heads), None)
             torch.sum(rows.query_lens, 0, keepdim=True, out=self.lane.num_real)
         if self.absorbed is not None:
-            chosen = self.absorbed
-            prepare_tiles(
-                chosen.query_lens,
-                chosen.context_lens,
-                chosen.table_rows,
-                chosen.is_served.shape[0],
-                chosen.query_offsets,
-                chosen.tiles,
-                chosen.served,
-            )
+            self.absorbed.rows.prepare()
 
     def run(self, layer: int, inputs: LatentInputs, out: Tensor) -> Lse | None:
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
@@ -197,7 +168,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
         return lse
 
     def _decode(
-        self, decode: _Decode, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
+        self, decode: PlannedDecode, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
     ) -> None:
         # Rows of one token each come first; the rest is padding, whose output is left as it is.
         tokens = min(decode.rows.num_rows, out.shape[0])
@@ -222,8 +193,9 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
         )
 
     def _absorb(
-        self, rows: _Absorbed, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
+        self, absorbed: _Absorbed, layer: LatentLayer, inputs: LatentInputs, out: Tensor, lse: Tensor | None
     ) -> None:
+        rows, is_served = absorbed
         tokens, latent_dim = out.shape[0], self.spec.latent_dim
         queries, found = self.lane.queries[:tokens], self.lane.found[:tokens]
         absorb_queries(inputs.q_nope, inputs.q_rope, inputs.key_up, queries)
@@ -253,7 +225,7 @@ class _TritonLatentPlan(AttentionPlan[LatentInputs]):
             )
         projected = self.lane.projected[:tokens]
         project_values(found, inputs.value_up, projected)
-        torch.where(rows.is_served[:, None, None], projected, out, out=out)
+        torch.where(is_served[:, None, None], projected, out, out=out)
 
 
 class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
@@ -304,38 +276,34 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _TritonLatentPlan:
         batch, pool, lane = step.batch, self._pool, self._lanes[step.lane]
-        transient = step.policy is CachePolicy.TRANSIENT
         decode = absorbed = expanded = None
-        if not transient and batch.num_rows and batch.num_decoding() == batch.num_rows:
-            decode = _Decode(decode_rows(batch, batch.num_rows, pool), lane.decode, self._config)
+        if not step.is_transient and batch.num_rows and batch.num_decoding() == batch.num_rows:
+            decode = PlannedDecode(decode_rows(batch, batch.num_rows, pool), lane.decode, self._config)
         elif batch.num_rows:
             absorbed, expanded = self._plan_phases(step, lane, buffers)
         return _TritonLatentPlan(
             spec=self._spec,
             layers=self._layers,
-            write_slots=None if transient else batch.pools[pool.key].write_slots,
+            write_slots=step.write_slots(pool),
             pages=pool.table.pages,
             page_size=pool.page_size,
             lane=lane,
             decode=decode,
             absorbed=absorbed,
             expanded=expanded,
-            needs_lse=Feature.LSE in step.needs,
+            needs_lse=step.needs_lse,
         )
 
     def _plan_phases(
         self, step: StepView, lane: _Lane, buffers: PlanBuffers
     ) -> tuple[_Absorbed | None, VarlenPhases | None]:
-        batch = step.batch
-        phases = plan_phases(row_spans(batch, None), self._spec, self._varlen.room, cheapest_way)
-        rows = [part.span.row for phase in phases if phase.kind is PhaseKind.ABSORBED for part in phase.parts]
-        absorbed = self._plan_absorbed(rows, step, lane, buffers) if rows else None
-        others = [phase for phase in phases if phase.kind is not PhaseKind.ABSORBED]
+        phases = plan_phases(row_spans(step.batch, None), self._spec, self._varlen.room, cheapest_way)
+        spans, others = split_absorbed(phases)
+        absorbed = self._plan_absorbed([span.row for span in spans], step, lane, buffers) if spans else None
         return absorbed, self._varlen.plan(others, step, buffers) if others else None
 
     def _plan_absorbed(self, rows: Sequence[int], step: StepView, lane: _Lane, buffers: PlanBuffers) -> _Absorbed:
         batch, spec = step.batch, self._spec
-        paged = step.policy is CachePolicy.PAGED
         lens = batch.query_lens.exact()
         chosen = set(rows)
         config = choose_config(
@@ -356,14 +324,5 @@ class TritonLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
         flags += [False] * (batch.num_tokens - len(flags))
         is_served.copy_(torch.tensor(flags, dtype=torch.bool), non_blocking=True)
         count = num_tiles(batch.num_rows, batch.num_tokens, tile_tokens)
-        return _Absorbed(
-            query_lens=batch.query_lens.device,
-            context_lens=batch.context_lens.device if paged else None,
-            table_rows=batch.table_rows if paged else None,
-            served=served,
-            is_served=is_served,
-            query_offsets=lane.query_offsets[: batch.num_rows + 1],
-            tiles=Tiles(buffers.take("tiles", (count, FIELDS), torch.int32), tile_tokens),
-            masks=plan_masks(batch, buffers),
-            config=config,
-        )
+        tiles = Tiles(buffers.take("tiles", (count, FIELDS), torch.int32), tile_tokens)
+        return _Absorbed(PlannedExtend.of(step, config, tiles, lane.query_offsets, served, buffers), is_served)

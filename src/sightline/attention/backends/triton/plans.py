@@ -1,4 +1,4 @@
-"""Planning shared by both Triton backends: decode tiling for a device, its leases, and non-causal masks.
+"""Planning shared by both Triton backends: decoded and extended rows, leases, and non-causal masks.
 
 Knows devices, leases and batches. Does not know what a layer caches.
 """
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
+from sightline.attention.contract import StepView
 from sightline.cache.pools import Pool
 from sightline.core.batch import Batch, MaskKind, RowMask
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, LaunchMask
+from sightline.kernels.triton.extend_tiles import ExtendConfig, Tiles, prepare_tiles
 
 Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Takes a lease, given a name, a shape and a dtype."""
@@ -45,6 +47,67 @@ class Chip:
             properties.multi_processor_count,
             properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             (properties.major, properties.minor) in _OVERLAPPING,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedDecode:
+    """Rows of at most one new token."""
+
+    rows: DecodeRows
+    scratch: DecodeScratch
+    config: DecodeConfig
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedExtend:
+    """Rows of any number of new tokens."""
+
+    query_lens: Tensor
+    context_lens: Tensor | None
+    """None under `TRANSIENT`, like the page-table rows."""
+    table_rows: Tensor | None
+    served: Tensor | None
+    """[num_rows] int8: 1 for extended rows; None if all are."""
+    query_offsets: Tensor
+    tiles: Tiles
+    masks: ExtendMasks
+    config: ExtendConfig
+    num_tokens: int
+
+    @staticmethod
+    def of(
+        step: StepView,
+        config: ExtendConfig,
+        tiles: Tiles,
+        query_offsets: Tensor,
+        served: Tensor | None,
+        buffers: PlanBuffers,
+    ) -> PlannedExtend:
+        """The rows that are `served`; `query_offsets` [max_rows + 1] int64."""
+        batch = step.batch
+        return PlannedExtend(
+            query_lens=batch.query_lens.device,
+            context_lens=None if step.is_transient else batch.context_lens.device,
+            table_rows=None if step.is_transient else batch.table_rows,
+            served=served,
+            query_offsets=query_offsets[: batch.num_rows + 1],
+            tiles=tiles,
+            masks=plan_masks(batch, buffers),
+            config=config,
+            num_tokens=batch.num_tokens,
+        )
+
+    def prepare(self) -> None:
+        """Distributes the queries over tiles, on the device."""
+        prepare_tiles(
+            self.query_lens,
+            self.context_lens,
+            self.table_rows,
+            self.num_tokens,
+            self.query_offsets,
+            self.tiles,
+            self.served,
         )
 
 
