@@ -8,19 +8,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import update_wrapper
 from pathlib import Path
-from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sightline.core.config import EngineConfig, Task
+from sightline.core.config import EngineConfig, EngineKeywords, Task
 from sightline.core.errors import ConfigError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
 from sightline.core.request import EmbeddingRequestOutput, RequestOutput, SamplingParams, Terms
 from sightline.core.turns import Turn
-from sightline.engine.calls import BatchCall, Encoded, SharedEngine, TextStream
+from sightline.engine.calls import BatchCall, Encoded, SharedEngine, TextStream, refused_output
 from sightline.engine.engine import Engine
 from sightline.engine.text_embedder import TextEmbedder, build_embedder, log_ledger
 from sightline.models.loading.checkpoint import Checkpoint
@@ -33,6 +34,7 @@ from sightline.text.tokenizers.tokenizer import Tokenizer
 logger = logging.getLogger("sightline")
 _InputT = TypeVar("_InputT")
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
 
 
 class TextPrompt(TypedDict):
@@ -60,32 +62,24 @@ class TemplateSettings(TypedDict, total=False):
     """The template's own switches."""
 
 
-class EngineSettings(TypedDict, total=False):
-    """The fields of `EngineConfig` that `LLM` takes by keyword."""
+EngineSettings: TypeAlias = dict[str, Any]
+"""Keywords of `LLM` in a dictionary."""
 
-    task: str
-    device: str
-    dtype: str
-    quantization: str
-    max_model_len: int | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    page_size: int | None
-    cache_tokens: int | None
-    kv_cache_dtype: str
-    memory_fraction: float
-    prefix_caching: bool | None
-    max_queued_requests: int
-    async_scheduling: bool
-    attention_backend: str | None
-    prefill_attention_backend: str | None
-    decode_attention_backend: str | None
-    require_proof: bool
-    seed: int | None
-    chat_template: str | None
-    skip_tokenizer_init: bool
-    strict: bool
-    paranoid: bool
+
+def _configured_by(
+    make: Callable[_P, EngineConfig],
+) -> Callable[[Callable[[_T, EngineConfig], None]], Callable[Concatenate[_T, _P], None]]:
+    """Decorates a constructor that takes a config, so that it takes the keywords of the config instead."""
+
+    def decorate(construct: Callable[[_T, EngineConfig], None]) -> Callable[Concatenate[_T, _P], None]:
+        def constructor(self: _T, /, *args: _P.args, **settings: _P.kwargs) -> None:
+            construct(self, make(*args, **settings))
+
+        update_wrapper(constructor, vars(make)["__init__"], assigned=())
+        constructor.__doc__ = construct.__doc__
+        return constructor
+
+    return decorate
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -121,17 +115,16 @@ class LLM:
     """A model that answers, or embeds. Several threads may call it.
 
     Requests of all threads run in one batch: while threads wait, one of them steps the engine for all. Each gets its
-    own answers and its own errors, and Ctrl-C ends the main thread's requests alone. Calls of `embed` are served one
-    after another. `engine` itself takes one thread at a time, and refuses a second one with `LaneBusyError`.
+    own answers and its own errors, and Ctrl-C ends the main thread's requests alone. `engine` itself takes one thread
+    at a time, and refuses a second one with `LaneBusyError`.
     """
 
-    def __init__(self, model: str | None = None, **settings: Unpack[EngineSettings]) -> None:
-        """`model` is a folder, a .gguf file, a Hugging Face id, or None for the default model."""
-        unknown = set(settings) - EngineSettings.__annotations__.keys()
-        if unknown:
-            known = ", ".join(sorted(EngineSettings.__annotations__))
-            raise ConfigError(f"expected settings out of {known}, got {', '.join(sorted(unknown))}")
-        config = EngineConfig(model=model, **settings)
+    @_configured_by(EngineKeywords)
+    def __init__(self, config: EngineConfig) -> None:
+        """Takes the settings in docs/settings.md as keywords, and other engines' names for them.
+
+        `model` is a folder, a .gguf file, a Hugging Face id, or None for the default model.
+        """
         embeds = Task(config.task) is Task.EMBED
         self._generating = None if embeds else SharedEngine(build_engine(config))
         self._embedder = open_embedder(config) if embeds else None
@@ -142,7 +135,7 @@ class LLM:
         return self._shared.engine
 
     @property
-    def _shared(self) -> SharedEngine:
+    def _shared(self) -> SharedEngine[Engine]:
         if self._generating is None:
             raise ConfigError("expected a model that generates, got one with task embed; use embed")
         return self._generating
@@ -252,6 +245,8 @@ class LLM:
         if self._generating is not None:
             engine = self._generating.engine
             self._generating.run(lambda _: engine.close())
+        if self._embedder is not None:
+            self._embedder.close()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -302,7 +297,8 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _spread(sampling_params or SamplingParams(), len(inputs), "SamplingParams")
-        call = BatchCall(self._shared, inputs, encode, params, terms)
+        counts = [each.n for each in params]
+        call = BatchCall(self._shared, self.engine, inputs, encode, params, terms, counts, refused_output)
         with _progress_bar(enabled=use_tqdm) as bar:
             task = bar.add_task("Generating", total=len(inputs))
             return call.run(lambda count: bar.update(task, completed=count))

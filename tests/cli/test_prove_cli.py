@@ -21,7 +21,7 @@ from sightline.cli.application import app
 from sightline.cli.conformance import proving
 from sightline.cli.conformance.proving import _run, prove_first
 from sightline.cli.conformance.rows import conformance
-from sightline.core.command_line import ATTENTION_FLAGS, prove_words
+from sightline.core.command_line import WITHOUT_ATTENTION, prove_words
 from sightline.core.config import EngineConfig
 from sightline.testing.conformance import engine_proof
 from sightline.testing.conformance.checks import CHECKS
@@ -30,12 +30,6 @@ from support.serving import serving
 from support.tiny_models import make_model
 
 SMALL = ["--max-model-len", "40", "--max-num-seqs", "2", "--max-num-batched-tokens", "12", "--page-size", "4"]
-UNMOVED = {"max_queued_requests", "async_scheduling", "require_proof", "seed", "chat_template"} | {
-    "skip_tokenizer_init",
-    "strict",
-    "paranoid",
-}
-"""Settings that change nothing that is asked of attention."""
 
 
 @pytest.fixture
@@ -90,8 +84,8 @@ OTHERS: dict[str, Any] = {
 
 def test_every_setting_is_known_to_change_attention_or_not_to() -> None:
     names = {field.name for field in fields(EngineConfig)}
-    assert names == {"model", "prefix_caching", *ATTENTION_FLAGS, *UNMOVED}
-    assert OTHERS.keys() == {"prefix_caching", *ATTENTION_FLAGS}
+    assert names == OTHERS.keys() | set(WITHOUT_ATTENTION)
+    assert OTHERS.keys().isdisjoint(WITHOUT_ATTENTION)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -128,6 +122,7 @@ def test_an_option_that_would_change_nothing_is_refused(words: list[str], messag
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("few_checks")
 def test_conformance_of_a_model_tells_what_runs_and_what_is_covered(proofs: Path, folder: Path) -> None:
     result = ask("--model", str(folder / "config.json"), *SMALL)
@@ -264,6 +259,7 @@ def wrong_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "wrong"
 
 
+@pytest.mark.prove
 def test_a_server_with_a_wrong_backend_does_not_start(proofs: Path, wrong_backend: str) -> None:
     asked = ["serve", "--port", "0", "--prove", "--attention-backend", wrong_backend, *SMALL]
     result = subprocess.run(
@@ -276,6 +272,7 @@ def test_a_server_with_a_wrong_backend_does_not_start(proofs: Path, wrong_backen
     assert not ProofBook(proofs).folder.exists() or list(proofs.iterdir()) == []
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("few_checks")
 def test_a_server_whose_engine_is_proven_starts_with_the_proof_required(proofs: Path, tmp_path: Path) -> None:
     embedder = str(save_embedder(tmp_path / "embedder"))

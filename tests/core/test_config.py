@@ -42,10 +42,10 @@ def give(memory: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "dtype": ({"dtype": "int8"}, "expected dtype auto, float32, bfloat16, float16, got 'int8'"),
+    "dtype": ({"dtype": "int8"}, "expected dtype auto, float32, bfloat16 or float16, got 'int8'"),
     "cache dtype": (
         {"kv_cache_dtype": "int8"},
-        "expected kv_cache_dtype auto, float32, bfloat16, float16, fp8, fp8_e4m3, float8_e4m3fn, got 'int8'",
+        "expected kv_cache_dtype auto, float32, bfloat16, float16, fp8, fp8_e4m3 or float8_e4m3fn, got 'int8'",
     ),
     "the other 8-bit float": (
         {"kv_cache_dtype": "fp8_e5m2"},
@@ -64,7 +64,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a seed in words": ({"seed": "x"}, "expected seed to be a whole number, got 'x'"),
     "no fraction": ({"memory_fraction": 0.0}, r"expected memory_fraction in \(0, 1\], got 0.0"),
     "fraction above one": ({"memory_fraction": 1.01}, r"expected memory_fraction in \(0, 1\], got 1.01"),
-    "fraction NaN": ({"memory_fraction": float("nan")}, r"expected memory_fraction in \(0, 1\], got nan"),
+    "fraction NaN": ({"memory_fraction": float("nan")}, "expected memory_fraction to be a finite number, got nan"),
 }
 
 

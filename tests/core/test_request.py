@@ -59,8 +59,6 @@ def test_what_is_no_finite_number_is_refused(name: str, value: object) -> None:
     [
         ("temperature", -0.1),
         ("temperature", 10001),
-        ("top_p", -0.1),
-        ("top_p", 1.1),
         ("min_p", -1),
         ("min_p", 1.1),
         ("repetition_penalty", 0),
@@ -75,6 +73,12 @@ def test_a_number_out_of_range_is_refused_with_the_range(name: str, value: float
     settings: dict[str, Any] = {name: value}
     with pytest.raises(RequestError, match=rf"expected {name} between [-.\d]+ and \d+, got {value}"):
         SamplingParams(**settings)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1])
+def test_top_p_out_of_range_is_refused_with_the_range(value: float) -> None:
+    with pytest.raises(RequestError, match=rf"expected top_p in \(0, 1\], got {value}"):
+        SamplingParams(top_p=value)
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, -0.0])
@@ -109,7 +113,7 @@ def test_an_integer_is_taken_at_both_ends_of_its_range_and_refused_beyond(name: 
 @pytest.mark.parametrize("value", NO_INTEGERS, ids=repr)
 def test_what_is_no_integer_is_refused(name: str, value: object) -> None:
     settings: dict[str, Any] = {name: value}
-    with pytest.raises(RequestError, match=f"expected {name} to be an integer, got "):
+    with pytest.raises(RequestError, match=f"expected {name} to be a whole number, got "):
         SamplingParams(**settings)
 
 
@@ -145,7 +149,7 @@ def test_stop_tokens_that_are_no_sequence_are_refused(tokens: object) -> None:
 @pytest.mark.parametrize("name", sorted(NEVER_OPEN))
 def test_what_no_model_has_a_default_for_is_not_left_open(name: str) -> None:
     settings: dict[str, Any] = {name: None}
-    with pytest.raises(RequestError, match=f"expected {name} to be a number, got None"):
+    with pytest.raises(RequestError, match=f"expected {name} to be a (whole|finite) number, got None"):
         SamplingParams(**settings)
 
 
@@ -187,11 +191,11 @@ def test_a_bias_is_kept_as_a_copy() -> None:
     [
         ([1, 2], "expected logit_bias to map token ids to numbers"),
         ({-1: 1.0}, "expected every logit_bias token between 0"),
-        ({"5": 1.0}, "expected every logit_bias token to be an integer, got '5'"),
-        ({None: 1.0}, "expected every logit_bias token to be a number, got None"),
+        ({"5": 1.0}, "expected every logit_bias token to be a whole number, got '5'"),
+        ({None: 1.0}, "expected every logit_bias token to be a whole number, got None"),
         ({5: 100.5}, "expected logit_bias of token 5 between -100 and 100, got 100.5"),
         ({5: NAN}, "expected logit_bias of token 5 to be a finite number"),
-        ({5: None}, "expected logit_bias of token 5 to be a number, got None"),
+        ({5: None}, "expected logit_bias of token 5 to be a finite number, got None"),
     ],
 )
 def test_a_bias_that_is_none_is_refused(bias: Any, message: str) -> None:
@@ -219,7 +223,7 @@ def test_top_k_of_minus_one_keeps_every_token_as_zero_does() -> None:
     assert SamplingParams(top_k=-1).top_k == SamplingParams(top_k=0).top_k == 0
     assert SamplingParams(top_k=2**31 - 1).top_k == 2**31 - 1
     for value in (-2, 2**31):
-        with pytest.raises(RequestError, match=f"expected top_k between 0 and 2147483647, got {value}"):
+        with pytest.raises(RequestError, match=f"expected top_k between -1 and 2147483647, got {value}"):
             SamplingParams(top_k=value)
 
 

@@ -44,7 +44,7 @@ def folder(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def tiny(folder: Path, **changes: object) -> LLM:
     settings: EngineSettings = {"skip_tokenizer_init": True, "cache_tokens": 2048, "paranoid": True}
-    settings.update(changes)  # type: ignore[typeddict-item]
+    settings.update(changes)
     return LLM(str(folder), **settings)
 
 

@@ -14,10 +14,32 @@ from sightline.cli.generate import chat, generate
 from sightline.cli.inspection import capabilities, collect_env, version
 from sightline.cli.serve import serve
 from sightline.cli.simulate import simulate
+from sightline.core.command_line import flag
+from sightline.core.config import EngineConfig
 from sightline.core.errors import SightlineError
+from sightline.core.request import SamplingParams
+from sightline.core.settings import stated
+from sightline.core.words import answer_unknown
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class Commands(click.Group):
+    """The commands. An option that one does not know is answered with those that are nearest in meaning."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except click.NoSuchOption as error:
+            if error.ctx is None or not error.option_name.startswith("--"):
+                raise
+            name, command = error.option_name.removeprefix("--").replace("-", "_"), error.ctx.command
+            known = [str(each.name) for each in command.params if each.opts[0] == flag(str(each.name))]
+            elsewhere = dict.fromkeys(stated(EngineConfig), "a setting of the engine")
+            elsewhere |= dict.fromkeys(stated(SamplingParams), "a sampling parameter")
+            answer = answer_unknown(name, known, f"an option of {command.name}", elsewhere, flag)
+            raise click.UsageError(answer, error.ctx) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 def app() -> None:
     """An LLM inference engine in which attention cannot be silently wrong."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
+from click.core import ParameterSource
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 
@@ -17,14 +18,15 @@ from sightline.cli.conformance.proving import prove_first
 from sightline.cli.console import notes
 from sightline.cli.options import (
     collected,
-    computing_options,
     count_option,
+    embedding_options,
     parse_positive_count,
     parse_target,
     prove_option,
     quiet_option,
 )
 from sightline.cli.signals import ended_by
+from sightline.core.command_line import flag
 from sightline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,48 +72,8 @@ writing_options = collected(
         help="By the suffix of --output without it, and jsonl without either.",
     ),
 )
-_SHARED = (
-    "device",
-    "dtype",
-    "quantization",
-    "max_model_len",
-    "attention_backend",
-    "prefill_attention_backend",
-    "require_proof",
-    "strict",
-)
-_CACHE_FLAGS = {"page_size": "--page-size", "cache_tokens": "--cache-tokens", "memory_fraction": "--memory-fraction"}
-embedding_options = collected(
-    "settings",
-    model=click.option("--model", "-m", required=True, help="A folder, a .gguf file or a Hugging Face id."),
-    **{name: computing_options[name] for name in (*_SHARED, "paranoid")},
-    max_num_seqs=count_option(
-        "--max-num-seqs", "--max-running-requests", "max_num_seqs", help="Most texts in one step; 1024 without it."
-    ),
-    max_num_batched_tokens=count_option(
-        "--max-num-batched-tokens",
-        "--chunked-prefill-size",
-        "max_num_batched_tokens",
-        help="Most tokens in one step; 4096, or the longest text, without it.",
-    ),
-    page_size=computing_options["page_size"],
-    cache_tokens=computing_options["cache_tokens"],
-    memory_fraction=click.option(
-        "--memory-fraction",
-        "--gpu-memory-utilization",
-        "--mem-fraction-static",
-        "memory_fraction",
-        type=float,
-        help="The cache's share of free memory; 0.5 without it.",
-    ),
-    prefix_caching=click.option(
-        "--enable-prefix-caching",
-        "prefix_caching",
-        is_flag=True,
-        help="Keep what is computed of texts for those that begin alike, where tokens see only earlier ones.",
-    ),
-)
-"""What an embedder computes, and with what. Those of a cache are refused where the model embeds without one."""
+_OF_THE_CACHE = ("page_size", "cache_tokens", "memory_fraction", "kv_cache_dtype")
+"""Settings that are refused where the model embeds without a cache."""
 
 
 @click.command()
@@ -142,6 +104,8 @@ def embed(
     """
     from sightline.offline.embedding_files import WRITERS
 
+    if settings["model"] is None:
+        raise click.UsageError("expected --model, got none: the default model does not embed; name one")
     with ExitStack() as stack:
         form = _output_format(**writing)
         source = stack.enter_context(_opened(texts, form, quiet=quiet, **reading))
@@ -176,30 +140,21 @@ def _opened(
     named_field: str | None,
 ) -> Iterator[TextSource]:
     """Where the texts come from."""
-    from sightline.offline.embedding_files import (
-        OUTPUT_FIELDS,
-        GivenTexts,
-        InputFormat,
-        JsonReader,
-        OutputFormat,
-        TextLines,
-        input_format_of,
-        read_plain,
-        rereadable,
-    )
+    from sightline.offline import embedding_files as files
 
     if texts:
         if (input_path, input_format, named_field) != (None, None, None):
             raise click.UsageError("expected TEXT or --input, --input-format and --field, got both; leave one out")
-        yield GivenTexts(texts)
+        yield files.GivenTexts(texts)
         return
     name = "standard input" if input_path in (None, "-") else str(input_path)
-    kind = InputFormat(input_format) if input_format is not None else input_format_of(name)
-    if named_field is not None and kind is InputFormat.TEXT:
+    kind = files.InputFormat(input_format) if input_format is not None else files.input_format_of(name)
+    if named_field is not None and kind is files.InputFormat.TEXT:
         raise click.UsageError("expected JSONL with --field, got plain text; add --input-format jsonl")
-    reserved = OUTPUT_FIELDS if form is OutputFormat.JSONL else ()
-    with _stream(input_path, quiet=quiet) as stream, rereadable(stream) as lines:
-        yield TextLines(lines, name, read_plain if kind is InputFormat.TEXT else JsonReader(named_field, reserved))
+    reserved = files.OUTPUT_FIELDS if form is files.OutputFormat.JSONL else ()
+    read = files.read_plain if kind is files.InputFormat.TEXT else files.JsonReader(named_field, reserved)
+    with _stream(input_path, quiet=quiet) as stream, files.rereadable(stream) as lines:
+        yield files.TextLines(lines, name, read)
 
 
 @contextmanager
@@ -231,11 +186,9 @@ def _load(
     from sightline.llm import LLM
     from sightline.offline.embedding_run import EmbeddingJob
 
-    given = {name: value for name, value in settings.items() if value is not None}
-    if prove:
-        given = prove_first(given, task="embed")
-    embedder = LLM(task="embed", **given).embedder
-    unused = [flag for name, flag in _CACHE_FLAGS.items() if name in given]
+    embedder = LLM(task="embed", **(prove_first(settings, task="embed") if prove else settings)).embedder
+    source = click.get_current_context().get_parameter_source
+    unused = [flag(name) for name in _OF_THE_CACHE if source(name) is ParameterSource.COMMANDLINE]
     if unused and embedder.embedder.is_transient:
         raise ConfigError(
             f"expected no {', '.join(unused)}, got it: {settings['model']} embeds without a cache; leave it out"

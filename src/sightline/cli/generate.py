@@ -23,9 +23,9 @@ from sightline.cli.options import (
     sampling_options,
 )
 from sightline.core.errors import RequestError
+from sightline.core.request import EffectiveParams, SamplingParams
 
 if TYPE_CHECKING:
-    from sightline.core.request import EffectiveParams, SamplingParams
     from sightline.engine.calls import TextStream
     from sightline.llm import LLM
 
@@ -48,7 +48,7 @@ def generate(
     settings: dict[str, Any],
 ) -> None:
     """Continue TEXT as it stands. Use `chat` to have it answered."""
-    if not as_json and reported != {"n": 1, "logprobs": None, "prompt_logprobs": None}:
+    if not as_json and SamplingParams(**reported) != SamplingParams():
         raise click.UsageError("expected --json with --n, --logprobs and --prompt-logprobs, got none; add --json")
     params, llm = _load(sampling | reported, settings, prove=prove, quiet=quiet or as_json)
     if as_json:
@@ -107,7 +107,6 @@ def _load(
 ) -> tuple[SamplingParams, LLM]:
     """Checks the parameters, builds the engine, and says what was decided."""
     started = time.perf_counter()
-    from sightline.core.request import SamplingParams
     from sightline.llm import LLM
     from sightline.runner.startup import startup_report
 

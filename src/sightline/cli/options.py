@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce, wraps
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
+
+from sightline.core.command_line import flag
+from sightline.core.config import EngineConfig, EngineKeywords
+from sightline.core.request import SamplingParams
+from sightline.core.settings import Alias, Setting, aliases_of, stated
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 _SUFFIXES = {"k": 1024, "m": 1024**2}
@@ -80,128 +86,98 @@ def collected(name: str, **options: Callable[[_CommandT], _CommandT]) -> Callabl
     return decorate
 
 
-computing_options = {
-    "model": click.option(
-        "--model", "-m", help="A folder, a .gguf file or a Hugging Face id; the default model without it."
-    ),
-    "device": click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-    "dtype": click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
-    "quantization": click.option(
-        "--quantization",
-        type=click.Choice(["dequantise", "keep"]),
-        default="dequantise",
-        show_default=True,
-        help="A file's quantised weights: exact, or kept small and multiplied as they are, with rounded inputs.",
-    ),
-    "max_model_len": count_option(
-        "--max-model-len", "--context-length", "max_model_len", help="Longest sequence, in tokens."
-    ),
-    "max_num_seqs": count_option(
-        "--max-num-seqs",
-        "--max-running-requests",
-        "max_num_seqs",
-        help="Most sequences that run at once; without it 64, or 1024 that are embedded.",
-    ),
-    "max_num_batched_tokens": count_option(
-        "--max-num-batched-tokens",
-        "--chunked-prefill-size",
-        "max_num_batched_tokens",
-        help="Most tokens in one step; without it 512, or 4096 where texts are embedded.",
-    ),
-    "page_size": count_option(
-        "--page-size", "--block-size", "page_size", help="Tokens in a cache page; without it 16 on a CPU, 64 on a GPU."
-    ),
-    "cache_tokens": count_option(
-        "--cache-tokens", help="Tokens that the cache holds; sized from free memory without it."
-    ),
-    "kv_cache_dtype": click.option(
-        "--kv-cache-dtype",
-        default="auto",
-        show_default=True,
-        help="Of the cache: auto (as --dtype), float32, bfloat16, float16 or fp8 (e4m3, with the checkpoint's scales).",
-    ),
-    "memory_fraction": click.option(
-        "--memory-fraction",
-        "--gpu-memory-utilization",
-        "--mem-fraction-static",
-        "memory_fraction",
-        type=float,
-        default=0.5,
-        show_default=True,
-        help="The cache's share of free memory.",
-    ),
-    "async_scheduling": click.option(
-        "--async-scheduling/--disable-overlap-schedule",
-        "async_scheduling",
-        default=False,
-        show_default=True,
-        help="Launch a step before the one before it is read.",
-    ),
-    "attention_backend": click.option(
-        "--attention-backend", help="Force a backend, or one for each kind of layer: torch,torch-latent."
-    ),
-    "prefill_attention_backend": click.option(
-        "--prefill-attention-backend", help="For rows of many new tokens, in place of --attention-backend."
-    ),
-    "decode_attention_backend": click.option(
-        "--decode-attention-backend", help="For rows of one new token, in place of --attention-backend."
-    ),
-    "require_proof": click.option(
-        "--require-proof", is_flag=True, help="Refuse backends that `sightline conformance` has not proven here."
-    ),
-    "chat_template": click.option(
-        "--chat-template", metavar="FILE", help="A Jinja template in place of the model's own."
-    ),
-    "strict": click.option("--strict", is_flag=True, help="Every degradation is an error."),
-    "paranoid": click.option("--paranoid", is_flag=True, help="Fingerprint plans' contents and poison unused cache."),
-}
-"""What an engine computes, and with what."""
-prefix_caching_option = click.option(
-    "--enable-prefix-caching/--disable-radix-cache",
-    "prefix_caching",
-    default=None,
-    help="Keep what is computed of prompts and answers for requests that begin alike; so where it generates.",
-)
-engine_options = collected("settings", **computing_options, prefix_caching=prefix_caching_option)
-task_option = click.option(
-    "--task",
-    type=click.Choice(["generate", "embed"]),
-    default="generate",
-    show_default=True,
-    help="Go on with texts, or turn them into vectors.",
-)
+def option_of(
+    owner: type, name: str, *, default: object = None, repeats: type | None = None
+) -> Callable[[_CommandT], _CommandT]:
+    """The option of a setting of `owner`, and a hidden one for each alias; those that are given must agree.
+
+    `default` replaces the setting's own. An option that `repeats` takes one value of that type at a time.
+    """
+    setting = stated(owner)[name]
+    aliases = {other: alias for other, alias in aliases_of(owner).items() if alias.of == name}
+    usual = setting.default if default is None else default
+    is_pair = setting.kind is bool and usual is not False
+    shape = _shape(setting) if repeats is None else {"type": repeats, "multiple": True}
+    options = [
+        click.option(
+            f"{flag(name)}/{flag(name, negated=True)}" if is_pair else flag(name),
+            *setting.flags,
+            name,
+            default=str(usual) if setting.kind is int and usual is not None else usual,
+            show_default=bool(usual),
+            help=setting.help + (f" Also {', '.join(map(flag, aliases))}." if aliases else ""),
+            callback=_agreeing(name, Alias(name)),
+            **shape,
+        )
+    ]
+    for other, alias in aliases.items():
+        agreeing = _agreeing(name, alias)
+        options.append(
+            click.option(flag(other), other, default=None, hidden=True, expose_value=False, callback=agreeing, **shape)
+        )
+    return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+def _shape(setting: Setting) -> dict[str, Any]:
+    """How click reads a value of the setting."""
+    if setting.kind is bool:
+        return {"is_flag": True}
+    if setting.choices:
+        return {"metavar": f"[{'|'.join(setting.choices)}]"}
+    counts = setting.low is not None and setting.low >= 0
+    number = {int: parse_count if counts else int, float: float}.get(setting.kind)
+    return {} if number is None else {"type": number, "metavar": "NUMBER"}
+
+
+def _agreeing(name: str, alias: Alias) -> Callable[[click.Context, click.Parameter, object], object]:
+    """A callback that gives a setting its value, whichever of its options it came by."""
+
+    def agree(context: click.Context, option: click.Parameter, value: object) -> object:
+        said: dict[str, object] = context.meta.setdefault(f"sightline.{name}", {})
+        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
+            said[option.opts[0]] = alias.meaning(value)
+        first = next(iter(said.values()), value)
+        if any(other != first for other in said.values()):
+            raise click.UsageError(
+                f"expected {' or '.join(said)}, which are one setting, got {' and '.join(map(str, said.values()))}; "
+                "leave one out"
+            )
+        return first
+
+    return agree
+
+
+def _without(*names: str) -> dict[str, Callable[[_CommandT], _CommandT]]:
+    return {name: option for name, option in computing_options.items() if name not in names}
+
+
+computing_options = {name: option_of(EngineKeywords, name) for name in stated(EngineConfig)}
+"""Every setting of an engine."""
+_ALONE = ("task", "max_queued_requests", "skip_tokenizer_init")
+"""Settings that a command decides which runs its own requests."""
+_GENERATING = [name for name, each in stated(EngineConfig).items() if each.only_generates]
+serving_options = collected("settings", **_without("skip_tokenizer_init"))
+engine_options = collected("settings", **_without(*_ALONE, "seed"))
+measured_engine_options = collected("settings", **_without(*_ALONE, "seed", "prefix_caching"))
+"""For measurements, whose rounds repeat their prompts: nothing is kept between them."""
+embedding_options = collected("settings", **_without(*_ALONE, *_GENERATING, "decode_attention_backend"))
 prove_option = click.option(
     "--prove",
     is_flag=True,
     help="Prove attention for exactly this engine first, unless that is done, and begin only if it passes.",
 )
-measured_engine_options = collected("settings", **computing_options)
-"""For measurements, whose rounds repeat their prompts: nothing is kept between them."""
+_REPORTED = ("n", "logprobs", "prompt_logprobs")
+_REPEATED = {"stop": str, "stop_token_ids": int}
 sampling_options = collected(
     "sampling",
-    max_tokens=count_option("--max-tokens", default=128, help="Most tokens to generate."),
-    temperature=click.option("--temperature", type=float, help="0 is greedy; the model's own default without it."),
-    top_p=click.option("--top-p", type=float, help="Keep the likeliest tokens that make up this share."),
-    top_k=click.option("--top-k", type=int, help="Keep so many of the likeliest tokens; 0 keeps all."),
-    min_p=click.option("--min-p", type=float, help="Drop tokens less likely than this share of the likeliest."),
-    seed=click.option("--seed", type=int, help="Makes sampling repeatable."),
-    repetition_penalty=click.option(
-        "--repetition-penalty", type=float, help="Above 1: tokens of the prompt and the answer become less likely."
-    ),
-    presence_penalty=click.option(
-        "--presence-penalty", type=float, default=0.0, help="Above 0: tokens of the answer become less likely."
-    ),
-    frequency_penalty=click.option(
-        "--frequency-penalty", type=float, default=0.0, help="As --presence-penalty, for each time a token came."
-    ),
-    stop=click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer before TEXT; may be repeated."),
-    min_tokens=count_option("--min-tokens", help="Tokens before anything may end the answer."),
+    **{
+        name: option_of(
+            SamplingParams, name, default=128 if name == "max_tokens" else None, repeats=_REPEATED.get(name)
+        )
+        for name in stated(SamplingParams)
+        if name not in (*_REPORTED, "logit_bias")
+    },
 )
-report_options = collected(
-    "reported",
-    n=count_option("--n", default=1, help="Continuations of the one TEXT; more than one needs --json."),
-    logprobs=click.option("--logprobs", type=int, help="Tell so many of the likeliest tokens; needs --json."),
-    prompt_logprobs=click.option("--prompt-logprobs", type=int, help="As --logprobs, of TEXT itself."),
-)
+report_options = collected("reported", **{name: option_of(SamplingParams, name) for name in _REPORTED})
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Say nothing on standard error but errors.")

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from sightline.cli.conformance.proving import prove_first
 from sightline.cli.console import notes
-from sightline.cli.options import collected, count_option, engine_options, prove_option, task_option
+from sightline.cli.options import collected, count_option, prove_option, serving_options
 
 if TYPE_CHECKING:
     from sightline.server.process.protocol import Opened
@@ -70,20 +70,9 @@ server_options = collected(
 @click.command()
 @click.argument("name", metavar="[MODEL]", required=False)
 @server_options
-@task_option
-@click.option("--seed", type=int, help="Where the seeds of requests that bring none come from.")
-@count_option("--max-queued-requests", default=1024, help="Sequences that may wait; more are refused with 429.")
 @prove_option
-@engine_options
-def serve(
-    name: str | None,
-    served: dict[str, Any],
-    task: str,
-    seed: int | None,
-    max_queued_requests: int,
-    prove: bool,
-    settings: dict[str, Any],
-) -> None:
+@serving_options
+def serve(name: str | None, served: dict[str, Any], prove: bool, settings: dict[str, Any]) -> None:
     """Serve MODEL over HTTP, as OpenAI's clients expect it, with a chat page at /.
 
     MODEL is a folder, a .gguf file or a Hugging Face id; without one the default model answers. SIGTERM and Ctrl-C let
@@ -101,10 +90,7 @@ def serve(
         raise click.UsageError("expected one model, got MODEL and --model; leave one out")
     if name is not None:
         settings = settings | {"model": name}
-    wishes: dict[str, Any] = {"task": task, "seed": seed, "max_queued_requests": max_queued_requests}
-    if prove:
-        settings = prove_first(settings, **wishes)
-    engine = EngineConfig(**settings, **wishes)
+    engine = EngineConfig(**(prove_first(settings) if prove else settings))
     log_as_json(served["log_level"])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(served, engine, started))

@@ -5,10 +5,12 @@ Imports nothing heavy: a process that only passes settings on, such as a server'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
 from sightline.core.errors import ConfigError
+from sightline.core.request import SamplingParams
+from sightline.core.settings import alias, check_settings, keywords, setting, stated
 
 
 class Task(Enum):
@@ -34,97 +36,127 @@ CACHE_DTYPE_NAMES = (*DTYPE_NAMES, "fp8", "fp8_e4m3", "float8_e4m3fn")
 """`fp8` is e4m3, the more precise of the two 8-bit floats."""
 PADDING_PAGES = 1
 """Pages of every pool that no sequence owns: padding tokens write there, and nothing reads them."""
+ROWS = {Task.GENERATE: 64, Task.EMBED: 1024}
+STEP_TOKENS = {Task.GENERATE: 512, Task.EMBED: 4096}
+PAGE_SIZES = {"cpu": 16, "cuda": 64}
+"""On a GPU, as many tokens as kernels read at once: with smaller pages they look up every key separately."""
+_answering = keywords(
+    ConfigError, "a setting of the engine", dict.fromkeys(stated(SamplingParams), "a sampling parameter")
+)
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeptSettings:
+    """Settings that arrive in the engine as the user gives them."""
+
+    async_scheduling: bool = setting(
+        False, "Launch a step before the previous one is read: faster on a GPU.", only_generates=True
+    )
+    attention_backend: str | None = setting(
+        None, "Attention backend, or one for each kind of layer: torch,torch-latent."
+    )
+    prefill_attention_backend: str | None = setting(None, "In place of attention_backend, for rows of many new tokens.")
+    decode_attention_backend: str | None = setting(None, "In place of attention_backend, for rows of one new token.")
+    require_proof: bool = setting(False, "Refuse attention backends that `sightline conformance` has not proven here.")
+    seed: int | None = setting(
+        None, "Derives the seeds of requests that bring none; random without it.", only_generates=True
+    )
+    paranoid: bool = setting(False, "Fingerprint the contents of plans, and poison unused cache.")
+
+
+@_answering
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(KeptSettings):
     """The user's settings. None lets Sightline decide."""
 
-    model: str | None = None
-    task: str = Task.GENERATE.value
-    device: str = "auto"
-    dtype: str = "auto"
-    quantization: str = Quantization.DEQUANTISE.value
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    """None: 64 to generate, 1024 to embed."""
-    max_num_batched_tokens: int | None = None
-    """None: 512 to generate, 4096 to embed."""
-    page_size: int | None = None
-    """Tokens in a cache page; None: 16 on a CPU, 64 on a GPU."""
-    cache_tokens: int | None = None
-    """Total tokens that the cache must hold; None sizes it from the available memory."""
-    kv_cache_dtype: str = "auto"
-    """Dtype of cached entries; auto is the compute dtype."""
-    memory_fraction: float = 0.5
-    """Share of the memory left after the weights that the cache may take."""
-    prefix_caching: bool | None = None
-    """Keep computed prompts and answers, while there is room, for requests with the same prefix.
-
-    None: only to generate.
-    """
-    max_queued_requests: int = 1024
-    """Sequences that may wait; further ones are refused at once."""
-    async_scheduling: bool = False
-    """Schedule and launch a step before the previous one is read back: faster if the device runs asynchronously."""
-    attention_backend: str | None = None
-    prefill_attention_backend: str | None = None
-    """Overrides `attention_backend` for rows of many new tokens."""
-    decode_attention_backend: str | None = None
-    """Overrides `attention_backend` for rows of one new token."""
-    require_proof: bool = False
-    """Refuse an attention backend that the conformance kit has not proven on this machine."""
-    seed: int | None = None
-    chat_template: str | None = None
-    """Path of a Jinja template that replaces the model's own."""
-    skip_tokenizer_init: bool = False
-    strict: bool = False
-    paranoid: bool = False
+    model: str | None = setting(
+        None, "A folder, a .gguf file or a Hugging Face id; the default model without it.", flags=("-m",)
+    )
+    _: KW_ONLY
+    task: str = setting(
+        Task.GENERATE.value, "Generate text, or embed texts as vectors.", choices=tuple(each.value for each in Task)
+    )
+    device: str = setting("auto", "auto, cpu or cuda.")
+    dtype: str = setting("auto", "Dtype of weights and activations.", choices=("auto", *DTYPE_NAMES))
+    quantization: str = setting(
+        Quantization.DEQUANTISE.value,
+        "Quantised weights of a file: converted exactly, or kept small and multiplied with rounded inputs.",
+        choices=tuple(each.value for each in Quantization),
+    )
+    max_model_len: int | None = setting(None, "Longest sequence, in tokens; the model's own limit without it.", low=1)
+    max_num_seqs: int | None = setting(
+        None,
+        f"Most sequences that run at once; without it {ROWS[Task.GENERATE]}, or {ROWS[Task.EMBED]} to embed.",
+        low=1,
+    )
+    max_num_batched_tokens: int | None = setting(
+        None,
+        f"Most tokens in one step; without it {STEP_TOKENS[Task.GENERATE]}, or {STEP_TOKENS[Task.EMBED]} to embed.",
+        low=1,
+    )
+    page_size: int | None = setting(
+        None, "Tokens in a cache page; without it {} on a CPU, {} on a GPU.".format(*PAGE_SIZES.values()), low=1
+    )
+    cache_tokens: int | None = setting(None, "Tokens that the cache holds; sized from free memory without it.", low=1)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "Dtype of the cache: auto is that of the engine, fp8 is e4m3 with the checkpoint's scales.",
+        choices=("auto", *CACHE_DTYPE_NAMES),
+    )
+    memory_fraction: float = setting(
+        0.5,
+        "Share of the memory left after the weights that the cache may take.",
+        low=0,
+        high=1,
+        excludes_low=True,
+        flags=("--gpu-memory-utilization",),
+    )
+    prefix_caching: bool | None = setting(
+        None, "Keep computed prompts and answers for requests that begin alike; without it, only to generate."
+    )
+    max_queued_requests: int = setting(1024, "Sequences that may wait; further ones are refused at once.", low=1)
+    tensor_parallel_size: int = setting(1, "Devices that share the model; only 1 is supported yet.", low=1)
+    chat_template: str | None = setting(
+        None, "Path of a Jinja template that replaces the model's own.", only_generates=True
+    )
+    skip_tokenizer_init: bool = setting(False, "Do without a tokenizer: prompts are token ids.")
+    strict: bool = setting(False, "Make every degradation an error.")
 
     def __post_init__(self) -> None:
         if self.model == "":
             raise ConfigError(
                 "expected a folder, a .gguf file or a Hugging Face id, got an empty name; leave it out for the default"
             )
-        if self.dtype not in ("auto", *DTYPE_NAMES):
-            raise ConfigError(f"expected dtype auto, {', '.join(DTYPE_NAMES)}, got {self.dtype!r}")
-        self._check_cache_dtype()
-        tasks = [task.value for task in Task]
-        if self.task not in tasks:
-            raise ConfigError(f"expected task {' or '.join(tasks)}, got {self.task!r}")
-        for name, is_set in (
-            ("seed", self.seed is not None),
-            ("chat_template", self.chat_template is not None),
-            ("async_scheduling", self.async_scheduling),
-        ):
-            if is_set and self.task == Task.EMBED.value:
-                raise ConfigError(f"expected no {name} with task embed, which has no use for it, got one; leave it out")
-        kinds = [kind.value for kind in Quantization]
-        if self.quantization not in kinds:
-            raise ConfigError(f"expected quantization {' or '.join(kinds)}, got {self.quantization!r}")
-        for name, value in (
-            ("max_num_seqs", self.max_num_seqs),
-            ("max_num_batched_tokens", self.max_num_batched_tokens),
-            ("page_size", self.page_size),
-            ("max_queued_requests", self.max_queued_requests),
-            ("max_model_len", self.max_model_len),
-            ("cache_tokens", self.cache_tokens),
-        ):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"expected {name} to be a whole number of at least 1, got {value!r}")
-        if self.seed is not None and type(self.seed) is not int:
-            raise ConfigError(f"expected seed to be a whole number, got {self.seed!r}")
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise ConfigError(f"expected memory_fraction in (0, 1], got {self.memory_fraction}")
-
-    def _check_cache_dtype(self) -> None:
-        if self.kv_cache_dtype in ("auto", *CACHE_DTYPE_NAMES):
-            return
-        why = ""
         if self.kv_cache_dtype == "fp8_e5m2":
-            why = (
-                ": it keeps two binary digits of a number where e4m3 keeps three, and no backend reads it; use fp8_e4m3"
+            raise ConfigError(
+                "expected kv_cache_dtype fp8_e4m3, got 'fp8_e5m2': it keeps two binary digits of a number where e4m3 "
+                "keeps three, and no backend reads it; use fp8_e4m3"
             )
-        raise ConfigError(
-            f"expected kv_cache_dtype auto, {', '.join(CACHE_DTYPE_NAMES)}, got {self.kv_cache_dtype!r}{why}"
-        )
+        check_settings(self, ConfigError)
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"expected tensor_parallel_size 1, got {self.tensor_parallel_size}: more is not supported yet"
+            )
+        for name, each in stated(type(self)).items():
+            if each.only_generates and self.task == Task.EMBED.value and vars(self)[name] != each.default:
+                raise ConfigError(f"expected no {name} with task embed, which has no use for it, got one; leave it out")
+
+
+@_answering
+@dataclass(frozen=True, kw_only=True)
+class EngineKeywords(EngineConfig):
+    """The keywords of `LLM(...)`: every setting, and the names that other engines have for some of them.
+
+    The command line takes the same names. An alias is read as its setting, and is None in every instance.
+    """
+
+    context_length: int | None = alias("max_model_len")
+    max_running_requests: int | None = alias("max_num_seqs")
+    chunked_prefill_size: int | None = alias("max_num_batched_tokens")
+    block_size: int | None = alias("page_size")
+    mem_fraction_static: float | None = alias("memory_fraction")
+    enable_prefix_caching: bool | None = alias("prefix_caching")
+    disable_radix_cache: bool | None = alias("prefix_caching", is_negated=True)
+    disable_overlap_schedule: bool | None = alias("async_scheduling", is_negated=True)
+    tp: int | None = alias("tensor_parallel_size")
+    tp_size: int | None = alias("tensor_parallel_size")

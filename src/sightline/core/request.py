@@ -14,7 +14,10 @@ from numbers import Integral
 from typing import TypeAlias, cast
 
 from sightline.core.errors import RequestError
+from sightline.core.settings import Setting, check_settings, keywords, setting
+from sightline.core.words import MEANINGS
 
+MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**64 - 1
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-4, 1e4
 MAX_CONTINUATIONS = 128
@@ -24,7 +27,8 @@ MAX_STOP_STRINGS = 128
 """Limited because every character of the answer is compared with each."""
 MAX_CALLER_LENGTH = 256
 MAX_TIMEOUT = 1e9
-_INFINITY = float("inf")
+TOKEN_ID = Setting("A token of the vocabulary.", low=0, high=MAX_COUNT, kind=int)
+LOGIT_OFFSET = Setting("What is added to a logit.", low=-100, high=100, kind=float)
 
 
 class FinishReason(StrEnum):
@@ -36,89 +40,94 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+@keywords(RequestError, "a sampling parameter", dict.fromkeys(MEANINGS.values(), "a setting of the engine"))
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens. None takes the model's own default if there is one, otherwise the neutral value."""
 
-    temperature: float | None = None
-    """0 is greedy. Neutral: greedy, as transformers decodes a model without sampling defaults."""
-    top_p: float | None = None
-    top_k: int | None = None
-    """0 and -1 keep every token."""
-    min_p: float | None = None
-    seed: int | None = None
-    """The same seed and the same logits give the same tokens, whatever else is in the batch."""
-    max_tokens: int | None = 16
+    temperature: float | None = setting(
+        None, "0 takes the likeliest token; more is more random. Neutral: 0, as transformers decodes.", low=0, high=1e4
+    )
+    top_p: float | None = setting(
+        None, "Keep the likeliest tokens that make up this share. Neutral: 1.", low=0, high=1, excludes_low=True
+    )
+    top_k: int | None = setting(
+        None, "Keep so many of the likeliest tokens; 0 and -1 keep all. Neutral: 0.", low=-1, high=MAX_COUNT
+    )
+    min_p: float | None = setting(
+        None, "Drop tokens less likely than this share of the likeliest. Neutral: 0.", low=0, high=1
+    )
+    seed: int | None = setting(
+        None, "The same seed and the same logits give the same tokens, whatever else runs.", low=0, high=MAX_SEED
+    )
+    max_tokens: int | None = setting(16, "Most tokens to generate.", low=1, high=MAX_COUNT)
     """None generates up to the end of the context."""
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    repetition_penalty: float | None = None
-    """Divides positive logits of tokens in the prompt or the output, and multiplies negative ones. Neutral: 1."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of every token in the output."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once per occurrence in the output."""
-    logit_bias: Mapping[int, float] | None = None
-    """Maps token ids to an offset that is added to the logit, before the penalties."""
-    stop: str | Sequence[str] | None = None
-    """Text that ends the answer and is not part of it. Kept as a tuple."""
-    include_stop_str_in_output: bool = False
-    """Keeps the text of the stop string, or of the token that ends the answer, in the answer."""
-    min_tokens: int | None = None
-    """Tokens before any end token, stop token or stop string may end the answer. Neutral: 0."""
-    n: int = 1
-    """Number of continuations of the prompt; each derives its own seed from `seed` and its index."""
-    logprobs: int | None = None
-    """Number of most likely tokens to report per generated token, plus the chosen one. From the log-softmax of the raw
-    logits, before temperature, penalties, bias and truncation."""
-    prompt_logprobs: int | None = None
-    """Like `logprobs`, for every prompt token except the first, which has no prediction."""
+    stop_token_ids: Sequence[int] = setting((), "Tokens that end the answer.")
+    ignore_eos: bool = setting(False, "Go on past the model's own end tokens.")
+    skip_special_tokens: bool = setting(True, "Leave special tokens out of the text.")
+    repetition_penalty: float | None = setting(
+        None,
+        "Above 1, tokens of the prompt and the answer become less likely: positive logits are divided by it, negative "
+        "ones multiplied. Neutral: 1.",
+        low=MIN_REPETITION_PENALTY,
+        high=MAX_REPETITION_PENALTY,
+    )
+    presence_penalty: float = setting(0.0, "Subtracted from the logit of every token in the answer.", low=-2, high=2)
+    frequency_penalty: float = setting(
+        0.0, "Subtracted from a token's logit once for each time it is in the answer.", low=-2, high=2
+    )
+    logit_bias: Mapping[int, float] | None = setting(
+        None, "Token ids, and what is added to their logits before the penalties: -100 to 100."
+    )
+    stop: str | Sequence[str] | None = setting(None, "Text that ends the answer and is not part of it; one or several.")
+    """Kept as a tuple."""
+    include_stop_str_in_output: bool = setting(False, "Keep the stop string or the end token's text in the answer.")
+    min_tokens: int | None = setting(
+        None, "Tokens before any end token or stop string may end the answer. Neutral: 0.", low=0, high=MAX_COUNT
+    )
+    n: int = setting(1, "Continuations of each prompt, each with its own seed.", low=1, high=MAX_CONTINUATIONS)
+    logprobs: int | None = setting(
+        None,
+        "Report the log probability of each generated token and so many of the likeliest ones, from the raw logits.",
+        low=0,
+        high=MAX_LOGPROBS,
+    )
+    prompt_logprobs: int | None = setting(
+        None, "As logprobs, for every prompt token but the first; not in a stream.", low=0, high=MAX_LOGPROBS
+    )
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, 1e4)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
+        if self.top_p == 0.0 and type(self.top_p) is not bool:
             raise RequestError("expected top_p in (0, 1], got 0.0; use temperature 0 for greedy decoding")
+        check_settings(self, RequestError)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        _check_integer("top_k", self.top_k, 0, 2**31 - 1)
-        _check_integer("seed", self.seed, 0, MAX_SEED)
-        _check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_flag("ignore_eos", self.ignore_eos)
-        _check_flag("skip_special_tokens", self.skip_special_tokens)
-        _check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
         object.__setattr__(self, "stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
-        self._check_penalties()
-        self._check_counts()
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"expected min_tokens of at most max_tokens, {self.max_tokens}, got {self.min_tokens}; raise max_tokens"
+            )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop`, normalized to a tuple."""
         return cast("tuple[str, ...]", self.stop)
 
-    def _check_penalties(self) -> None:
-        _check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-        for name, value in (
-            ("presence_penalty", self.presence_penalty),
-            ("frequency_penalty", self.frequency_penalty),
-        ):
-            _check_given(name, value)
-            _check_number(name, value, -2.0, 2.0)
 
-    def _check_counts(self) -> None:
-        _check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"expected min_tokens of at most max_tokens, {self.max_tokens}, got {self.min_tokens}; raise max_tokens"
-            )
-        _check_given("n", self.n)
-        _check_integer("n", self.n, 1, MAX_CONTINUATIONS)
-        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+@dataclass(frozen=True)
+class RowNeeds:
+    """What the rows of a request must compute, whatever it is for: all that a scheduler knows of its purpose."""
+
+    max_new_tokens: int
+    """Tokens that may be generated after the prompt; 0 if the prompt's own outputs are the result."""
+    every_output: bool = False
+    """True if the model's output is needed at every prompt token, so that none may come from the cache."""
+    reads_each_token: bool = False
+    """True if a token cannot be chosen before the host has read the one before it."""
+    is_whole: bool = False
+    """True if the prompt is computed whole in one step, and neither reads nor writes the cache."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +167,19 @@ class EffectiveParams:
         """True if the logits of single tokens may be changed before sampling."""
         return self.counts_tokens or self.logit_bias != () or self.min_tokens > 0
 
+    @cached_property
+    def needs(self) -> RowNeeds:
+        """What sampling with these parameters asks of the rows."""
+        return RowNeeds(
+            self.max_tokens, every_output=self.prompt_logprobs is not None, reads_each_token=self.adjusts_logits
+        )
+
 
 def _checked_token_ids(name: str, token_ids: object) -> tuple[int, ...]:
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
         raise RequestError(f"expected {name} to be a list of token ids, got {token_ids!r}")
     for token in token_ids:
-        if token is None:
-            raise RequestError(f"expected every {name} entry to be an integer, got None")
-        _check_integer(f"every {name} entry", token, 0, 2**31 - 1)
+        TOKEN_ID.check(token, RequestError, f"every {name} entry")
     return tuple(token_ids)
 
 
@@ -186,51 +200,9 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
     if not isinstance(bias, Mapping):
         raise RequestError(f"expected logit_bias to map token ids to numbers, got {bias!r}")
     for token, value in bias.items():
-        _check_given("every logit_bias token", token)
-        _check_integer("every logit_bias token", token, 0, 2**31 - 1)
-        _check_given(f"logit_bias of token {token}", value)
-        _check_number(f"logit_bias of token {token}", value, -100.0, 100.0)
+        TOKEN_ID.check(token, RequestError, "every logit_bias token")
+        LOGIT_OFFSET.check(value, RequestError, f"logit_bias of token {token}")
     return dict(bias)
-
-
-def _check_given(name: str, value: object) -> None:
-    if value is None:
-        raise RequestError(f"expected {name} to be a number, got None; leave it out for the neutral value")
-
-
-def _check_number(name: str, value: object, low: float, high: float) -> None:
-    if value is None:
-        return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or value in (_INFINITY, -_INFINITY)
-        or value != value
-    ):
-        raise RequestError(f"expected {name} to be a finite number, got {value!r}")
-    if not low <= value <= high:
-        raise RequestError(f"expected {name} between {low:g} and {high:g}, got {value}")
-
-
-def _check_caller(caller: object) -> None:
-    if not isinstance(caller, str):
-        raise RequestError(f"expected caller to be a string, got {caller!r}")
-    if len(caller) > MAX_CALLER_LENGTH:
-        raise RequestError(f"expected a caller of at most {MAX_CALLER_LENGTH} characters, got {len(caller)}")
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise RequestError(f"expected {name} to be True or False, got {value!r}")
-
-
-def _check_integer(name: str, value: object, low: int, high: int) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"expected {name} to be an integer, got {value!r}")
-    if not low <= value <= high:
-        raise RequestError(f"expected {name} between {low} and {high}, got {value}")
 
 
 def check_prompt(token_ids: Sequence[object], vocab_size: int, max_model_len: int) -> None:
@@ -258,28 +230,34 @@ class Terms:
 
     caller: str = ""
     """Who asks. Requests of one caller share a prefix cache, and callers get equal shares of the engine."""
-    priority: int = 0
-    """Lower goes first, and may preempt running requests of a higher value."""
-    timeout: float | None = None
-    """Seconds from submission until the request must have ended; None for no limit."""
+    priority: int = setting(
+        0, "Lower goes first, and may preempt running requests of a higher value.", low=-(2**31), high=MAX_COUNT
+    )
+    timeout: float | None = setting(
+        None, "Seconds from submission until the request must have ended.", low=0, high=MAX_TIMEOUT, excludes_low=True
+    )
 
     def __post_init__(self) -> None:
-        _check_caller(self.caller)
-        _check_given("priority", self.priority)
-        _check_integer("priority", self.priority, -(2**31), 2**31 - 1)
-        _check_number("timeout", self.timeout, 0.0, MAX_TIMEOUT)
-        if self.timeout == 0.0:
-            raise RequestError("expected a timeout above 0 seconds, got 0; leave it out to wait for ever")
+        caller: object = self.caller
+        if not isinstance(caller, str):
+            raise RequestError(f"expected caller to be a string, got {caller!r}")
+        if len(caller) > MAX_CALLER_LENGTH:
+            raise RequestError(f"expected a caller of at most {MAX_CALLER_LENGTH} characters, got {len(caller)}")
+        check_settings(self, RequestError)
+
+    def deadline(self, now: float) -> float | None:
+        """Clock time by which a request submitted at `now` must have ended."""
+        return None if self.timeout is None else now + self.timeout
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, checked, with its effective parameters."""
+    """One prompt, checked, and what its rows must compute."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    params: EffectiveParams
+    needs: RowNeeds
     terms: Terms = Terms()
     deadline: float | None = None
     """Engine clock time by which it must have ended."""

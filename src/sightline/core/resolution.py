@@ -6,21 +6,28 @@ how a model is built.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
-from sightline.core.config import CACHE_DTYPE_NAMES, DTYPE_NAMES, PADDING_PAGES, EngineConfig, Quantization, Task
+from sightline.core.config import (
+    CACHE_DTYPE_NAMES,
+    DTYPE_NAMES,
+    PADDING_PAGES,
+    PAGE_SIZES,
+    ROWS,
+    STEP_TOKENS,
+    EngineConfig,
+    KeptSettings,
+    Quantization,
+    Task,
+)
 from sightline.core.device import Device, DeviceKind, available_bytes, lacks_products
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
-ROWS, EMBEDDING_ROWS = 64, 1024
-STEP_TOKENS, EMBEDDING_STEP_TOKENS = 512, 4096
-PAGE_SIZES = {DeviceKind.CPU: 16, DeviceKind.CUDA: 64}
-"""On a GPU, as many tokens as kernels read at once: with smaller pages they look up every key separately."""
 SCRATCH_SHARE = 8
 """Scratch memory may take 1 / SCRATCH_SHARE of what the weights leave; the cache is sized from the rest."""
 
@@ -40,9 +47,9 @@ class ModelFacts:
     """True if every token sees every other: a text cannot be chunked, and nothing of it can be cached."""
 
 
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """Every decision. The engine runs exactly this."""
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(KeptSettings):
+    """Every decision, and the settings that need none. The engine runs exactly this."""
 
     device: Device
     dtype: torch.dtype
@@ -60,13 +67,6 @@ class ResolvedConfig:
     prefix_caching: bool
     max_queued: int
     """Sequences that may wait."""
-    async_scheduling: bool
-    attention_backend: str | None
-    prefill_attention_backend: str | None
-    decode_attention_backend: str | None
-    seed: int | None
-    paranoid: bool
-    require_proof: bool
 
     @property
     def cache_tokens(self) -> int:
@@ -86,7 +86,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         )
     model_len = asked_len or facts.max_positions
     sizes = _resolve_sizes(config, facts, model_len, ledger)
-    page_size = PAGE_SIZES[device.kind] if config.page_size is None else config.page_size
+    page_size = PAGE_SIZES[device.kind.value] if config.page_size is None else config.page_size
     left = available_bytes(device) - facts.weight_elements * dtype.itemsize - facts.quantised_bytes
     scratch_bytes = max(0, left) // SCRATCH_SHARE
     num_pages = 0
@@ -111,13 +111,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         scratch_bytes=scratch_bytes,
         prefix_caching=sizes.prefix_caching,
         max_queued=config.max_queued_requests,
-        async_scheduling=config.async_scheduling,
-        attention_backend=config.attention_backend,
-        prefill_attention_backend=config.prefill_attention_backend,
-        decode_attention_backend=config.decode_attention_backend,
-        seed=config.seed,
-        paranoid=config.paranoid,
-        require_proof=config.require_proof,
+        **{kept.name: getattr(config, kept.name) for kept in fields(KeptSettings)},
     )
 
 
@@ -132,9 +126,9 @@ class _Sizes:
 
 
 def _resolve_sizes(config: EngineConfig, facts: ModelFacts, model_len: int, ledger: Ledger) -> _Sizes:
-    embeds = Task(config.task) is Task.EMBED
+    task, embeds = Task(config.task), Task(config.task) is Task.EMBED
     asked_tokens = config.max_num_batched_tokens
-    step_tokens = (EMBEDDING_STEP_TOKENS if embeds else STEP_TOKENS) if asked_tokens is None else asked_tokens
+    step_tokens = STEP_TOKENS[task] if asked_tokens is None else asked_tokens
     prefix_caching = not embeds if config.prefix_caching is None else config.prefix_caching
     if facts.takes_texts_whole:
         if prefix_caching:
@@ -148,7 +142,7 @@ def _resolve_sizes(config: EngineConfig, facts: ModelFacts, model_len: int, ledg
             )
         step_tokens = max(step_tokens, model_len)
     asked_rows = config.max_num_seqs
-    max_rows = min((EMBEDDING_ROWS if embeds else ROWS) if asked_rows is None else asked_rows, step_tokens)
+    max_rows = min(ROWS[task] if asked_rows is None else asked_rows, step_tokens)
     if asked_rows is not None and max_rows < asked_rows:
         ledger.degrade(
             "max_num_seqs",

@@ -6,7 +6,7 @@ import pytest
 
 from sightline.cache.table import PageTable
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import ScheduledRow
+from sightline.scheduler.sequence import RowResult, ScheduledRow
 from sightline.testing.simulator.scenario import ClientSubmits, Scenario
 from sightline.testing.simulator.seeds import SeedFailure, play_seeds, shortened
 from sightline.testing.simulator.shrink import shrink
@@ -37,9 +37,9 @@ def test_a_leak_shrinks_to_a_handful_of_events(monkeypatch: pytest.MonkeyPatch) 
 def test_a_chunk_off_by_one_shrinks_to_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = Scheduler.commit
 
-    def miscounted(scheduler: Scheduler, row: ScheduledRow, token: int | None) -> None:
-        commit(scheduler, row, token)
-        if token is None:
+    def miscounted(scheduler: Scheduler, row: ScheduledRow, result: RowResult) -> None:
+        commit(scheduler, row, result)
+        if not result.tokens:
             row.sequence.num_computed += 1
 
     monkeypatch.setattr(Scheduler, "commit", miscounted)

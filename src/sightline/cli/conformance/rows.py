@@ -19,9 +19,10 @@ from sightline.cli.options import (
     json_option,
     measure_option,
     parse_positive_count,
-    prefix_caching_option,
-    task_option,
 )
+from sightline.core.command_line import WITHOUT_ATTENTION
+from sightline.core.config import EngineConfig, EngineKeywords
+from sightline.core.settings import aliases_of, stated
 
 if TYPE_CHECKING:
     from sightline.testing.conformance.kit import CheckResult
@@ -41,27 +42,13 @@ def _more_option(name: str, column: str) -> Callable[[_CommandT], _CommandT]:
     )
 
 
-_OF_AN_ENGINE = (
-    "dtype",
-    "quantization",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "cache_tokens",
-    "kv_cache_dtype",
-    "memory_fraction",
-    "attention_backend",
-    "prefill_attention_backend",
-    "decode_attention_backend",
-)
+_OF_AN_ENGINE = tuple(name for name in stated(EngineConfig) if name not in {*WITHOUT_ATTENTION, "device", "page_size"})
 """Settings of an engine that change what it asks of attention, besides --device and --page-size."""
-_ENGINE_ALONE = ("task", *_OF_AN_ENGINE, "prefix_caching", "again", "budget")
+_ENGINE_ALONE = (*_OF_AN_ENGINE, *aliases_of(EngineKeywords), "again", "budget")
 _KIT_ALONE = ("backends", "quick", "names", "head_dim", "group_size", "jobs")
 engine_wishes = collected(
     "engine",
-    task=task_option,
     **{name: computing_options[name] for name in _OF_AN_ENGINE},
-    prefix_caching=prefix_caching_option,
     again=click.option("--again", is_flag=True, help="With --model: prove even what is already proven."),
     budget=click.option(
         "--budget",

@@ -1,100 +1,88 @@
-"""What clients send: OpenAI's shapes, with ranges, from which the served OpenAPI document is made.
+"""Types of the bodies that clients send: OpenAI's shapes, with ranges. The OpenAPI document is generated from them.
 
-A number is finite and in its range before anything else sees it. A field that is not here is not used, and the answer
-says so. Does not know what a field does.
+Numbers are checked to be finite and in range before anything else sees them. Fields that are not listed here are
+ignored, and a header of the answer names them. Does not know what a field does.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct
+from msgspec.structs import fields
 
 from sightline.core.request import (
+    LOGIT_OFFSET,
     MAX_CONTINUATIONS,
+    MAX_COUNT,
     MAX_LOGPROBS,
-    MAX_REPETITION_PENALTY,
     MAX_STOP_STRINGS,
-    MIN_REPETITION_PENALTY,
+    SamplingParams,
 )
+from sightline.core.settings import Setting, stated
 
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 2048
 MAX_BIASES = 65536
-_MOST = 2**31 - 1
+_MOST_IN_JSON = 2**63 - 1
 
-TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=_MOST)]
-Count: TypeAlias = Annotated[int, Meta(ge=1, le=_MOST)]
-Penalty: TypeAlias = Annotated[float, Meta(ge=-2.0, le=2.0)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Name: TypeAlias = Annotated[str, Meta(max_length=512)]
-Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
-Biases: TypeAlias = Annotated[
-    dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]],
-    Meta(max_length=MAX_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
-]
 StopText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
-StopTexts: TypeAlias = Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)]
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=1 << 22)]
+_SHAPES: dict[str, Any] = {
+    "stop": StopText | Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)],
+    "stop_token_ids": Annotated[list[TokenId], Meta(max_length=1024)],
+    "logit_bias": Annotated[
+        dict[TokenId, Annotated[float, Meta(ge=LOGIT_OFFSET.low, le=LOGIT_OFFSET.high)]],
+        Meta(max_length=MAX_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
+    ],
+}
+"""Sampling parameters that are no single number or switch, as JSON has them."""
 
 
 class StreamOptions(Struct, frozen=True):
-    """What a stream tells beside the text."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
 
-class GenerationFields(Struct, kw_only=True, frozen=True):
-    """What both kinds of completion take."""
+def _field(parameter: Setting) -> tuple[str, Any, None]:
+    """A sampling parameter as a field of a body, which may be null."""
+    low, shape = parameter.low, _SHAPES.get(parameter.name, parameter.kind)
+    if parameter.high is not None:
+        high = min(parameter.high, _MOST_IN_JSON)
+        shape = Annotated[shape, Meta(gt=low, le=high) if parameter.excludes_low else Meta(ge=low, le=high)]
+    return parameter.name, Annotated[shape | None, Meta(description=parameter.help)], None
+
+
+if TYPE_CHECKING:
+
+    class SampledFields(Struct, kw_only=True, frozen=True):
+        """The fields that are read here; the others go to the engine as they come."""
+
+        max_tokens: int | None = None
+        n: int | None = None
+        skip_special_tokens: bool | None = None
+        prompt_logprobs: int | None = None
+else:
+    SampledFields = defstruct(
+        "SampledFields",
+        # The two kinds of completion have log probabilities of their own.
+        [_field(each) for each in stated(SamplingParams).values() if each.name != "logprobs"],
+        kw_only=True,
+        frozen=True,
+    )
+SAMPLED = tuple(field.name for field in fields(SampledFields))
+"""Fields that go to the engine under their own names."""
+
+
+class GenerationFields(SampledFields, kw_only=True, frozen=True):
+    """Fields of both kinds of completion."""
 
     model: Annotated[Name | None, Meta(description="The served model's name; may be left out.")] = None
-    max_tokens: Annotated[Count | None, Meta(description="Most tokens to generate.")] = None
-    temperature: Annotated[
-        Annotated[float, Meta(ge=0.0, le=1e4)] | None,
-        Meta(description="0 takes the likeliest token; more is more random. Left out: the model's own default."),
-    ] = None
-    top_p: Annotated[
-        Annotated[float, Meta(gt=0.0, le=1.0)] | None,
-        Meta(description="Keep the likeliest tokens that make up this share."),
-    ] = None
-    top_k: Annotated[
-        Annotated[int, Meta(ge=-1, le=_MOST)] | None,
-        Meta(description="Keep so many of the likeliest tokens; 0 and -1 keep all."),
-    ] = None
-    min_p: Annotated[Share | None, Meta(description="Drop tokens less likely than this share of the likeliest.")] = None
-    n: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS)] | None, Meta(description="Continuations of each prompt.")
-    ] = None
-    seed: Annotated[
-        Annotated[int, Meta(ge=0, le=2**63 - 1)] | None,
-        Meta(description="The same seed and the same logits give the same tokens."),
-    ] = None
-    stop: Annotated[
-        StopText | StopTexts | None, Meta(description="Text that ends the answer, and is not part of it.")
-    ] = None
-    stop_token_ids: Annotated[
-        Annotated[list[TokenId], Meta(max_length=1024)] | None, Meta(description="Tokens that end the answer.")
-    ] = None
-    ignore_eos: Annotated[bool | None, Meta(description="Go on past the model's own end.")] = None
-    min_tokens: Annotated[
-        Annotated[int, Meta(ge=0, le=_MOST)] | None, Meta(description="Tokens before anything may end the answer.")
-    ] = None
-    presence_penalty: Annotated[
-        Penalty | None, Meta(description="Subtracted from the logit of every token of the answer.")
-    ] = None
-    frequency_penalty: Annotated[
-        Penalty | None, Meta(description="Subtracted from a token's logit as often as it is in the answer.")
-    ] = None
-    repetition_penalty: Annotated[
-        Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None,
-        Meta(description="Above 1: tokens of the prompt and the answer become less likely."),
-    ] = None
-    logit_bias: Annotated[Biases | None, Meta(description="Token id to what is added to its logit.")] = None
-    skip_special_tokens: Annotated[bool | None, Meta(description="Leave special tokens out of the text.")] = None
-    include_stop_str_in_output: Annotated[bool | None, Meta(description="Keep what ended the answer in it.")] = None
-    prompt_logprobs: Annotated[
-        NumLogprobs | None, Meta(description="Tell so many likeliest tokens for each of the prompt; not in a stream.")
-    ] = None
     stream: Annotated[bool | None, Meta(description="Tell the answer as it comes, in server-sent events.")] = None
     stream_options: StreamOptions | None = None
 
@@ -118,7 +106,7 @@ class Message(Struct, frozen=True):
 
     @property
     def num_characters(self) -> int:
-        """Of its content."""
+        """Number of characters of its content."""
         match self.content:
             case None:
                 return 0
@@ -129,14 +117,14 @@ class Message(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    """The form of the answer. Only text is there yet: the others are refused."""
+    """The form of the answer. Only `text` is supported yet; the others are refused."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True, frozen=True):
-    """A conversation to go on with."""
+    """A conversation to continue."""
 
     messages: Annotated[
         list[Message], Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far.")
@@ -146,10 +134,10 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     top_logprobs: Annotated[NumLogprobs | None, Meta(description="Tell so many of the likeliest tokens too.")] = None
     response_format: ResponseFormat | None = None
     tools: Annotated[
-        Annotated[list[dict[str, Any]], Meta(max_length=128)] | None, Meta(description="Not there yet: refused.")
+        Annotated[list[dict[str, Any]], Meta(max_length=128)] | None, Meta(description="Not supported yet: refused.")
     ] = None
     tool_choice: Annotated[
-        str | dict[str, Any] | None, Meta(description="Not there yet: refused unless none or auto.")
+        str | dict[str, Any] | None, Meta(description="Not supported yet: refused unless none or auto.")
     ] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
 
@@ -161,10 +149,10 @@ TextInput: TypeAlias = Annotated[
             "anyOf": [
                 {"type": "string"},
                 {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
-                {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT}, "minItems": 1},
                 {
                     "type": "array",
-                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": _MOST}},
+                    "items": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_COUNT}},
                     "minItems": 1,
                     "maxItems": MAX_PROMPTS,
                 },
@@ -176,23 +164,23 @@ TextInput: TypeAlias = Annotated[
 
 
 class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
-    """Prompts to continue as they stand."""
+    """Prompts to continue, without a chat template."""
 
     prompt: Annotated[TextInput, Meta(description="Text, token ids, or a list of either.")]
     logprobs: Annotated[
         NumLogprobs | None, Meta(description="Tell the log probability of every token, and so many of the likeliest.")
     ] = None
     echo: Annotated[bool | None, Meta(description="Give the prompt back before the continuation.")] = None
-    suffix: Annotated[str | None, Meta(description="Not there: refused unless empty.")] = None
+    suffix: Annotated[str | None, Meta(description="Not supported: refused unless empty.")] = None
     best_of: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS)] | None,
-        Meta(description="Not there: refused unless equal to n."),
+        Meta(description="Not supported: refused unless equal to n."),
     ] = None
 
 
 Truncation: TypeAlias = Annotated[
-    Annotated[int, Meta(ge=-1, le=_MOST)] | None,
-    Meta(description="Cut texts to so many tokens; -1 cuts to what the model takes. Left out: too long is an error."),
+    Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None,
+    Meta(description="Cut texts to so many tokens; -1 cuts to the model's limit. Left out: a long text is an error."),
 ]
 
 
@@ -202,14 +190,14 @@ class EmbeddingRequest(Struct, kw_only=True, frozen=True):
     input: Annotated[TextInput, Meta(description="Text, token ids, or a list of either.")]
     model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Count | None, Meta(description="Keep so many of a vector's first numbers, at length 1.")] = (
-        None
-    )
+    dimensions: Annotated[
+        Count | None, Meta(description="Keep this many of a vector's first numbers, normalised again.")
+    ] = None
     truncate_prompt_tokens: Truncation = None
 
 
 class ScoreRequest(Struct, kw_only=True, frozen=True):
-    """Texts to compare, one with many or pair by pair."""
+    """Texts to compare: one with many, or in pairs."""
 
     text_1: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
     text_2: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
@@ -218,12 +206,12 @@ class ScoreRequest(Struct, kw_only=True, frozen=True):
 
 
 class RerankRequest(Struct, kw_only=True, frozen=True):
-    """Documents to put into order by how near they are to a query."""
+    """Documents to sort by their similarity to a query."""
 
     query: str
     documents: Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
-    top_n: Annotated[Count | None, Meta(description="Tell only so many of the nearest.")] = None
-    return_documents: Annotated[bool | None, Meta(description="Tell their texts too; so unless false.")] = None
+    top_n: Annotated[Count | None, Meta(description="Return only this many of the most similar.")] = None
+    return_documents: Annotated[bool | None, Meta(description="Return their texts too; on unless false.")] = None
     model: Name | None = None
     truncate_prompt_tokens: Truncation = None
 
@@ -232,15 +220,17 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
     """A text, or a conversation, to turn into tokens."""
 
     model: Name | None = None
-    prompt: Annotated[str | None, Meta(description="A text.")] = None
+    prompt: Annotated[str | None, Meta(description="A text, instead of messages.")] = None
     messages: Annotated[
         Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None,
-        Meta(description="A conversation; in place of a text."),
+        Meta(description="A conversation, instead of a prompt."),
     ] = None
-    add_special_tokens: Annotated[bool | None, Meta(description="Add what the model wants around a prompt.")] = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Add the model's special tokens to a prompt.")] = None
     add_generation_prompt: Annotated[bool | None, Meta(description="Open the assistant's turn.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
-    return_token_strs: Annotated[bool | None, Meta(description="Tell the vocabulary's writing of each token.")] = None
+    return_token_strs: Annotated[bool | None, Meta(description="Return the vocabulary's spelling of each token.")] = (
+        None
+    )
 
 
 class DetokenizeRequest(Struct, kw_only=True, frozen=True):
