@@ -25,7 +25,7 @@ from sightline.attention.coverage import Coverage, Demand, Gap
 from sightline.attention.declared_rows import row_labels
 from sightline.attention.dimensions import Dimension, Span
 from sightline.attention.proof import Identity, Proof, ProofBook, utc_now
-from sightline.attention.selection import Candidate
+from sightline.attention.selection import Candidate, Selection
 from sightline.attention.spec import LayerGroup
 from sightline.core.config import PADDING_PAGES, EngineConfig, Task
 from sightline.core.device import Device, DeviceKind, available_bytes
@@ -207,18 +207,15 @@ def list_duties(blueprint: Blueprint, candidates: Sequence[Candidate]) -> tuple[
     config, usage = blueprint.config, blueprint.usage
     duties = []
     for group, selection in zip(blueprint.groups, blueprint.select(candidates), strict=True):
-        served: dict[tuple[str, int], dict[Work, Requirement]] = {}
-        chosen = {}
+        served: dict[tuple[str, int], tuple[Selection, dict[Work, Requirement]]] = {}
         for work, each in selection.items():
-            key = (each.candidate.name, id(each.capability))
-            chosen[key] = each
-            served.setdefault(key, {})[work] = requirement(config, group, work, usage)
-        for key, needs in served.items():
-            candidate, row = chosen[key].candidate, chosen[key].capability
-            rows = candidate.rows()
-            label = row_labels(rows)[rows.index(row)]
-            identity = ProofBook.identify(candidate, row, config.device)
-            duties.append(Duty(candidate, label, row, group, needs, identity))
+            _, needs = served.setdefault((each.candidate.name, id(each.capability)), (each, {}))
+            needs[work] = requirement(config, group, work, usage)
+        for each, needs in served.values():
+            rows = each.candidate.rows()
+            label = row_labels(rows)[rows.index(each.capability)]
+            identity = ProofBook.identify(each.candidate, each.capability, config.device)
+            duties.append(Duty(each.candidate, label, each.capability, group, needs, identity))
     return tuple(duties)
 
 

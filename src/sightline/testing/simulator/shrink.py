@@ -7,6 +7,7 @@ caller says what "wrong" means.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from msgspec import NODEFAULT
 from msgspec.structs import asdict, fields, replace
@@ -27,7 +28,7 @@ def shrink(scenario: Scenario, wrong_step: Callable[[Scenario], int | None], max
         shrinking.drop_events()
         shrinking.draw_together()
         for index in range(len(shrinking.scenario.events)):
-            shrinking.simplify(lambda current, index=index: _with_simpler_event(current, index))  # type: ignore[misc]
+            shrinking.simplify(partial(_with_simpler_event, index=index))
         shrinking.simplify(_with_simpler_scene)
     return shrinking.scenario
 
