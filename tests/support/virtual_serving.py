@@ -37,6 +37,8 @@ class TimedAnswer:
     parts: Sequence[tuple[float, bytes]]
     status: int = 200
     retry_after: str | None = None
+    hangs: bool = False
+    """After its parts, it never ends."""
     closing: float = 0.0
 
 
@@ -46,10 +48,12 @@ class _TimedResponse(Response):
         self.headers = {"content-type": "text/event-stream"}
         if answer.retry_after is not None:
             self.headers["retry-after"] = answer.retry_after
-        self._parts, self._time = iter(answer.parts), time
+        self._parts, self._time, self._hangs = iter(answer.parts), time, answer.hangs
 
     async def read_some(self) -> bytes:
         seconds, content = next(self._parts, (0.0, b""))
+        if not content and self._hangs:
+            await asyncio.Event().wait()
         self._time.now += seconds
         return content
 

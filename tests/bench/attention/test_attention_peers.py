@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sightline.bench.attention import flashinfer_peers
 from sightline.bench.attention import peers as attention_peers
 from sightline.bench.attention.data import build_data
-from sightline.bench.attention.flashinfer_peers import PEERS
+from sightline.bench.attention.flashinfer_peers import PEERS, FlashInferPeer
 from sightline.bench.attention.peers import (
     AttentionPeer,
     FlashAttention3Peer,
@@ -26,6 +27,7 @@ from sightline.bench.attention.shapes import SHAPE_SETS, Shape, find_shapes
 from sightline.core.device import detect_device
 from sightline.core.errors import SightlineError
 from support.dense_attention import attend_dense
+from support.stand_in_flashinfer import MODULES
 
 CPU = detect_device("cpu")
 FORWARD = (
@@ -143,6 +145,28 @@ def test_a_library_is_given_what_its_schema_says(peer: AttentionPeer, shape: Sha
     assert data.error(contender.layer(1)) < data.tolerance
     assert contender.kernel is not None
     contender.kernel(1)
+
+
+@pytest.mark.parametrize("shape", SHAPE_SETS["tiny"], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "peer", [peer for peer in PEERS if isinstance(peer, FlashInferPeer)], ids=lambda peer: peer.name
+)
+def test_flashinfer_is_planned_and_run_over_the_shapes_pools(
+    peer: AttentionPeer, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a stand-in with the interface that is used; FlashInfer itself runs on a GPU only."""
+    monkeypatch.setattr(flashinfer_peers, "import_module", MODULES.__getitem__)
+    monkeypatch.setattr(flashinfer_peers, "_WORKSPACE_BYTES", 16)
+    if (shape.spec.kind, shape.row_kind) not in peer.forms:
+        assert peer.refuses(shape, CPU) is not None
+        return
+    data = build_data(shape, CPU, 2)
+    contender = peer.build(data)
+    data.forget()
+    contender.layer(0)
+    assert data.error(contender.layer(1)) < data.tolerance
+    assert contender.plan is not None
+    contender.plan()
 
 
 @pytest.mark.usefixtures("libraries")

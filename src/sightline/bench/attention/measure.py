@@ -20,6 +20,7 @@ from sightline.bench.attention.contenders import Contender, Origin, build_ours, 
 from sightline.bench.attention.data import ShapeData, build_data, count_layers, pool_bytes
 from sightline.bench.attention.peers import AttentionPeer
 from sightline.bench.attention.results import (
+    INTERRUPTED,
     AttentionReport,
     ContenderResult,
     ContenderState,
@@ -89,61 +90,45 @@ def measure_attention(
     After each shape, measured or not, `on_shape` receives the report so far, the shape and its seconds, so that a
     process that dies later has already written its results.
     """
-    run = _Run(shapes, entrants)
+    started, environment = time.perf_counter(), collect_environment()
+    rates = measure_rates(entrants.device, shapes[0].dtype)
+    missing = {peer.name: reason for peer in entrants.peers if (reason := peer.missing()) is not None}
+    present = replace(entrants, peers=tuple(peer for peer in entrants.peers if peer.name not in missing))
+    limit = entrants.max_pool_bytes or available_bytes(entrants.device) // 2
+    results: list[ShapeResult] = []
+    skipped = {shape.name: INTERRUPTED for shape in shapes}
+    broken: dict[str, str] = {}
+
+    def report() -> AttentionReport:
+        return AttentionReport(
+            environment=environment,
+            device=entrants.device.name,
+            rates=rates,
+            shapes=tuple(results),
+            skipped_shapes=dict(skipped),
+            broken_shapes=dict(broken),
+            missing_peers=missing,
+            seconds=time.perf_counter() - started,
+        )
+
     try:
         for shape in shapes:
             began = time.perf_counter()
-            run.measure(shape)
-            on_shape(run.report(), shape, time.perf_counter() - began)
+            num_bytes = pool_bytes(shape, count_layers(shape, entrants.device))
+            if num_bytes > limit:
+                skipped[shape.name] = f"its cache takes {num_bytes / 2**30:.1f} GiB of the {limit / 2**30:.1f} allowed"
+            else:
+                try:
+                    result = measure_shape(shape, present, rates)
+                    _release(entrants.device)
+                    results.append(result)
+                except RuntimeError as error:  # the device failed or is full: keep earlier results
+                    broken[shape.name] = _described(error)
+                del skipped[shape.name]
+            on_shape(report(), shape, time.perf_counter() - began)
     except KeyboardInterrupt:
         pass
-    return run.report()
-
-
-class _Run:
-    """The results of a run so far."""
-
-    def __init__(self, shapes: Sequence[Shape], entrants: Field) -> None:
-        self._started = time.perf_counter()
-        self._environment = collect_environment()
-        self._device = entrants.device
-        self._rates = measure_rates(entrants.device, shapes[0].dtype)
-        self._missing = {peer.name: reason for peer in entrants.peers if (reason := peer.missing()) is not None}
-        present = tuple(peer for peer in entrants.peers if peer.name not in self._missing)
-        self._entrants = replace(entrants, peers=present)
-        self._limit = entrants.max_pool_bytes or available_bytes(entrants.device) // 2
-        self._names = tuple(shape.name for shape in shapes)
-        self._results: list[ShapeResult] = []
-        self._skipped: dict[str, str] = {}
-        self._broken: dict[str, str] = {}
-
-    def measure(self, shape: Shape) -> None:
-        num_bytes = pool_bytes(shape, count_layers(shape, self._device))
-        if num_bytes > self._limit:
-            room = f"{num_bytes / 2**30:.1f} GiB of the {self._limit / 2**30:.1f} allowed"
-            self._skipped[shape.name] = f"its cache takes {room}"
-        else:
-            try:
-                result = measure_shape(shape, self._entrants, self._rates)
-                _release(self._device)
-                self._results.append(result)
-            except RuntimeError as error:  # the device failed or is full: keep earlier results
-                self._broken[shape.name] = _described(error)
-
-    def report(self) -> AttentionReport:
-        done = {result.shape.name for result in self._results} | self._skipped.keys() | self._broken.keys()
-        left = [name for name in self._names if name not in done]
-        return AttentionReport(
-            environment=self._environment,
-            device=self._device.name,
-            rates=self._rates,
-            shapes=tuple(self._results),
-            skipped_shapes=self._skipped | dict.fromkeys(left, "interrupted"),
-            broken_shapes=dict(self._broken),
-            missing_peers=self._missing,
-            is_interrupted=bool(left),
-            seconds=time.perf_counter() - self._started,
-        )
+    return report()
 
 
 def measure_shape(shape: Shape, entrants: Field, rates: Rates) -> ShapeResult:

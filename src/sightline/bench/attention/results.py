@@ -11,6 +11,8 @@ from sightline.bench.attention.contenders import Origin
 from sightline.bench.attention.shapes import Cost, Shape
 from sightline.bench.attention.timing import Rates, RoundTimes
 
+INTERRUPTED = "interrupted"
+"""Why a shape was skipped that was not reached."""
 LEGEND = (
     "Times are per layer: medians of rounds in which all contenders take turns, layer after layer, over pools of at "
     "least twice the device's cache. The cache is not flushed.",
@@ -190,9 +192,12 @@ class AttentionReport:
     """By name: the error of the device."""
     missing_peers: Mapping[str, str]
     """By name: what is not installed."""
-    is_interrupted: bool
-    """Whether shapes are left, because of Ctrl-C or because the run is not over."""
     seconds: float
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether shapes are left, because of Ctrl-C or because the run is not over."""
+        return INTERRUPTED in self.skipped_shapes.values()
 
     @property
     def is_measured(self) -> bool:
