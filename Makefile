@@ -41,14 +41,12 @@ check: setup
 
 # Two processes; the one that is done first takes tests from the other, so that no long module is left for the end.
 PYTEST := $(BIN)/pytest -n 2 --dist worksteal
-PROOFS := tests/conformance tests/testing
 
 test: check
-	$(PYTEST) -m 'not slow and not prove' $(addprefix --ignore=,$(PROOFS))
+	$(PYTEST) -m 'not slow and not prove'
 
-# The folders whose every test is a proof, and the modules in which single tests are.
 prove: setup
-	$(PYTEST) -m 'prove and not slow' $(PROOFS) $$(grep -rl --include='test_*.py' 'mark\.prove' tests)
+	$(PYTEST) -m 'prove and not slow'
 
 lowest:
 	PYTHON=$(PYTHON) tests/lowest_versions.sh

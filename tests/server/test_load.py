@@ -143,6 +143,7 @@ def keeps_up(
 def test_streaming_clients_cost_little_beside_the_engine_and_get_its_answers() -> None:
     with serving("--disable-radix-cache") as server:
         asks = random_asks(8, 16, 12, 1)
+        server.wait_for("open")
         begun = server.processor_seconds
         keeps_up(server, asks, 1, ONE_THREAD)
         tokens = sum(ask.max_tokens for ask in asks) + sum(ask.max_tokens for ask in asks[:4])
