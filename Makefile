@@ -1,7 +1,8 @@
 # make setup   the environment, the dependencies and the default model, in .venv
 # make run     set up, then serve the default model, with a chat page, on PORT
 # make test    set up, then format check, lint, types, import rules and the tests of the engine
-# make prove   set up, then the tests that the tests can fail: mutants, the whole kit, planted bugs, simulations
+# make prove   set up, then the longer tests, and those of the tests: mutants, the whole kit, planted bugs, simulations
+# make lowest  tests with the lowest versions that pyproject.toml declares, in an environment of their own
 #
 # Every target does all the set-up it needs; a second run reuses it.
 
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup run test prove check format clean
+.PHONY: setup run test prove lowest check format clean
 
 setup: $(READY)
 
@@ -38,13 +39,19 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Two processes; the one that is done first takes tests from the other, so that no long module is left for the end.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 PROOFS := tests/conformance tests/testing
 
 test: check
-	$(BIN)/pytest -n 2 --dist loadscope $(addprefix --ignore=,$(PROOFS))
+	$(PYTEST) -m 'not slow and not prove' $(addprefix --ignore=,$(PROOFS))
 
+# The folders whose every test is a proof, and the modules in which single tests are.
 prove: setup
-	$(BIN)/pytest -n 2 --dist loadscope $(PROOFS)
+	$(PYTEST) -m 'prove and not slow' $(PROOFS) $$(grep -rl --include='test_*.py' 'mark\.prove' tests)
+
+lowest:
+	PYTHON=$(PYTHON) tests/lowest_versions.sh
 
 format: setup
 	$(BIN)/ruff format src tests benchmarks

@@ -1,9 +1,9 @@
-"""Steps launched one before the other is read, against steps one after the other, on the same random weights.
+"""Compares asynchronous scheduling (a step is launched before the previous one is read) with synchronous scheduling.
 
     python benchmarks/async_scheduling.py --device cuda --rows 32
 
-Checks first that both give the same tokens. Prints the median time of a decode step in turns, and what of it the host
-waited for the device.
+Uses the same random weights for both, which take turns. Checks first that both give the same tokens. Prints the median
+time of a decode step, and how long the host waited for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sightline import LLM, SamplingParams
-from sightline.engine.launch import LaunchedStep, SampledTokens
+from sightline.engine.sampled import Sampled, SampledTokens
 
 VOCAB = 32_000
 
@@ -50,27 +50,27 @@ def build(folder: str, device: str, rows: int, *, in_flight: bool) -> LLM:
 
 
 def measure(llm: LLM, rows: int, steps: int) -> tuple[list[float], list[float], list[tuple[int, ...]]]:
-    """Seconds of decode steps, seconds of each that were waited for the device, and the tokens."""
+    """Returns the seconds of each decode step, the seconds of waiting for the device in each, and the tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=steps + 8, ignore_eos=True)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(0, VOCAB, (rows, 16), generator=generator).tolist()
     requests = [llm.engine.submit(prompt, params) for prompt in prompts]
     waited: list[float] = []
-    read = LaunchedStep.read
+    read = Sampled.read
 
-    def timed(step: LaunchedStep) -> SampledTokens:
+    def timed(step: Sampled) -> SampledTokens:
         started = time.perf_counter()
         choices = read(step)
         waited.append(time.perf_counter() - started)
         return choices
 
-    LaunchedStep.read = timed  # type: ignore[method-assign, assignment]
+    Sampled.read = timed  # type: ignore[method-assign, assignment]
     taken = []
     while llm.engine.has_work:
         started = time.perf_counter()
         llm.engine.step()
         taken.append(time.perf_counter() - started)
-    LaunchedStep.read = read  # type: ignore[method-assign]
+    Sampled.read = read  # type: ignore[method-assign]
     tokens = [llm.engine.pop_output(request).outputs[0].token_ids for request in requests]
     return taken[4:-4], waited[4:-4], tokens
 
@@ -91,7 +91,7 @@ def main() -> None:
         }
     answers = {name: measure(llm, given.rows, given.steps)[2] for name, llm in engines.items()}
     if answers["sync"] != answers["async"]:
-        raise SystemExit("expected the same tokens from both, got others: nothing is reported")
+        raise SystemExit("expected the same tokens from both, got different ones: nothing is reported")
     times: dict[str, list[float]] = {name: [] for name in engines}
     waits: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(given.rounds):
@@ -101,7 +101,7 @@ def main() -> None:
             waits[name] += waited
     for name in engines:
         step, wait = (1000 * statistics.median(each[name]) for each in (times, waits))
-        print(f"{name:5}  {step:7.2f} ms a step, of which {wait:6.2f} ms waited for the device")
+        print(f"{name:5}  {step:7.2f} ms per step, of which {wait:6.2f} ms waiting for the device")
     ratio = statistics.median(times["sync"]) / statistics.median(times["async"])
     print(f"sync / async: {ratio:.2f}x  ({given.rows} rows, {given.layers} layers of {given.hidden}, {given.device})")
 

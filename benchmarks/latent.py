@@ -1,4 +1,4 @@
-"""Latent attention on a small real shape: absorbed decode against its floor, and a whole step against transformers'.
+"""Latent attention of a small model: absorbed decode compared with its floor, and a whole step with transformers'.
 
     python benchmarks/latent.py
 
@@ -74,7 +74,7 @@ class Sightline:
 
 
 class Transformers:
-    """The same, with keys and values of every head cached."""
+    """One row with keys and values of every head cached."""
 
     def __init__(self, model: DeepseekV3ForCausalLM) -> None:
         self.model = model
@@ -94,7 +94,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def attention_seconds(runtime: Runtime, row: int, context: int, layers: int, rounds: int) -> float:
-    """The median of one layer's attention alone: absorbing queries and making values included."""
+    """Median time of one layer's attention, including the projections of queries and values."""
     inputs = LatentInputs(
         q_nope=torch.randn(1, HEADS, SPEC.nope_dim),
         q_rope=torch.randn(1, HEADS, SPEC.rope_dim),
@@ -127,7 +127,9 @@ def report(machine: Machine, context: int, attention: float, steps: dict[str, fl
         f"{by_bytes * 1e6:.0f} us ({by_bytes / attention:.0%}), its products {by_work * 1e6:.0f} us "
         f"({by_work / attention:.0%})"
     )
-    print(f"cached bytes a token and layer: {entries:,} here, {expanded:,} in transformers ({expanded / entries:.1f}x)")
+    print(
+        f"cached bytes per token and layer: {entries:,} here, {expanded:,} in transformers ({expanded / entries:.1f}x)"
+    )
     ours, theirs = steps["sightline"], steps["transformers"]
     print(f"a step: {ours * 1e3:.2f} ms here, {theirs * 1e3:.2f} ms in transformers: {theirs / ours:.2f}x")
 
@@ -153,7 +155,7 @@ def main() -> None:
     for _ in range(given.rounds):
         tokens = {name: int(each.argmax()) for name, each in logits.items()}
         if not torch.allclose(logits["sightline"], logits["transformers"], atol=1e-3):
-            raise SystemExit("expected the same logits from both, got others: nothing is reported")
+            raise SystemExit("expected the same logits from both, got different ones: nothing is reported")
         for name, side in (("sightline", engine), ("transformers", peer)):
             started = time.perf_counter()
             logits[name] = side.forward([tokens["sightline"]])

@@ -1,9 +1,9 @@
-"""Matrix products with few rows, by the order of their operands and by how the weights are kept.
+"""Times matrix products with few rows, by the order of the operands and the form of the weights.
 
     python benchmarks/products.py [--rows 1,4,16,64]
 
 Multiplies with all matrices of the default model's layers and with its output projection, one after the other as a
-step does, so that weights come from memory and not from a cache. Prints milliseconds for the whole, a Markdown table.
+step does, so that weights are read from memory and not from a cache. Prints total milliseconds as a Markdown table.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def feature_major(rows: int, features: int) -> Tensor:
 
 
 def milliseconds(every: list[Projection], rows: int, make: Callable[[int, int], Tensor]) -> float:
-    """Median time of all products with so many rows."""
+    """Median time of all products with that many rows."""
     inputs = {each.in_features: make(rows, each.in_features) for each in every}
     outputs = {each.out_features: make(rows, each.out_features) for each in every}
     times = []

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# What docs/benchmarks.md says of a GPU, measured again: the benchmark beside the peers that are installed, the kernels'
-# tests, memcheck, the conformance kit and its mutants.
+# Repeats what docs/benchmarks.md reports about a GPU: the benchmark with all installed peers, the tests of the kernels,
+# memcheck, the conformance kit and its mutants.
 #   benchmarks/prove_on_gpu.sh FOLDER [JOBS]
-# The benchmark comes first and alone, since it is timed; then all that only needs to be right, in JOBS processes. What is
-# not installed is passed over. Each part leaves its output in FOLDER; of a part that is cut off, what was tried is there.
+# The benchmark runs first and alone, because it is timed; then everything else, in JOBS processes. Libraries that are not
+# installed are skipped. Each part writes its output to FOLDER, even if it is interrupted.
 set -uo pipefail
 folder=${1:?usage: prove_on_gpu.sh FOLDER [JOBS]}; cores=$(nproc); jobs=${2:-$((cores < 16 ? cores : 16))}
 mkdir -p "$folder"; export PYTHONWARNINGS=ignore; red=0
-part() { # NAME COMMAND...: runs it, says how it ended and how long it took
+part() { # NAME COMMAND...: runs the command, prints how it ended and how long it took
   local name=$1 began=$SECONDS; shift
   "$@" > "$folder/$name.txt" 2> "$folder/$name.err"; local code=$?
   ((code == 0)) || red=1

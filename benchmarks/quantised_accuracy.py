@@ -1,4 +1,4 @@
-"""How far quantised compute is from exact compute: logits and perplexity over a fixed text.
+"""Compares quantised with exact compute: logits and perplexity of a fixed text.
 
     python benchmarks/quantised_accuracy.py [--model FILE.gguf]
 
@@ -45,7 +45,7 @@ spring came, the water climbed over the meadows, and for three weeks the new bri
 
 
 def score(model: str | None, quantization: str) -> tuple[Tensor, Tensor]:
-    """Logits [num_tokens - 1, vocab_size] of every token of the text but the last, and the tokens that follow."""
+    """Returns logits [num_tokens - 1, vocab_size] of all tokens but the last, and the tokens that follow them."""
     llm = LLM(model, quantization=quantization, max_num_batched_tokens=1024)
     runtime, tokens = llm.engine.runtime, llm.tokenizer.encode_prompt(TEXT)
     row = runtime.store.open_row()
@@ -57,7 +57,7 @@ def score(model: str | None, quantization: str) -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare quantised with exact compute.")
-    parser.add_argument("--model", default=None, help="a GGUF file; the default model without it")
+    parser.add_argument("--model", default=None, help="a GGUF file; default: the default model")
     model = parser.parse_args().model
     exact, following = score(model, "dequantise")
     print("| weights | tokens | perplexity | logits' error, rms of rms | largest | same best token | mean KL |")

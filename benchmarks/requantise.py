@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write a GGUF file with its matrices in another type.")
     parser.add_argument("type", choices=["Q8_0", "Q4_0", "Q4_1", "F16", "F32"])
     parser.add_argument("target", type=Path)
-    parser.add_argument("--model", type=Path, default=None, help="the default model without it")
+    parser.add_argument("--model", type=Path, default=None, help="a GGUF file; default: the default model")
     arguments = parser.parse_args()
     source = arguments.model or default_model_path()
     copy_gguf(

@@ -1,6 +1,6 @@
-"""How long choosing the next tokens takes, without a model: `python benchmarks/sampling.py`.
+"""Times the choice of the next tokens, without a model: `python benchmarks/sampling.py`.
 
-Times `sample` of `sightline.runner.sampling.sampler` on random logits, one thread unless told otherwise, and prints
+Times `sample` of `sightline.runner.sampling.sampler` on random logits, one thread by default, and prints
 the median of several runs as a Markdown table. Peaked logits are normal with a deviation of 4, so that some two
 hundred tokens hold nine tenths of the probability; flat ones have a deviation of 0.3, so that most of the vocabulary
 does.
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[float, EffectiveParams]] = {
 
 
 def milliseconds(logits: torch.Tensor, params: EffectiveParams, runs: int) -> float:
-    """The median over `runs` steps, each with places of its own, after one that is not counted."""
+    """Median over `runs` steps, each at other positions, after one step that does not count."""
     taken = []
     for run in range(runs + 1):
         rows = [RowSampling(replace(params, seed=row), run) for row in range(logits.shape[0])]

@@ -18,6 +18,7 @@ from sightline.testing.conformance.rows import RowToTry, list_rows
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import Effort
 from support.engines import is_at_rest
+from support.processes import with_support
 from support.threads import together
 from support.tiny_models import FAMILIES, make_model, random_prompts
 
@@ -143,7 +144,7 @@ def test_steps_in_flight_give_the_answers_of_steps_one_after_the_other(
 def test_a_device_that_dies_answers_everybody(tmp_path: Path) -> None:
     """In a process of its own: a CUDA context does not come back."""
     make_model("llama").save_pretrained(tmp_path)
-    program = Path(__file__).parent / "support" / "dying_device.py"
-    run = subprocess.run([sys.executable, str(program), str(tmp_path)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "support.dying_device", str(tmp_path)]
+    run = subprocess.run(command, env=with_support(), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.split() == ["error"] * 5 + ["closed"]

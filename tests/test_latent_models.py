@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -31,7 +32,10 @@ PAGE = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3"])
+FAMILIES = ("deepseek_v2", "deepseek_v3")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Path]:
     family = str(request.param)
     model, folder = make_model(family), tmp_path_factory.mktemp(family)
@@ -63,8 +67,17 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("way", "room"), WAYS, ids=lambda each: str(getattr(each, "value", each)))
-@pytest.mark.parametrize("chunk", [3, PAGE, 64])
+def in_turn(ways: Sequence[tuple[Way | None, int | None]], others: Sequence[int]) -> list[object]:
+    """Every way with every other value, and each of both with each family: every two together."""
+    chosen = [
+        (FAMILIES[(place + number) % 2], *way, other)
+        for place, way in enumerate(ways)
+        for number, other in enumerate(others)
+    ]
+    return [pytest.param(*each, id="-".join(str(getattr(part, "value", part)) for part in each)) for each in chosen]
+
+
+@pytest.mark.parametrize(("made", "way", "room", "chunk"), in_turn(WAYS, [3, PAGE, 64]), indirect=["made"])
 def test_every_way_gives_the_logits_of_transformers(
     made: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch, way: Way | None, room: int | None, chunk: int
 ) -> None:
@@ -79,8 +92,11 @@ def test_every_way_gives_the_logits_of_transformers(
         assert relative_error(got, reference_logits(model, sequence)[length - 1 :]) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("way", "room"), [(None, None), (None, 5), (Way.CHUNKED, PAGE)])
-@pytest.mark.parametrize("prefix", [0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE])
+@pytest.mark.parametrize(
+    ("made", "way", "room", "prefix"),
+    in_turn([(None, None), (None, 5), (Way.CHUNKED, PAGE)], [0, 1, PAGE - 1, PAGE, PAGE + 1, 5 * PAGE]),
+    indirect=["made"],
+)
 def test_answers_on_a_cached_prefix_are_those_of_transformers(
     made: tuple[PreTrainedModel, Path], monkeypatch: pytest.MonkeyPatch, way: Way | None, room: int | None, prefix: int
 ) -> None:

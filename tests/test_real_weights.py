@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sightline import LLM, SamplingParams
-from sightline.engine.launch import LaunchedStep, SampledTokens
+from sightline.engine.sampled import Sampled, SampledTokens
 from sightline.models.loading.default_model import default_model_path
 from support.greedy import greedy_tokens
 
@@ -47,10 +47,12 @@ def expected(llm: LLM, alone: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     ]
 
 
+@pytest.mark.prove
 def test_each_prompt_alone(alone: list[tuple[int, ...]], expected: list[tuple[int, ...]]) -> None:
     assert alone == expected
 
 
+@pytest.mark.prove
 def test_all_prompts_in_one_batch(llm: LLM, expected: list[tuple[int, ...]]) -> None:
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
@@ -79,6 +81,6 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such(llm: LLM, monkeypat
     wave = llm.tokenizer.encode_prompt("🌊")
     assert len(wave) > 2
     tokens = iter(wave)
-    monkeypatch.setattr(LaunchedStep, "read", lambda step: SampledTokens([next(tokens)], [True]))
+    monkeypatch.setattr(Sampled, "read", lambda step: SampledTokens([next(tokens)], [True]))
     pieces = [piece.text for piece in llm.stream("x", SamplingParams(max_tokens=2))]
     assert pieces == ["", "\N{REPLACEMENT CHARACTER}"]

@@ -117,7 +117,8 @@ def effective(**given: Any) -> EffectiveParams:
         has_tokenizer=True,
         seed=0,
     )
-    return intake.request([1], SamplingParams(**given), "x", Terms(), 0.0).params
+    _, params = intake.request([1], SamplingParams(**given), "x", Terms(), 0.0)
+    return params
 
 
 @pytest.mark.parametrize("name", stated(SamplingParams))

@@ -8,6 +8,7 @@ import pytest
 
 import sightline.attention
 from sightline.attention.backends import registry
+from sightline.attention.selection import Candidate
 from sightline.core.device import detect_device
 from sightline.testing.conformance.kit import try_row
 from sightline.testing.conformance.rows import RowToTry, list_rows
@@ -28,10 +29,18 @@ def test_it_takes_less_than_a_hundred_lines() -> None:
     assert len(MODULE.read_text().splitlines()) < 100
 
 
-def test_an_installed_package_is_found_serves_only_by_name_and_is_proven() -> None:
-    rowwise = registry.find("rowwise", registry.installed())
+@pytest.fixture
+def rowwise() -> Candidate:
+    return registry.find("rowwise", registry.installed())
+
+
+def test_an_installed_package_is_found_and_serves_only_by_name(rowwise: Candidate) -> None:
     assert rowwise.distribution == "sightline-rowwise"
     assert not rowwise.by_default
+
+
+@pytest.mark.prove
+def test_the_package_is_proven(rowwise: Candidate) -> None:
     [row] = list_rows([rowwise], detect_device("cpu"))
     assert isinstance(row, RowToTry)
     assert {result.check: result.detail for result in try_row(row.subject).failed} == {}

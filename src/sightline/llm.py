@@ -21,7 +21,7 @@ from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
 from sightline.core.request import EmbeddingRequestOutput, RequestOutput, SamplingParams, Terms
 from sightline.core.turns import Turn
-from sightline.engine.calls import BatchCall, Encoded, SharedEngine, TextStream
+from sightline.engine.calls import BatchCall, Encoded, SharedEngine, TextStream, refused_output
 from sightline.engine.engine import Engine
 from sightline.engine.text_embedder import TextEmbedder, build_embedder, log_ledger
 from sightline.models.loading.checkpoint import Checkpoint
@@ -115,8 +115,8 @@ class LLM:
     """A model that answers, or embeds. Several threads may call it.
 
     Requests of all threads run in one batch: while threads wait, one of them steps the engine for all. Each gets its
-    own answers and its own errors, and Ctrl-C ends the main thread's requests alone. Calls of `embed` are served one
-    after another. `engine` itself takes one thread at a time, and refuses a second one with `LaneBusyError`.
+    own answers and its own errors, and Ctrl-C ends the main thread's requests alone. `engine` itself takes one thread
+    at a time, and refuses a second one with `LaneBusyError`.
     """
 
     @_configured_by(EngineKeywords)
@@ -135,7 +135,7 @@ class LLM:
         return self._shared.engine
 
     @property
-    def _shared(self) -> SharedEngine:
+    def _shared(self) -> SharedEngine[Engine]:
         if self._generating is None:
             raise ConfigError("expected a model that generates, got one with task embed; use embed")
         return self._generating
@@ -245,6 +245,8 @@ class LLM:
         if self._generating is not None:
             engine = self._generating.engine
             self._generating.run(lambda _: engine.close())
+        if self._embedder is not None:
+            self._embedder.close()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -295,7 +297,8 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = _spread(sampling_params or SamplingParams(), len(inputs), "SamplingParams")
-        call = BatchCall(self._shared, inputs, encode, params, terms)
+        counts = [each.n for each in params]
+        call = BatchCall(self._shared, self.engine, inputs, encode, params, terms, counts, refused_output)
         with _progress_bar(enabled=use_tqdm) as bar:
             task = bar.add_task("Generating", total=len(inputs))
             return call.run(lambda count: bar.update(task, completed=count))

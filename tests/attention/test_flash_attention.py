@@ -68,6 +68,7 @@ def latent_backend(room_bytes: int) -> type[AttentionBackend[Any, Any]]:
     return type("Roomed", (module.FlashAttentionLatentBackend,), {"room_bytes": room_bytes})
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("configurations")
 @pytest.mark.parametrize(
     ("row", "head_dim"),
@@ -84,6 +85,7 @@ def test_the_kit_passes(row: Capability, head_dim: int) -> None:
     assert {result.check: (result.detail, result.case, result.trace) for result in report.failed} == {}
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(lacks_products(CPU, torch.bfloat16), reason="a CPU without instructions for bf16 takes minutes")
 @pytest.mark.usefixtures("configurations")
 @pytest.mark.parametrize("room", [pytest.param(1 << 20, marks=pytest.mark.slow), 40], ids=["one-shot", "chunks"])

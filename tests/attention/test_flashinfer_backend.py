@@ -71,6 +71,7 @@ def narrowed(row: Capability) -> Capability:
     return replace(row, head_dims=frozenset({128}), group_sizes=frozenset({1, 4}))
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "index",
     [0, *(pytest.param(index, marks=pytest.mark.slow) for index in (1, 2, 3))],

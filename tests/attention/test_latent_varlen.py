@@ -156,6 +156,7 @@ def subject(room: int, dtype: torch.dtype = torch.float32) -> Subject:
     return Subject("varlen", with_room(room), row, CPU)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("room", "dtype"),
     [

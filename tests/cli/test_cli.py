@@ -17,7 +17,7 @@ from sightline.attention.coverage import Coverage
 from sightline.attention.proof import Proof, ProofBook, utc_now
 from sightline.attention.spec import SpecKind
 from sightline.cache.table import PageTable
-from sightline.cli import app
+from sightline.cli import app, main
 from sightline.core.config import EngineConfig, Quantization
 from sightline.core.ledger import Ledger
 from sightline.testing.conformance import report
@@ -150,10 +150,21 @@ def test_chat_talks_until_the_input_ends_and_remembers() -> None:
         (["generate", "", "--json"], "expected a prompt of at least one token"),
     ],
 )
-def test_bad_input_is_one_clear_line_and_a_failing_exit_code(arguments: list[str], message: str) -> None:
-    result = sightline(*arguments)
-    assert result.returncode != 0
-    assert message in result.stderr
+def test_bad_input_is_one_clear_line_and_a_failing_exit_code(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sightline", *arguments])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_bad_input_ends_the_process_with_a_message_and_no_traceback() -> None:
+    result = sightline("generate", "x", "--dtype", "int7")
+    assert result.returncode == 1
+    assert "expected dtype auto, float32" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -238,7 +249,7 @@ def test_conformance_tells_what_failed_what_is_blocked_and_what_is_excused(
         "    and rain",
         "  blocked by what failed: house",
         "  excused sky: no sky is declared",
-        "  not proven; the proof that there was is void",
+        "  not proven; the earlier proof is void",
     ]
     assert list(proofs.iterdir()) == []
 

@@ -334,6 +334,7 @@ def test_an_interruption_leaves_no_file(
 ENVIRONMENT = os.environ | {"NO_COLOR": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.prove
 def test_ctrl_c_between_slices_leaves_no_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("the cat sat on the mat\n" * 100_000)
     (tmp_path / "out").mkdir()

@@ -122,6 +122,7 @@ def test_an_option_that_would_change_nothing_is_refused(words: list[str], messag
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("few_checks")
 def test_conformance_of_a_model_tells_what_runs_and_what_is_covered(proofs: Path, folder: Path) -> None:
     result = ask("--model", str(folder / "config.json"), *SMALL)
@@ -130,7 +131,7 @@ def test_conformance_of_a_model_tells_what_runs_and_what_is_covered(proofs: Path
     assert lines[0].startswith(
         "cpu · generate · float32, cache float32 · up to 2 rows, 12 tokens a step, 40 a sequence"
     )
-    assert "note: weights: what they take of the memory is not known" in result.stdout
+    assert "note: weights: their size is not known" in result.stdout
     assert "group0: 3 layers of full attention, 6 query heads, 3 on a key head, head dimension 8" in lines
     assert any(
         line.startswith("torch · float32 for prefill, decode of few rows, decode of one row of ") for line in lines
@@ -258,6 +259,7 @@ def wrong_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "wrong"
 
 
+@pytest.mark.prove
 def test_a_server_with_a_wrong_backend_does_not_start(proofs: Path, wrong_backend: str) -> None:
     asked = ["serve", "--port", "0", "--prove", "--attention-backend", wrong_backend, *SMALL]
     result = subprocess.run(
@@ -270,6 +272,7 @@ def test_a_server_with_a_wrong_backend_does_not_start(proofs: Path, wrong_backen
     assert not ProofBook(proofs).folder.exists() or list(proofs.iterdir()) == []
 
 
+@pytest.mark.prove
 @pytest.mark.usefixtures("few_checks")
 def test_a_server_whose_engine_is_proven_starts_with_the_proof_required(proofs: Path, tmp_path: Path) -> None:
     embedder = str(save_embedder(tmp_path / "embedder"))

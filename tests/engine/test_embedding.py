@@ -116,7 +116,7 @@ def test_a_decoders_vectors_are_those_of_transformers_in_every_way(
         assert embedder.embedder.is_transient == (config is WHOLE) == (num_bytes(embedder) == 0)
         if config is KEPT:
             assert {each.plan.policy for each in planned} == {CachePolicy.PAGED}
-            again = embedder.embedder.embed(TEXTS)
+            again = embedder.embed_tokens(TEXTS)
             assert_same(torch.stack([each.vector for each in again]), wanted)
             # Its last token is always computed, and only whole pages are kept.
             assert [each.num_cached for each in again] == [(len(text) - 1) // PAGE * PAGE for text in TEXTS]
@@ -126,8 +126,8 @@ def test_texts_that_begin_alike_share_what_is_whole_of_it(decoders: Callable[[st
     model, folder = decoders("deepseek_v3")
     embedder = open_tiny(folder, KEPT)
     first, other = TEXTS[1], [*TEXTS[1][:10], *TEXTS[5]]
-    assert [each.num_cached for each in embedder.embedder.embed([first])] == [0]
-    [found] = embedder.embedder.embed([other])
+    assert [each.num_cached for each in embedder.embed_tokens([first])] == [0]
+    [found] = embedder.embed_tokens([other])
     assert found.num_cached == 8
     assert_same(found.vector[None], expected(model, [other]))
 
@@ -147,7 +147,7 @@ def test_a_mean_needs_every_state_and_takes_none_from_the_cache(tmp_path: Path) 
     model = make_model("llama")
     embedder = open_tiny(save_embedder(model, tmp_path, pooling="mean"), KEPT)
     for _ in range(2):
-        found = embedder.embedder.embed(TEXTS)
+        found = embedder.embed_tokens(TEXTS)
         assert_same(torch.stack([each.vector for each in found]), expected(model.model, TEXTS, "mean"))
         assert [each.num_cached for each in found] == [0] * len(TEXTS)
 
@@ -179,6 +179,7 @@ def without_context(batch: Batch) -> Batch:
     return forged(batch, context_lens=lengths)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("mutant", [without_writing, without_reading])
 @pytest.mark.parametrize("config", [CHUNKED, KEPT], ids=["chunked", "kept"])
@@ -192,7 +193,7 @@ def test_skipping_only_the_write_or_only_the_read_is_caught(
     _, folder = decoders(family)
     transient = vectors(open_tiny(folder, WHOLE), TEXTS)
     sound = open_tiny(folder, config)
-    sound.embedder.embed(TEXTS)
+    sound.embed_tokens(TEXTS)
     assert_same(vectors(sound, TEXTS), transient)
     for backend in (TorchBackend, TorchLatentBackend):
         monkeypatch.setattr(backend, "plan", mutant(backend.plan))
@@ -202,7 +203,7 @@ def test_skipping_only_the_write_or_only_the_read_is_caught(
         monkeypatch.setattr(pool, "_poison", False)
         for plane in pool.spec.planes:
             pool.plane(plane.name).fill_(0.25)
-    broken.embedder.embed(TEXTS)
+    broken.embed_tokens(TEXTS)
     errors = (vectors(broken, TEXTS) - transient).abs().amax(dim=1)
     long = [len(text) > PAGE + config.max_num_batched_tokens for text in TEXTS if config.max_num_batched_tokens]
     assert any(long)
@@ -295,8 +296,8 @@ def test_every_page_comes_back_also_after_a_step_that_failed(
     store = embedder.embedder.runtime.store
     before = (store.num_free_pages, store.num_free_rows)
     with monkeypatch.context() as patch:
-        patch.setattr(sightline.engine.embedder, "sums_of", raise_memory_error)
-        with pytest.raises(MemoryError):
+        patch.setattr(embedder.embedder.runtime.runner, "forward", raise_memory_error)
+        with pytest.raises(RequestError, match="could not be embedded: MemoryError"):
             vectors(embedder, TEXTS)
     assert (store.num_free_pages, store.num_free_rows) == before
     assert_same(vectors(embedder, TEXTS), expected(model, TEXTS))
@@ -317,9 +318,9 @@ def test_states_that_are_no_numbers_are_refused_and_not_kept(
         forward = runner.forward
         with monkeypatch.context() as patch:
             patch.setattr(runner, "forward", lambda planned, forward=forward: forward(planned) * torch.nan)
-            with pytest.raises(RequestError, match="expected states that are numbers"):
+            with pytest.raises(RequestError, match="states held a NaN"):
                 vectors(embedder, TEXTS)
-        found = embedder.embedder.embed(TEXTS[1:2])
+        found = embedder.embed_tokens(TEXTS[1:2])
         assert found[0].num_cached == 0
         assert_same(found[0].vector[None], expected(model, TEXTS[1:2]))
 
@@ -479,7 +480,7 @@ def test_a_model_does_what_its_task_says_and_nothing_else(bert: Path, decoders: 
         generates.embed({"prompt_token_ids": [1]}, use_tqdm=False)
     with pytest.raises(ConfigError, match="expected task generate or embed, got 'classify'"):
         LLM(str(bert), task="classify")
-    with pytest.raises(UnsupportedModelError, match="it embeds: use task embed"):
+    with pytest.raises(UnsupportedModelError, match="it is an embedding model: use task embed"):
         LLM(str(bert))
     with pytest.raises(ConfigError, match="expected a model to embed with, got none"):
         LLM(task="embed")

@@ -58,13 +58,21 @@ def test_a_prompt_that_was_answered_is_found_but_for_its_last_token(folder: Path
     assert is_at_rest(llm)
 
 
+@pytest.fixture(scope="module")
+def rounds(folder: Path) -> list[tuple[list[list[int]], list[list[tuple[int, ...]]]]]:
+    """Prompts, and their answers without a cache, which no chunk changes."""
+    plain = tiny(folder, prefix_caching=False, max_num_seqs=4)
+    asked = [families(22, 4, 5), families(22, 4, 5), families(9, 3, 14), random_prompts([30, 2, 8])]
+    return [(prompts, tokens(ask(plain, prompts))) for prompts in asked]
+
+
 @pytest.mark.parametrize("chunk", [5, 16, 512])
-def test_answers_are_those_without_a_cache(folder: Path, chunk: int) -> None:
-    rounds = [families(22, 4, 5), families(22, 4, 5), families(9, 3, 14), random_prompts([30, 2, 8])]
-    plain = tiny(folder, prefix_caching=False, max_num_batched_tokens=chunk, max_num_seqs=4)
+def test_answers_are_those_without_a_cache(
+    folder: Path, rounds: list[tuple[list[list[int]], list[list[tuple[int, ...]]]]], chunk: int
+) -> None:
     cached = tiny(folder, max_num_batched_tokens=chunk, max_num_seqs=4)
-    for prompts in rounds:
-        assert tokens(ask(cached, prompts)) == tokens(ask(plain, prompts))
+    for prompts, answers in rounds:
+        assert tokens(ask(cached, prompts)) == answers
     assert cached.engine.prefixes is not None
     assert cached.engine.prefixes.num_pages > 0
     assert is_at_rest(cached)

@@ -3,7 +3,7 @@
 The answers of each prompt alone, in one chunk and without the prefix cache, are the ones that every other way must
 give: other chunks, other batches, a warm cache, pools so small that every request is retracted. They are compared up
 to the first position at which the two best tokens are as good as tied: from there on rounding may decide.
-Of each kind one combination runs with the other tests, all others with `pytest -m slow`.
+Of each kind one combination is part of `make prove`, all others run with `pytest -m slow`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sightline.core.request import RequestOutput, Terms
 from sightline.llm import EngineSettings, TokensPrompt
 from support.engines import is_at_rest
 
+pytestmark = pytest.mark.prove
 NEW_TOKENS = 32
 CLEAR = 1e-3
 """Two best tokens whose logits differ by more are no tie."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -12,6 +13,7 @@ from sightline.llm import EngineSettings, TokensPrompt
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
+LENGTHS = [9, 14, 3, 11, 6]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_k=20, seed=3, max_tokens=40, ignore_eos=True, repetition_penalty=1.2)
 
@@ -36,14 +38,20 @@ def ask(llm: LLM, lengths: list[int], params: SamplingParams) -> list[list[tuple
     ]
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "plain"])
-@pytest.mark.parametrize("chunk", [7, 512])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@cache
+def expected_answers(folder: Path, params: SamplingParams) -> list[list[tuple[int, ...]]]:
+    return ask(tiny(folder), LENGTHS, params)
+
+
+@pytest.mark.parametrize(
+    ("params", "chunk", "prefix_caching"),
+    # Every two of them together.
+    [(GREEDY, 7, True), (GREEDY, 512, False), (SAMPLED, 7, False), (SAMPLED, 512, True)],
+    ids=["greedy-7-cached", "greedy-512-plain", "sampled-7-plain", "sampled-512-cached"],
+)
 def test_answers_are_those_of_a_pool_that_is_large_enough(
     folder: Path, params: SamplingParams, chunk: int, prefix_caching: bool
 ) -> None:
-    lengths = [9, 14, 3, 11, 6]
-    expected = ask(tiny(folder), lengths, params)
     small = tiny(
         folder,
         cache_tokens=72,
@@ -52,7 +60,7 @@ def test_answers_are_those_of_a_pool_that_is_large_enough(
         max_num_batched_tokens=chunk,
         prefix_caching=prefix_caching,
     )
-    assert ask(small, lengths, params) == expected
+    assert ask(small, LENGTHS, params) == expected_answers(folder, params)
     assert small.engine.num_retractions >= 4
     assert is_at_rest(small)
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
 import sightline
 
 FIRST_TOKEN = """
-import json, time
-start = time.perf_counter()
+import json, sys, time
 import torch
-torch_imported = time.perf_counter()
+start = time.process_time()
 from sightline import LLM, SamplingParams
 llm = LLM()
 stream = llm.stream("The capital of France is", SamplingParams(temperature=0.0, max_tokens=4))
-first = next(stream)
-times = {"torch": torch_imported - start, "beyond": time.perf_counter() - torch_imported}
-print(json.dumps(times | {"text": first.text}))
+text = next(stream).text
+seconds = time.process_time() - start
+print(json.dumps({"seconds": seconds, "text": text, "transformers": "transformers" in sys.modules}))
 """
+MOST_SECONDS = 6.0
+"""Of one processor: 1.5 to 3 s on a slow one, and many more where weights were converted or transformers imported."""
 
 
 def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, env=environment
+    )
+    return done.stdout
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
@@ -33,16 +39,11 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert not [name for name in modules if name.startswith("sightline.models")]
 
 
-def test_generating_needs_no_transformers() -> None:
-    code = "import sys; from sightline import LLM; LLM(); print('transformers' in sys.modules)"
-    assert python(code).strip() == "False"
-
-
-def test_the_first_token_comes_within_three_seconds_of_importing_torch() -> None:
-    runs = [json.loads(python(FIRST_TOKEN)) for _ in range(2)]
-    assert runs[0]["text"] == " Paris"
-    # Importing torch takes 1.5 s or more on an idle machine, so that twice that says when this one is not idle.
-    assert min(run["beyond"] - max(3.0, 2 * run["torch"]) for run in runs) < 0.0, runs
+def test_the_first_token_takes_little_work_beyond_importing_torch_and_no_transformers() -> None:
+    told = json.loads(python(FIRST_TOKEN))
+    assert told["text"] == " Paris"
+    assert not told["transformers"]
+    assert told["seconds"] < MOST_SECONDS
 
 
 def test_every_export_is_there_and_an_unknown_one_is_not() -> None:

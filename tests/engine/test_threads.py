@@ -104,6 +104,7 @@ def check_at_rest(llm: LLM) -> None:
     assert not calls._asleep
 
 
+@pytest.mark.prove
 def test_fifty_calls_of_two_threads_are_answered_as_alone(llm: LLM) -> None:
     prompts = prompts_of([random.Random(index).randrange(2, 30) for index in range(50)])
     expected = [ask(llm, prompt) for prompt in prompts]
@@ -133,6 +134,7 @@ def test_four_threads_with_a_prompt_each_on_the_default_model() -> None:
     check_at_rest(llm)
 
 
+@pytest.mark.prove
 def test_two_hundred_embeddings_of_four_threads_are_those_of_one(tmp_path: Path) -> None:
     llm = LLM(str(save_embedder(tmp_path)), task="embed", dtype="float32")
     chance = random.Random(5)
@@ -167,9 +169,9 @@ def test_an_embedder_refuses_a_second_thread_and_a_text_embedder_has_it_wait(
     first = Background(lambda: llm.embed("the dog", use_tqdm=False), "the first")
     hold.until_entered()
     with pytest.raises(LaneBusyError, match="got MainThread while the first is in it"):
-        embedder.embed([(1, 2)])
+        embedder.step()
     second = Background(lambda: llm.embed("the cat", use_tqdm=False))
-    until(lambda: len(llm.embedder._turns._queue) == 1)
+    until(lambda: len(llm.embedder._shared._turns._queue) == 1)
     hold.let_go()
     first.result()
     [found] = second.result()
@@ -452,6 +454,7 @@ def test_every_thread_works_on_the_stream_that_the_engine_was_built_on(
     check_at_rest(llm)
 
 
+@pytest.mark.prove
 def test_a_storm_of_ctrl_c_harms_no_other_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "CHECK_SECONDS", 0.05)
     prompts = prompts_of([3, 9, 5, 7])
@@ -638,6 +641,7 @@ class Mix:
             assert each.token_ids == answer[: len(each.token_ids)]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_a_storm_of_mixed_calls_is_answered_as_alone(folder: Path, scheduling: str) -> None:
     """Few rows, few pages and a short queue, so that threads meet everywhere."""

@@ -190,6 +190,7 @@ def test_an_interruption_anywhere_in_a_step_loses_and_repeats_nothing(
 
 
 # One that comes while a weak reference dies is lost to Python itself.
+@pytest.mark.prove
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 def test_real_interrupts_at_any_moment_leak_and_lose_nothing(folder: Path, in_flight: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,15 +10,15 @@ from pathlib import Path
 import pytest
 
 import sightline.kernels.triton
+from support.processes import with_support
 
 pytest.importorskip("triton")
 KERNELS = Path(next(iter(sightline.kernels.triton.__path__)))
 
 
+@pytest.mark.prove
 def test_every_kernel_compiles_for_sm90(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    paths = [str(KERNELS.parents[2]), str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = with_support("TRITON_INTERPRET") | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "support.sm90_launches"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

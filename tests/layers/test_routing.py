@@ -97,7 +97,7 @@ def test_a_token_that_is_not_finite_chooses_some_experts() -> None:
     [
         (Groups(5, 2, 1), "12 experts in equal groups"),
         (Groups(12, 6, 2), "equal groups of at least 2"),
-        (Groups(4, 1, 1), "at most the 3 experts of the groups of a token, got 4"),
+        (Groups(4, 1, 1), "at most the 3 experts of a token's groups, got 4"),
     ],
 )
 def test_groups_that_make_no_sense_are_refused(groups: Groups, message: str) -> None:

@@ -20,6 +20,7 @@ from sightline.core.batch import CAUSAL, RowMask
 from sightline.core.errors import NoBackendError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.engine.embedder import Embedder
+from sightline.engine.text_embedder import TextEmbedder
 from sightline.layers.mlp import Activation
 from sightline.layers.norm import LayerNorm
 from sightline.models.bert import bert
@@ -183,8 +184,8 @@ def changed_vectors(folder: Path, change: Change) -> torch.Tensor:
         base.config, groups, [selection[Work.PREFILL].candidate for selection in base.selections]
     )
     runtime = assemble_runtime(base.config, definition, encoder, groups, selections, make_store(base.config, groups))
-    found = Embedder(runtime, definition, Pooling(PoolingKind.MEAN, normalise=False)).embed(TEXTS)
-    return torch.stack([each.vector for each in found])
+    embedder = Embedder(runtime, definition, Pooling(PoolingKind.MEAN, normalise=False), ledger)
+    return vectors(TextEmbedder(embedder, None, ledger), TEXTS)
 
 
 def test_an_unchanged_network_is_within_the_tolerance(model: BertModel, folder: Path) -> None:
@@ -235,7 +236,7 @@ def test_what_is_not_as_in_bert_is_refused(values: dict[str, object], said: str)
 
 
 def test_a_bert_that_is_to_generate_is_refused_with_the_remedy(folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"BertModel.*it embeds: use task embed"):
+    with pytest.raises(UnsupportedModelError, match=r"BertModel.*it is an embedding model: use task embed"):
         define_model(open_checkpoint(folder, Ledger()).config, Ledger())
 
 

@@ -174,6 +174,7 @@ def fault_of(subject: Subject, engine: Engine, base: Outcome, mutation: Mutation
     return None
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_changed_field_gives_what_transformers_gives_or_is_refused(subjects: dict[str, Subject], name: str) -> None:
     subject = subjects[name]

@@ -234,7 +234,7 @@ def test_a_field_that_changes_the_result_and_is_not_supported_is_refused(
         (V2, {"n_group": None}, "expected n_group and topk_group"),
         (V2, {"n_group": 7}, "160 experts in equal groups"),
         (V2, {"topk_group": 9}, "from 1 to 8 groups for a token, got 9"),
-        (V2, {"num_experts_per_tok": 61}, "at most the 60 experts of the groups of a token, got 61"),
+        (V2, {"num_experts_per_tok": 61}, "at most the 60 experts of a token's groups, got 61"),
         (V3, {"n_group": 256}, "equal groups of at least 2"),
         (V3, {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers to be an integer from 0 to 4096"),
         (V3, {"num_experts_per_tok": 0}, "num_experts_per_tok to be an integer from 1"),

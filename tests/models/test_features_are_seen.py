@@ -198,6 +198,7 @@ def test_an_unchanged_model_is_within_the_tolerance(models: Models, family: str)
     assert error_of(models, family, Change("nothing")) <= TOLERANCE
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("family", "change"), CASES, ids=[f"{family}-{change.name}" for family, change in CASES])
 def test_disabling_a_feature_would_be_seen(models: Models, family: str, change: Change) -> None:
     assert error_of(models, family, change) >= VISIBLE

@@ -118,8 +118,8 @@ def test_each_kinds_reason_is_told_where_they_differ() -> None:
 def test_a_setting_that_two_others_leave_nothing_to_is_told() -> None:
     settings: dict[str, Any] = {"prefill_attention_backend": "reference", "decode_attention_backend": "reference"}
     assert told(attention_backend="torch", **settings) == [
-        "attention_backend: torch serves nothing: prefill_attention_backend and decode_attention_backend decide who "
-        "does (leave it out)"
+        "attention_backend: torch serves nothing: prefill_attention_backend and decode_attention_backend decide "
+        "instead (leave it out)"
     ]
 
 
@@ -142,14 +142,14 @@ def test_kernels_that_kinds_of_rows_go_without_are_told_of_each_kind() -> None:
     ]
     lacking = "does not list page size 16"
     assert told_of(candidates[:3], GROUPS, card(9, 0), max_num_seqs=1, page_size=16) == [
-        "attention backend: prefill, decode of one row of group0 is served by portable, which has no kernels for this "
-        f"device alone; prefills: {lacking}; decodes: {lacking} (mend what they say, or ask for portable by name)"
+        "attention backend: prefill, decode of one row of group0 is served by portable, which has no kernels made "
+        f"for this device; prefills: {lacking}; decodes: {lacking} (remove the reasons, or ask for portable by name)"
     ]
     first, second = told_of(candidates, GROUPS, card(9, 0), max_num_seqs=1, page_size=16)
     assert first.startswith("attention backend: prefill of group0 is served by portable, ")
-    assert f"alone; prefills: {lacking} (mend" in first
+    assert f"device; prefills: {lacking} (remove" in first
     assert second.startswith("attention backend: decode of one row of group0 is served by fewer, ")
-    assert f"alone; decodes: {lacking} (mend" in second
+    assert f"device; decodes: {lacking} (remove" in second
 
 
 def test_a_kernel_for_the_card_that_serves_in_place_of_a_faster_one_is_not_told() -> None:
@@ -189,7 +189,7 @@ def test_a_setting_for_decode_where_no_row_decodes_is_told_once_whoever_it_names
 
 def test_where_no_row_decodes_the_setting_for_prefill_leaves_nothing_to_others() -> None:
     assert told(**EMBEDS, attention_backend="triton", prefill_attention_backend="torch") == [
-        "attention_backend: triton serves nothing: prefill_attention_backend decides who does (leave it out)"
+        "attention_backend: triton serves nothing: prefill_attention_backend decides instead (leave it out)"
     ]
     assert told(**EMBEDS, attention_backend="torch") == []
 

@@ -294,8 +294,8 @@ def test_every_step_of_an_embedder_lies_within_what_it_demands(
     common = {"skip_tokenizer_init": True, "attention_backend": "one", "max_num_seqs": 5, "page_size": 4}
     llm = LLM(str(folder), **cast("EngineSettings", {"task": "embed", "max_model_len": 64, **common, **settings}))
     embedder = llm.embedder.embedder
-    embedder.embed(random_prompts([64, 3, 1, 40, 20, 21, 19, 2]))
-    embedder.embed([[*([5] * 40), tail] for tail in range(4)])
+    llm.embedder.embed_tokens(random_prompts([64, 3, 1, 40, 20, 21, 19, 2]))
+    llm.embedder.embed_tokens([[*([5] * 40), tail] for tail in range(4)])
     assert {each.point[Dimension.POLICY] for each in seen} == policies
     assert beyond(seen, embedder.runtime, AttentionUsage.EMBED) == []
     assert beyond(seen, embedder.runtime, AttentionUsage.EMBED_WHOLE) != []
@@ -308,7 +308,7 @@ def test_every_step_of_an_embedder_that_sees_all_lies_within_what_it_demands(
     save_embedder(make_bert(), tmp_path)
     llm = LLM(str(tmp_path), task="embed", attention_backend="one", max_num_seqs=5, skip_tokenizer_init=True)
     texts = random_prompts([64, 3, 1, 40, 20, 21, 19, 2])
-    llm.embedder.embedder.embed([[token % VOCAB for token in text] for text in texts])
+    llm.embedder.embed_tokens([[token % VOCAB for token in text] for text in texts])
     runtime = llm.embedder.embedder.runtime
     assert beyond(seen, runtime, AttentionUsage.EMBED_WHOLE) == []
     assert beyond(seen, runtime, AttentionUsage.EMBED) != []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sightline.core.errors import SightlineError
-from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from support.scheduling import PAGE_SIZE, Loop, make_sequence, make_store
 
 
@@ -231,20 +231,52 @@ def test_a_row_that_completes_is_committed_with_its_token_and_others_without() -
     loop = Loop()
     loop.submit("a", 6, 3)
     (row,) = loop.scheduler.schedule().rows
-    with pytest.raises(ValueError, match="expected a token exactly where a row completes"):
-        loop.scheduler.commit(row, None)
+    with pytest.raises(ValueError, match="expected tokens exactly where a row completes"):
+        loop.scheduler.commit(row, RowResult(row.seq_len))
     loop.store.lengths.advance(row.table_row, row.seq_len)
     loop.scheduler.launched([row])
     for _ in range(2):
-        loop.scheduler.commit(row, 7)
+        loop.scheduler.commit(row, RowResult(row.seq_len, (7,)))
     loop.scheduler.landed([row])
     assert (row.sequence.tokens[5:], row.sequence.num_pending) == ([5, 7], 1), "committed twice is committed once"
     loop = Loop()
     loop.submit("long", 30, 3)
     (row,) = loop.scheduler.schedule().rows
     assert not row.completes
-    with pytest.raises(ValueError, match="expected a token exactly where a row completes"):
-        loop.scheduler.commit(row, 7)
+    with pytest.raises(ValueError, match="expected tokens exactly where a row completes"):
+        loop.scheduler.commit(row, RowResult(row.seq_len, (7,)))
+
+
+def test_a_row_goes_on_from_the_length_that_was_accepted() -> None:
+    loop = Loop()
+    sequence = loop.submit("a", 6, 9)
+    (row,) = loop.scheduler.schedule().rows
+    loop.store.lengths.advance(row.table_row, row.seq_len)
+    loop.scheduler.launched([row])
+    for wrong in (0, 7):
+        with pytest.raises(ValueError, match="expected an accepted length of 6, or a shorter one above 0"):
+            loop.scheduler.commit(row, RowResult(wrong, (7,)))
+    # As if the last two of its tokens were drafts, and the second was not accepted.
+    loop.scheduler.commit(row, RowResult(5, (4, 8)))
+    loop.scheduler.landed([row])
+    assert (sequence.tokens, sequence.num_computed) == ([0, 1, 2, 3, 4, 8], 5)
+    (row,) = loop.scheduler.schedule().rows
+    assert (row.context_len, row.num_tokens, row.completes) == (5, 1, True)
+    loop.store.lengths.advance(row.table_row, row.seq_len)
+
+
+def test_a_shorter_length_is_not_accepted_while_a_step_follows_that_read_the_rest() -> None:
+    loop = Loop()
+    sequence = loop.submit("a", 6, 9)
+    for _ in range(2):
+        (row,) = loop.scheduler.schedule().rows
+        loop.store.lengths.advance(row.table_row, row.seq_len)
+        loop.scheduler.launched([row])
+        if row.context_len == 0:
+            first = row
+    with pytest.raises(ValueError, match="if no step follows, got 5"):
+        loop.scheduler.commit(first, RowResult(5, (7,)))
+    assert sequence.num_computed == 0
 
 
 def test_a_waiting_request_is_removed_from_the_queue() -> None:
@@ -361,6 +393,6 @@ def test_every_workload_finishes_in_a_tiny_pool_and_leaves_nothing_behind(
         assert has_rows == bool(before) or excused, "there is work and the step has no row"
     assert sorted([*loop.finished, *gone]) == sorted(name for name, *_ in arriving)
     for name in loop.finished:
-        assert sequences[name].num_generated == sequences[name].request.params.max_tokens
+        assert sequences[name].num_generated == sequences[name].request.needs.max_new_tokens
         assert sequences[name].num_computed == sequences[name].max_len
     loop.assert_baseline()

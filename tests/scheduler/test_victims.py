@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sightline.scheduler.decision import Decision, State
-from sightline.scheduler.policy import decide
+from sightline.scheduler.decision import Decision, RunningSequence, SchedulerState
 from sightline.scheduler.victims import victims
-from support.deciding import Standing, decoding, names, rows, state, waiting_in
+from support.deciding import Standing, decide, decoding, state, waiting_in
 
 PROMPT = Standing(4, 0)
 """Of one that waits."""
@@ -26,10 +25,6 @@ def of(callers: str, **changes: int | bool) -> list[Standing]:
 
 def waits(callers: str, priority: int = 0) -> list[Standing]:
     return [replace(PROMPT, caller=caller, priority=priority) for caller in callers]
-
-
-def admitted(decision: Decision) -> list[int]:
-    return names([admission.sequence for admission in decision.admitted])
 
 
 @pytest.mark.parametrize(
@@ -54,8 +49,8 @@ def test_who_has_no_row_gets_the_last_of_the_caller_that_holds_the_most(
     running: str, waiting: str, retracted: list[int], let_in: list[int]
 ) -> None:
     decision = decide(state(of(running), waits(waiting), free=90, rows=0, budget=64))
-    assert (names(decision.retracted), admitted(decision)) == (retracted, let_in)
-    assert rows(decision).keys() == {*range(1, len(running) + 1), *let_in} - {*retracted}
+    assert (list(decision.retracted), list(decision.admitted)) == (retracted, let_in)
+    assert decision.rows.keys() == {*range(1, len(running) + 1), *let_in} - {*retracted}
 
 
 @pytest.mark.parametrize(
@@ -74,67 +69,72 @@ def test_a_row_is_not_given_up_to_one_that_is_less_urgent(
 ) -> None:
     running = [decoding(priority=priority, caller="a") for priority in priorities]
     decision = decide(state(running, waits("b", priority=waiting), free=90, rows=0))
-    assert names(decision.retracted) == retracted
+    assert list(decision.retracted) == retracted
 
 
 def test_a_caller_that_may_not_be_asked_leaves_it_to_the_next() -> None:
     running = [*of("aaa", priority=-1), *of("bb")]
-    assert names(decide(state(running, waits("c"), free=90, rows=0)).retracted) == [5]
+    assert decide(state(running, waits("c"), free=90, rows=0)).retracted == (5,)
 
 
 def test_a_free_row_is_for_the_caller_that_has_none() -> None:
     decision = decide(state(of("a"), waits("ab"), free=90, rows=1))
-    assert (admitted(decision), decision.retracted) == ([101], ())
-    assert admitted(decide(state(of("a"), waits("ab"), free=90, rows=2))) == [101, 100]
-    assert admitted(decide(state(of("a"), [*waits("a"), *waits("b", priority=1)], free=90, rows=1))) == [100]
+    assert (decision.admitted, decision.retracted) == ((101,), ())
+    assert decide(state(of("a"), waits("ab"), free=90, rows=2)).admitted == (101, 100)
+    assert decide(state(of("a"), [*waits("a"), *waits("b", priority=1)], free=90, rows=1)).admitted == (100,)
 
 
 def test_as_many_give_way_as_there_are_pages_to_find_and_none_in_vain() -> None:
     running = [decoding(9, caller=caller) for caller in "aaab"]
     large = [Standing(16, 0, caller="c")]
-    assert names(decide(state(running, large, free=1, rows=4, budget=64)).retracted) == [3, 2]
+    assert decide(state(running, large, free=1, rows=4, budget=64)).retracted == (3, 2)
     hopeless = decide(state(running, [Standing(32, 0, caller="c")], free=1, rows=4, budget=64))
-    assert (hopeless.retracted, admitted(hopeless)) == ((), [])
-    assert len(rows(hopeless)) == 4
+    assert (hopeless.retracted, hopeless.admitted) == ((), ())
+    assert len(hopeless.rows) == 4
 
 
 def test_who_cannot_be_let_in_is_overtaken_by_callers_without_a_row_only() -> None:
     running = of("aabb")
     large, small = Standing(80, 0, caller="a"), Standing(4, 0, caller="b")
     decision = decide(state(running, [large, small, replace(small, caller="c")], free=9, rows=4, budget=64))
-    assert admitted(decision) == [102]
+    assert decision.admitted == (102,)
     hopeless = replace(large, caller="d")
-    assert admitted(decide(state(running, [hopeless, small, *waits("c")], free=9, rows=4, budget=64))) == []
+    assert decide(state(running, [hopeless, small, *waits("c")], free=9, rows=4, budget=64)).admitted == ()
     urgent = replace(large, priority=-1)
-    assert admitted(decide(state(running, [urgent, *waits("c")], free=9, rows=4, budget=64))) == []
+    assert decide(state(running, [urgent, *waits("c")], free=9, rows=4, budget=64)).admitted == ()
 
 
 def test_one_that_is_in_flight_is_held_back_and_so_are_those_that_others_need() -> None:
     decision = decide(state(of("aaaa", num_steps=1), waits("bc"), free=90, rows=0))
     assert (decision.retracted, decision.admitted) == ((), ())
-    assert rows(decision) == {1: 1, 2: 1}, "two rows are there at the next decision"
+    assert decision.rows == {1: 1, 2: 1}, "two rows are there at the next decision"
     mixed = [*of("aa", num_steps=1), *of("a")]
     large = decide(state(mixed, [Standing(16, 0, caller="b")], free=3, rows=0))
-    assert (large.retracted, rows(large)) == ((), {1: 1}), "nobody is retracted before all are"
+    assert (large.retracted, large.rows) == ((), {1: 1}), "nobody is retracted before all are"
 
 
 def test_rows_that_fill_the_budget_do_not_keep_a_caller_out() -> None:
     decision = decide(state(of("aaa"), waits("b"), free=90, rows=0, budget=3))
-    assert (names(decision.retracted), rows(decision)) == ([3], {1: 1, 2: 1, 100: 1})
+    assert (decision.retracted, decision.rows) == ((3,), {1: 1, 2: 1, 100: 1})
+
+
+def numbers(sequences: Iterable[RunningSequence]) -> list[int]:
+    return [sequence.arrival for sequence in sequences]
 
 
 def test_what_somebody_forks_does_not_give_way_to_share_rows() -> None:
     running = state(of("aab")).running
     held = {"a": 2, "b": 1}
-    assert names(list(victims(running, held, 0, is_deprived=True))) == [2]
-    assert names(list(victims(running, held, 0, is_deprived=True, spared={running[1]}))) == [1]
-    assert names(list(victims(running, held, 0, is_deprived=False))) == []
+    assert numbers(victims(running, held, 0, is_deprived=True)) == [2]
+    assert numbers(victims(running, held, 0, is_deprived=True, spared={2})) == [1]
+    assert numbers(victims(running, held, 0, is_deprived=False)) == []
 
 
-def rows_after(given_state: State, decision: Decision) -> list[tuple[str, int]]:
+def rows_after(given_state: SchedulerState, decision: Decision) -> list[tuple[str, int]]:
     """(caller, priority) of everybody who has a row."""
-    kept = [sequence for sequence in given_state.running if sequence not in decision.retracted]
-    return [(each.caller, each.rank[0]) for each in [*kept, *(admission.sequence for admission in decision.admitted)]]
+    kept = [each for each in given_state.running if each.arrival not in decision.retracted]
+    let_in = [each for each in waiting_in(given_state) if each.arrival in decision.admitted]
+    return [(each.caller, each.priority) for each in (*kept, *let_in)]
 
 
 sharers = st.lists(st.tuples(st.sampled_from("aaabcd"), st.integers(0, 1)), max_size=6)
@@ -156,20 +156,21 @@ def test_where_there_are_pages_nobody_waits_without_a_row_while_another_has_two_
     )
     decision = decide(given_state)
     after = rows_after(given_state, decision)
-    held, let_in = Counter(caller for caller, _ in after), {admission.sequence for admission in decision.admitted}
+    held = Counter(caller for caller, _ in after)
+    let_in = [each for each in waiting_in(given_state) if each.arrival in decision.admitted]
     before = Counter(caller for caller, _ in running)
-    kept = Counter(each.caller for each in given_state.running if each not in decision.retracted)
-    urgencies = [admission.sequence.rank[0] for admission in decision.admitted]
+    kept = Counter(each.caller for each in given_state.running if each.arrival not in decision.retracted)
+    urgencies = [each.priority for each in let_in]
     # Rows that generate do not keep anybody out; prompts that come before do.
-    is_full = spare_budget > 0 and sum(rows(decision).values()) == given_state.max_step_tokens
+    is_full = spare_budget > 0 and sum(decision.rows.values()) == given_state.max_step_tokens
     for sequence in waiting_in(given_state):
         deprived = sequence not in let_in and not held[sequence.caller] and not before[sequence.caller]
-        crowded = [caller for caller, priority in after if held[caller] > 1 and priority >= sequence.rank[0]]
+        crowded = [caller for caller, priority in after if held[caller] > 1 and priority >= sequence.priority]
         others = [caller for caller, _ in running if caller in crowded]
         assert not (deprived and others) or is_full
-    for victim in decision.retracted:
-        pushed = any(urgency < victim.rank[0] for urgency in urgencies)
+    for victim in (each for each in given_state.running if each.arrival in decision.retracted):
+        pushed = any(urgency < victim.priority for urgency in urgencies)
         assert pushed or held[victim.caller] > 0, "nobody loses the only row"
-        assert pushed or any(not kept[each.sequence.caller] for each in decision.admitted), "nor for nothing"
+        assert pushed or any(not kept[each.caller] for each in let_in), "nor for nothing"
     again = decide(given_state)
     assert again == decision

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sightline.core.ledger import Ledger
+from sightline.server.desk import TextDesk
 from sightline.server.http.admission import MAX_RETRY_AFTER, UNKNOWN_RETRY_AFTER, AdmissionGate
 from sightline.server.http.errors import ApiError
+from sightline.server.http.limits import Limits
+from sightline.server.metrics import ServiceMetrics
+from sightline.server.process.port import EnginePort
+from sightline.server.service import LoadedModel, Service
+from support.fake_engine import tokenizer_data
 
 
 class Clock:
@@ -21,9 +29,7 @@ class Clock:
 
 
 def admission(capacity: int, *, shared: bool = False, clock: Clock | None = None) -> AdmissionGate:
-    made = AdmissionGate(shared=shared, clock=clock or Clock())
-    made.open(capacity)
-    return made
+    return AdmissionGate(capacity, shared=shared, clock=clock or Clock())
 
 
 def refused(made: AdmissionGate, caller: str, count: int) -> ApiError:
@@ -82,12 +88,24 @@ def test_more_than_ever_fits_is_invalid_and_not_busy() -> None:
 
 
 def test_nothing_is_admitted_before_the_model_is_loaded_or_while_draining() -> None:
-    made = AdmissionGate(shared=False)
-    assert refused(made, "", 1).status == 503
-    made.open(4)
-    made.check_room("")
-    made.is_draining = True
-    assert refused(made, "", 1).status == 503
+    ledger, loaded = Ledger(strict=False), Future[LoadedModel]()
+    service = Service(EnginePort(ServiceMetrics(ledger)), loaded, Limits(), (), None, ledger)
+    assert refused_at_the_door(service).retry_after == 2
+    assert service.num_under_way == 0
+    loaded.set_result(LoadedModel(TextDesk(tokenizer_data(), 256), AdmissionGate(4, shared=False)))
+    service.check_room("")
+    with service.admission.admitted("", 3):
+        assert service.num_under_way == 3
+        service.is_draining = True
+        assert "shutting down" in str(refused_at_the_door(service))
+        assert service.num_under_way == 3
+
+
+def refused_at_the_door(service: Service) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        service.check_room("")
+    assert caught.value.status == 503
+    return caught.value
 
 
 def test_the_time_to_wait_follows_the_rate_of_ends() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +16,6 @@ from sightline.core.metrics import EngineMetrics
 from sightline.core.request import SamplingParams
 from sightline.server.api.generation import Continuation, GenerationOutcome, _take
 from sightline.server.desk import TextDesk
-from sightline.server.http.admission import AdmissionGate
 from sightline.server.http.limits import BodyBudget, Limits
 from sightline.server.http.routing import Call
 from sightline.server.metrics import ServiceMetrics
@@ -31,6 +31,10 @@ QUESTION = [{"role": "user", "content": "count"}]
 def engine_metrics(**known: float) -> EngineMetrics:
     names = EngineMetrics.__dataclass_fields__
     return EngineMetrics(**{name: known.get(name, {} if name == "request_success" else 0) for name in names})  # type: ignore[arg-type]
+
+
+def service_metrics() -> ServiceMetrics:
+    return ServiceMetrics(Ledger(strict=False))
 
 
 def opened() -> Opened:
@@ -64,7 +68,7 @@ def test_a_request_goes_to_the_engine_on_its_callers_terms() -> None:
             terms.append(given)
             raise StopIteration
 
-    service = Service(Port(), AdmissionGate(shared=False), Limits(), (), 7.0, Ledger(strict=False))  # type: ignore[arg-type]
+    service = Service(Port(), Future(), Limits(), (), 7.0, Ledger(strict=False))  # type: ignore[arg-type]
     call = Call(None, "key-2", "id", 0.0)
     with pytest.raises(RuntimeError):  # StopIteration in a coroutine
         asyncio.run(service.start(call, [[1]], SamplingParams(), ExitStack()))
@@ -72,7 +76,7 @@ def test_a_request_goes_to_the_engine_on_its_callers_terms() -> None:
 
 
 def test_the_next_engine_process_counts_its_steps_from_the_beginning() -> None:
-    port = EnginePort(ServiceMetrics())
+    port = EnginePort(service_metrics())
     port._take(opened(), 1.0)
     port._take(Progress(engine_metrics(steps=5)), 2.0)
     port._lose()
@@ -86,14 +90,14 @@ def sampled(metrics: ServiceMetrics, name: str) -> float | None:
 
 
 def test_latency_between_tokens_is_that_of_one() -> None:
-    metrics, answers = ServiceMetrics(), Answers({1: 3}, 0.0)
+    metrics, answers = service_metrics(), Answers({1: 3}, 0.0)
     metrics.observe(Delta(1, 0, "a", 1, None), answers, 1.0)
     metrics.observe(Delta(1, 0, "bc", 2, None), answers, 2.0)
     assert sampled(metrics, "inter_token_latency_seconds_sum") == 0.5
 
 
 def test_what_engine_processes_did_adds_up_and_what_they_were_doing_does_not() -> None:
-    metrics = ServiceMetrics()
+    metrics = service_metrics()
     for steps in (5, 2):
         metrics.took_in(engine_metrics(steps=steps, num_requests_running=3))
         metrics.engine_lost()

@@ -31,8 +31,7 @@ QUESTION = [{"role": "user", "content": "count"}]
 
 @given(st.lists(st.integers(1, 5), max_size=60), st.integers(2, 40))
 def test_one_of_several_callers_never_holds_more_than_half(counts: list[int], capacity: int) -> None:
-    made = AdmissionGate(shared=True)
-    made.open(capacity)
+    made = AdmissionGate(capacity, shared=True)
     with ExitStack() as held:
         for count in counts:
             with suppress(ApiError):

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from sightline import LLM
-from sightline.core.errors import RequestError
+from sightline.attention.planner import PlannedBatch
 from sightline.core.request import Terms
-from sightline.engine.embedder import Embedded
 from sightline.llm import TokensPrompt
 from sightline.server.process.channel import Channel
-from sightline.server.process.embedding_loop import EmbeddingWorker
+from sightline.server.process.loop import Embedding, Worker
 from sightline.server.process.protocol import (
     LENGTH_BYTES,
     Cancel,
     Command,
-    Embed,
+    Ended,
     Probe,
     Progress,
     Refused,
     Report,
     Stop,
+    Submit,
     Vector,
     command_codec,
     report_codec,
@@ -43,7 +45,7 @@ class FrontEnd:
         self.llm = llm
         self._socket, self._other = socket.socketpair()
         self._socket.settimeout(20)
-        self._thread = Thread(target=EmbeddingWorker(llm.embedder, Channel(self._other, lambda: None)).run)
+        self._thread = Thread(target=Worker(Embedding(llm.embedder.embedder), Channel(self._other, lambda: None)).run)
 
     def start(self, *commands: Command) -> None:
         self._socket.sendall(command_codec().encode(commands))
@@ -81,7 +83,7 @@ def numbers(reports: list[Report]) -> list[int]:
 
 def test_vectors_are_those_of_the_model_and_one_text_that_cannot_be_is_refused_alone(front_end: FrontEnd) -> None:
     asked = texts(2, 9, 1)
-    front_end.start(Embed({**asked, 3: (10**6,)}, Terms()))
+    front_end.start(Submit({**asked, 3: (10**6,)}, None, Terms()))
     reports = front_end.receive()
     assert [report.number for report in reports if isinstance(report, Refused)] == [3]
     found = {report.number: np.frombuffer(report.numbers, "<f4") for report in reports if isinstance(report, Vector)}
@@ -91,7 +93,7 @@ def test_vectors_are_those_of_the_model_and_one_text_that_cannot_be_is_refused_a
 
 
 def test_a_caller_with_one_text_does_not_wait_for_one_with_many(front_end: FrontEnd) -> None:
-    front_end.start(Embed(texts(20, 16, 1), Terms("flood")), Embed(texts(1, 16, 100), Terms("other")))
+    front_end.start(Submit(texts(20, 16, 1), None, Terms("flood")), Submit(texts(1, 16, 100), None, Terms("other")))
     first = numbers(front_end.receive())
     assert 100 in first
     assert len(first) <= STEP_TOKENS // 16
@@ -101,24 +103,47 @@ def test_a_caller_with_one_text_does_not_wait_for_one_with_many(front_end: Front
 
 
 def test_a_cancelled_text_is_not_embedded(front_end: FrontEnd) -> None:
-    front_end.start(Embed(texts(3, 8, 1), Terms()), Cancel(2))
+    front_end.start(Submit(texts(3, 8, 1), None, Terms()), Cancel(2))
     assert numbers(front_end.receive()) == [1, 3]
 
 
 def test_a_text_whose_states_are_no_numbers_fails_alone(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    embedder, spoilt = front_end.llm.embedder.embedder, texts(5, 8, 1)
-    embed = embedder.embed
+    spoilt, runner = texts(5, 8, 1), front_end.llm.embedder.embedder.runtime.runner
+    forward = runner.forward
 
-    def failing(asked: Sequence[Sequence[int]], terms: Terms) -> list[Embedded]:
-        if spoilt[4] in asked:
-            raise RequestError("expected states that are numbers, got others")
-        return embed(asked, terms)
+    def spoiling(planned: PlannedBatch) -> Tensor:
+        states = forward(planned).clone()
+        for row, work in enumerate(planned.batch.work):
+            if tuple(work.tokens) == spoilt[4]:
+                states[row] = torch.nan
+        return states
 
-    monkeypatch.setattr(embedder, "embed", failing)
-    front_end.start(Embed(spoilt, Terms()))
+    monkeypatch.setattr(runner, "forward", spoiling)
+    front_end.start(Submit(spoilt, None, Terms()))
     reports = front_end.receive()
     assert numbers(reports) == [1, 2, 3, 5]
-    assert [report.number for report in reports if isinstance(report, Refused)] == [4]
+    [ended] = [report for report in reports if isinstance(report, Ended) and report.error is not None]
+    assert ended.number == 4
+    assert "NaN" in str(ended.error)
+
+
+def test_an_embedding_engine_reports_its_cache(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    llm = LLM(str(tmp_path), task="embed", skip_tokenizer_init=True, max_model_len=64, prefix_caching=True, page_size=4)
+    front_end = FrontEnd(llm)
+    try:
+        asked = texts(1, 17, 1)
+        for number in (1, 2):
+            front_end.start(Submit({number: asked[1]}, None, Terms()))
+            progress = front_end.receive()[-1]
+        assert isinstance(progress, Progress)
+        assert progress.metrics.prefix_cache_queries == 34
+        assert progress.metrics.prefix_cache_hits == 16
+        assert progress.metrics.kv_cache_usage_perc == 0.0
+        assert progress.metrics.request_success == {"stop": 2}
+        assert progress.metrics.prompt_tokens == 34
+    finally:
+        front_end.end()
 
 
 def test_a_probe_makes_a_step(front_end: FrontEnd) -> None:

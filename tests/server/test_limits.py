@@ -49,10 +49,10 @@ def test_a_body_may_have_so_many_containers() -> None:
 
 @pytest.mark.parametrize("piece", [b'"', b'\\"', b'"",', b"[", b"]", b'"\\', b"\\"])
 def test_nesting_is_checked_in_time_linear_in_the_length(piece: bytes) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with suppress(ApiError):
         check_nesting(b"[" * 65 + b"]" * 65 + piece * ((4 << 20) // len(piece)))
-    assert time.perf_counter() - started < 10.0
+    assert time.process_time() - started < 10.0
 
 
 @pytest.mark.parametrize(

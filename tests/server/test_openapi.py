@@ -169,11 +169,13 @@ def test_every_boundary_of_the_document_holds(schema: BaseSchema, label: str, mo
     assert answers
 
 
+@pytest.mark.prove
 @GENERATED
 def test_no_body_breaks_what_the_document_says(schema: BaseSchema, label: str, mode: GenerationMode) -> None:
     hold_examples(operation_of(schema, label), mode, max_examples=15, derandomize=True)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.name.lower())
 @pytest.mark.parametrize("label", ["POST /v1/embeddings", "POST /v1/score", "POST /v1/rerank"])
 def test_no_body_breaks_what_the_document_of_an_embedding_server_says(
@@ -190,6 +192,7 @@ def test_no_body_of_very_many_breaks_what_the_document_says(
     hold_examples(operation_of(schema, label), mode, max_examples=400 if "POST" in label else 50, derandomize=False)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("label", COMPLETIONS)
 def test_bodies_that_can_run_are_answered_as_documented(schema: BaseSchema, label: str, stream: bool) -> None:
@@ -209,6 +212,7 @@ def test_bodies_that_can_run_are_answered_as_documented(schema: BaseSchema, labe
     assert statuses[200] >= statuses.total() / 2
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("label", COMPLETIONS)
 def test_every_documented_bound_of_a_number_is_the_one_that_holds(
     guarded: ServedProcess, document: dict[str, Any], label: str

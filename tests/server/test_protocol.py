@@ -20,7 +20,6 @@ from sightline.server.process.protocol import (
     Command,
     Configure,
     Delta,
-    Embed,
     Ended,
     Failed,
     Opened,
@@ -45,7 +44,7 @@ POSITION = {5: Logprob(-0.5, 1, "é"), 6: Logprob(-2.0, 2, None)}
 COMMANDS: list[Command] = [
     Configure(EngineConfig(model="m", seed=3), "info"),
     Submit({1: (1, 2, 3), 2: ()}, PARAMS, Terms("key-1", -3, 2.5)),
-    Embed({3: (4, 5)}, Terms("key-1")),
+    Submit({3: (4, 5)}, None, Terms("key-1")),
     Cancel(2),
     Probe(),
     Stop(),
@@ -54,11 +53,12 @@ REPORTS: list[Report] = [
     Opened("m", tokenizer_data(), 9, 5, 8, 7, 6, {"a": None, "b": 1.5}, ("x",), ("y",), ("z",)),
     Failed("no"),
     Accepted(1, EffectiveParams(0.0, 1.0, 0, 0.0, 7, 9, frozenset({1}), True, frozenset({2}))),
+    Accepted(2, None),
     Refused(1, is_full=True, message="full"),
     Delta(1, 2, "té", 3, "stop", "end", (POSITION,)),
     Delta(1, 0, "", 0, None),
     Ended(1, None, 4, 0.25, (None, POSITION)),
-    Vector(3, b"\0\1\2\3", 1),
+    Vector(3, b"\0\1\2\3"),
     Progress(EngineMetrics(1, 2, 0.5, 3, 4, 5, 6, 7, {"stop": 8}, 9, 10, 11, 12, 0.5, 13, 14)),
 ]
 

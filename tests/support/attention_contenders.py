@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
-from rich.console import Console
 from torch import Tensor
 
 from sightline.attention.backends.torch.backend import TorchBackend
@@ -20,16 +18,28 @@ from sightline.bench.attention import surroundings as surroundings_module
 from sightline.bench.attention.data import ShapeData
 from sightline.bench.attention.measure import Field, measure_attention
 from sightline.bench.attention.peers import AttentionPeer, PeerKernel
-from sightline.bench.attention.report import render
+from sightline.bench.attention.report import lines
 from sightline.bench.attention.results import AttentionReport
 from sightline.bench.attention.shapes import SHAPE_SETS, find_shapes
-from sightline.bench.attention.timing import Rates, TimingBudget
+from sightline.bench.attention.timing import Clock, Rates, TimingBudget
 from sightline.core.device import detect_device
 
 CPU = detect_device("cpu")
 QUICK = TimingBudget(rounds=2, sample_seconds=1e-4)
 MEASURED = Rates(bytes_per_second=4.28e12, operations_per_second=694e12)
 """Of the machine that the peers were first measured on."""
+
+
+class VirtualClock(Clock):
+    """A clock that only moves when a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        start = self.now
+        work()
+        return self.now - start
 
 
 class _Changed(AttentionPlan[SoftmaxInputs]):
@@ -102,7 +112,4 @@ def measured(
 
 
 def text_of(report: AttentionReport) -> str:
-    console = Console(file=StringIO(), width=240)
-    with console.capture() as captured:
-        console.print(render(report))
-    return captured.get()
+    return "\n".join(lines(report))

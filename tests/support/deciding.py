@@ -1,4 +1,4 @@
-"""States made of standings, for tests of what is decided."""
+"""States made of standings, for tests of what is decided: no store, no cache and no queue."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sightline.cache.prefix import PrefixMatch
-from sightline.core.request import EffectiveParams, Request, Terms
-from sightline.scheduler.decision import Decision, Finding, State
-from sightline.scheduler.queue import WaitingQueue
-from sightline.scheduler.sequence import SequenceState
+from sightline.scheduler import policy
+from sightline.scheduler.decision import (
+    Decision,
+    Finding,
+    Inquiry,
+    RunningSequence,
+    SchedulerState,
+    WaitingLines,
+    WaitingSequence,
+)
+from sightline.scheduler.tally import HeldPage, Holding, Tally
 
 PAGE = 4
-NOTHING = Finding(None, None, 0, 0)
+NOTHING = Finding(0, 0, None, ())
 
 
 @dataclass(frozen=True)
@@ -30,70 +36,84 @@ class Standing:
     num_steps: int = 0
     caller: str = ""
 
+    def running(self, arrival: int) -> RunningSequence:
+        num_lacking = 1 if self.missing else -self.num_spare
+        return RunningSequence(
+            self.priority,
+            arrival,
+            self.caller,
+            num_pending=self.num_tokens - self.num_computed,
+            num_pages=-(-self.num_tokens // PAGE) - num_lacking,
+            num_lacking=num_lacking,
+            num_steps=self.num_steps,
+            scores_prompt=False,
+        )
 
-@dataclass
-class Count:
-    """A tally where nothing is shared."""
-
-    num_pages: int
-
-    def copy(self) -> Count:
-        return replace(self)
-
-    def cost(self, match: PrefixMatch | None) -> int:
-        return 0
-
-    def share(self, match: PrefixMatch | None) -> None:
-        assert match is None
-
-    def retract(self, sequence: SequenceState) -> None:
-        self.num_pages += sequence.num_pages
-
-
-def make(arrival: int, standing: Standing, *, running: bool) -> SequenceState:
-    params = EffectiveParams(0.0, 1.0, 0, 0.0, 0, 1000, frozenset(), True)
-    terms = Terms(standing.caller, standing.priority)
-    sequence = SequenceState(Request(str(arrival), None, tuple(range(standing.num_tokens)), params, terms))
-    sequence.arrival, sequence.rank = arrival, (standing.priority, arrival)
-    if running:
-        sequence.table_row = arrival
-        sequence.num_computed = sequence.num_scheduled = standing.num_computed
-        sequence.num_steps = standing.num_steps
-        needed = -(-standing.num_tokens // PAGE)
-        sequence.num_pages = needed - 1 if standing.missing else needed + standing.num_spare
-    return sequence
+    def waiting(self, arrival: int) -> WaitingSequence:
+        return WaitingSequence(
+            self.priority,
+            arrival,
+            self.caller,
+            self.num_tokens,
+            was_admitted=False,
+            scores_prompt=False,
+            leader=None,
+        )
 
 
 def state(
     running: Sequence[Standing], waiting: Sequence[Standing] = (), *, free: int = 0, rows: int = 8, budget: int = 16
-) -> State:
-    runs = [make(index, standing, running=True) for index, standing in enumerate(running, 1)]
-    waits = [make(index, standing, running=False) for index, standing in enumerate(waiting, 100)]
-    queue, had = WaitingQueue(), {each.caller: 0 for each in waits}
+) -> SchedulerState:
+    """A state in which nothing is shared, and everything is known."""
+    runs = sorted(standing.running(arrival) for arrival, standing in enumerate(running, 1))
+    waits = [standing.waiting(arrival) for arrival, standing in enumerate(waiting, 100)]
+    levels: dict[int, dict[str, tuple[WaitingSequence, ...]]] = {}
     for each in waits:
-        queue.add(each)
-    return State(
-        running=sorted(runs, key=lambda each: each.rank),
+        lines = levels.setdefault(each.priority, {})
+        lines[each.caller] = (*lines.get(each.caller, ()), each)
+    pages = {each.arrival: [1000 * each.arrival + index for index in range(each.num_pages)] for each in runs}
+    return SchedulerState(
+        running=tuple(runs),
         held=Counter(each.caller for each in runs),
-        waiting=lambda held: queue.in_turn(had, held),
-        most_urgent=queue.most_urgent,
-        most_urgent_beside=queue.most_urgent_beside,
-        share=lambda caller: 0,
-        find=lambda sequence: NOTHING,
-        tally=lambda: Count(free),
+        shares={each.caller: 0 for each in runs},
+        urgencies={
+            each.caller: min(every.priority for every in waits if every.caller == each.caller) for each in waits
+        },
+        tally=Tally(free),
         num_free_rows=rows,
         page_size=PAGE,
         max_step_tokens=budget,
         max_scored_tokens=budget,
+        waiting=WaitingLines(levels, {each.caller: 0 for each in waits}, frozenset()),
+        findings={each.arrival: NOTHING for each in waits},
+        holdings={arrival: Holding(tuple(HeldPage(page, 1) for page in own), ()) for arrival, own in pages.items()},
     )
 
 
-def names(sequences: Sequence[SequenceState]) -> list[int]:
-    return [sequence.arrival for sequence in sequences]
+def decide(state: SchedulerState) -> Decision:
+    """The decision about a state in which everything is known."""
+    outcome = policy.decide(state)
+    assert isinstance(outcome, Decision), outcome
+    return outcome
 
 
-def rows(decision: Decision) -> dict[int, int]:
-    return {sequence.arrival: count for sequence, count in decision.rows}
+def decide_by_asking(known: SchedulerState) -> tuple[Decision, int]:
+    """The decision where every fact is told only when it is asked for, and the number of inquiries."""
+    state = replace(known, waiting=None, findings={}, holdings={})
+    count = 0
+    while isinstance(outcome := policy.decide(state), Inquiry):
+        new = {arrival: known.findings[arrival] for arrival in outcome.findings}
+        held = {arrival: known.holdings[arrival] for arrival in outcome.holdings}
+        assert new.keys() - state.findings.keys() or held.keys() - state.holdings.keys() or outcome.waiting
+        assert not (outcome.waiting and state.waiting), "it is asked once"
+        state = replace(
+            state,
+            waiting=known.waiting if outcome.waiting else state.waiting,
+            findings={**state.findings, **new},
+            holdings={**state.holdings, **held},
+        )
+        count += 1
+    return outcome, count
 
 
 def decoding(num_tokens: int = 5, **changes: int | bool | str) -> Standing:
@@ -101,5 +121,6 @@ def decoding(num_tokens: int = 5, **changes: int | bool | str) -> Standing:
     return replace(standing, **changes)  # type: ignore[arg-type]
 
 
-def waiting_in(state: State) -> list[SequenceState]:
-    return [sequence for _, sequence in state.waiting(state.held)]
+def waiting_in(state: SchedulerState) -> list[WaitingSequence]:
+    assert state.waiting is not None
+    return [each for lines in state.waiting.levels.values() for line in lines.values() for each in line]

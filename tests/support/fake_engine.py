@@ -109,7 +109,7 @@ class FakeEngine:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit(prompts, params):
+            case Submit(prompts, SamplingParams() as params):
                 for number, prompt in prompts.items():
                     self._submit(number, len(prompt), params)
             case Cancel(number):

@@ -22,7 +22,7 @@ from support.serving import ServedProcess
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1"
 """The default model's served name."""
-CANCEL_SECONDS = 2.0
+CANCEL_SECONDS = 30.0
 """In which the engine must have dropped what nobody waits for."""
 
 

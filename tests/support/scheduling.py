@@ -12,7 +12,7 @@ from sightline.cache.prefix import PrefixCache
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
 from sightline.core.request import EffectiveParams, Request, Terms
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import Schedule, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, Schedule, ScheduledRow, SequenceState
 
 CPU = torch.device("cpu")
 POOL = PoolSpec("kv", (PlaneSpec("k", (1,), torch.float32),), num_layers=1)
@@ -46,7 +46,7 @@ def make_sequence(
         presence_penalty=penalty,
         prompt_logprobs=1 if scored else None,
     )
-    return SequenceState(Request(name, None, tuple(range(prompt_len)), params, terms), index)
+    return SequenceState(Request(name, None, tuple(range(prompt_len)), params.needs, terms), index)
 
 
 @dataclass
@@ -114,8 +114,8 @@ class Loop:
         for row in rows:
             if row.sequence.is_out:
                 continue
-            self.scheduler.commit(row, 0 if row.completes else None)
-            if row.completes and row.sequence.num_generated == row.sequence.request.params.max_tokens:
+            self.scheduler.commit(row, RowResult(row.seq_len, (0,) if row.completes else ()))
+            if row.completes and row.sequence.num_generated == row.sequence.request.needs.max_new_tokens:
                 self.remove(row.sequence)
                 self.finished.append(row.sequence.request.request_id)
         self.scheduler.landed(rows)

@@ -16,13 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import sightline
+from sightline.server.page.pages import page_text
 
-PAGES = Path(sightline.__file__).parent / "server" / "page"
 MODEL = "SmolLM2-135M-Instruct"
 PATIENCE = 20.0
 """Seconds after which a stream that a test forgot to release goes on."""
@@ -148,9 +146,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def do_GET(self) -> None:
-        pages = {"/": "chat.html", "/docs": "docs.html"}
+        pages = {"/": "chat", "/docs": "docs"}
         if self.path in pages:
-            html = (PAGES / pages[self.path]).read_text()
+            html = page_text(pages[self.path])
             headers = {"Content-Security-Policy": policy(html), "X-Content-Type-Options": "nosniff"}
             self._send(html.encode(), "text/html; charset=utf-8", headers=headers)
         elif not self._is_known():

@@ -109,7 +109,7 @@ def open_tiny(folder: Path, config: EngineConfig | None = None, *, strict: bool 
 
 def vectors(embedder: TextEmbedder, texts: Sequence[Sequence[int]]) -> Tensor:
     """[num_texts, size], in order."""
-    return torch.stack([found.vector for found in embedder.embedder.embed(texts)])
+    return torch.stack([found.vector for found in embedder.embed_tokens(texts)])
 
 
 def reference_states(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:

@@ -11,21 +11,23 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from sightline.attention.proof import ProofBook
-from sightline.core.device import DeviceKind, detect_device
+from sightline.core.device import Device, DeviceKind, detect_device
 from sightline.core.errors import ConfigError
-from sightline.testing.conformance.crew import SideBySide
-from sightline.testing.conformance.errands import Brief, Desk, Errand, packed, unpacked
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.crew import side_by_side
 from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict
-from sightline.testing.conformance.report import more_samples, run_conformance
-from sightline.testing.conformance.rows import RowToTry, list_rows
+from sightline.testing.conformance.report import TriedRow, run_conformance
+from sightline.testing.conformance.rows import PreparedRow, RowToTry, Watch, list_rows
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.trial import WHOLE, CaseShare, Check, Effort
-from sightline.testing.conformance.trying import PreparedRow, Watch
+from sightline.testing.conformance.trial import WHOLE, Check, Effort
+from sightline.testing.conformance.worker import Brief, Desk, Errand
 from support.crew_checks import BUILDING, DEADLY, HALF, SHY, SINGLE, STUB
 
 CPU = detect_device("cpu")
@@ -35,7 +37,7 @@ def data(jobs: int, folder: Path, said: list[str]) -> dict[str, Any]:
     """What comes of a run after an earlier one that proved more, without what differs from run to run anyhow."""
     book = ProofBook(folder)
     run_conformance(
-        device="cpu", book=book, candidates=[STUB], checks=BUILDING[-1:], samples=more_samples((), (), [272])
+        device="cpu", book=book, candidates=[STUB], checks=BUILDING[-1:], samples=Samples().and_more((), (), [272])
     )
     watch = Watch(
         lambda row: said.append(row.label), lambda row, result: said.append(f"{row.label} {result.check} came")
@@ -108,10 +110,9 @@ def prepared() -> PreparedRow:
 def alone(checks: tuple[Check, ...], row: PreparedRow) -> tuple[list[CheckResult], RowReport]:
     """What one process after the other said, and what came of it."""
     came: list[CheckResult] = []
-    brief = Brief.of(CPU, Effort.QUICK, (STUB,), checks)
     watch = Watch(on_result=lambda _row, result: came.append(result))
-    with closing(SideBySide(brief, [row], checks, 1, watch)) as trier:
-        return came, trier.report(row)
+    with closing(side_by_side(Brief(CPU, Effort.QUICK, (STUB,), checks), [row], checks, 1, watch)) as reports:
+        return came, next(reports)
 
 
 def test_a_process_that_dies_or_is_broken_fails_its_own_check_alone() -> None:
@@ -134,20 +135,35 @@ def test_a_process_that_dies_or_is_broken_fails_its_own_check_alone() -> None:
 
 def test_a_process_that_cannot_begin_ends_the_run_and_fails_no_check() -> None:
     """A device that is not there, as one whose memory other processes hold."""
-    row = prepared()
-    brief = replace(Brief.of(CPU, Effort.QUICK, (STUB,), BUILDING), device_kind=DeviceKind.CUDA, device_index=97)
+    absent = Device(DeviceKind.CUDA, torch.device("cuda", 97), "no card", (9, 0))
     with (
-        closing(SideBySide(brief, [row], BUILDING, 1, Watch())) as trier,
+        closing(
+            side_by_side(Brief(absent, Effort.QUICK, (STUB,), BUILDING), [prepared()], BUILDING, 1, Watch())
+        ) as run,
         pytest.raises(ConfigError, match="expected a process that can try checks, got "),
     ):
-        trier.report(row)
+        next(run)
+
+
+def test_what_a_process_cannot_import_ends_the_run_and_fails_no_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that is in this process alone."""
+    here = ModuleType("here_alone")
+    exec("def rows(): raise AssertionError", vars(here))
+    monkeypatch.setitem(sys.modules, "here_alone", here)
+    brief = Brief(CPU, Effort.QUICK, (replace(STUB, rows=here.rows),), BUILDING)
+    with (
+        closing(side_by_side(brief, [prepared()], BUILDING, 1, Watch())) as run,
+        pytest.raises(ConfigError, match=r"expected a process that can try checks, got .*here_alone"),
+    ):
+        next(run)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's account of processes")
 def test_a_check_that_wants_the_device_to_itself_has_it() -> None:
-    row = prepared()
-    with closing(SideBySide(Brief.of(CPU, Effort.QUICK, (STUB,), SHY), [row], SHY, 2, Watch())) as trier:
-        results = trier.report(row).results
+    with closing(side_by_side(Brief(CPU, Effort.QUICK, (STUB,), SHY), [prepared()], SHY, 2, Watch())) as run:
+        results = next(run).results
     assert [(result.verdict, result.detail) for result in results] == [(Verdict.PASSED, "")] * 3
 
 
@@ -159,7 +175,7 @@ def test_sources_that_changed_since_the_run_began_end_it() -> None:
 
 
 def test_a_row_that_is_there_no_more_is_no_row_of_the_run() -> None:
-    desk = Desk(Brief.of(CPU, Effort.QUICK, (STUB,), BUILDING))
+    desk = Desk(Brief(CPU, Effort.QUICK, (STUB,), BUILDING))
     with pytest.raises(ConfigError, match=r"expected stub · float64 as it was when the run began, got it changed"):
         desk.attempt(Errand("stub", "float64", "ground", WHOLE, Samples(), None))
 
@@ -169,19 +185,17 @@ def test_what_cannot_travel_is_refused_with_what_to_do(tmp_path: Path) -> None:
     expected = "expected candidates and checks whose functions other processes can import, got .* or leave jobs at 1"
     with pytest.raises(ConfigError, match=expected):
         run_conformance(device="cpu", book=ProofBook(tmp_path), candidates=[here], checks=BUILDING, jobs=2)
-    brief = Brief.of(CPU, Effort.QUICK, (STUB,), BUILDING)
-    assert brief.candidates is not None
-    elsewhere = replace(brief.candidates[0], load="no_such_module:load")
-    with pytest.raises(ConfigError, match=expected):
-        Desk(replace(brief, candidates=(elsewhere,)))
 
 
-def test_what_travels_arrives_as_it_was() -> None:
-    brief = Brief.of(CPU, Effort.FULL, (STUB,), BUILDING)
-    assert unpacked(packed(brief), Brief) == brief
-    row = prepared()
-    errand = Errand("stub", "float32", "ground", CaseShare(1, 3), row.samples, row.identity)
-    assert unpacked(packed(errand), Errand) == errand
+def test_checks_of_the_kit_can_be_chosen_for_several_processes(tmp_path: Path) -> None:
+    """Some of them hold functions that no process could import by name: the worker finds them in the kit."""
+    chosen = [check for check in CHECKS if check.name in ("built", "window")]
+    row = run_conformance(device="cpu", book=ProofBook(tmp_path), candidates=[STUB], checks=chosen, jobs=2).outcomes[0]
+    assert isinstance(row, TriedRow)
+    assert [(result.check, result.verdict) for result in row.report.results] == [
+        ("built", Verdict.PASSED),
+        ("window", Verdict.PASSED),
+    ]
 
 
 @pytest.mark.parametrize("jobs", [0, -3])

@@ -294,7 +294,7 @@ def test_a_config_alone_says_that_weights_are_not_known_and_demands_no_less(
 ) -> None:
     ledger, folder = Ledger(), folders("llama")
     open_blueprint(EngineConfig(model=str(folder / "config.json"), **SMALL), ledger)
-    assert any("what they take of the memory is not known from config.json alone" in str(entry) for entry in ledger)
+    assert any("their size is not known from config.json alone" in str(entry) for entry in ledger)
     other = tmp_path / "other.json"
     other.write_text("[]")
     with pytest.raises(CheckpointError):

@@ -66,7 +66,7 @@ def test_each_check_is_a_test_and_the_packages_own_tests_run_too(package: pytest
         assert f"conformance::reference::{ROW}::{name} PASSED" in lines
     assert "test_own.py::test_own PASSED" in lines
     assert f"conformance::reference::{ROW}::host-bounds SKIPPED" in lines
-    assert "excused: it declares that it needs exact lengths on the host" in lines
+    assert "excused: the row declares that it needs exact lengths on the host" in lines
     assert result.ret == 0
 
 
@@ -76,7 +76,7 @@ def test_a_fault_fails_its_check_with_the_detail_alone_and_blocks_what_builds_on
     assert f"conformance::mine::{ROW}::window FAILED" in lines
     assert f"conformance::mine::{ROW}::causal PASSED" in lines
     assert "blocked: builds on window" in lines
-    assert "mine::float32+bfloat16+float16::window proves: a query sees keys" in lines
+    assert "mine::float32+bfloat16+float16::window proves: A query sees the keys" in lines
     assert "of the oracle, got" in lines
     assert "kit.py" not in lines
     assert not [line for line in lines.splitlines() if "plugin.py" in line and not line.startswith("SKIPPED")]

@@ -22,11 +22,10 @@ from sightline.attention.spec import SpecKind
 from sightline.core.device import Device, DeviceKind, detect_device
 from sightline.core.errors import ConfigError
 from sightline.testing.conformance.kit import Verdict
-from sightline.testing.conformance.report import ConformanceReport, TriedRow, more_samples, run_conformance
-from sightline.testing.conformance.rows import RowToTry, SkippedRow, list_rows
+from sightline.testing.conformance.report import ConformanceReport, TriedRow, run_conformance
+from sightline.testing.conformance.rows import RowToTry, SkippedRow, Watch, list_rows
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import Check, Effort, Trial, fail
-from sightline.testing.conformance.trying import Watch
 from support.coverages import points_of
 from support.crew_checks import SINGLE as ROW
 
@@ -158,8 +157,8 @@ def test_a_run_that_excused_everything_proves_nothing(book: ProofBook) -> None:
 
 def test_a_blocked_check_names_its_ground(book: ProofBook) -> None:
     row = only(run(book, checks=FAILING))
-    assert [result.check for result in row.of(Verdict.FAILED)] == ["ground"]
-    assert [result.detail for result in row.of(Verdict.BLOCKED)] == ["builds on ground"]
+    assert [result.check for result in row.report.of(Verdict.FAILED)] == ["ground"]
+    assert [result.detail for result in row.report.of(Verdict.BLOCKED)] == ["builds on ground"]
 
 
 def test_an_error_of_the_backend_is_a_failure_of_the_check(book: ProofBook) -> None:
@@ -168,7 +167,7 @@ def test_an_error_of_the_backend_is_a_failure_of_the_check(book: ProofBook) -> N
 
     report = run(book, checks=(Check("ground", "there is ground", raises),))
     assert report.failed
-    assert "RuntimeError: out of luck" in only(report).of(Verdict.FAILED)[0].detail
+    assert "RuntimeError: out of luck" in only(report).report.of(Verdict.FAILED)[0].detail
 
 
 SKIPPED = {
@@ -254,7 +253,7 @@ def test_a_book_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path
 
 
 def test_more_samples_come_after_the_usual_ones_and_are_proven(book: ProofBook) -> None:
-    samples = more_samples([40], [11], [48, 16])
+    samples = Samples().and_more([40], [11], [48, 16])
     usual = Samples()
     assert samples == Samples((*usual.head_dims, 40), (*usual.group_sizes, 11), (*usual.page_sizes, 48))
     proof = only(run(book, samples=samples)).proof
@@ -264,15 +263,15 @@ def test_more_samples_come_after_the_usual_ones_and_are_proven(book: ProofBook) 
 
 
 def test_what_was_proven_before_stays_proven_beside_what_is_new(book: ProofBook) -> None:
-    run(book, samples=more_samples((), (), [48]))
-    proof = only(run(book, samples=more_samples((), (), [56]))).proof
+    run(book, samples=Samples().and_more((), (), [48]))
+    proof = only(run(book, samples=Samples().and_more((), (), [56]))).proof
     assert proof is not None
     assert {48, 56} <= covered(proof, Dimension.PAGE_SIZE)
     assert (48, 64) in {(b, a) for a, b in proof.coverage.met[Dimension.HEAD_DIM, Dimension.PAGE_SIZE]}
 
 
 def test_what_failed_since_is_not_joined(book: ProofBook) -> None:
-    run(book, samples=more_samples((), (), [48]))
+    run(book, samples=Samples().and_more((), (), [48]))
     run(book, checks=FAILING)
     proof = only(run(book)).proof
     assert proof is not None
@@ -290,7 +289,7 @@ def test_a_part_of_the_checks_proves_nothing(book: ProofBook) -> None:
 
 def test_a_sample_that_the_row_does_not_list_is_told_and_not_proven(book: ProofBook) -> None:
     row = replace(ROW, page_sizes=frozenset({16}))
-    tried = only(run(book, candidate("mine", row), samples=more_samples((), (), [48])))
+    tried = only(run(book, candidate("mine", row), samples=Samples().and_more((), (), [48])))
     assert tried.not_listed == ("page size 48",)
     assert tried.proof is not None
     assert covered(tried.proof, Dimension.PAGE_SIZE) == {16}

@@ -93,6 +93,15 @@ class PartRecord:
     """The instance that planned."""
 
 
+class StepContents(NamedTuple):
+    """Fingerprints of the contents that must not change between planning and running."""
+
+    batch: Fingerprint
+    """Tensors of the batch and its page-table rows: a change needs a new batch."""
+    plan: Fingerprint
+    """Plan buffers: planning again fixes a change."""
+
+
 @dataclass(frozen=True, eq=False)
 class Certificate:
     """What a plan was made from. Compared at every forward; integers and identities only."""
@@ -107,8 +116,8 @@ class Certificate:
     """Per pool key: the version of each page-table row that the plan reads."""
     parts: tuple[PartRecord, ...]
     """Parts of every group, in order."""
-    fingerprint: Fingerprint | None
-    """Fingerprint of the contents; None unless `--paranoid`."""
+    contents: StepContents | None
+    """Fingerprints of the contents; None unless `--paranoid`."""
 
 
 class LayerPlace(NamedTuple):
@@ -244,7 +253,7 @@ class Planner:
             epoch=memory.epoch,
             page_versions=versions,
             parts=records,
-            fingerprint=self._fingerprint(batch, lane) if self._paranoid else None,
+            contents=self._contents(batch, lane) if self._paranoid else None,
         )
         plan = StepPlan(certificate, policy, needs, plans, self._places)
         self._issued.add(plan)
@@ -314,7 +323,6 @@ class Planner:
 
     def launch(self, planned: PlannedBatch) -> None:
         """Marks the batch as running, so that later steps in its lane may read what it writes."""
-        self._lengths.check(planned.batch, planned.plan.certificate.lane)
         self._lengths.launch(planned.batch, planned.plan.certificate.lane)
 
     def take_back(self, planned: PlannedBatch) -> None:
@@ -369,36 +377,31 @@ class Planner:
                 changes.append(f"the backend of {binding.group.name} was replaced")
         if self._memory[certificate.lane].epoch != certificate.epoch:
             changes.append(f"the plan buffers of lane {certificate.lane} were filled again")
-        if changes or certificate.fingerprint is None:
+        if changes or certificate.contents is None:
             return Staleness((), tuple(changes))
-        return self._content_changes(batch, certificate, certificate.fingerprint)
+        before, after = certificate.contents, self._contents(batch, certificate.lane)
+        of_batch, of_plan = changed_parts(before.batch, after.batch), changed_parts(before.plan, after.plan)
+        return Staleness(
+            tuple(f"contents of batch {name} changed in place" for name in of_batch),
+            tuple(f"contents of plan buffer {name} changed in place" for name in of_plan),
+        )
 
-    def _fingerprint(self, batch: Batch, lane: Lane) -> Fingerprint:
-        """Fingerprint of the contents that must not change between planning and running."""
+    def _contents(self, batch: Batch, lane: Lane) -> StepContents:
         tensors = {
-            "batch query_lens": batch.query_lens.device,
-            "batch context_lens": batch.context_lens.device,
-            "batch positions": batch.positions,
-            "batch tokens": batch.tokens,
-            "batch logit_indices": batch.logit_indices,
-            "batch table rows": batch.table_rows,
+            "query_lens": batch.query_lens.device,
+            "context_lens": batch.context_lens.device,
+            "positions": batch.positions,
+            "tokens": batch.tokens,
+            "logit_indices": batch.logit_indices,
+            "table rows": batch.table_rows,
         }
         for row, mask in enumerate(batch.masks):
             if mask.tree is not None:
-                tensors[f"batch tree of row {row}"] = mask.tree
+                tensors[f"tree of row {row}"] = mask.tree
         for key, rows in batch.pools.items():
-            tensors[f"batch write_slots of {key}"] = rows.write_slots
-            tensors[f"batch page-table rows of {key}"] = _pages_of(batch, self._pools[key])
-        tensors |= {f"plan buffer {name}": tensor for name, tensor in self._memory[lane].contents().items()}
-        return fingerprint_tensors(tensors)
-
-    def _content_changes(self, batch: Batch, certificate: Certificate, before: Fingerprint) -> Staleness:
-        after = self._fingerprint(batch, certificate.lane)
-        changed = changed_parts(before, after)
-        return Staleness(
-            tuple(f"contents of {name} changed in place" for name in changed if name.startswith("batch ")),
-            tuple(f"contents of {name} changed in place" for name in changed if name.startswith("plan ")),
-        )
+            tensors[f"write_slots of {key}"] = rows.write_slots
+            tensors[f"page-table rows of {key}"] = _pages_of(batch, self._pools[key])
+        return StepContents(fingerprint_tensors(tensors), fingerprint_tensors(self._memory[lane].contents()))
 
 
 def _pages_of(batch: Batch, pool: Pool) -> Tensor:

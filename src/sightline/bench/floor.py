@@ -1,6 +1,6 @@
-"""The least time that a step can take here: its bytes over the read rate, or its operations over the product's.
+"""The floor: the least time of a step, which is its bytes over the read rate or its operations over the product rate.
 
-Owns the machine's measured rates, and what a step of a model reads and multiplies. Does not know engines.
+Measures the rates of the machine and counts what a step reads and multiplies. Does not know engines.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _AT_ONCE_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine can do, measured in the same run."""
+    """Rates of this machine, measured in the same run."""
 
     read_bytes_per_second: float
-    """By a matrix-vector product in fp32."""
+    """Read rate of a matrix-vector product in fp32."""
     operations_per_second: float
-    """By a square product in the compute dtype."""
+    """Rate of a square matrix product in the compute dtype."""
 
     def best(self, other: Machine) -> Machine:
-        """The faster of both in each."""
+        """The higher of both rates."""
         return Machine(
             max(self.read_bytes_per_second, other.read_bytes_per_second),
             max(self.operations_per_second, other.operations_per_second),
@@ -45,13 +45,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Weights that a step multiplies with; experts count as if all were used."""
+    """Weights that a step uses; all experts count."""
 
     layers: int
     vocabulary: int
-    """Of the output projection."""
+    """Weights of the output projection."""
     num_bytes: int
-    """Of all of them, as they are multiplied."""
+    """Bytes of all weights, in the form in which they are multiplied."""
 
     @property
     def weights(self) -> int:
@@ -60,11 +60,11 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class CacheReads:
-    """What one group of layers reads of a row's cache in a step."""
+    """What a group of layers reads of a row's cache per step."""
 
     bytes_per_token: int
     window: int | None
-    """Tokens that it sees at most."""
+    """Most tokens that it attends to; None is all."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Floor:
     caches: tuple[CacheReads, ...]
 
     def decode(self, contexts: Sequence[int]) -> float:
-        """Seconds of one step that gives each row a token: weights once and every row's cache, or the products.
+        """Seconds of one decode step: the weights once and every row's cache, or the products.
 
-        `contexts` are the rows' tokens in the cache.
+        `contexts` are the cached tokens of each row.
         """
         cached = sum(
             cache.bytes_per_token * min(context, cache.window or context)
@@ -91,24 +91,23 @@ class Floor:
         )
 
     def decode_all(self, contexts: Sequence[int], num_steps: int) -> float:
-        """Seconds of `num_steps` such steps, in which every row grows by a token."""
+        """Seconds of `num_steps` decode steps, in which every row grows by a token."""
         return sum(self.decode([context + step for context in contexts]) for step in range(1, num_steps + 1))
 
     def prefill(self, num_tokens: int) -> float:
-        """Seconds of the products of `num_tokens` through the layers; only the last one needs the vocabulary."""
+        """Seconds of the products of `num_tokens` in the layers; only the last token needs the vocabulary."""
         return 2 * self.size.layers * num_tokens / self.machine.operations_per_second
 
 
 def measure_machine(dtype: torch.dtype, device: torch.device) -> Machine:
-    """Rates of this machine now, with torch's threads."""
+    """Measures this machine, with torch's number of threads."""
     matrix, vector = torch.ones(1 << 14, 1 << 13, device=device), torch.ones(1 << 13, device=device)
     read = min(_timed(lambda: matrix @ vector) for _ in range(5))
     return Machine(matrix.nbytes / read, _product_rate(dtype, device))
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Of the largest square product that this machine computes at once: where it has no instructions for the dtype, one
-    of 2048³ takes minutes."""
+    """Rate of the largest square product that is quick: 2048³ takes minutes without instructions for the dtype."""
     for size in _PRODUCT_SIZES:
         square = torch.ones(size, size, dtype=dtype, device=device)
         taken = min(_timed(partial(torch.mm, square, square)) for _ in range(5))
@@ -118,7 +117,7 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) -> ModelSize:
-    """Counted from the headers; no weight is read."""
+    """Counts the weights from the checkpoint's headers, without reading them."""
     sizes = {name: math.prod(info.shape) for name, info in checkpoint.tensors.items()}
     embedding = sizes.get("model.embed_tokens.weight", 0)
     head = sizes.get("lm_head.weight", 0)
@@ -135,7 +134,7 @@ def model_size(checkpoint: Checkpoint, dtype: torch.dtype, quantization: str) ->
 
 
 def cache_reads(runtime: Runtime) -> tuple[CacheReads, ...]:
-    """What the layer groups of a built engine read."""
+    """What the layer groups of an engine read per step."""
     return tuple(
         CacheReads(
             sum(pool.spec.bytes_per_token for pool in binding.cache.pools.values()),
@@ -146,7 +145,7 @@ def cache_reads(runtime: Runtime) -> tuple[CacheReads, ...]:
 
 
 def _stored_bytes(info: TensorInfo, dtype: torch.dtype) -> int:
-    """In the file. A tensor joined of several counts as if it were stored in equal parts of each one's type."""
+    """Bytes in the file. A tensor joined from several types counts as equal parts of each."""
     rates: list[float] = []
     for name in info.stored_as.split("+"):
         if name in GGMLQuantizationType.__members__:

@@ -1,7 +1,4 @@
-"""Small line charts on logarithmic axes, as SVG text that reads on light and dark pages alike.
-
-Knows numbers and labels. Does not know what they measure.
-"""
+"""Small line charts with logarithmic axes, as SVG for light and dark pages. Does not know what is drawn."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 460, 360
-"""Of a panel."""
+"""Size of a panel."""
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 40, 48
 """Margins around a panel's axes."""
 LEGEND_ROW = 20
 COLOURS = 8
-"""Series of more than so many colours start again."""
+"""Number of different colours; further series repeat them."""
 
 _STYLE = """
 svg { --page: #ffffff; --ink: #1f2328; --muted: #59636e; --grid: #d8dee4;
@@ -46,7 +43,7 @@ class Series:
     """(x, y), all above 0."""
     colour: int
     dashed: bool = False
-    """Drawn without marks: what is known and not measured."""
+    """Drawn dashed and without marks, for values that are not measured."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Panel:
 
 
 def draw(caption: str, panels: Sequence[Panel]) -> str:
-    """The panels side by side, over the caption; all values must be above 0."""
+    """Draws panels side by side above a caption. All values must be positive."""
     rows = max(len(panel.series) for panel in panels)
     height, width = HEIGHT + LEGEND_ROW * rows + 40, WIDTH * len(panels)
     parts = [
@@ -126,14 +123,14 @@ def _classes(series: Series) -> str:
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """From a value to its place, by logarithms; one value alone stands in the middle."""
+    """A function from a value to its position, logarithmically. A single value is in the middle."""
     if low == high:
         low, high = low / 2, high * 2
     return lambda value: start + (end - start) * math.log(value / low) / math.log(high / low)
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:
-    """The steps of 1, 2 and 5 around the values."""
+    """The ticks just below and above the values."""
     steps = _ticks(min(values) / 10, max(values) * 10)
     return max(step for step in steps if step <= min(values)), min(step for step in steps if step >= max(values))
 

@@ -12,27 +12,41 @@ Owns the numbers. Does not know pages: the store opens, fills and closes rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from operator import add, itemgetter
+from typing import TypeAlias, TypeVar
 
-from sightline.core.batch import PADDING_ROW, Batch, BatchId
+from sightline.core.batch import CAUSAL, Batch, BatchId
 from sightline.core.errors import BatchError
 
+Item = TypeVar("Item")
+
+_Launch: TypeAlias = tuple[BatchId, int, int, int]
+"""A step in one row: its batch, the start and the stop of the entries that it writes, and its lane.
+
+A plain tuple, because one is created per row per step. Start and stop are equal if later steps may read none of them.
+"""
 _NOBODY = BatchId(0)
+"""Stands for the batch of a step that ran without one."""
+_LAUNCHES_KEPT = 32
+"""Steps after which committed launches are dropped. To look for them at every step would be slow."""
 
 
 class RowLengths:
-    """The committed and the launched length of every page-table row of a store."""
+    """The committed length of every page-table row of a store, and the launches behind it."""
 
     def __init__(self, num_rows: int) -> None:
         self._committed = [0] * (num_rows + 1)
+        self._launches: list[list[_Launch]] = [[] for _ in range(num_rows + 1)]
+        """The launches of each row, in order: each starts where the one before it stops, or repeats it.
+        `_uncommitted` drops those that are committed."""
         self._launched = [0] * (num_rows + 1)
-        self._launched_by = [_NOBODY] * (num_rows + 1)
-        """The batch of each row's last launch."""
-        self._lanes: dict[int, int] = {}
-        """The lane of each row's last launch; only kept once a lane other than the first has launched."""
-        self._missing_from: dict[int, int] = {}
-        """Rows of a failed step that another step was launched after: the length at which the missing entries begin."""
+        """Where each row's last launch stops; without one, the committed length."""
+        self._failed: dict[int, Set[BatchId]] = {}
+        """By row: launches that were taken back while others stand behind them. Those have read missing entries."""
+        self._has_lanes = False
+        """True once a lane other than the first has launched a step."""
+        self._num_steps = 0
 
     def committed(self, row: int) -> int:
         return self._committed[row]
@@ -43,7 +57,8 @@ class RowLengths:
     def check(self, batch: Batch, lane: int) -> None:
         """Raises `BatchError` unless each row's context equals its launched length, in the same lane.
 
-        A batch that was the last one launched on all its rows may run again: it writes the same entries.
+        A batch that was the last one launched on all its rows may run again until it is committed: it writes the same
+        entries.
         """
         if not batch.pools:
             return
@@ -53,101 +68,154 @@ class RowLengths:
             self._check_bounds(batch, expected)
         elif expected != contexts.host:
             self._explain(batch, contexts.host, expected)
-        if lane or self._lanes:
+        if lane or self._has_lanes:
             self._check_lanes(batch, lane)
-        if self._missing_from:
+        if self._failed:
             self._check_missing(batch)
 
     def launch(self, batch: Batch, lane: int) -> None:
-        """Records that the batch is about to run: later steps in the same lane may read what it writes."""
+        """Records that the batch is about to run: later steps in the same lane may read what it writes.
+
+        Raises `BatchError` as `check` does.
+        """
         if not batch.pools:
             return
-        launched, launched_by, batch_id = self._launched, self._launched_by, batch.batch_id
-        contexts, queries = batch.context_lens.host, batch.query_lens.host
-        for row in batch.rows:
-            launched_by[row] = batch_id
-        # If only the device knows the lengths, and for trees, the new entries are candidates: nothing reads them until
-        # they are settled.
-        if contexts is not None and queries is not None:
-            for row, mask, length in zip(batch.rows, batch.masks, map(add, contexts, queries), strict=True):
-                if mask.tree is None:
-                    launched[row] = length
-        launched[PADDING_ROW] = 0
-        if lane or self._lanes:
-            self._lanes |= dict.fromkeys(batch.rows, lane)
+        self.check(batch, lane)
+        self._has_lanes |= lane != 0
+        self._num_steps += 1
+        if self._num_steps % _LAUNCHES_KEPT == 0:
+            # A batch that ran again and again is recorded once.
+            self._launches = [list(dict.fromkeys(self._uncommitted(row))) for row in range(len(self._launches))]
+        launches, launched, batch_id = self._launches, self._launched, batch.batch_id
+        starts, stops = self._spans(batch)
+        for row, start, stop in zip(batch.rows[: len(batch.work)], starts, stops, strict=False):
+            launches[row].append((batch_id, start, stop, lane))
+            launched[row] = stop
 
     def advance(self, row: int, length: int) -> None:
         """Records that a step writing a row's entries up to `length` is running, for callers that run rows without a
         batch."""
+        launched = self._launched[row]
+        if length < launched:
+            raise BatchError("launched length", None, f"at least {launched}, as was launched", length)
+        self._uncommitted(row).append((_NOBODY, launched, length, 0))
         self._launched[row] = length
-        self._launched_by[row] = _NOBODY
 
     def take_back(self, batch: Batch) -> None:
         """Takes back a launched batch that failed, because its entries were not written.
 
         A step launched after it has read missing entries: it must be taken back too, and until then the row accepts no
-        other step.
+        other step. Rows in which the batch is not launched, or is committed, stay as they are.
         """
-        if not batch.pools:
-            return
-        contexts = batch.context_lens
-        known = contexts.bound if contexts.host is None else contexts.host
-        for row, context, new in zip(batch.rows, known, batch.query_lens.bound, strict=True):
-            first = max(min(context, self._missing_from.get(row, context)), self._committed[row])
-            if self._launched_by[row] in (batch.batch_id, _NOBODY):
-                self.settle(row, first)
-            elif self._committed[row] < context + new and context < self._launched[row]:
-                self._missing_from[row] = first
+        for row in batch.rows[: len(batch.work)] if batch.pools else ():
+            launches = self._uncommitted(row)
+            # Nothing is missing where the batch wrote only candidates.
+            launches[:] = [launch for launch in launches if launch[0] != batch.batch_id or launch[1] < launch[2]]
+            self._drop(row, self._failed.get(row, frozenset()) | {batch.batch_id})
 
     def commit(self, row: int, length: int) -> None:
         """Records that the first `length` entries of a row exist. Idempotent."""
+        if length <= self._committed[row]:
+            return
         if length > self._launched[row]:
             raise BatchError("committed length", None, f"at most {self._launched[row]}, as was launched", length)
-        if length > self._missing_from.get(row, length):
-            missing = self._missing_from[row]
+        if row in self._failed and length > (missing := self._missing_from(row)):
             raise BatchError("committed length", None, f"at most {missing}: the step that writes more failed", length)
-        if length > self._committed[row]:
-            self._committed[row] = length
+        self._committed[row] = length
 
     def settle(self, row: int, launched: int) -> None:
         """Lowers the launched length to `launched`, because a launched step did not complete. Never raises it."""
         if launched < self._committed[row]:
             raise BatchError("launched length", None, f"at least {self._committed[row]}, as is committed", launched)
-        self._launched[row] = min(launched, self._launched[row])
-        self._launched_by[row] = _NOBODY
-        if self._launched[row] <= self._missing_from.get(row, -1):
-            del self._missing_from[row]
+        launches = self._uncommitted(row)
+        launches[:] = [
+            (batch_id, start, min(stop, launched), lane) for batch_id, start, stop, lane in launches if start < launched
+        ]
+        self._drop(row, self._failed.get(row, frozenset()))
+
+    def settle_all(self, rows: Sequence[int], launched: Sequence[int]) -> None:
+        """Does as `settle` for every row."""
+        lengths = tuple(launched)
+        if _items(self._launched, rows) == lengths == _items(self._committed, rows):
+            for row in rows:
+                self._launches[row].clear()
+        else:
+            for row, length in zip(rows, lengths, strict=True):
+                self.settle(row, length)
 
     def require_written(self, row: int) -> None:
         """Raises `BatchError` if a step outside the first lane may still write the row's pages after they are freed.
 
         Steps of the first lane run in order, so their pages may be freed while one of them is running.
         """
-        if self._lanes.get(row, 0) and self._committed[row] < self._launched[row]:
-            raise BatchError(
-                "pages",
-                None,
-                f"all that lane {self._lanes[row]} launched in row {row} to be committed before its pages go",
-                f"{self._committed[row]} of {self._launched[row]} entries",
-                "commit that step, or take it back",
-            )
+        for _, _, stop, lane in self._uncommitted(row):
+            if lane:
+                raise BatchError(
+                    "pages",
+                    None,
+                    f"all that lane {lane} launched in row {row} to be committed before its pages go",
+                    f"{self._committed[row]} of {stop} entries",
+                    "commit that step, or take it back",
+                )
 
     def fill(self, row: int, length: int) -> None:
         """Sets a row to exactly `length` existing entries, which were copied, shared or imported."""
         self._committed[row] = self._launched[row] = length
-        self._launched_by[row] = _NOBODY
-        self._lanes.pop(row, None)
-        self._missing_from.pop(row, None)
+        self._launches[row].clear()
+        self._failed.pop(row, None)
+
+    def _spans(self, batch: Batch) -> tuple[Sequence[int], Sequence[int]]:
+        """The first entry that each row writes, and the entry after its last.
+
+        If only the device knows the lengths, and for trees, the new entries are candidates: nothing reads them until
+        they are settled, and the row's launched length stays.
+        """
+        contexts, queries = batch.context_lens.host, batch.query_lens.host
+        if contexts is None or queries is None:
+            launched = _items(self._launched, batch.rows)
+            return launched, launched
+        if batch.masks.count(CAUSAL) == len(batch.masks):
+            return contexts, tuple(map(add, contexts, queries))
+        rows = zip(contexts, queries, batch.masks, strict=True)
+        return contexts, [context + query if mask.tree is None else context for context, query, mask in rows]
+
+    def _uncommitted(self, row: int) -> list[_Launch]:
+        """The launches of a row that are not committed. A tree that follows the committed entries is not."""
+        launches, committed = self._launches[row], self._committed[row]
+        while launches and launches[0][1] < committed >= launches[0][2]:
+            del launches[0]
+        return launches
+
+    def _drop(self, row: int, failed: Set[BatchId]) -> None:
+        """Removes failed launches that nothing stands behind, and sets the launched length to where the rest stops."""
+        launches = self._launches[row]
+        while launches and launches[-1][0] in failed:
+            launches.pop()
+        self._launched[row] = max(launches[-1][2] if launches else 0, self._committed[row])
+        left = failed & {launch[0] for launch in launches}
+        if left:
+            self._failed[row] = left
+        else:
+            self._failed.pop(row, None)
+
+    def _missing_from(self, row: int) -> int:
+        """The first entry that a failed launch should have written."""
+        failed = self._failed[row]
+        first = next(start for batch_id, start, _, _ in self._launches[row] if batch_id in failed)
+        return max(first, self._committed[row])
 
     def _check_bounds(self, batch: Batch, launched: Sequence[int]) -> None:
         """If only the device knows the contexts, checks their upper bounds."""
         for index, (bound, length) in enumerate(zip(batch.context_lens.bound, launched, strict=True)):
-            if bound < length and not self._is_run_again(batch, index):
+            if bound < length:
                 raise BatchError("context_lens.bound", index, f"at least {length}, as was launched", bound)
 
     def _explain(self, batch: Batch, contexts: Sequence[int], launched: Sequence[int]) -> None:
+        starts, stops = self._spans(batch)
         for index, (context, length) in enumerate(zip(contexts, launched, strict=True)):
-            if context != length and not self._is_run_again(batch, index):
+            # The last launch is another if settling left only the beginning of what the batch wrote.
+            again = (batch.batch_id, starts[index], stops[index])
+            if context != length and again not in [launch[:3] for launch in self._uncommitted(batch.rows[index])[-1:]]:
                 remedy = (
                     "run the steps that write the entries between them first, or fill the row"
                     if context > length
@@ -156,38 +224,34 @@ class RowLengths:
                 )
                 raise BatchError("context_lens", index, f"{length}, as was launched", context, remedy)
 
-    def _is_run_again(self, batch: Batch, index: int) -> bool:
-        return self._launched_by[batch.rows[index]] == batch.batch_id
-
     def _check_missing(self, batch: Batch) -> None:
         for index, row in enumerate(batch.rows):
-            if row in self._missing_from:
+            if row in self._failed:
                 raise BatchError(
                     "context_lens",
                     index,
-                    f"{self._missing_from[row]}, since a step that was launched there failed",
+                    f"{self._missing_from(row)}, since a step that was launched there failed",
                     self._launched[row],
                     "take back the steps behind it too",
                 )
 
     def _check_lanes(self, batch: Batch, lane: int) -> None:
-        """Raises `BatchError` if launched but uncommitted entries are read outside the lane that writes them."""
-        contexts = batch.context_lens
-        known = contexts.bound if contexts.host is None else contexts.host
-        for index, (row, context) in enumerate(zip(batch.rows, known, strict=True)):
-            if context > self._committed[row] and self._lanes.get(row, 0) != lane:
-                raise BatchError(
-                    "lane",
-                    index,
-                    f"{self._lanes.get(row, 0)}, where its last step was launched",
-                    lane,
-                    "commit that step first: steps of two lanes have no order",
-                )
+        """Raises `BatchError` if another lane launched another step in one of the rows that is not committed."""
+        for index, row in enumerate(batch.rows):
+            for batch_id, _, _, other in self._uncommitted(row):
+                if other != lane and batch_id != batch.batch_id:
+                    raise BatchError(
+                        "lane",
+                        index,
+                        f"{other}, where its last step was launched",
+                        lane,
+                        "commit that step first: steps of two lanes have no order",
+                    )
 
 
-def _items(values: Sequence[int], places: tuple[int, ...]) -> tuple[int, ...]:
+def _items(values: Sequence[Item], places: Sequence[int]) -> tuple[Item, ...]:
     """The values at these indices, picked in one call."""
     if len(places) > 1:
-        found: tuple[int, ...] = itemgetter(*places)(values)
+        found: tuple[Item, ...] = itemgetter(*places)(values)
         return found
     return tuple([values[place] for place in places])

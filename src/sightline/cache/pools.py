@@ -335,10 +335,11 @@ class CacheStore:
         first = index * self.limits.page_size
         if not 0 < num_entries <= self.limits.page_size:
             raise ValueError(f"expected 1 to {self.limits.page_size} entries, what a page holds, got {num_entries}")
-        if self.lengths.committed(source) < first + num_entries or self.lengths.launched(target) != first:
+        there = (self.lengths.committed(target), self.lengths.launched(target))
+        if self.lengths.committed(source) < first + num_entries or there != (first, first):
             raise ValueError(
                 f"expected {first + num_entries} committed entries in row {source} and {first} in row {target}, got "
-                f"{self.lengths.committed(source)} and {self.lengths.launched(target)}"
+                f"{self.lengths.committed(source)} and {there[0]}, with {there[1]} launched"
             )
         copies = [(pool, pool.table.page(source, index), pool.table.page(target, index)) for pool in self.pools]
         for pool, _, page in copies:

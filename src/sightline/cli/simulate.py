@@ -1,4 +1,4 @@
-"""`simulate`: traffic by seed on a real scheduler, cache and planner, played by `sightline.testing.simulator`."""
+"""`simulate`: random traffic on a real scheduler, cache and planner, played by `sightline.testing.simulator`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--seed", type=int, default=0, show_default=True, help="The first seed.")
 @measure_option("--seeds", default=1, help="How many seeds, one after the other.")
-@measure_option("--steps", default=200, help="Steps of traffic for each; then it runs until nothing is left.")
+@measure_option("--steps", default=200, help="Steps of traffic for each; then the open requests run to their end.")
 @measure_option("--jobs", default=1, help="Processes that play seeds.")
 @click.option("--script", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Play this file instead.")
-@click.option("--output", type=parse_target, metavar="FILE", help="Where the script of a failing seed goes.")
+@click.option("--output", type=parse_target, metavar="FILE", help="Write the script of a failing seed here.")
 def simulate(seed: int, seeds: int, steps: int, jobs: int, script: Path | None, output: Path | None) -> None:
-    """Play random traffic on an engine whose model tells what it read, and check every page after every step.
+    """Play random traffic on an engine whose model reveals what it read, and check every page after every step.
 
-    A seed repeats a run exactly. Fails at the first seed in which something is wrong, and shows a short script of
-    events in which something still is; --script plays one.
+    A seed repeats a run exactly. Fails at the first seed in which something goes wrong, and prints a short script of
+    events that shows it; --script replays one.
     """
     from sightline.testing.simulator.counts import EventCounts
     from sightline.testing.simulator.seeds import SeedFailure, play_seeds
@@ -49,13 +49,11 @@ def simulate(seed: int, seeds: int, steps: int, jobs: int, script: Path | None, 
 
 def _play_script(script: Path, output: Path | None) -> None:
     from sightline.testing.simulator.scenario import Scenario
-    from sightline.testing.simulator.seeds import unsaid
     from sightline.testing.simulator.simulation import Simulation, Violation
 
     scenario = Scenario.from_json(script.read_text(encoding="utf-8"))
     try:
-        with unsaid():
-            counts = Simulation(scenario).run()
+        counts = Simulation(scenario).run()
     except Violation as violation:
         _print_violation(str(violation))
         if output is not None:
@@ -70,10 +68,10 @@ def _print_violation(what: str) -> None:
 
 
 def _shorten(scenario: Scenario, output: Path | None) -> None:
-    """Tells a short script in which something is wrong too."""
+    """Prints or saves a short script that shows the same violation."""
     from sightline.testing.simulator.seeds import shortened
 
-    notes.print("looking for a short script in which something is wrong too")
+    notes.print("looking for a short script that shows it")
     short, violation = shortened(scenario)
     _print_violation(str(violation))
     if output is None:

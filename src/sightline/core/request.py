@@ -117,6 +117,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class RowNeeds:
+    """What the rows of a request must compute, whatever it is for: all that a scheduler knows of its purpose."""
+
+    max_new_tokens: int
+    """Tokens that may be generated after the prompt; 0 if the prompt's own outputs are the result."""
+    every_output: bool = False
+    """True if the model's output is needed at every prompt token, so that none may come from the cache."""
+    reads_each_token: bool = False
+    """True if a token cannot be chosen before the host has read the one before it."""
+    is_whole: bool = False
+    """True if the prompt is computed whole in one step, and neither reads nor writes the cache."""
+
+
+@dataclass(frozen=True)
 class EffectiveParams:
     """Sampling parameters with every default filled in: what runs, and what is echoed."""
 
@@ -152,6 +166,13 @@ class EffectiveParams:
     def adjusts_logits(self) -> bool:
         """True if the logits of single tokens may be changed before sampling."""
         return self.counts_tokens or self.logit_bias != () or self.min_tokens > 0
+
+    @cached_property
+    def needs(self) -> RowNeeds:
+        """What sampling with these parameters asks of the rows."""
+        return RowNeeds(
+            self.max_tokens, every_output=self.prompt_logprobs is not None, reads_each_token=self.adjusts_logits
+        )
 
 
 def _checked_token_ids(name: str, token_ids: object) -> tuple[int, ...]:
@@ -224,15 +245,19 @@ class Terms:
             raise RequestError(f"expected a caller of at most {MAX_CALLER_LENGTH} characters, got {len(caller)}")
         check_settings(self, RequestError)
 
+    def deadline(self, now: float) -> float | None:
+        """Clock time by which a request submitted at `now` must have ended."""
+        return None if self.timeout is None else now + self.timeout
+
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, checked, with its effective parameters."""
+    """One prompt, checked, and what its rows must compute."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    params: EffectiveParams
+    needs: RowNeeds
     terms: Terms = Terms()
     deadline: float | None = None
     """Engine clock time by which it must have ended."""

@@ -1,1 +1,1 @@
-"""What runs here, and why: the environment, capabilities, and packages that are missing."""
+"""Reports about this machine: declared and proven capabilities of backends, and missing packages."""

@@ -15,35 +15,29 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from sightline.core.device import same_stream
 from sightline.core.errors import LaneBusyError, RequestError
 from sightline.core.interruption import uninterrupted
-from sightline.core.request import (
-    CompletionOutput,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    Terms,
-    TextDelta,
-    new_request_id,
-)
+from sightline.core.request import CompletionOutput, FinishReason, RequestOutput, Terms, TextDelta, new_request_id
 from sightline.core.turns import Turn, Turns
 from sightline.engine.engine import Engine
+from sightline.engine.steps import OutputT, ParamsT, StepLoop
 
 logger = logging.getLogger("sightline")
 _InputT = TypeVar("_InputT")
 _T = TypeVar("_T")
+LoopT = TypeVar("LoopT", bound=StepLoop[Any, Any, Any])
 
 Encoded: TypeAlias = tuple[str | None, Sequence[int]]
 """A prompt's text, where it has one, and its tokens."""
 
 
-class SharedEngine:
+class SharedEngine(Generic[LoopT]):
     """An engine that several threads use in turns."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LoopT) -> None:
         self.engine = engine
         self._turns = Turns()
         self._on_stream = same_stream(engine.runtime.config.device)
@@ -62,32 +56,38 @@ class SharedEngine:
         self._turns.drive_until(turn, is_ready, self.engine.step)
 
 
-class BatchCall(Generic[_InputT]):
+class BatchCall(Generic[_InputT, ParamsT, OutputT]):
     """One call with many prompts: submitted as there is room, collected as they finish."""
 
     def __init__(
         self,
-        shared: SharedEngine,
+        shared: SharedEngine[Any],
+        engine: StepLoop[Any, ParamsT, OutputT],
         inputs: Sequence[_InputT],
         encode: Callable[[_InputT], Encoded],
-        params: Sequence[SamplingParams],
+        params: Sequence[ParamsT],
         terms: Sequence[Terms],
+        counts: Sequence[int],
+        refused: Callable[[_InputT, int, RequestError], OutputT],
     ) -> None:
-        """`params` and `terms` have one entry for each input."""
+        """`engine` is the one that is shared. `params`, `terms` and `counts`, of sequences, have one entry for each
+        input; `refused` is what an input that cannot run gets."""
         self._shared = shared
-        self._engine = shared.engine
+        self._engine = engine
         self._inputs = inputs
         self._encode = encode
         self._params = params
         self._terms = terms
+        self._counts = counts
+        self._refused = refused
         self._left = deque(range(len(inputs)))
         self._encoded: deque[tuple[int, Encoded]] = deque()
         """Prompts that are not submitted yet, with their places."""
         self._running: dict[str, int] = {}
         """Maps the engine's id to the prompt's index."""
-        self._outputs: dict[int, RequestOutput] = {}
+        self._outputs: dict[int, OutputT] = {}
 
-    def run(self, on_progress: Callable[[int], None]) -> list[RequestOutput]:
+    def run(self, on_progress: Callable[[int], None]) -> list[OutputT]:
         """An output for each prompt, in order. `on_progress` is told how many there are."""
         try:
             while self._left or self._encoded or self._running:
@@ -100,10 +100,10 @@ class BatchCall(Generic[_InputT]):
 
     def _encode_more(self) -> None:
         """As many as there is room for. Needs no turn: a long prompt holds up nobody's step."""
-        count = sum(self._params[index].n for index, _ in self._encoded)
+        count = sum(self._counts[index] for index, _ in self._encoded)
         while self._left:
             index = self._left[0]
-            count += self._params[index].n
+            count += self._counts[index]
             if not (self._engine.can_queue(count) or (not self._encoded and self._is_due(index))):
                 return
             try:
@@ -127,7 +127,7 @@ class BatchCall(Generic[_InputT]):
 
         One that never fits waits for this call's own requests only: other threads may always have some.
         """
-        count = self._params[index].n
+        count = self._counts[index]
         never_fits = count > self._engine.runtime.config.max_queued
         return self._engine.can_queue(count) or not (self._running if never_fits else self._engine.has_work)
 
@@ -148,7 +148,7 @@ class BatchCall(Generic[_InputT]):
 
     def _refuse(self, index: int, error: RequestError) -> None:
         logger.warning("request %d was refused: %s", index, error)
-        self._outputs[index] = _refused(self._inputs[index], self._params[index].n, error)
+        self._outputs[index] = self._refused(self._inputs[index], self._counts[index], error)
 
     def _end(self) -> None:
         """Ends what runs, after an error or Ctrl-C. What cannot be ended here ends at the next step."""
@@ -176,7 +176,7 @@ class TextStream(Iterator[TextDelta]):
     `TextDelta.index` says whose each is.
     """
 
-    def __init__(self, shared: SharedEngine, request_id: str) -> None:
+    def __init__(self, shared: SharedEngine[Engine], request_id: str) -> None:
         self._ended = False
         self._shared = shared
         self._engine = shared.engine
@@ -219,7 +219,7 @@ class TextStream(Iterator[TextDelta]):
         self._ended = True
 
 
-def _refused(item: object, num_outputs: int, error: RequestError) -> RequestOutput:
+def refused_output(item: object, num_outputs: int, error: RequestError) -> RequestOutput:
     """As many outputs as were asked for, as a request has that fails while it runs."""
     return RequestOutput(
         request_id=new_request_id(),

@@ -38,18 +38,13 @@ class Intake:
 
     def request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None, terms: Terms, now: float
-    ) -> Request:
-        """Raises `RequestError` for what cannot run."""
+    ) -> tuple[Request, EffectiveParams]:
+        """The request, and the parameters that it runs with. Raises `RequestError` for what cannot run."""
         check_prompt(prompt_token_ids, self._vocab_size, self._max_model_len)
         self._check_tokens(params)
-        return Request(
-            request_id=new_request_id(),
-            prompt=prompt,
-            prompt_token_ids=tuple(int(token) for token in prompt_token_ids),
-            params=self._effective(params, self._max_model_len - len(prompt_token_ids)),
-            terms=terms,
-            deadline=None if terms.timeout is None else now + terms.timeout,
-        )
+        asked = self._effective(params, self._max_model_len - len(prompt_token_ids))
+        token_ids = tuple(int(token) for token in prompt_token_ids)
+        return Request(new_request_id(), prompt, token_ids, asked.needs, terms, terms.deadline(now)), asked
 
     def _effective(self, params: SamplingParams, room: int) -> EffectiveParams:
         """The caller's wishes, then the model's own, then neutral values; `room` is what the context leaves."""

@@ -1,178 +1,192 @@
-"""One step on the device: assembled, planned, run, its tokens chosen; nothing is waited for.
+"""One step on the device: assembled, planned, run, and its outputs consumed; nothing is waited for.
 
-A step that raises is cut in two and run again, until the rows that raise stand alone: nothing was committed, and a
-row's entries come out the same, so that the others are as if they had never met. Knows rows and what they sample; does
-not know the queue, and ends no request.
+A step that raises is cut in two and run again, until the rows that raise are alone. Nothing was committed, and a row's
+entries do not depend on its neighbours, so the other rows come out the same. Knows rows and what consumes their
+outputs; does not know the queue, and ends no request.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from sightline.core.batch import Batch, RowWork
+from sightline.core.batch import PADDING_ROW, Batch, RowMask, RowWork
 from sightline.core.device import device_faults
 from sightline.core.errors import BatchError, DeviceFaultError
-from sightline.engine.live import LiveSequence
-from sightline.runner.batching import assemble
+from sightline.core.request import FinishReason
+from sightline.runner.batching import assemble, assemble_transient
 from sightline.runner.build import Runtime
-from sightline.runner.sampling.logprobs import TokenLogprobs, token_logprobs
-from sightline.runner.sampling.sampler import Chosen, RowSampling, choose
-from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 
 logger = logging.getLogger("sightline")
 
 
-class Member(NamedTuple):
-    """A row of a step and the sequence's life."""
+class Life(Protocol):
+    """A sequence in the step loop, and what becomes of its results."""
 
-    row: ScheduledRow
-    live: LiveSequence
+    sequence: SequenceState
+    error: str | None
+    finish_reason: FinishReason | None
+
+    def take_in(self) -> FinishReason | None:
+        """Reads the results committed since the last call. Returns why the sequence ends, or None if it goes on."""
+
+    def finish(self, reason: FinishReason) -> None:
+        """Ends it, after its last result."""
+
+    def break_off(self, error: str) -> None:
+        """Ends it as it stands."""
 
 
-class SampledTokens(NamedTuple):
-    """What was chosen, read."""
+LifeT = TypeVar("LifeT", bound=Life)
 
-    tokens: list[int]
-    finite: list[bool]
-    """False where the row's logits held a NaN or an infinity: its token means nothing."""
+
+class StepResults(Protocol):
+    """What a step gave its rows, on the host."""
+
+    def take(self, index: int) -> RowResult:
+        """Gives a row's life its results and returns what to commit; sets the life's `error` if the row failed.
+
+        Taking a row again changes nothing.
+        """
+
+
+class Outcome(Protocol):
+    """What a step in flight will give its rows, on the device."""
+
+    @property
+    def places(self) -> Mapping[SequenceState, int]:
+        """Sequences whose next token this step chooses, and its index in `next_tokens`."""
+
+    @property
+    def next_tokens(self) -> Tensor:
+        """[num_chosen] int64: the next step can continue them before the host has read them."""
+
+    def results(self) -> StepResults:
+        """Waits for the device."""
+
+
+Consume: TypeAlias = Callable[[Sequence[ScheduledRow], Sequence[LifeT], Tensor], Outcome]
+"""What a step is for: from its rows, their lives and the model's outputs [num_logits, width] to an outcome."""
 
 
 @dataclass(frozen=True, eq=False)
-class LaunchedStep:
-    """A step that is under way, and what will come of it."""
+class LaunchedStep(Generic[LifeT]):
+    """A step in flight."""
 
-    members: tuple[Member, ...]
-    logits: Tensor
-    """[num_logits, vocab_size] fp32, of all rows that want some, in order."""
-    places: Mapping[SequenceState, int]
-    """Of the sequences whose next token is chosen: which of the chosen ones it is."""
-    chosen_logits: Tensor
-    """[num_chosen, vocab_size] fp32."""
-    sampling: tuple[RowSampling, ...]
-    """By place, as `chosen`."""
-    chosen: Chosen
-    """On the device: the next step can go on from it."""
-
-    @property
-    def rows(self) -> tuple[ScheduledRow, ...]:
-        return tuple([member.row for member in self.members])
-
-    def read(self) -> SampledTokens:
-        """Waits for the device."""
-        return SampledTokens(self.chosen.tokens.tolist(), self.chosen.finite.tolist())
-
-    def logprobs(self, place: int, token: int) -> TokenLogprobs | None:
-        """Of a chosen token, where its row asked for them: of the raw logits."""
-        num_best = self.sampling[place].params.logprobs
-        if num_best is None:
-            return None
-        [entry] = token_logprobs(self.chosen_logits[place : place + 1], [token], [num_best])
-        return entry
+    rows: tuple[ScheduledRow, ...]
+    lives: tuple[LifeT, ...]
+    """[num_rows]."""
+    outcome: Outcome
 
 
-class RowFailure(NamedTuple):
+class RowFailure(NamedTuple, Generic[LifeT]):
     """A row that raises, alone."""
 
-    member: Member
+    live: LifeT
     error: Exception
 
 
-class Launch(NamedTuple):
+class Launch(NamedTuple, Generic[LifeT]):
     """What came of a schedule: one step, or the parts that it was cut into, and rows that cannot run."""
 
-    steps: tuple[LaunchedStep, ...]
-    failures: tuple[RowFailure, ...]
+    steps: tuple[LaunchedStep[LifeT], ...]
+    failures: tuple[RowFailure[LifeT], ...]
 
 
-class Launcher:
+class Launcher(Generic[LifeT]):
     """Puts steps on a runtime's device."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, consume: Consume[LifeT], mask: RowMask) -> None:
+        """`mask` is every row's."""
         self._runtime = runtime
+        self._consume = consume
+        self._mask = mask
         self.num_cut = 0
         """Steps that raised and were run again in parts."""
 
-    def launch(self, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Launch:
+    def launch(
+        self, rows: Sequence[ScheduledRow], lives: Sequence[LifeT], in_flight: Sequence[LaunchedStep[LifeT]]
+    ) -> Launch[LifeT]:
         """Rows may continue tokens that steps in flight choose. Raises `DeviceFaultError`; all else is a failure."""
         try:
-            return Launch((self._run(members, in_flight),), ())
+            return Launch((self._run(rows, lives, in_flight),), ())
         except DeviceFaultError:
             raise
         except Exception as error:
-            logger.warning("a step of %d rows raised and is run again in parts: %r", len(members), error)
+            logger.warning("a step of %d rows raised and is run again in parts: %r", len(rows), error)
             self.num_cut += 1
-        return self._launch_parts(members, in_flight)
+        return self._launch_parts(rows, lives, in_flight)
 
-    def _launch_parts(self, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Launch:
-        """Each half on its own. A single row is tried once more: what raised may have been the moment."""
-        middle = len(members) // 2
-        launches = []
-        for part in (members[:middle], members[middle:]) if middle else (members,):
+    def _launch_parts(
+        self, rows: Sequence[ScheduledRow], lives: Sequence[LifeT], in_flight: Sequence[LaunchedStep[LifeT]]
+    ) -> Launch[LifeT]:
+        """Runs each half on its own. Retries a single row once: the error may be transient."""
+        middle = len(rows) // 2
+        steps: list[LaunchedStep[LifeT]] = []
+        failures: list[RowFailure[LifeT]] = []
+        for part in (slice(middle), slice(middle, None)) if middle else (slice(None),):
             try:
-                launches.append(Launch((self._run(part, in_flight),), ()))
+                steps.append(self._run(rows[part], lives[part], in_flight))
             except DeviceFaultError:
                 raise
             except Exception as error:
-                alone = len(part) == 1
-                launches.append(
-                    Launch((), (RowFailure(part[0], error),)) if alone else self._launch_parts(part, in_flight)
-                )
-        return Launch(
-            tuple(step for launch in launches for step in launch.steps),
-            tuple(failure for launch in launches for failure in launch.failures),
-        )
+                if len(rows[part]) == 1:
+                    failures.append(RowFailure(lives[part][0], error))
+                    continue
+                launch = self._launch_parts(rows[part], lives[part], in_flight)
+                steps += launch.steps
+                failures += launch.failures
+        return Launch(tuple(steps), tuple(failures))
 
-    def _run(self, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> LaunchedStep:
+    def _run(
+        self, rows: Sequence[ScheduledRow], lives: Sequence[LifeT], in_flight: Sequence[LaunchedStep[LifeT]]
+    ) -> LaunchedStep[LifeT]:
+        runtime = self._runtime
         with device_faults():
-            batch = assemble([row_work(row) for row, _ in members], self._runtime.store)
-            planned = self._runtime.planner.plan(_filled(batch, members, in_flight))
+            work = [row_work(row, self._mask) for row in rows]
+            # A schedule has rows of one kind.
+            if rows[0].sequence.is_whole:
+                batch = assemble_transient(work, runtime.store.device)
+            else:
+                batch = assemble(work, runtime.store)
+            planned = runtime.planner.plan(_filled(batch, rows, in_flight))
             try:
-                return _chosen(members, self._runtime.runner.forward(planned))
+                outputs = runtime.runner.forward(planned)
+                return LaunchedStep(tuple(rows), tuple(lives), self._consume(rows, lives, outputs))
             except BaseException:
-                self._runtime.planner.take_back(planned)
+                runtime.planner.take_back(planned)
                 raise
 
 
-def _chosen(members: Sequence[Member], logits: Tensor) -> LaunchedStep:
-    """The step under way, with the next token of each row that completes chosen."""
-    ends = accumulate([row.num_logits for row, _ in members])
-    completing = [(row, live, end) for (row, live), end in zip(members, ends, strict=True) if row.completes]
-    chosen_logits = logits
-    if len(completing) < logits.shape[0]:
-        chosen_logits = logits[[end - 1 for _, _, end in completing]]
-    sampling = tuple([live.sampling(row) for row, live, _ in completing])
-    chosen = choose(chosen_logits, sampling)
-    places = {row.sequence: place for place, (row, _, _) in enumerate(completing)}
-    return LaunchedStep(tuple(members), logits, places, chosen_logits, sampling, chosen)
-
-
-def _filled(batch: Batch, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Batch:
+def _filled(batch: Batch, rows: Sequence[ScheduledRow], in_flight: Sequence[LaunchedStep[LifeT]]) -> Batch:
     """The batch with the tokens that steps in flight choose, where it continues them; the host never sees them."""
     if not batch.pending:
         return batch
-    ends = accumulate([row.num_tokens for row, _ in members])
-    unread = {row.sequence: end - 1 for (row, _), end in zip(members, ends, strict=True) if end - 1 in batch.pending}
+    ends = accumulate([row.num_tokens for row in rows])
+    unread = {row.sequence: end - 1 for row, end in zip(rows, ends, strict=True) if end - 1 in batch.pending}
     # The last step in flight that chose for a sequence chose what comes next.
     for step in reversed(in_flight):
-        found = [(unread.pop(sequence), step.places[sequence]) for sequence in tuple(unread) if sequence in step.places]
+        chosen = step.outcome.places
+        found = [(unread.pop(sequence), chosen[sequence]) for sequence in tuple(unread) if sequence in chosen]
         if found:
             places, sources = zip(*found, strict=True)
-            tokens = step.chosen.tokens.index_select(0, torch.tensor(sources, device=batch.device))
+            tokens = step.outcome.next_tokens.index_select(0, torch.tensor(sources, device=batch.device))
             batch = batch.filled(places, tokens)
     return batch
 
 
-def row_work(row: ScheduledRow) -> RowWork:
+def row_work(row: ScheduledRow, mask: RowMask) -> RowWork:
     """What a scheduled row computes. A token that is on its way is pending."""
-    if row.sequence.table_row != row.table_row:
-        raise BatchError("rows", None, f"{row.sequence.table_row}, which its sequence holds", row.table_row)
+    held = PADDING_ROW if row.sequence.is_whole else row.sequence.table_row
+    if held != row.table_row:
+        raise BatchError("rows", None, f"{held}, which its sequence holds", row.table_row)
     context_len, num_tokens = row.context_len, row.num_tokens
     tokens = row.sequence.tokens[context_len : context_len + num_tokens]
-    return RowWork(row.table_row, tokens, context_len, row.num_logits, num_pending=num_tokens - len(tokens))
+    return RowWork(row.table_row, tokens, context_len, row.num_logits, mask, num_pending=num_tokens - len(tokens))

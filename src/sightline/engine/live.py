@@ -1,4 +1,4 @@
-"""The life of one request: its continuations, and what each has produced.
+"""The life of one continuation of a request, and what it has produced.
 
 Owns what a token means once it is chosen: its text, its log probabilities, and whether it ends the continuation. Does
 not know the queue, the pages or the forward; the engine moves it along.
@@ -17,7 +17,6 @@ from sightline.core.request import (
     Logprob,
     PositionLogprobs,
     Request,
-    RequestOutput,
     TextDelta,
 )
 from sightline.runner.sampling.adjust import TokenAdjustment
@@ -35,8 +34,10 @@ class LiveSequence:
     """One continuation in the engine, and what it has produced."""
 
     sequence: SequenceState
+    asked: EffectiveParams
+    """The request's parameters."""
     params: EffectiveParams
-    """The request's, with a seed of its own."""
+    """The same, with a seed of its own."""
     tokenizer: Tokenizer | None
     detokenizer: IncrementalDetokenizer | None
     stops: StopMatcher | None
@@ -190,74 +191,22 @@ class LiveSequence:
         return True
 
 
-@dataclass(eq=False)
-class LiveRequest:
-    """A request in the engine."""
-
-    request: Request
-    sequences: tuple[LiveSequence, ...]
-    """Its `n` continuations, by index."""
-    submitted_at: float
-    """In engine clock time."""
-    started_at: float | None = None
-    """When it first had a row in a step."""
-
-    @property
-    def is_finished(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
-
-    @property
-    def end_was_read(self) -> bool:
-        """True if a stream has taken everything."""
-        return all(sequence.end_was_read for sequence in self.sequences)
-
-    @property
-    def has_delta(self) -> bool:
-        """True if a continuation has new output."""
-        return any(sequence.has_delta for sequence in self.sequences)
-
-    def take_delta(self) -> TextDelta | None:
-        """New output of one continuation since the last call; None if there is none."""
-        for sequence in self.sequences:
-            delta = sequence.take_delta()
-            if delta is not None:
-                return delta
-        return None
-
-    def output(self, now: float) -> RequestOutput:
-        """The output as of `now`, in engine clock time."""
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
-            outputs=tuple(sequence.output() for sequence in self.sequences),
-            finished=self.is_finished,
-            params=self.request.params,
-            error=next((sequence.error for sequence in self.sequences if sequence.error is not None), None),
-            prompt_logprobs=self.sequences[0].prompt_logprobs(),
-            num_cached_tokens=self.sequences[0].sequence.num_cached,
-            num_retractions=sum(live.sequence.num_retractions for live in self.sequences),
-            queue_seconds=(now if self.started_at is None else self.started_at) - self.submitted_at,
-        )
+def start(request: Request, asked: EffectiveParams, tokenizer: Tokenizer | None) -> tuple[LiveSequence, ...]:
+    """The continuations of a request, before their first step."""
+    leader = _start_one(SequenceState(request), asked, tokenizer)
+    others = (SequenceState(request, index, leader.sequence) for index in range(1, asked.n))
+    return (leader, *(_start_one(sequence, asked, tokenizer) for sequence in others))
 
 
-def start(request: Request, tokenizer: Tokenizer | None, now: float) -> LiveRequest:
-    """The request with its continuations, before their first step."""
-    leader = _start_one(SequenceState(request), tokenizer)
-    others = (SequenceState(request, index, leader.sequence) for index in range(1, request.params.n))
-    return LiveRequest(request, (leader, *(_start_one(sequence, tokenizer) for sequence in others)), now)
-
-
-def _start_one(sequence: SequenceState, tokenizer: Tokenizer | None) -> LiveSequence:
-    request, index = sequence.request, sequence.index
-    params = replace(request.params, seed=derived_seed(request.params.seed, index))
+def _start_one(sequence: SequenceState, asked: EffectiveParams, tokenizer: Tokenizer | None) -> LiveSequence:
+    request, params = sequence.request, replace(asked, seed=derived_seed(asked.seed, sequence.index))
     detokenizer = stops = None
     if tokenizer is not None:
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
     if params.stop:
         stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
     adjustment = TokenAdjustment(params, request.prompt_token_ids) if params.adjusts_logits else None
-    return LiveSequence(sequence, params, tokenizer, detokenizer, stops, adjustment)
+    return LiveSequence(sequence, asked, params, tokenizer, detokenizer, stops, adjustment)
 
 
 def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:

@@ -1,26 +1,25 @@
 """Offline embeddings: texts in, vectors out.
 
-Owns what becomes of a text before and after the `Embedder`: its tokens, cut where that is asked for, and the vector's
-length. Knows no HTTP.
+Owns what happens to a text before and after the `Embedder`: its tokens, truncated on request, and the vector's length.
+Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from sightline.core.batch import MaskKind
 from sightline.core.config import EngineConfig
-from sightline.core.device import same_stream
 from sightline.core.errors import RequestError
 from sightline.core.ledger import Ledger
 from sightline.core.request import EmbeddingOutput, EmbeddingRequestOutput, Terms, new_request_id
-from sightline.core.turns import Turn, Turns
-from sightline.engine.embedder import NO_TERMS, Embedded, Embedder
+from sightline.engine.calls import BatchCall, SharedEngine
+from sightline.engine.embedder import Embedder, TextResult
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.pooling import Pooling, PoolingKind, read_pooling
 from sightline.models.registry import define_embedder
@@ -30,15 +29,24 @@ from sightline.text.tokenizers.tokenizer import Tokenizer
 logger = logging.getLogger("sightline")
 
 
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """One text's vector."""
+
+    vector: Tensor
+    """[state_size] fp32 on the CPU."""
+    num_cached: int
+    """Tokens of the text that were in the cache already."""
+
+
 class TextEmbedder:
-    """An embedder with its tokenizer. Several threads may call `embed`: they are served one after another, in order."""
+    """An embedder with its tokenizer. Several threads may call `embed`: their texts share steps."""
 
     def __init__(self, embedder: Embedder, tokenizer: Tokenizer | None, ledger: Ledger) -> None:
         self.embedder = embedder
         self.tokenizer = tokenizer
         self.ledger = ledger
-        self._turns = Turns()
-        self._on_stream = same_stream(embedder.runtime.config.device)
+        self._shared = SharedEngine(embedder)
 
     @property
     def max_tokens(self) -> int:
@@ -72,7 +80,7 @@ class TextEmbedder:
         *,
         truncate: bool = False,
         dimensions: int | None = None,
-        terms: Terms = NO_TERMS,
+        terms: Terms = Terms(),  # noqa: B008 - frozen
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each text, in order. Raises `RequestError` for texts that cannot be embedded.
@@ -81,12 +89,7 @@ class TextEmbedder:
         """
         self.check_dimensions(dimensions)
         cut = self.tokens(texts, truncate=truncate)
-
-        def work(_turn: Turn) -> list[Embedded]:
-            with self._on_stream():
-                return self.embedder.embed([tokens for tokens, _ in cut], terms, on_progress)
-
-        embedded = self._turns.run(work)
+        embedded = self.embed_tokens([tokens for tokens, _ in cut], terms, on_progress)
         return [
             EmbeddingRequestOutput(
                 new_request_id(),
@@ -99,10 +102,59 @@ class TextEmbedder:
             for text, (tokens, num_truncated), each in zip(texts, cut, embedded, strict=True)
         ]
 
+    def embed_tokens(
+        self,
+        texts: Sequence[Sequence[int]],
+        terms: Terms = Terms(),  # noqa: B008 - frozen
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> list[Embedded]:
+        """A vector for each text, in order. `on_progress` is told how many more there are, as they come.
+
+        Raises `RequestError` before the first step if a text cannot be embedded, and after the last if one failed.
+        """
+        for tokens in texts:
+            self.embedder.check(tokens)
+        count = len(texts)
+        # Texts of one length share steps.
+        order = sorted(range(count), key=lambda index: len(texts[index]), reverse=True)
+        call = BatchCall(
+            self._shared,
+            self.embedder,
+            order,
+            lambda index: (None, texts[index]),
+            [None] * count,
+            [terms] * count,
+            [1] * count,
+            _refused,
+        )
+        num_told = 0
+
+        def tell(num_done: int) -> None:
+            nonlocal num_told
+            if num_done > num_told:
+                on_progress(num_done - num_told)
+                num_told = num_done
+
+        found: dict[int, Embedded] = {}
+        for index, result in zip(order, call.run(tell), strict=True):
+            if result.vector is None:
+                raise RequestError(f"text {index} could not be embedded: {result.error}")
+            found[index] = Embedded(result.vector, result.num_cached)
+        return [found[index] for index in range(count)]
+
+    def close(self) -> None:
+        """Ends everything; a closed embedder refuses work."""
+        self._shared.run(lambda _: self.embedder.close())
+
     def check_dimensions(self, dimensions: int | None) -> None:
         size = self.embedder.definition.state_size
         if dimensions is not None and not 1 <= dimensions <= size:
             raise RequestError(f"expected dimensions from 1 to {size}, what a vector has, got {dimensions}")
+
+
+def _refused(_index: int, _count: int, error: RequestError) -> TextResult:
+    """A text that passed the checks is refused for a reason that ends the call."""
+    raise error
 
 
 def shortened(vector: Tensor, dimensions: int | None) -> Tensor:
@@ -137,4 +189,4 @@ def build_embedder(
     runtime, definition = build_embedding_runtime(config, checkpoint, ledger, on_progress)
     log_ledger(ledger)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
-    return TextEmbedder(Embedder(runtime, definition, pooling), tokenizer, ledger)
+    return TextEmbedder(Embedder(runtime, definition, pooling, ledger), tokenizer, ledger)

@@ -1,9 +1,9 @@
-"""Products with block weights on a CPU, by the ops that torch ships for it.
+"""CPU products with block-quantised weights, by ops of torch.
 
-Owns the packing that each op wants and the choice among them. Does not know layers or files.
+Owns the choice of the op and the packing that it needs. Does not know layers or files.
 
-Both ops multiply 4-bit codes, c - 8 for c in 0 to 15, with one scale per block. Weights of 8 bits become two planes
-of 4 bits side by side along the inputs, and the inputs are given twice:
+Both ops multiply 4-bit codes, c - 8 for c in 0 to 15, with one scale per block. 8-bit weights become two planes of 4
+bits side by side along the inputs, and the inputs are repeated:
 
     4 bits    w =                           scale * (code - 8) + offset     offset = minimum +   8 * scale
     8 bits    w = 16 * scale * (high - 8) + scale * (low  - 8) + offset     offset = minimum + 136 * scale
@@ -27,18 +27,18 @@ from sightline.kernels.block_weights import BLOCK_SIZE, BlockWeights, CodeBits
 
 @dataclass(frozen=True)
 class CpuFeatures:
-    """What decides whether torch runs an op on this CPU as fast code or as a plain loop."""
+    """The properties of a CPU that decide if torch has fast code for an op."""
 
     vectors: str
     """`torch.backends.cpu.get_cpu_capability()`: "AVX2", "AVX512", "DEFAULT", "SVE256" and others."""
     kleidiai: bool
-    """Whether torch packs 4-bit blocks for KleidiAI: an aarch64 build, on a CPU with dot products."""
+    """True if torch packs 4-bit blocks for KleidiAI: an aarch64 build on a CPU with dot products."""
     windows: bool = False
-    """torch's builds for Windows leave its 4-bit kernels without vectors."""
+    """True on Windows, where torch's 4-bit kernels are not vectorised."""
 
     @classmethod
     def detect(cls) -> CpuFeatures:
-        """Those of this process."""
+        """The features of this machine and build of torch."""
         return cls(
             vectors=torch.backends.cpu.get_cpu_capability(),
             kleidiai=_packs_for_kleidiai(),
@@ -48,7 +48,7 @@ class CpuFeatures:
 
 @dataclass(frozen=True)
 class ProductShape:
-    """What is known of a projection before its weights are read."""
+    """The shape of a projection, known before its weights are read."""
 
     out_features: int
     in_features: int
@@ -56,40 +56,40 @@ class ProductShape:
 
     @property
     def plane_features(self) -> int:
-        """Inputs of the 4-bit product: `in_features` for every plane."""
+        """The inputs of the 4-bit product: `in_features` times the number of planes."""
         return self.in_features * _NUM_PLANES[self.bits]
 
 
 class BlockProduct(ABC):
-    """y = x W^T, with W kept only in the form that its op reads."""
+    """y = x W^T, with W stored only in its op's packed form."""
 
     out_features: int
     in_features: int
 
     @abstractmethod
     def __init__(self, weights: BlockWeights) -> None:
-        """Packs `weights`, of a shape that `refusal` takes. Correct on every CPU, fast on those it takes."""
+        """Packs `weights`, whose shape `refusal` must accept. Correct on every CPU, fast on those it accepts."""
 
     @classmethod
     @abstractmethod
     def refusal(cls, shape: ProductShape, cpu: CpuFeatures) -> str | None:
-        """Why this product does not serve the shape on the CPU; None where it does."""
+        """The reason why this product does not support the shape on the CPU; None if it does."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Memory of the packed weights."""
+        """The memory of the packed weights."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in_features] in fp32, bf16 or fp16 to [rows, out_features], in the precision that the op gives."""
+        """Multiplies x [rows, in_features] in fp32, bf16 or fp16. Returns [rows, out_features] in the op's dtype."""
 
 
 class Int4PackProduct(BlockProduct):
-    """x86: bf16 inputs, scales, offsets and outputs, fp32 sums.
+    """The product for x86: bf16 inputs, scales, offsets and outputs, fp32 sums.
 
-    A row's result does not depend on the rows beside it. The op unpacks the weights again for every 4 rows, so its time
-    grows with the rows: faster than a dense product in fp32 for up to about 8 of them, slower for many.
+    A row's result does not depend on the other rows. The op unpacks the weights again for every 4 rows, so it is faster
+    than a dense fp32 product only for up to about 8 rows.
     """
 
     _VECTORS: ClassVar = frozenset({"AVX2", "AVX512"})
@@ -135,9 +135,9 @@ class Int4PackProduct(BlockProduct):
 
 
 class DynamicInt4Product(BlockProduct):
-    """aarch64, with KleidiAI: every row of inputs is rounded to 8 bits, sums are fp32.
+    """The product for aarch64 with KleidiAI: inputs are rounded to 8 bits per row, sums are fp32.
 
-    The op knows no offsets. Those that are not 0 are multiplied with the sums of the inputs of each block, in fp32.
+    The op has no offsets. Offsets that are not 0 are multiplied with the input sums of each block, in fp32.
     """
 
     _OUT_MULTIPLE: ClassVar = 8
@@ -187,19 +187,19 @@ class DynamicInt4Product(BlockProduct):
 
 
 _PRODUCTS: tuple[type[BlockProduct], ...] = (Int4PackProduct, DynamicInt4Product)
-"""In the order of preference."""
+"""In order of preference."""
 
 
 class ProductChoice(NamedTuple):
-    """Which product serves, or why none does."""
+    """The chosen product, or the reasons why there is none."""
 
     product: type[BlockProduct] | None
     refusals: str
-    """Empty where a product serves."""
+    """Empty if there is a product."""
 
 
 def choose_product(shape: ProductShape, cpu: CpuFeatures) -> ProductChoice:
-    """The first product that serves the shape on the CPU. Nothing has to be read for it."""
+    """Chooses the first product that supports the shape on the CPU."""
     refusals = []
     for product in _PRODUCTS:
         reason = product.refusal(shape, cpu)
@@ -212,7 +212,7 @@ def choose_product(shape: ProductShape, cpu: CpuFeatures) -> ProductChoice:
 _NUM_PLANES: Mapping[CodeBits, int] = MappingProxyType({CodeBits.FOUR: 1, CodeBits.EIGHT: 2})
 
 PACKED_BITS: Mapping[CodeBits, int] = MappingProxyType({CodeBits.FOUR: 6, CodeBits.EIGHT: 12})
-"""Memory that a product takes for a weight, scales and offsets included, at most."""
+"""An upper bound of the bits per weight that a product takes, with scales and offsets."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +220,7 @@ class _NibblePlanes:
     """w = sum over the planes of scale * (code - 8), plus offset."""
 
     codes: Tensor
-    """[out_features, planes * in_features] uint8, 0 to 15: the plane of the higher bits first."""
+    """[out_features, planes * in_features] uint8, 0 to 15; the plane of the higher bits comes first."""
     scales: Tensor
     """[out_features, planes * in_features / 32] fp32."""
     offsets: Tensor
@@ -237,28 +237,28 @@ class _NibblePlanes:
         )
 
     def offsets_on_the_last_plane(self) -> Tensor:
-        """Like `scales`: every plane meets the same inputs, so one of them carries the offsets."""
+        """The offsets in the shape of `scales`, 0 but for the last plane: all planes have the same inputs."""
         others = self.scales.shape[1] - self.offsets.shape[1]
         return F.pad(self.offsets, (others, 0))
 
 
 def _repeated(x: Tensor, num_planes: int) -> Tensor:
-    """The inputs once for every plane, contiguous."""
+    """The inputs, repeated for every plane, contiguous."""
     return x.contiguous() if num_planes == 1 else x.repeat(1, num_planes)
 
 
 _PIECE_ELEMENTS = 1 << 20
 _PIECE_MULTIPLE = 64
-"""The op packs runs of up to 64 outputs, each on its own: pieces of whole runs give the bytes of the whole."""
+"""The op packs runs of 64 outputs independently, so packing whole runs at a time gives the same bytes."""
 
 
 def _piece_rows(row_elements: int) -> int:
-    """Rows to pack at a time: the op takes codes as int32, eight times the memory of what it returns."""
+    """The number of rows to pack at a time. The op takes int32 codes, eight times the memory of its result."""
     return max(1, _PIECE_ELEMENTS // row_elements // _PIECE_MULTIPLE) * _PIECE_MULTIPLE
 
 
 def _packs_for_kleidiai() -> bool:
-    """Asks the op itself: where the CPU lacks an instruction it packs into fp32 and multiplies in a plain loop."""
+    """Tests the op: on a CPU without the instructions it packs to fp32 instead of bytes."""
     codes, scales = torch.zeros(8, BLOCK_SIZE, dtype=torch.uint8), torch.ones(8, 2, dtype=torch.bfloat16)
     packed: Tensor = torch.ops.aten._dyn_quant_pack_4bit_weight(codes, scales, None, BLOCK_SIZE, 2 * BLOCK_SIZE, 8)
     return packed.dtype == torch.uint8

@@ -1,6 +1,6 @@
-"""Weights of a projection as small integers, in blocks of 32 inputs that share a scale and a minimum.
+"""Quantised weights of a projection: small integers in blocks of 32 inputs that share a scale and a minimum.
 
-Owns the form between a file and a product. Does not know file formats, nor how a product packs the codes.
+The form between a file and a product. Does not know file formats, nor how a product packs the codes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZE = 32
-"""Consecutive inputs of a row that share a scale and a minimum."""
-
-
+"""The number of consecutive inputs of a row that share a scale and a minimum."""
 LOOKUP_BITS = 10
-"""Memory that `BlockWeights` take for a weight: a byte for its code, and its share of two fp32 numbers a block."""
+"""The bits per weight of `BlockWeights`: a byte for the code, and its share of two fp32 numbers per block."""
 
 
 class CodeBits(IntEnum):
-    """How many bits the codes use."""
+    """The width of the codes."""
 
     FOUR = 4
     """Codes 0 to 15."""
@@ -34,11 +32,11 @@ class BlockWeights:
     """w = minimum + scale * code."""
 
     codes: Tensor
-    """[out_features, in_features] uint8, one code per element whatever `bits` is."""
+    """[out_features, in_features] uint8, one byte per code, even if `bits` is 4."""
     scales: Tensor
     """[out_features, in_features / 32] fp32."""
     minima: Tensor
-    """[out_features, in_features / 32] fp32: what code 0 stands for."""
+    """[out_features, in_features / 32] fp32: the value of code 0."""
     bits: CodeBits
 
     def __post_init__(self) -> None:
@@ -61,23 +59,23 @@ class BlockWeights:
     def dequantised(self) -> Tensor:
         """[out_features, in_features] fp32."""
         values = self.codes.float().view(self.out_features, -1, BLOCK_SIZE)
-        # Two rounded operations, as decoders of files do it: a fused multiply-add would differ in the last bit.
+        # Two rounded operations, as in the decoders of files: a fused multiply-add would differ in the last bit.
         values.mul_(self.scales.unsqueeze(-1)).add_(self.minima.unsqueeze(-1))
         return values.view(self.codes.shape)
 
     def take_rows(self, order: Tensor) -> BlockWeights:
-        """The rows that `order` [n] int64 names, in its order, copied."""
+        """A copy of the rows with the indices `order` [n] int64."""
         return BlockWeights(self.codes[order], self.scales[order], self.minima[order], self.bits)
 
     def row_pieces(self, num_rows: int) -> Iterator[BlockWeights]:
-        """Consecutive runs of `num_rows` rows, the last one shorter where they do not divide; not copied."""
+        """Views of `num_rows` consecutive rows each; the last may have fewer."""
         for start in range(0, self.out_features, num_rows):
             rows = slice(start, start + num_rows)
             yield BlockWeights(self.codes[rows], self.scales[rows], self.minima[rows], self.bits)
 
 
 def concatenate(parts: Sequence[BlockWeights]) -> BlockWeights:
-    """One projection in place of several with the same input: their outputs side by side."""
+    """Joins projections of the same input into one whose outputs are side by side."""
     forms = {(part.bits, part.in_features) for part in parts}
     if len(forms) != 1:
         described = sorted(f"{bits.value} bits over {inputs} inputs" for bits, inputs in forms)

@@ -1,6 +1,6 @@
-"""Latent attention over entries [latent | rope] with torch: queries taken into the latent's space, or entries expanded.
+"""Latent attention over entries [latent | rope] with torch: with absorbed queries, or with expanded entries.
 
-Owns products. Does not know pages, rows or which way is taken.
+Does not know pages, rows, nor which of the two is used when.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def absorb_queries(q_nope: Tensor, q_rope: Tensor, key_up: Tensor, out: Tensor) -> None:
-    """Writes out [num_tokens, heads, latent + rope]: a query that meets entries as they are cached.
+    """Writes queries in the latent space, out [num_tokens, heads, latent + rope], which match cached entries.
 
     q_nope [num_tokens, heads, nope], q_rope [num_tokens, heads, rope], key_up [heads, nope, latent].
     """
@@ -20,16 +20,15 @@ def absorb_queries(q_nope: Tensor, q_rope: Tensor, key_up: Tensor, out: Tensor) 
 
 
 def project_values(latents: Tensor, value_up: Tensor, out: Tensor) -> None:
-    """Writes out [num_tokens, heads, value] from what heads found of the latents, [num_tokens, heads, latent]."""
+    """Writes out [num_tokens, heads, value] from the weighted latents of each head, [num_tokens, heads, latent]."""
     torch.bmm(latents.transpose(0, 1), value_up.transpose(1, 2), out=out.transpose(0, 1))
 
 
 def attend_entries(q: Tensor, entries: Tensor, bias: Tensor | None, *, scale: float, latent_dim: int) -> Tensor:
-    """One entry a token for all heads: q [rows, query_len, heads, d], entries [rows, num_keys, d].
+    """Attention of q [rows, query_len, heads, d] to entries [rows, num_keys, d] that all heads share.
 
-    bias [rows, 1, query_len, num_keys] is 0 where visible and -inf where not; every query sees a key. Returns what the
-    heads found of the latents, [rows, query_len, heads, latent]. The heads of a query stand as queries, so that each
-    entry is read once for all of them.
+    bias [rows, 1, query_len, num_keys] is 0 where visible and -inf where not; every query sees a key. Returns the
+    weighted latents, [rows, query_len, heads, latent]. Heads are treated as queries, so that each entry is read once.
     """
     weights = torch.softmax(_scores(q, entries, bias, scale), dim=-1)
     return _found(weights, q, entries, latent_dim)
@@ -38,9 +37,9 @@ def attend_entries(q: Tensor, entries: Tensor, bias: Tensor | None, *, scale: fl
 def attend_entries_with_lse(
     q: Tensor, entries: Tensor, bias: Tensor | None, *, scale: float, latent_dim: int
 ) -> tuple[Tensor, Tensor]:
-    """As `attend_entries`, and the natural log-sum-exp [rows, query_len, heads], fp32.
+    """Like `attend_entries`, and also returns the natural log-sum-exp [rows, query_len, heads] fp32.
 
-    A query that sees nothing gives 0 and -inf.
+    For a query that sees nothing they are 0 and -inf.
     """
     scores = _scores(q, entries, bias, scale)
     lse = torch.logsumexp(scores, dim=-1, keepdim=True)
@@ -49,9 +48,9 @@ def attend_entries_with_lse(
 
 
 def _scores(q: Tensor, entries: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """[rows, query_len * heads, num_keys] fp32."""
+    """The scores [rows, query_len * heads, num_keys] fp32."""
     rows, query_len, heads, _ = q.shape
-    # Scores that are rounded to half precision would lose more than everything after them.
+    # In fp32: rounding scores to half precision would lose more accuracy than everything after them.
     folded = q.float().mul(scale).reshape(rows, query_len * heads, -1)
     scores = torch.bmm(folded, entries.float().transpose(1, 2))
     if bias is not None:
@@ -60,12 +59,12 @@ def _scores(q: Tensor, entries: Tensor, bias: Tensor | None, scale: float) -> Te
 
 
 def _found(weights: Tensor, q: Tensor, entries: Tensor, latent_dim: int) -> Tensor:
-    """[rows, query_len, heads, latent]."""
+    """The weighted latents [rows, query_len, heads, latent]."""
     return torch.bmm(weights.to(entries.dtype), entries[..., :latent_dim]).view(*q.shape[:3], latent_dim)
 
 
 def expand_entries(entries: Tensor, key_up: Tensor, value_up: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Writes every head's keys [num_keys, heads, nope + rope] and values [num_keys, heads, value] of the entries."""
+    """Expands entries to every head's keys [num_keys, heads, nope + rope] and values [num_keys, heads, value]."""
     latent_dim = key_up.shape[2]
     expand_latents(entries[:, :latent_dim], entries[:, latent_dim:], key_up, value_up, keys, values)
 
@@ -73,9 +72,9 @@ def expand_entries(entries: Tensor, key_up: Tensor, value_up: Tensor, keys: Tens
 def expand_latents(
     latents: Tensor, ropes: Tensor, key_up: Tensor, value_up: Tensor, keys: Tensor, values: Tensor
 ) -> None:
-    """As `expand_entries`, of latents [num_keys, latent] and rope keys [num_keys, rope]: two products and a copy.
+    """Like `expand_entries`, for latents [num_keys, latent] and rope keys [num_keys, rope].
 
-    `values` is contiguous, so that one product makes those of all heads, without a copy where `value_up` is too.
+    `values` must be contiguous: one product computes those of all heads. If `value_up` is contiguous, it is not copied.
     """
     heads, nope_dim, _ = key_up.shape
     value_rows = heads * value_up.shape[1]

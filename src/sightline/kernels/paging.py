@@ -1,7 +1,7 @@
-"""Moving cache entries between pools and dense tensors, with torch.
+"""Copies cache entries between pools and dense tensors, with torch.
 
-A pool plane is [num_slots, ...]; a slot is one entry's place in it. Planes of 8-bit floats are moved as bytes: not
-every op that moves entries knows their dtypes, on every device.
+A pool plane is [num_slots, ...]; a slot is the place of one entry. Planes of 8-bit floats are copied as bytes, because
+not every op supports their dtypes on every device.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 def write_entries(plane: Tensor, slots: Tensor, values: Tensor) -> None:
-    """Puts `values` [n, ...] into `plane` at `slots` [n]."""
+    """Writes `values` [n, ...] to `plane` at `slots` [n]."""
     plane.index_copy_(0, slots, values)
 
 
 def gather_entries(plane: Tensor, slots: Tensor, out: Tensor) -> None:
-    """Copies the entries at `slots` [n] into `out` [n, ...], each byte once."""
+    """Copies the entries at `slots` [n] to `out` [n, ...]."""
     torch.index_select(plane, 0, slots, out=out)
 
 
 def write_scaled_entries(plane: Tensor, slots: Tensor, values: Tensor, scale: float) -> None:
-    """Puts `values` / `scale` [n, ...] into the 8-bit floats of `plane` at `slots` [n].
+    """Writes `values` / `scale` [n, ...] to the 8-bit floats of `plane` at `slots` [n].
 
-    Saturated first: of what is beyond the range a cast may make NaN.
+    Values are saturated first: a cast may turn those out of range into NaN.
     """
     largest = torch.finfo(plane.dtype).max
     codes = values.float().div_(scale) if values.dtype != torch.float32 else values.div(scale)

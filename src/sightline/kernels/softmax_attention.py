@@ -1,7 +1,7 @@
 """Dense softmax attention over already gathered keys and values, with torch.
 
-Two ways: `fused_attention` is `scaled_dot_product_attention`; `composed_attention` is plain products and
-does what the fused one cannot: softcap, sinks, log-sum-exp. Both take
+`fused_attention` calls `scaled_dot_product_attention`. `composed_attention` uses plain products and supports what the
+fused one does not: softcap, sinks, log-sum-exp. Both take
 
     q [rows, query_len, q_heads, head_dim]     k, v [rows, kv_heads, kv_len, head_dim]
     bias [rows, 1, query_len, kv_len] or None, 0 where visible and -inf where not
@@ -21,7 +21,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, sca
     rows, query_len, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]
     if query_len == 1:
-        # The query heads that share a key head stand as query positions: each key is read once.
+        # The query heads of a key head become query positions, so that each key is read once.
         group = q_heads // kv_heads
         folded = q.view(rows, kv_heads, group, head_dim)
         shared = None if bias is None else bias.expand(-1, -1, group, -1)
@@ -43,10 +43,10 @@ def composed_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output as above and the natural log-sum-exp [rows, query_len, q_heads], both of fp32 scores.
+    """Returns the output like `fused_attention`, and the natural log-sum-exp [rows, query_len, q_heads].
 
-    `sinks` [q_heads] are logits that take weight and give no value; the log-sum-exp counts them. A query that
-    sees nothing gives 0 and -inf.
+    Scores are fp32. `sinks` [q_heads] are logits that take weight and add no value; the log-sum-exp includes them. For
+    a query that sees nothing the results are 0 and -inf.
     """
     rows, query_len, q_heads, head_dim = q.shape
     kv_heads = k.shape[1]

@@ -1,6 +1,6 @@
-"""The softmax attention layer: projections and positions around what the plan computes.
+"""The softmax attention layer: projections and rotations around the attention that the plan computes.
 
-Knows its own spec and its layer number. Does not know pools, pages or backends: the planned batch does.
+Does not know pools, pages or backends: the planned batch does.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from sightline.layers.sink import Sink
 
 
 class AttentionBuffers:
-    """From the projections to what attention gives, with the views that every layer needs."""
+    """Buffers from the projections to the attention output, and views of them."""
 
-    def __init__(self, scratch: Scratch, num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, scratch: Scratch, num_q_heads: int, num_kv_heads: int, head_dim: int, rotates: int) -> None:
+        """Without `rotates`, the inputs of attention are the projections themselves."""
         num_turned = num_q_heads + num_kv_heads
         num_heads, num_tokens = num_turned + num_kv_heads, scratch.num_tokens
         self.qkv = scratch.take("attention.qkv", num_heads * head_dim)
-        # Attention reads a head as one run of numbers. Every step asks for it, so that the largest reserves it.
+        # Attention needs each head contiguous. Taken even if unused, so that the largest step reserves it.
         rows = scratch.take_rows("attention.rows", num_heads * head_dim)
         self.is_row_major = self.qkv.is_contiguous()
         self.rows = self.qkv if self.is_row_major else rows
         heads = self.rows.view(num_tokens, num_heads, head_dim)
         self.turned = Halves.of(heads[:, :num_turned])
-        """Queries and keys, before the rotation."""
+        """Queries and keys before the rotation."""
         self.q, self.k = heads[:, :num_q_heads], heads[:, num_q_heads:num_turned]
-        rotated = scratch.take_rows("attention.rotated", num_turned * head_dim)
-        self.rotated = Halves.of(rotated.view(num_tokens, num_turned, head_dim))
+        self.rotated = self.turned
+        if rotates:
+            rotated = scratch.take_rows("attention.rotated", num_turned * head_dim)
+            self.rotated = Halves.of(rotated.view(num_tokens, num_turned, head_dim))
         self.inputs = (self.rotated.whole[:, :num_q_heads], self.rotated.whole[:, num_q_heads:], heads[:, num_turned:])
-        """Rotated queries and keys, and values."""
+        """Queries and keys, rotated if the layer rotates, and values."""
         self.attended = scratch.take_rows("attention.attended", num_q_heads * head_dim)
         self.attended_heads = self.attended.view(num_tokens, num_q_heads, head_dim)
 
@@ -47,25 +50,31 @@ class SoftmaxAttention:
     """One layer."""
 
     layer: int
-    """In the model."""
+    """The layer's number in the model."""
     spec: SoftmaxSpec
     qkv: Projection
     """Queries, keys and values side by side."""
     output: Projection
-    q_norm: RmsNorm | None
-    k_norm: RmsNorm | None
-    sinks: Tensor | None
-    """[num_q_heads] exactly where the spec has sinks."""
+    q_norm: RmsNorm | None = None
+    k_norm: RmsNorm | None = None
+    sinks: Tensor | None = None
+    """[num_q_heads] if the spec has sinks, otherwise None."""
+    rotates: bool = True
+    """False in networks whose inputs already hold the positions."""
 
     @property
     def turns(self) -> bool:
         return self.qkv.turns
 
     def buffers(self, scratch: Scratch) -> AttentionBuffers:
-        return scratch.of(AttentionBuffers, self.spec.num_q_heads, self.spec.num_kv_heads, self.spec.head_dim)
+        spec = self.spec
+        return scratch.of(AttentionBuffers, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, self.rotates)
 
-    def __call__(self, x: Tensor, sink: Sink, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
-        """From x [num_tokens, hidden]."""
+    def __call__(
+        self, x: Tensor, sink: Sink, planned: PlannedBatch, rotary: RotaryTable | None, scratch: Scratch
+    ) -> None:
+        """Gives the result for x [num_tokens, hidden] to the sink. `rotary` is None if the layer does not rotate."""
+        assert self.rotates == (rotary is not None)
         buffers = self.buffers(scratch)
         self.qkv(x, buffers.qkv)
         if not buffers.is_row_major:
@@ -73,46 +82,8 @@ class SoftmaxAttention:
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm(buffers.q, buffers.q)
             self.k_norm(buffers.k, buffers.k)
-        # One rotation for queries and keys together: with few tokens, operations cost more than their elements.
-        rotary.rotate(buffers.turned, buffers.rotated)
+        if rotary is not None:
+            # One rotation for queries and keys: with few tokens, the time depends on the number of operations.
+            rotary.rotate(buffers.turned, buffers.rotated)
         planned.attend(self.layer, SoftmaxInputs(*buffers.inputs, self.sinks), buffers.attended_heads)
-        sink.take_product(self.output, buffers.attended)
-
-
-class PlainBuffers:
-    """From the projections to what attention gives, where nothing is rotated."""
-
-    def __init__(self, scratch: Scratch, num_heads: int, head_dim: int) -> None:
-        size = num_heads * head_dim
-        self.qkv = scratch.take("attention.qkv", 3 * size)
-        rows = scratch.take_rows("attention.rows", 3 * size)
-        self.is_row_major = self.qkv.is_contiguous()
-        self.rows = self.qkv if self.is_row_major else rows
-        heads = self.rows.view(scratch.num_tokens, 3 * num_heads, head_dim)
-        self.q, self.k, self.v = heads.chunk(3, dim=1)
-        self.attended = scratch.take_rows("attention.attended", size)
-        self.attended_heads = self.attended.view(scratch.num_tokens, num_heads, head_dim)
-
-
-@dataclass(frozen=True, eq=False)
-class PlainAttention:
-    """One layer of a network that knows positions from its inputs: no rotation, as many key heads as query heads."""
-
-    layer: int
-    """In the model."""
-    spec: SoftmaxSpec
-    qkv: Projection
-    """Queries, keys and values side by side."""
-    output: Projection
-
-    def buffers(self, scratch: Scratch) -> PlainBuffers:
-        return scratch.of(PlainBuffers, self.spec.num_q_heads, self.spec.head_dim)
-
-    def __call__(self, x: Tensor, sink: Sink, planned: PlannedBatch, scratch: Scratch) -> None:
-        """From x [num_tokens, hidden]."""
-        buffers = self.buffers(scratch)
-        self.qkv(x, buffers.qkv)
-        if not buffers.is_row_major:
-            buffers.rows.copy_(buffers.qkv)
-        planned.attend(self.layer, SoftmaxInputs(buffers.q, buffers.k, buffers.v, None), buffers.attended_heads)
         sink.take_product(self.output, buffers.attended)

@@ -11,7 +11,7 @@ from sightline.kernels.block_weights import BlockWeights
 
 
 class Embedding(ABC):
-    """A vector for each token, however the vectors are kept."""
+    """A vector for each token of the vocabulary."""
 
     @abstractmethod
     def __call__(self, tokens: Tensor, out: Tensor) -> None:
@@ -19,10 +19,10 @@ class Embedding(ABC):
 
 
 class DenseEmbedding(Embedding):
-    """As they are used."""
+    """An embedding with dense weights."""
 
     def __init__(self, weight: Tensor) -> None:
-        """[vocab_size, hidden_size]."""
+        """`weight` is [vocab_size, hidden_size]."""
         self.weight = weight
 
     def __call__(self, tokens: Tensor, out: Tensor) -> None:
@@ -30,7 +30,7 @@ class DenseEmbedding(Embedding):
 
 
 class BlockEmbedding(Embedding):
-    """As the file quantises them: a step dequantises the vectors of its own tokens."""
+    """An embedding with quantised weights. Each step dequantises the vectors of its tokens."""
 
     def __init__(self, weights: BlockWeights) -> None:
         self._weights = weights

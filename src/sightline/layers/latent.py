@@ -1,13 +1,13 @@
-"""The latent attention layer: projections, norms and positions around what the plan computes.
+"""The latent attention (MLA) layer: projections, norms and rotations around the attention that the plan computes.
 
     x ──down──▶ [ query side | rope key | latent ]
                      │             │        └─norm──▶ latent, cached
                      │             └─rotation───────▶ rope key, cached, the same for all heads
                      └─(norm, query_up)──▶ [ nope parts of all heads | rope parts of all heads ]
 
-What `down` and `query_up` give lies in this order, which is not the stored one, and the rope parts are in the order of
-the half-split rotation: whoever makes the layer orders the rows of the weights so. Knows its own spec and its layer
-number. Does not know pools, pages or backends: the planned batch does.
+The outputs of `down` and `query_up` are in this order, which differs from the stored one, and rope parts are ordered
+for the half-split rotation: the loader reorders the rows of the weights. Does not know pools, pages or backends: the
+planned batch does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sightline.layers.sink import Sink
 
 
 class LatentBuffers:
-    """From the projections to what attention gives, with the views that every layer needs.
+    """Buffers from the projections to the attention output, and views of them.
 
     `queries` is [ nope parts of all heads | rope parts of all heads | rope key ], so that one rotation serves all.
     """
@@ -35,7 +35,7 @@ class LatentBuffers:
     def __init__(
         self, scratch: Scratch, num_heads: int, nope: int, rope: int, latent: int, value: int, query_rank: int
     ) -> None:
-        """`query_rank` of the queries' own projection from few features; 0 where x gives queries directly."""
+        """`query_rank` is the rank of the query projection; 0 if queries are projected from x directly."""
         num_tokens = scratch.num_tokens
         nope_size, q_size = num_heads * nope, num_heads * (nope + rope)
         side = query_rank or q_size
@@ -45,12 +45,12 @@ class LatentBuffers:
         queries = scratch.take("latent.queries", q_size + rope) if query_rank else self.down[:, : q_size + rope]
         self.q, self.k_rope_unturned = queries[:, :q_size], queries[:, q_size:]
         nope_heads = queries[:, :nope_size].view(num_tokens, num_heads, nope)
-        # Attention reads a head as one run of numbers. Every step asks for it, so that the largest reserves it.
+        # Attention needs each head contiguous. Taken even if unused, so that the largest step reserves it.
         rows = scratch.take_rows("latent.nope", nope_size).view(num_tokens, num_heads, nope)
         self.is_row_major = self.down.is_contiguous()
         self.nope_unordered, self.q_nope = nope_heads, nope_heads if self.is_row_major else rows
         self.turned = Halves.of(queries[:, nope_size:].view(num_tokens, num_heads + 1, rope))
-        """The rope parts of queries and key, before the rotation."""
+        """The rope parts of queries and key before the rotation."""
         rotated = scratch.take_rows("latent.rotated", (num_heads + 1) * rope)
         self.rotated = Halves.of(rotated.view(num_tokens, num_heads + 1, rope))
         self.q_rope, self.k_rope = self.rotated.whole[:, :num_heads], self.rotated.whole[:, num_heads]
@@ -61,10 +61,10 @@ class LatentBuffers:
 
 @dataclass(frozen=True, eq=False)
 class QueryUp:
-    """Queries by way of few features."""
+    """The second half of a low-rank query projection."""
 
     norm: RmsNorm
-    """Of the few."""
+    """The norm of the low-rank queries."""
     projection: Projection
 
 
@@ -73,10 +73,10 @@ class LatentAttention:
     """One layer."""
 
     layer: int
-    """In the model."""
+    """The layer's number in the model."""
     spec: LatentSpec
     down: Projection
-    """Queries, or the few features that they are made of; the rope key; the latent."""
+    """Projects x to queries (or low-rank queries), rope key and latent."""
     query_up: QueryUp | None
     latent_norm: RmsNorm
     key_up: Tensor
@@ -96,7 +96,7 @@ class LatentAttention:
         return scratch.of(LatentBuffers, *sizes)
 
     def __call__(self, x: Tensor, sink: Sink, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
-        """From x [num_tokens, hidden]."""
+        """Gives the result for x [num_tokens, hidden] to the sink."""
         buffers = self.buffers(scratch)
         self.down(x, buffers.down)
         if self.query_up is not None:
@@ -106,7 +106,7 @@ class LatentAttention:
         if not buffers.is_row_major:
             buffers.q_nope.copy_(buffers.nope_unordered)
         self.latent_norm(buffers.unnormed, buffers.latent)
-        # One rotation for queries and key together: with few tokens, operations cost more than their elements.
+        # One rotation for queries and key: with few tokens, the time depends on the number of operations.
         rotary.rotate(buffers.turned, buffers.rotated)
         planned.attend(self.layer, self._inputs(buffers), buffers.attended_heads)
         sink.take_product(self.output, buffers.attended)

@@ -12,12 +12,12 @@ from sightline.kernels.block_product import BlockProduct
 
 
 class Projection(ABC):
-    """y = x W^T + b, however the weights are kept. Outputs may lie in any order in memory."""
+    """y = x W^T + b. Outputs may have any memory layout."""
 
     in_features: int
     out_features: int
     turns: ClassVar[bool]
-    """Whether a batch of rows is faster feature by feature, which is then how activations lie in memory."""
+    """True if a batch of rows is faster with feature-major activations."""
 
     @abstractmethod
     def __call__(self, x: Tensor, out: Tensor) -> None:
@@ -25,16 +25,16 @@ class Projection(ABC):
 
     @abstractmethod
     def add(self, x: Tensor, out: Tensor) -> None:
-        """As `__call__`, added to what `out` holds."""
+        """Adds the result to `out`."""
 
 
 class Linear(Projection):
-    """With dense weights."""
+    """A projection with dense weights."""
 
     turns = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Weight [out_features, in_features], bias [out_features]."""
+        """`weight` is [out_features, in_features], `bias` [out_features]."""
         self.weight = weight
         self.bias = bias
         self.out_features, self.in_features = weight.shape
@@ -53,12 +53,12 @@ class Linear(Projection):
 
 
 class BlockLinear(Projection):
-    """With weights that stay quantised in blocks."""
+    """A projection with weights that stay quantised in blocks."""
 
     turns = False
 
     def __init__(self, product: BlockProduct, bias: Tensor | None = None) -> None:
-        """Bias [out_features]."""
+        """`bias` is [out_features]."""
         self.product = product
         self.bias = bias
         self.out_features, self.in_features = product.out_features, product.in_features

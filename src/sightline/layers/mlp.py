@@ -17,7 +17,7 @@ from sightline.layers.sink import Sink
 
 
 class Activation(Enum):
-    """The non-linearity of a gate, or of a plain layer."""
+    """The non-linearity of a feed-forward."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -37,7 +37,7 @@ _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class MlpBuffers:
-    """Gate and up side by side, and what becomes of them."""
+    """Buffers for gate and up, side by side, and for their product."""
 
     def __init__(self, scratch: Scratch, intermediate: int) -> None:
         self.gate_up = scratch.take("mlp.gate_up", 2 * intermediate)
@@ -46,7 +46,7 @@ class MlpBuffers:
 
 
 class PlainMlpBuffers:
-    """Between the two products."""
+    """The buffer between the two products."""
 
     def __init__(self, scratch: Scratch, intermediate: int) -> None:
         self.inner = scratch.take("mlp.inner", intermediate)
@@ -64,7 +64,7 @@ class PlainMlp:
         return scratch.of(PlainMlpBuffers, self.down.in_features)
 
     def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
-        """From x [num_tokens, hidden]."""
+        """Gives the result for x [num_tokens, hidden] to the sink."""
         buffers = self.buffers(scratch)
         self.up(x, buffers.inner)
         sink.take_product(self.down, self.activation(buffers.inner))
@@ -83,7 +83,7 @@ class GatedMlp:
         return scratch.of(MlpBuffers, self.down.in_features)
 
     def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
-        """From x [num_tokens, hidden]."""
+        """Gives the result for x [num_tokens, hidden] to the sink."""
         buffers = self.buffers(scratch)
         self.gate_up(x, buffers.gate_up)
         torch.mul(self.activation(buffers.gate), buffers.up, out=buffers.gated)

@@ -1,8 +1,7 @@
-"""Expert layers: each token goes through a few of many feed-forwards.
+"""Mixture-of-experts layers: each token goes through a few of many feed-forwards.
 
-Owns the grouping: the tokens of an expert are computed in one product, whatever rows they came from. A token's result
-does not depend on the tokens beside it, but for rounding. Does not know how a token chooses, nor how checkpoints store
-experts.
+Owns the grouping: all tokens of an expert are computed in one product. Apart from rounding, a token's result does not
+depend on the other tokens. Does not know how a token chooses experts, nor how checkpoints store them.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class ClampedSwiglu:
 
 
 Gate = Activation | ClampedSwiglu
-"""How gate and up become one."""
+"""How gate and up are combined."""
 
 
 @dataclass(frozen=True, eq=False)
 class Expert:
-    """One of the feed-forwards."""
+    """One feed-forward of the mixture."""
 
     gate_up: Projection
     """Gate and up side by side: [2 * intermediate, hidden]."""
@@ -46,7 +45,7 @@ class Expert:
 
 
 class RouterBuffers:
-    """What the router says. How many tokens an expert gets is known in the middle of the step only: no buffer fits."""
+    """The router's logits. Experts have no buffers: how many tokens each gets is known only during the step."""
 
     def __init__(self, scratch: Scratch, num_experts: int) -> None:
         self.logits = scratch.take("router.logits", num_experts, torch.float32)
@@ -54,16 +53,16 @@ class RouterBuffers:
 
 @dataclass(frozen=True, eq=False)
 class ExpertMlp:
-    """The layer: router, experts, the weighted sum of what the chosen ones give, and what all tokens share."""
+    """The layer: the weighted sum of the chosen experts' outputs, plus that of the shared feed-forward."""
 
     router: Projection
-    """With fp32 weights: a rounded logit may choose another expert."""
+    """Its weights are fp32: a rounded logit could choose another expert."""
     routing: Routing
     experts: tuple[Expert, ...]
     correction: Tensor | None = None
-    """[num_experts] fp32 exactly where the routing is corrected."""
+    """[num_experts] fp32 if the routing is corrected, otherwise None."""
     shared: GatedMlp | None = None
-    """Every token goes through it, with the weight 1."""
+    """A feed-forward that every token goes through, with weight 1."""
 
     def buffers(self, scratch: Scratch) -> RouterBuffers:
         if self.shared is not None:
@@ -71,7 +70,7 @@ class ExpertMlp:
         return scratch.of(RouterBuffers, self.routing.num_experts)
 
     def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
-        """From x [num_tokens, hidden]."""
+        """Gives the result for x [num_tokens, hidden] to the sink."""
         logits = self.buffers(scratch).logits
         self.router(x.float(), logits)
         experts, weights = self.routing.choose(logits, self.correction)
@@ -80,7 +79,7 @@ class ExpertMlp:
             self.shared(x, sink.onto(), scratch)
 
     def _weighted_sum(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """[num_tokens, hidden] from the experts of each token and their weights."""
+        """The weighted sum of the experts' outputs, [num_tokens, hidden]."""
         num_tokens, hidden = x.shape
         per_token = self.routing.experts_per_token
         # Choice i belongs to token i // per_token; sorted by expert, each expert's choices are one slice.
@@ -105,7 +104,7 @@ def _product(projection: Projection, x: Tensor) -> Tensor:
 
 
 def gated(kind: Gate, gate: Tensor, up: Tensor) -> Tensor:
-    """Gate and up, both [..., intermediate], as one."""
+    """Combines gate and up, both [..., intermediate]."""
     match kind:
         case Activation():
             return kind(gate) * up

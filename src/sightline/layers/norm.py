@@ -1,4 +1,4 @@
-"""Normalisation."""
+"""Layer norm and RMS norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class LayerNorm:
     """(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias over the last dimension, computed in fp32."""
 
     def __init__(self, weight: Tensor, bias: Tensor, epsilon: float) -> None:
-        """Weight and bias [features] fp32."""
+        """`weight` and `bias` are [features] fp32."""
         self.weight = weight
         self.bias = bias
         self.epsilon = epsilon
@@ -25,7 +25,7 @@ class RmsNorm:
     """x / sqrt(mean(x²) + epsilon) * weight over the last dimension, computed in fp32."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
-        """Weight [features] fp32."""
+        """`weight` is [features] fp32."""
         self.weight = weight
         self.epsilon = epsilon
         num_features = weight.shape[0]
@@ -37,7 +37,7 @@ class RmsNorm:
         if x.dtype != torch.float32:
             out.copy_(F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon))
             return
-        # By lengths instead of means, the same in four small operations: torch's own norm takes twice their time for
-        # one row and ten times for a prompt.
+        # The vector's length instead of its mean square takes four small operations: torch's own norm takes twice as
+        # long for one row and ten times as long for a prompt.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         torch.div(x, length.hypot_(self._least_length), out=out).mul_(self._scaled_weight)

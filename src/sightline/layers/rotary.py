@@ -1,4 +1,4 @@
-"""Rotary position embedding. A step's cosines and sines are computed once and shared by all layers."""
+"""Rotary position embeddings. The cosines and sines of a step are computed once and shared by all layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Positions divided by `factor`."""
+    """Divides positions by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths stretched by `factor`, short ones kept, a ramp between."""
+    """Stretches long wavelengths by `factor` and keeps short ones, with a ramp between."""
 
     factor: float
     low_freq_factor: float
@@ -29,23 +29,23 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """Frequencies that turn often kept, slow ones divided by `factor`, a ramp over the dimensions between."""
+    """Keeps high frequencies and divides low ones by `factor`, with a ramp over the dimensions between."""
 
     factor: float
     beta_fast: float
-    """Turns within the original length from which on a frequency is kept."""
+    """Frequencies with at least so many turns within the original length are kept."""
     beta_slow: float
-    """Turns up to which a frequency is divided."""
+    """Frequencies with at most so many turns are divided."""
     original_max_positions: int
     truncate: bool
-    """The ramp's ends are whole dimensions."""
+    """True if the ends of the ramp are rounded to whole dimensions."""
     attention_factor: float
-    """Multiplies cosines and sines, and so the scores by its square."""
+    """Multiplies cosines and sines, so scores are multiplied by its square."""
 
 
 @dataclass(frozen=True)
 class FrequencyFactors:
-    """Each frequency divided by its own factor, as GGUF files store a scaling."""
+    """Divides each frequency by its own factor, as GGUF files store a scaling."""
 
     factors: tuple[float, ...]
 
@@ -63,12 +63,12 @@ class RotarySpec:
 
     @property
     def amplitude(self) -> float:
-        """Of cosines and sines."""
+        """The factor on cosines and sines."""
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
 
 class Halves(NamedTuple):
-    """Heads, and the two halves of their dimensions, which a rotation pairs with each other."""
+    """Heads, and views of the two halves of their dimensions, which a rotation pairs."""
 
     whole: Tensor
     """[num_tokens, heads, head_dim]."""
@@ -82,24 +82,24 @@ class Halves(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RotaryTable:
-    """A step's rotations."""
+    """The cosines and sines of a step."""
 
     cos: Tensor
-    """[num_tokens, 1, head_dim]: the same in both halves."""
+    """[num_tokens, 1, head_dim], the same in both halves."""
     sin: Tensor
     """[num_tokens, 1, head_dim / 2]."""
     minus_sin: Tensor
-    """As `sin`."""
+    """-`sin`, of the same shape."""
 
     def rotate(self, x: Halves, out: Halves) -> None:
-        """Writes `out`, which is other memory than x: dimension i pairs with i + head_dim / 2."""
+        """Writes the rotated x to `out`, which must not overlap x. Dimension i pairs with i + head_dim / 2."""
         torch.mul(x.whole, self.cos, out=out.whole)
         out.first.addcmul_(x.second, self.minus_sin)
         out.second.addcmul_(x.first, self.sin)
 
 
 class Rotary:
-    """Makes tables for one spec."""
+    """Computes the tables for one spec."""
 
     def __init__(self, spec: RotarySpec, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(spec).to(device)
@@ -115,7 +115,7 @@ class Rotary:
 
 
 def inverse_frequencies(spec: RotarySpec) -> Tensor:
-    """[head_dim / 2] fp32: radians a position for each pair of dimensions."""
+    """The radians per position for each pair of dimensions, [head_dim / 2] fp32."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
     periods = spec.theta**exponents
     frequencies = 1.0 / periods
@@ -149,13 +149,13 @@ def _yarn_frequencies(periods: Tensor, spec: RotarySpec, scaling: YarnScaling) -
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0.0), min(last, spec.head_dim - 1.0)
-    width = (last - first) or 0.001  # a step where the ramp has no width
+    width = (last - first) or 0.001  # avoids a division by 0: the ramp becomes a step
     kept = 1.0 - ((torch.arange(len(periods), dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
-    # The order of the operations is the one that models were trained with: positions multiply the rounding.
+    # Keep this order of operations: models were trained with its rounding, which positions multiply.
     return 1.0 / (scaling.factor * periods) * (1.0 - kept) + 1.0 / periods * kept
 
 
 def _yarn_dimension(spec: RotarySpec, scaling: YarnScaling, turns: float) -> float:
-    """The pair of dimensions, as a real number, that turns `turns` times within the original length."""
+    """The (fractional) pair of dimensions that makes `turns` turns within the original length."""
     wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
     return spec.head_dim * math.log(wavelength) / (2 * math.log(spec.theta))

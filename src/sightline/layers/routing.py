@@ -1,9 +1,9 @@
-"""How a token chooses experts, as data: what a logit counts, which groups it may choose from, what the chosen weigh.
+"""How a token chooses experts: the score of a logit, the groups it may choose from, the weights of the chosen.
 
     logits ──Score──▶ scores ──+ correction──▶ ranks ──Groups──▶ allowed ──best──▶ chosen
                          └──────────────────── scores of the chosen ──Share, scale──▶ weights
 
-Owns the choice. Does not know experts, nor where logits come from.
+Does not know experts, nor where logits come from.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from enum import Enum
 from torch import Tensor
 
 _NOTHING = 1e-20
-"""Added to a sum before it divides: scores may be so small that their sum is 0."""
+"""Added to a divisor: scores may be so small that their sum is 0."""
 
 
 class Score(Enum):
-    """What an expert's logit counts."""
+    """How a logit becomes a score."""
 
     SOFTMAX = "softmax"
-    """Its probability among all experts."""
+    """The probability among all experts."""
     SIGMOID = "sigmoid"
-    """By itself, whatever the others have."""
+    """Independent of the other experts."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         return logits.softmax(dim=-1) if self is Score.SOFTMAX else logits.sigmoid()
 
 
 class Share(Enum):
-    """What a chosen expert's weight is a share of."""
+    """How the weights of chosen experts are normalised."""
 
     OF_ALL = "all"
-    """The score itself: under softmax the weights of the chosen add up to less than 1."""
+    """Not at all: the weight is the score. Under softmax the weights add up to less than 1."""
     OF_CHOSEN = "chosen"
-    """The score among those of the chosen: the weights add up to 1."""
+    """Among the chosen experts: the weights add up to 1."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Experts in groups of neighbours, of which a token may use a few."""
+    """A limit on the groups of neighbouring experts that a token may use."""
 
     num_groups: int
     groups_per_token: int
     ranked_by: int
-    """A group ranks by the sum of so many of its best experts."""
+    """A group's rank is the sum of the ranks of its best experts; this is their number."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.groups_per_token <= self.num_groups:
             raise ValueError(f"expected from 1 to {self.num_groups} groups for a token, got {self.groups_per_token}")
 
     def limit(self, ranks: Tensor) -> Tensor:
-        """The ranks [num_tokens, num_experts], with -inf for every expert of a group that was not chosen."""
+        """The ranks [num_tokens, num_experts] with -inf for the experts of groups that are not chosen."""
         grouped = ranks.reshape(ranks.shape[0], self.num_groups, ranks.shape[1] // self.num_groups)
         of_groups = grouped.topk(self.ranked_by, dim=-1).values.sum(dim=-1)
         chosen = of_groups.topk(self.groups_per_token, dim=-1).indices
@@ -63,7 +63,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token chooses: the highest ranks, which are scores unless a correction moves them."""
+    """How a token chooses the experts with the highest ranks. A rank is a score plus the correction, if any."""
 
     num_experts: int
     experts_per_token: int
@@ -71,9 +71,9 @@ class Routing:
     score: Score = Score.SOFTMAX
     groups: Groups | None = None
     corrected: bool = False
-    """Each expert has a learned number that is added to its score for the choice, and not for the weight."""
+    """True if each expert has a learned number that is added to its score for the choice, but not for the weight."""
     scale: float = 1.0
-    """Of the weights."""
+    """Multiplies the weights."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
@@ -88,14 +88,14 @@ class Routing:
             )
         if self.experts_per_token > self.groups.groups_per_token * group_size:
             raise ValueError(
-                f"expected at most the {self.groups.groups_per_token * group_size} experts of the groups of a token, "
+                f"expected at most the {self.groups.groups_per_token * group_size} experts of a token's groups, "
                 f"got {self.experts_per_token}"
             )
 
     def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Experts and their fp32 weights, both [num_tokens, experts_per_token], from [num_tokens, num_experts].
 
-        `correction` [num_experts] fp32 exactly where the routing is corrected.
+        `correction` is [num_experts] fp32 if the routing is corrected, otherwise None.
         """
         scores = self.score(logits.float())
         ranks = scores if correction is None else scores + correction

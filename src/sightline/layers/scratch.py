@@ -1,13 +1,13 @@
-"""Memory for a step's activations: leased once, shaped for each step, shared by all layers.
+"""Memory for a step's activations: leased once, viewed in each step's shape, shared by all layers.
 
     Activations (a lane's leases, at the largest step) ──shaped──▶ Scratch (one number of tokens)
                                                                       └─ of(Kind, sizes): a layer's buffers
 
-A layer asks for its buffers by kind and sizes, and layers that ask alike get the same memory: what one layer left there
-means nothing to the next. Does not know what the buffers hold.
+A layer asks for its buffers by kind and sizes. Layers that ask for the same get the same memory, so a buffer's contents
+do not survive its layer. Does not know what the buffers hold.
 
-A buffer is [num_tokens, features] to whoever uses it. In memory it is feature after feature where so many rows are
-multiplied faster that way: a product writes the order that its output has, so no layer has to know.
+A buffer has the shape [num_tokens, features]. Its memory is feature-major if products of so many rows are faster that
+way. A product writes its output in whatever layout the buffer has, so no layer has to know.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch import Tensor
 from sightline.attention.workspace import Lane, Workspace
 
 OWNER = "activations"
-"""In the memory ledger."""
+"""The owner's name in the memory ledger."""
 
 
 def prefers_feature_major(num_rows: int) -> bool:
-    """True where W x is faster than x W^T: a batch of decoding rows, but neither one of a few nor a prefill.
+    """True if W x is faster than x W^T: for a medium batch of decoding rows, not for a few rows or a prefill.
 
     Measured over all products of a small decoder (docs/benchmarks.md): 1.2 times as fast at 8 and 16 rows, 1.4 at 32,
     equal at 48, slower at 2 to 6 and at 64.
@@ -34,14 +34,14 @@ def prefers_feature_major(num_rows: int) -> bool:
 
 
 def empty_rows(num_rows: int, features: int, like: Tensor, *, turns: bool) -> Tensor:
-    """[num_rows, features] of `like`'s dtype and device, for a product that gains, or not, by being turned."""
+    """An empty [num_rows, features] with the dtype and device of `like`; `turns` as in `Projection`."""
     if turns and prefers_feature_major(num_rows):
         return like.new_empty((features, num_rows)).t()
     return like.new_empty((num_rows, features))
 
 
 class BufferKind(Protocol):
-    """The buffers of one kind of layer: made from a scratch and the layer's sizes."""
+    """The buffers of one kind of layer, created from a scratch and the layer's sizes."""
 
     def __init__(self, scratch: Scratch, *sizes: int) -> None: ...
 
@@ -50,12 +50,12 @@ KindT = TypeVar("KindT", bound=BufferKind)
 
 
 class Activations:
-    """A lane's leases. The largest step decides their size, so that no step allocates."""
+    """The leased memory of a lane, sized for the largest step, so that no step allocates."""
 
     def __init__(
         self, workspace: Workspace, lane: Lane, max_tokens: int, dtype: torch.dtype, *, turns: bool = True
     ) -> None:
-        """`turns` says that the products gain by feature after feature where `prefers_feature_major` says so."""
+        """With `turns`, buffers are feature-major whenever `prefers_feature_major` says so."""
         self.turns = turns
         self._workspace = workspace
         self._lane = lane
@@ -65,7 +65,7 @@ class Activations:
         self._last = Scratch(self, max_tokens)
 
     def shaped(self, num_tokens: int) -> Scratch:
-        """For a step of so many tokens. The scratch of the step before loses its contents."""
+        """The scratch for a step of `num_tokens`. The contents of the previous step's scratch are lost."""
         if num_tokens > self.max_tokens:
             raise ValueError(f"expected at most {self.max_tokens} tokens in a step, got {num_tokens}")
         if self._last.num_tokens != num_tokens:
@@ -73,9 +73,9 @@ class Activations:
         return self._last
 
     def memory(self, name: str, features: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[max_tokens * features], the same at every call, in `dtype` or that of the activations.
+        """The memory [max_tokens * features] for a name, in `dtype` or that of the activations.
 
-        A name has one dtype.
+        Every call with the same name and size returns the same memory. A name must always have the same dtype.
         """
         key = f"{name} {features}"
         if key not in self._leases:
@@ -86,7 +86,7 @@ class Activations:
 
 
 class Scratch:
-    """One step's buffers."""
+    """The buffers of one step."""
 
     def __init__(self, activations: Activations, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -94,7 +94,7 @@ class Scratch:
         self._kept: dict[Hashable, Any] = {}
 
     def of(self, kind: type[KindT], *sizes: int) -> KindT:
-        """The buffers of a kind of layer, made when first asked for."""
+        """The buffers of a kind of layer, created on first use."""
         key = (kind, sizes)
         kept: KindT | None = self._kept.get(key)
         if kept is None:
@@ -102,12 +102,12 @@ class Scratch:
         return kept
 
     def take(self, name: str, features: int, dtype: torch.dtype | None = None) -> Tensor:
-        """[num_tokens, features], contents undefined, in the memory order that products prefer."""
+        """An uninitialised buffer [num_tokens, features] in the memory order that products prefer."""
         memory = self._activations.memory(name, features, dtype)[: self.num_tokens * features]
         if self._activations.turns and prefers_feature_major(self.num_tokens):
             return memory.view(features, self.num_tokens).t()
         return memory.view(self.num_tokens, features)
 
     def take_rows(self, name: str, features: int) -> Tensor:
-        """[num_tokens, features], contents undefined, each token's features side by side."""
+        """An uninitialised row-major buffer [num_tokens, features]."""
         return self._activations.memory(name, features)[: self.num_tokens * features].view(self.num_tokens, features)

@@ -1,6 +1,6 @@
-"""Where a sub-layer's result goes: onto the stream, or into a buffer of its own.
+"""Where a sub-layer's result goes: added to the stream, or written to a buffer of its own.
 
-A layer whose result is normalised before it is added needs it alone; every other one adds as it multiplies.
+A result that is normalised before it is added needs its own buffer. Otherwise the last product adds it directly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sightline.layers.linear import Projection
 
 @dataclass(frozen=True, eq=False)
 class Sink(ABC):
-    """Takes a result [num_tokens, hidden_size] once; what `onto` gives takes more of it."""
+    """Takes a result [num_tokens, hidden_size] once. The sink that `onto` returns takes further parts of it."""
 
     target: Tensor
 
@@ -25,15 +25,15 @@ class Sink(ABC):
 
     @abstractmethod
     def take(self, result: Tensor) -> None:
-        """Takes the result as it is."""
+        """Takes the result."""
 
     def onto(self) -> Added:
-        """The sink for the next part of a result of which this one took a part."""
+        """A sink that adds a further part to a result of which this one took the first."""
         return Added(self.target)
 
 
 class Added(Sink):
-    """To what the target holds."""
+    """Adds the result to the target."""
 
     def take_product(self, projection: Projection, x: Tensor) -> None:
         projection.add(x, self.target)
@@ -43,7 +43,7 @@ class Added(Sink):
 
 
 class Written(Sink):
-    """Over what the target holds."""
+    """Overwrites the target with the result."""
 
     def take_product(self, projection: Projection, x: Tensor) -> None:
         projection(x, self.target)

@@ -1,7 +1,6 @@
-"""A layer's attention: what a config may ask for, and how checkpoints store each kind.
+"""Definitions of attention layers, and how checkpoints store them.
 
-Owns the tensor names of attention layers, and the order in which the rows of their weights are kept. Does not know
-families.
+Owns the tensor names, and the order in which the rows of weights are kept. Does not know model families.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from sightline.models.weights import WeightReader
 
 @dataclass(frozen=True)
 class AttentionTensors:
-    """What a layer stores beyond the weights of its projections."""
+    """The tensors that a layer stores in addition to the weights of its projections."""
 
     qk_norm: NormDefinition | None = None
-    """Of queries and keys, per head, before the rotation."""
+    """The norm of queries and keys, per head, before the rotation."""
     qkv_bias: bool = False
     output_bias: bool = False
 
 
 @dataclass(frozen=True)
 class SoftmaxAttentionDefinition:
-    """Queries, keys and values from one input each."""
+    """Softmax attention with a projection each for queries, keys and values."""
 
     spec: SoftmaxSpec
     tensors: AttentionTensors = AttentionTensors()
@@ -57,17 +56,17 @@ class SoftmaxAttentionDefinition:
 
 @dataclass(frozen=True)
 class LatentAttentionDefinition:
-    """Keys and values from one latent a token."""
+    """Latent attention (MLA): keys and values are computed from one latent per token."""
 
     spec: LatentSpec
     query_rank: int | None
-    """The features that queries are made of; None where they come from the input directly."""
+    """The rank of the query projection; None if queries are projected from the input directly."""
     paired_neighbours: bool
-    """The stored rotation turns dimension 2i with 2i + 1, not i with i + rope_dim / 2."""
+    """True if the stored rotation pairs dimension 2i with 2i + 1 instead of i with i + rope_dim / 2."""
     norms: NormDefinition
-    """Of the latent and of the few features."""
+    """The norm of the latent and of the low-rank queries."""
     bias: bool = False
-    """Of the projections of the input and of the output, but not of queries that come from the input directly."""
+    """True if the input and output projections have biases. A full-rank query projection never has one."""
 
     def load(self, weights: WeightReader, layer: int, prefix: str, hidden_size: int) -> LatentAttention:
         spec = self.spec
@@ -85,7 +84,7 @@ class LatentAttentionDefinition:
         )
 
     def _load_down(self, weights: WeightReader, prefix: str, hidden_size: int) -> Linear:
-        """The query side, the rope key and the latent as one product."""
+        """Joins the projections to queries (or their low-rank form), rope key and latent into one."""
         side = (f"{prefix}.q_proj", self._num_query_rows, self._query_order, False)
         if (rank := self.query_rank) is not None:
             side = (f"{prefix}.q_a_proj", rank, lambda: torch.arange(rank), self.bias)
@@ -93,7 +92,7 @@ class LatentAttentionDefinition:
         parts, biases = [], []
         for name, num_rows, make_order, bias in (side, key):
             stored = weights.matrix(f"{name}.weight", (num_rows, hidden_size), "rows in another order")
-            order = make_order().to(stored.device)  # only here: a config may ask for more rows than fit in memory
+            order = make_order().to(stored.device)  # created after the check: a hostile config may ask for huge ones
             parts.append(stored[order])
             shift = weights.take(f"{name}.bias", (num_rows,)) if bias else stored.new_zeros(num_rows)
             biases.append(shift[order])
@@ -108,7 +107,7 @@ class LatentAttentionDefinition:
         return QueryUp(self.norms.load(weights, f"{prefix}.q_a_layernorm", self.query_rank), Linear(up))
 
     def _load_ups(self, weights: WeightReader, prefix: str) -> tuple[Tensor, Tensor]:
-        """From the latent to each head's key [heads, nope, latent] and value [heads, value, latent]."""
+        """The weights from the latent to each head's key [heads, nope, latent] and value [heads, value, latent]."""
         spec = self.spec
         head_rows = spec.nope_dim + spec.value_dim
         shape = (spec.num_q_heads * head_rows, spec.latent_dim)
@@ -121,19 +120,22 @@ class LatentAttentionDefinition:
         return self.spec.num_q_heads * (self.spec.nope_dim + self.spec.rope_dim)
 
     def _query_order(self) -> Tensor:
-        """The stored row of each kept one: nope parts of all heads, then rope parts; stored head by head."""
+        """The index of the stored row for each kept row.
+
+        Stored head by head; kept as the nope parts of all heads, then the rope parts of all heads.
+        """
         spec = self.spec
         stored = torch.arange(self._num_query_rows).view(spec.num_q_heads, -1)
         nope, rope = stored[:, : spec.nope_dim], stored[:, spec.nope_dim :]
         return torch.cat((nope.flatten(), rope[:, self._rope_order()].flatten()))
 
     def _key_order(self) -> Tensor:
-        """The stored row of each kept one: the rope key, then the latent; stored the other way round."""
+        """The index of the stored row for each kept row. Stored as latent, rope key; kept as rope key, latent."""
         latent_dim = self.spec.latent_dim
         return torch.cat((latent_dim + self._rope_order(), torch.arange(latent_dim)))
 
     def _rope_order(self) -> Tensor:
-        """Scores do not change where queries and keys have their dimensions in the same other order."""
+        """The order of rope dimensions for a half-split rotation. Queries and keys share it, so scores are the same."""
         dims = torch.arange(self.spec.rope_dim)
         return torch.cat((dims[::2], dims[1::2])) if self.paired_neighbours else dims
 

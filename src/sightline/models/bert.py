@@ -14,23 +14,15 @@ _ACTIVATIONS = {
     "relu": Activation.RELU,
     "silu": Activation.SILU,
 }
+_NO_EFFECT = """
+    attention_probs_dropout_prob classifier_dropout directionality gradient_checkpointing hidden_dropout_prob
+    pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type tie_word_embeddings
+"""
 
 
 def bert(config: ConfigReader) -> EncoderDefinition:
-    """What a BERT config describes."""
-    config.informational(
-        "attention_probs_dropout_prob",
-        "classifier_dropout",
-        "directionality",
-        "gradient_checkpointing",
-        "hidden_dropout_prob",
-        "pooler_fc_size",
-        "pooler_num_attention_heads",
-        "pooler_num_fc_layers",
-        "pooler_size_per_head",
-        "pooler_type",
-        "tie_word_embeddings",
-    )
+    """Reads a BERT config."""
+    config.informational(*_NO_EFFECT.split())
     config.require("position_embedding_type", None, "absolute")
     config.require("is_decoder", None, False)
     config.require("is_causal", False)

@@ -1,13 +1,13 @@
-"""Scales of an 8-bit cache that a checkpoint brings: a number for the keys and one for the values of each layer.
+"""Reads the scales for an 8-bit cache from a checkpoint: one number per layer for keys and one for values.
 
-Owns the names under which they are published, and what holds where a checkpoint brings none. Does not know pools.
+Owns the names under which scales are published, and the defaults for missing ones. Does not know pools.
 
     model.layers.N.self_attn.k_scale                  and v_scale
     model.layers.N.self_attn.attn.k_scale             and v_scale; mla_attn in place of attn
     model.layers.N.self_attn.k_proj.k_scale           and v_proj.v_scale; qkv_proj for both
     model.layers.N.self_attn.k_proj.output_scale      and v_proj.output_scale
     model.layers.N.self_attn.kv_scale                 one for keys and values
-    model.layers.N.self_attn.q_scale, prob_scale, …   of products in 8 bits, which are not made here
+    model.layers.N.self_attn.q_scale, prob_scale, …   for 8-bit products, which are not used here
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _NAME = re.compile(
     r"|(?P<projection>[qkv])_proj\.output_scale|prob_output_scale)"
 )
 _SOURCES = {"k": ("k", "kv"), "v": ("v", "kv"), "entry": ("kv", "k")}
-"""By plane: whose scale it has, the first that there is."""
+"""For each plane of the cache, which scale it uses: the first that the checkpoint has."""
 _NEUTRAL = 1.0
 
 
 @dataclass(frozen=True)
 class _StoredScale:
-    """A tensor that is a scale."""
+    """A tensor that holds a scale."""
 
     name: str
     layer: int
     what: str
-    """`k`, `v` or `kv`; another where no cache has it."""
+    """`k`, `v` or `kv`; anything else is not a cache scale."""
 
 
 def load_cache_scales(
     weights: WeightReader, groups: Sequence[LayerGroup], cache_dtype: torch.dtype
 ) -> ScalesByPlane | None:
-    """By plane, for each layer of the model: the checkpoint's, or 1 where it has none, which the ledger then says.
+    """The scales by plane and layer. A scale that the checkpoint lacks is 1, and the ledger says so.
 
     Returns None if the cache stores unscaled values. Then the checkpoint's scales are not read, which is noted.
     """
@@ -57,13 +57,13 @@ def load_cache_scales(
         weights.leave_tensors(
             [scale.name for scale in found],
             "cache scales",
-            "the cache holds values as they are, so nothing is lost; kv_cache_dtype fp8 would use them",
+            "the cache stores values unscaled, so nothing is lost; kv_cache_dtype fp8 would use them",
         )
         return None
     weights.leave_tensors(
         [scale.name for scale in found if scale.what not in ("k", "v", "kv")],
         "8-bit attention",
-        "they are of queries and weights, which are computed with as they are, so nothing is lost",
+        "they scale queries and weights, which are not quantised here, so nothing is lost",
     )
     stored: dict[int, dict[str, float]] = defaultdict(dict)
     for scale in found:
@@ -93,16 +93,16 @@ def _positive(name: str, number: float) -> float:
 def _by_plane(
     weights: WeightReader, groups: Sequence[LayerGroup], stored: Mapping[int, Mapping[str, float]]
 ) -> ScalesByPlane:
-    """The scales that the groups' planes need, by model layer; the ledger says which are made up."""
+    """The scales that the groups' planes need, by model layer; the ledger says which are missing."""
     num_layers = sum(len(group.layers) for group in groups)
     scales: dict[str, list[float]] = {}
     missing = []
     for group in groups:
         for plane in (plane for pool in group.spec.pools(1, torch.float32) for plane in pool.planes):
-            of_plane = scales.setdefault(plane.name, [_NEUTRAL] * num_layers)
+            by_layer = scales.setdefault(plane.name, [_NEUTRAL] * num_layers)
             for layer in group.layers:
                 own = [stored[layer][what] for what in _SOURCES[plane.name] if what in stored.get(layer, {})]
-                of_plane[layer] = own[0] if own else _NEUTRAL
+                by_layer[layer] = own[0] if own else _NEUTRAL
                 missing += [] if own else [f"{plane.name} of layer {layer}"]
     if missing:
         weights.degrade(

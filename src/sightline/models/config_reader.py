@@ -1,6 +1,6 @@
-"""Reading a Hugging Face style config, with types checked.
+"""Typed reading of a Hugging Face config.
 
-Owns the types and the two lists of fields that may have no effect: informational ones, and idle ones of a family.
+Owns the type checks, and the lists of fields that may have no effect: informational ones, and idle ones of a family.
 Does not decide whether a field has an effect: `field_effects` finds that out by changing it.
 """
 
@@ -11,92 +11,56 @@ from collections.abc import Mapping
 
 from sightline.core.errors import UnsupportedModelError
 
-INFORMATIONAL = frozenset(
-    {
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "_sliding_window_pattern",
-        "add_cross_attention",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "dtype",
-        "eos_token_id",
-        "finetuning_task",
-        "hidden_dropout",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "is_llama_config",
-        "label2id",
-        "max_length",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "sep_token_id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers.js_config",
-        "transformers_version",
-        "unsloth_fixed",
-        "use_cache",
-    }
-)
+_NAMES = """
+    _attn_implementation_autoset _name_or_path _sliding_window_pattern add_cross_attention architectures
+    attention_dropout auto_map begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id dtype eos_token_id finetuning_task hidden_dropout id2label
+    initializer_range is_decoder is_encoder_decoder is_llama_config label2id max_length num_return_sequences
+    output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id
+    task_specific_params tokenizer_class torch_dtype transformers.js_config transformers_version unsloth_fixed
+    use_cache
+"""
+INFORMATIONAL = frozenset(_NAMES.split())
 """Fields that do not change what a forward computes, in any family."""
 
 MAX_LAYERS = 4096
-"""Far more layers, or heads, than any model has: a config that says more is broken or hostile."""
+"""The limit for layers, heads and experts, far above any real model: a config with more is broken or hostile."""
 MAX_COUNT = 2**40
 
 
 class ConfigReader:
     """Typed access to a config.
 
-    A default holds where there is no such field. A null is a value of its own, and refused unless the method says
-    otherwise: transformers refuses most of them too.
+    A default is for a missing field. A null is refused unless the method says otherwise, as in transformers.
     """
 
     def __init__(self, config: Mapping[str, object], family: str) -> None:
         self._config = config
         self._family = family
         self.choices: dict[str, tuple[str, ...]] = {}
-        """By field: the names that it may have, of fields that were read."""
+        """The allowed values of each field that was read with `choice` or `optional_kinds`."""
         self.inert: set[str] = set()
         """Fields of this family that do not change what a forward computes."""
         self.idle: dict[str, str] = {}
-        """By field, or section: why its value may have no effect beside the other fields."""
+        """The reason why a field or section may have no effect beside the other fields."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._config
 
     def count(
-        self, name: str, default: int | None = None, *, most: int = MAX_COUNT, null_is_default: bool = False
+        self,
+        name: str,
+        default: int | None = None,
+        *,
+        least: int = 1,
+        most: int = MAX_COUNT,
+        null_is_default: bool = False,
     ) -> int:
-        """A positive integer."""
+        """An integer in a range, by default a positive one."""
         value = self._get(name, default)
         value = default if value is None and null_is_default else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise self._unexpected(name, f"an integer from 1 to {most}", value)
-        return value
-
-    def index(self, name: str, default: int, *, most: int = MAX_COUNT) -> int:
-        """An integer from 0 on."""
-        value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-            raise self._unexpected(name, f"an integer from 0 to {most}", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._unexpected(name, f"an integer from {least} to {most}", value)
         return value
 
     def positive(self, name: str, default: float | None = None) -> float:
@@ -107,19 +71,15 @@ class ConfigReader:
         return float(value)
 
     def optional_positive(self, name: str, *, absent: float | None = None) -> float | None:
-        """A finite number above 0, or None where the field is null; `absent` where there is no such field."""
-        if name not in self._config:
-            return absent
-        return None if self._get(name, None) is None else self.positive(name)
+        """A finite number above 0; None if the field is null, `absent` if it is missing."""
+        return None if self._get(name, absent) is None else self.positive(name, absent)
 
     def optional_count(self, name: str, *, absent: int | None = None) -> int | None:
-        """A positive integer, or None where the field is null; `absent` where there is no such field."""
-        if name not in self._config:
-            return absent
-        return None if self._get(name, None) is None else self.count(name)
+        """A positive integer; None if the field is null, `absent` if it is missing."""
+        return None if self._get(name, absent) is None else self.count(name, absent)
 
     def heads(self) -> tuple[int, int]:
-        """Query and key heads; the queries come in whole groups."""
+        """The numbers of query heads and key-value heads; the first is a multiple of the second."""
         num_heads = self.count("num_attention_heads", most=MAX_LAYERS)
         num_kv_heads = self.count("num_key_value_heads", num_heads, most=MAX_LAYERS, null_is_default=True)
         if num_heads % num_kv_heads:
@@ -150,7 +110,7 @@ class ConfigReader:
         return None if value is None else list(value)
 
     def indices(self, name: str) -> frozenset[int]:
-        """Numbers of layers; none where the field is null or absent."""
+        """A list of layer numbers; empty if the field is null or missing."""
         listed, num_layers = self.optional_list(name) or [], self.num_layers()
         numbers = frozenset(value for value in listed if isinstance(value, int) and not isinstance(value, bool))
         if len(numbers) != len(listed) or not numbers <= frozenset(range(num_layers)):
@@ -158,7 +118,7 @@ class ConfigReader:
         return numbers
 
     def optional_kinds(self, name: str, known: tuple[str, ...]) -> tuple[str, ...] | None:
-        """One of the `known` names for each layer, or None where the field is null or absent."""
+        """One of the `known` names for each layer; None if the field is null or missing."""
         self.choices[name] = known
         listed = self.optional_list(name)
         if listed is None:
@@ -177,7 +137,7 @@ class ConfigReader:
         return value
 
     def require(self, name: str, *neutral: object) -> None:
-        """Raises unless the field is absent or has a value under which the result does not change."""
+        """Raises unless the field is missing or has one of the `neutral` values, which do not change the result."""
         if name in self._config and self._get(name, None) not in neutral:
             raise UnsupportedModelError(
                 f"{self._family}: config field {name} = {self._config[name]!r} changes the result and is not "

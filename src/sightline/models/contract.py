@@ -1,8 +1,9 @@
-"""What the engine knows about any model."""
+"""The interface of models and their definitions, as the engine sees them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,30 +15,30 @@ from sightline.models.weights import WeightReader
 
 
 class Model(ABC):
-    """A network with its weights. Its forward takes no batch but a planned one.
+    """A network with its weights. Its forward takes only planned batches.
 
-    What it tells of a token is logits, or the token's state where it was built without an output projection.
+    It returns logits, or hidden states if it was built without an output projection.
     """
 
     @property
     @abstractmethod
     def turns(self) -> bool:
-        """Whether its products gain by activations that lie feature after feature in memory."""
+        """True if the model's products are faster with feature-major activations."""
 
     @abstractmethod
     def reserve(self, scratch: Scratch) -> None:
-        """Asks for every buffer that any step will use."""
+        """Allocates every buffer that any step will use."""
 
     @abstractmethod
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
-        """Of the batch's wanted tokens: logits [num_logits, vocab_size], or states [num_logits, hidden_size].
+        """Logits [num_logits, vocab_size] or states [num_logits, hidden_size] of the tokens that the batch asks for.
 
-        In fp32, in memory of their own.
+        They are fp32 and do not share memory with the scratch.
         """
 
 
 class Definition(ABC):
-    """What a config describes, known before any weight is read."""
+    """A model as its config describes it, known before any weight is read."""
 
     @property
     @abstractmethod
@@ -49,35 +50,49 @@ class Definition(ABC):
 
     @abstractmethod
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """One spec for each layer, in order."""
+        """The attention spec of each layer."""
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names of tensors that a checkpoint may store although they repeat others. They are compared, not kept."""
+        """Tensors that a checkpoint may store although they repeat others. They are compared and then dropped."""
         return frozenset()
 
 
 class ModelDefinition(Definition):
-    """Of a model that goes on with a text."""
+    """The definition of a model that generates text."""
 
     @abstractmethod
     def load(self, weights: WeightReader) -> Model:
-        """Builds the network. Every tensor of the checkpoint must be taken."""
+        """Builds the network. Every tensor of the checkpoint must be used."""
 
 
+@dataclass(frozen=True)
 class EmbedderDefinition(Definition):
-    """Of a model that tells what a text is about."""
+    """The definition of a model that computes a state for each token of a text."""
+
+    num_tokens: int
+    """The size of the vocabulary."""
+    num_positions: int
+    hidden_size: int
 
     @property
-    @abstractmethod
+    def vocab_size(self) -> int:
+        return self.num_tokens
+
+    @property
+    def max_positions(self) -> int:
+        return self.num_positions
+
+    @property
     def state_size(self) -> int:
-        """Numbers in a token's state."""
+        """The size of a token's state."""
+        return self.hidden_size
 
     @property
     @abstractmethod
     def mask(self) -> RowMask:
-        """Which tokens of a text see which."""
+        """Which tokens of a text attend to which."""
 
     @abstractmethod
     def load_states(self, weights: WeightReader) -> Model:
-        """Builds the network up to the states. A tensor that is not taken must be known to be of no use for them."""
+        """Builds the network without an output projection. Every other tensor of the checkpoint must be used."""

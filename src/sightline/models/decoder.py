@@ -1,6 +1,6 @@
-"""The decoder: one network for every family whose difference is data.
+"""The decoder network. All decoder families share it and differ only in their `DecoderDefinition`.
 
-Owns the forward. A family's file says what its config means in these terms; it does not repeat this.
+Owns the forward. A family's module translates its config to a definition.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from sightline.models.weights import WeightReader
 
 OUTPUT_PROJECTION = "lm_head.weight"
 PREDICTOR_TENSOR = "eh_proj.weight"
-"""What a layer for multi-token prediction has and others have not: it joins a token's embedding with its state."""
+"""A tensor that only layers for multi-token prediction have. It joins a token's embedding with its state."""
 
 
 @dataclass(frozen=True)
 class LayerDefinition:
-    """What may differ from layer to layer."""
+    """The properties that may differ from layer to layer."""
 
     attention: AttentionDefinition
     rotary: RotarySpec
@@ -45,12 +45,8 @@ class LayerDefinition:
 
 @dataclass(frozen=True)
 class DecoderDefinition(ModelDefinition, EmbedderDefinition):
-    """A decoder, described."""
+    """The properties of a decoder."""
 
-    num_tokens: int
-    """Of the vocabulary."""
-    num_positions: int
-    hidden_size: int
     layers: tuple[LayerDefinition, ...]
     norm_epsilon: float
     tied_embedding: bool
@@ -58,24 +54,16 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     """Added to every stored norm weight."""
     embedding_scale: float = 1.0
     sandwich_norms: bool = False
-    """Attention and feed-forward outputs are normalised before they are added."""
+    """True if the outputs of attention and feed-forward are normalised before they are added."""
     logit_softcap: float | None = None
     num_predictors: int = 0
-    """Layers that a checkpoint may hold beyond its own, for guessing further tokens. They are not used."""
+    """Additional layers for multi-token prediction that a checkpoint may hold. They are not used."""
     causal: bool = True
-    """Whether a token sees only those before it. False is for embedders."""
+    """False for embedders whose tokens attend to the tokens after them too."""
 
     def __post_init__(self) -> None:
         if not self.causal and any(layer.attention.spec.window is not None for layer in self.layers):
             raise ValueError("a sliding window of a model that is not causal (is_causal = false) is not supported yet")
-
-    @property
-    def vocab_size(self) -> int:
-        return self.num_tokens
-
-    @property
-    def max_positions(self) -> int:
-        return self.num_positions
 
     @property
     def norms(self) -> NormDefinition:
@@ -83,10 +71,6 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
 
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         return tuple(layer.attention.spec for layer in self.layers)
-
-    @property
-    def state_size(self) -> int:
-        return self.hidden_size
 
     @property
     def mask(self) -> RowMask:
@@ -108,7 +92,7 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         return Decoder(self, states, head)
 
     def load_states(self, weights: WeightReader) -> DecoderStates:
-        """As `load`, without the output projection."""
+        """Like `load`, without the output projection."""
         states = self._load_states(weights, weights.embedding("model.embed_tokens", self.num_tokens, self.hidden_size))
         weights.finish(ignorable=(OUTPUT_PROJECTION,))
         return states
@@ -121,13 +105,13 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         return DecoderStates(self, embedding, layers, final_norm, rotaries)
 
     def _leave_predictors(self, weights: WeightReader) -> None:
-        """Skips the layers for multi-token prediction. A plain layer in their place is refused as left over."""
+        """Skips the layers for multi-token prediction. A plain layer in their place is refused as unused."""
         for index in range(len(self.layers), len(self.layers) + self.num_predictors):
             if f"model.layers.{index}.{PREDICTOR_TENSOR}" in weights.names:
                 weights.leave(
                     f"model.layers.{index}.",
                     "multi-token prediction",
-                    "they guess tokens beyond the next, which is computed without them; the answers are the same",
+                    "they predict tokens after the next one, which does not need them; the answers are the same",
                 )
 
     def _load_vocabulary(self, weights: WeightReader) -> tuple[Embedding, Projection]:
@@ -138,7 +122,7 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
 
 
 class StreamBuffers:
-    """What flows from layer to layer, and what each makes of it."""
+    """The residual stream and the intermediate results of a layer."""
 
     def __init__(self, scratch: Scratch, hidden_size: int) -> None:
         self.hidden = scratch.take("stream.hidden", hidden_size)
@@ -149,7 +133,7 @@ class StreamBuffers:
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """One layer. The norms after a sub-layer are there in sandwich models only."""
+    """One layer. Only sandwich models have norms after a sub-layer."""
 
     rotary: RotarySpec
     attention_norm: RmsNorm
@@ -160,7 +144,7 @@ class DecoderLayer:
     mlp_out_norm: RmsNorm | None
 
     def __call__(self, stream: StreamBuffers, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
-        """Adds what the layer finds to the stream."""
+        """Adds the layer's output to the stream."""
         self.attention_norm(stream.hidden, stream.normed)
         sink = stream.onto_stream if self.attention_out_norm is None else stream.alone
         self.attention(stream.normed, sink, planned, rotary, scratch)
@@ -172,7 +156,7 @@ class DecoderLayer:
 
 
 def _add_normed(norm: RmsNorm | None, stream: StreamBuffers) -> None:
-    """Adds the normalised result of a sub-layer; without a norm it was added already."""
+    """Adds the normalised result of a sub-layer. Without a norm the sub-layer has already added it."""
     if norm is not None:
         norm(stream.result, stream.result)
         stream.hidden.add_(stream.result)
@@ -180,7 +164,7 @@ def _add_normed(norm: RmsNorm | None, stream: StreamBuffers) -> None:
 
 @dataclass(frozen=True, eq=False)
 class DecoderStates(Model):
-    """The network up to what it knows of every token."""
+    """The network without its output projection."""
 
     definition: DecoderDefinition
     embedding: Embedding
@@ -202,7 +186,7 @@ class DecoderStates(Model):
         return self.wanted(planned, scratch).float()
 
     def wanted(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
-        """States of the wanted tokens, [num_logits, hidden_size], in memory of their own."""
+        """A copy of the states of the tokens that the batch asks for, [num_logits, hidden_size]."""
         batch, stream = planned.batch, self._stream(scratch)
         self.embedding(batch.tokens, stream.hidden)
         if self.definition.embedding_scale != 1.0:
@@ -220,7 +204,7 @@ class DecoderStates(Model):
 
 @dataclass(frozen=True, eq=False)
 class Decoder(Model):
-    """The network with its output projection."""
+    """The whole network."""
 
     definition: DecoderDefinition
     states: DecoderStates
@@ -254,8 +238,7 @@ def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int
         rotary=described.rotary,
         attention_norm=norm("input_layernorm"),
         attention=described.attention.load(weights, index, f"{prefix}.self_attn", hidden_size),
-        # The same stored name stands for the norm before the feed-forward in plain models and for the one after
-        # attention in sandwich models.
+        # In plain models this name is the norm before the feed-forward, in sandwich models the one after attention.
         attention_out_norm=after_attention if sandwich else None,
         mlp_norm=norm("pre_feedforward_layernorm") if sandwich else after_attention,
         mlp=described.feed_forward.load(weights, f"{prefix}.mlp", hidden_size),

@@ -1,6 +1,6 @@
-"""DeepSeek V2 and V3, R1, and Kimi K2, which says that it is V3: latent attention, and experts above dense layers.
+"""DeepSeek V2, V3 and R1, and Kimi K2, whose config names V3: latent attention, and experts above dense layers.
 
-V2 routes by softmax, V3 by sigmoid with a learned correction; both may limit a token to a few groups of experts.
+V2 routes by softmax, V3 by sigmoid with a learned correction. Both may limit a token to a few groups of experts.
 """
 
 from __future__ import annotations
@@ -20,27 +20,21 @@ from sightline.models.rope_config import DEFAULT_THETA, rotary_spec, yarn_score_
 from sightline.models.shared_config import SAME_EXPERT_LAYERS, dense_layers, rope_section
 
 INNER_NORMS = NormDefinition(1e-6)
-"""Of latents and of the features that queries are made of: whatever the config says of the other norms."""
+"""The norms of latents and low-rank queries. Their epsilon does not come from the config."""
 GREEDY, GROUP_LIMITED, CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
-"""As `topk_method` names the ways to choose experts."""
-EXPERT_FIELDS = (
-    "moe_intermediate_size",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    "routed_scaling_factor",
-    "topk_group",
-)
+"""The values of `topk_method`, which says how experts are chosen."""
+EXPERT_FIELDS = """
+    moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
+    routed_scaling_factor topk_group
+"""
 
 
 def deepseek_v2(config: ConfigReader) -> DecoderDefinition:
-    """What a config of DeepSeek V2 or V2-Lite describes."""
+    """Reads a config of DeepSeek V2 or V2-Lite."""
     config.require("scoring_func", None, "softmax")
     config.require("rope_interleave", None, True)
     config.require("mlp_bias", None, False)
-    # With it, DeepSeek's own code leaves the scaling factor out and others do not; no published model has it.
+    # Implementations disagree on whether the scaling factor then applies; no published model sets it.
     config.require("norm_topk_prob", None, False)
     config.may_idle("topk_method is greedy", "n_group", "topk_group")
     config.may_idle("there is one group of experts, or a token may use all of them", "topk_method")
@@ -54,7 +48,7 @@ def deepseek_v2(config: ConfigReader) -> DecoderDefinition:
 
 
 def deepseek_v3(config: ConfigReader) -> DecoderDefinition:
-    """What a config of DeepSeek V3, R1 or Kimi K2 describes."""
+    """Reads a config of DeepSeek V3, R1 or Kimi K2."""
     config.require("scoring_func", None, "sigmoid")
     config.require("topk_method", None, CORRECTED)
     share = Share.OF_CHOSEN if config.boolean("norm_topk_prob", default=True) else Share.OF_ALL
@@ -62,7 +56,7 @@ def deepseek_v3(config: ConfigReader) -> DecoderDefinition:
     routing = _routing(config, share, Score.SIGMOID, groups, experts_per_token=8, scale=2.5)
     feed_forwards = _feed_forwards(config, replace(routing, corrected=True), first_expert_layer=3, num_shared=1)
     definition = _deepseek(config, feed_forwards, paired_neighbours=config.boolean("rope_interleave", default=True))
-    return replace(definition, num_predictors=config.index("num_nextn_predict_layers", 0, most=MAX_LAYERS))
+    return replace(definition, num_predictors=config.count("num_nextn_predict_layers", 0, least=0, most=MAX_LAYERS))
 
 
 def _deepseek(
@@ -71,10 +65,8 @@ def _deepseek(
     config.informational("aux_loss_alpha", "ep_size", "output_router_logits", "router_aux_loss_coef", "seq_aux")
     config.require("hidden_act", "silu")
     config.require("quantization_config", None)
-    num_heads, num_positions = (
-        config.count("num_attention_heads", most=MAX_LAYERS),
-        config.count("max_position_embeddings"),
-    )
+    num_heads = config.count("num_attention_heads", most=MAX_LAYERS)
+    num_positions = config.count("max_position_embeddings")
     config.require("num_key_value_heads", None, num_heads)
     nope_dim, rope_dim = config.count("qk_nope_head_dim", 128), config.count("qk_rope_head_dim", 64)
     config.require("qk_head_dim", None, nope_dim + rope_dim)
@@ -115,7 +107,7 @@ def _routing(
     experts_per_token: int | None,
     scale: float,
 ) -> Routing:
-    """The count and the scale where the config has none."""
+    """Reads the routing. `experts_per_token` and `scale` are defaults."""
     num_experts = config.count("n_routed_experts", most=MAX_LAYERS)
     experts_per_token = config.count("num_experts_per_tok", experts_per_token)
     scale = config.positive("routed_scaling_factor", scale)
@@ -126,11 +118,10 @@ def _routing(
 
 
 def _groups(num_groups: int | None, groups_per_token: int | None, ranked_by: int) -> Groups | None:
-    """None where there is nothing to limit: one group, or all of them."""
+    """The limit on groups of experts; None if a token may use all groups."""
     if num_groups is None or groups_per_token is None:
         raise UnsupportedModelError(
-            f"expected n_group and topk_group where groups of experts are limited, got {num_groups} and "
-            f"{groups_per_token}"
+            f"expected n_group and topk_group if groups of experts are limited, got {num_groups} and {groups_per_token}"
         )
     if num_groups == groups_per_token:
         return None
@@ -143,9 +134,12 @@ def _groups(num_groups: int | None, groups_per_token: int | None, ranked_by: int
 def _feed_forwards(
     config: ConfigReader, routing: Routing, *, first_expert_layer: int, num_shared: int
 ) -> tuple[FeedForward, ...]:
-    """Experts in every `moe_layer_freq`-th layer from `first_k_dense_replace` on; the numbers where there are none."""
+    """The feed-forwards: experts in every `moe_layer_freq`-th layer from `first_k_dense_replace` on.
+
+    `first_expert_layer` and `num_shared` are defaults.
+    """
     config.may_idle("every layer has experts", "intermediate_size")
-    config.may_idle("no layer has experts", *EXPERT_FIELDS)
+    config.may_idle("no layer has experts", *EXPERT_FIELDS.split())
     config.may_idle(SAME_EXPERT_LAYERS, "first_k_dense_replace", "moe_layer_freq")
     size = config.count("moe_intermediate_size")
     shared = config.optional_count("n_shared_experts", absent=num_shared)
@@ -156,7 +150,7 @@ def _feed_forwards(
         storage=ExpertStorage.SEPARATE,
         shared=None if shared is None else DenseFeedForward(shared * size, Activation.SILU),
     )
-    first, step = config.index("first_k_dense_replace", first_expert_layer), config.count("moe_layer_freq", 1)
+    first, step = config.count("first_k_dense_replace", first_expert_layer, least=0), config.count("moe_layer_freq", 1)
     return tuple(
         experts if index >= first and index % step == 0 else dense for index, dense in enumerate(dense_layers(config))
     )

@@ -1,6 +1,6 @@
-"""The encoder: every token sees every other, positions are learned, and each sub-layer is normalised after it is added.
+"""The encoder network: bidirectional attention, learned positions, and norms after each addition.
 
-Owns the forward. A family's file says what its config means in these terms.
+Owns the forward. A family's module translates its config to an `EncoderDefinition`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, SoftmaxSpec
 from sightline.core.batch import FULL, RowMask
-from sightline.layers.attention import PlainAttention
+from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.embedding import Embedding
 from sightline.layers.mlp import Activation, PlainMlp
 from sightline.layers.norm import LayerNorm
@@ -25,31 +25,15 @@ from sightline.models.weights import WeightReader
 
 @dataclass(frozen=True)
 class EncoderDefinition(EmbedderDefinition):
-    """An encoder, described."""
+    """The properties of an encoder."""
 
-    num_tokens: int
-    """Of the vocabulary."""
-    num_positions: int
     num_segments: int
-    """Kinds of text that a token can be of. Every token here is of the first."""
-    hidden_size: int
+    """The number of token types. Every token here is of the first."""
     intermediate_size: int
     num_layers: int
     spec: SoftmaxSpec
     activation: Activation
     norm_epsilon: float
-
-    @property
-    def vocab_size(self) -> int:
-        return self.num_tokens
-
-    @property
-    def max_positions(self) -> int:
-        return self.num_positions
-
-    @property
-    def state_size(self) -> int:
-        return self.hidden_size
 
     @property
     def mask(self) -> RowMask:
@@ -59,7 +43,7 @@ class EncoderDefinition(EmbedderDefinition):
         return (self.spec,) * self.num_layers
 
     def load_states(self, weights: WeightReader) -> Encoder:
-        """Builds the network from tensors with Hugging Face names. The pooler is of a task that is not this one."""
+        """Builds the network from tensors with Hugging Face names. The pooler is for another task and is skipped."""
         hidden = self.hidden_size
         encoder = Encoder(
             self,
@@ -72,7 +56,7 @@ class EncoderDefinition(EmbedderDefinition):
         return encoder
 
     def _load_places(self, weights: WeightReader) -> Tensor:
-        """What is added to a token's vector for its position and its kind, [num_positions, hidden_size]."""
+        """The position embeddings plus the embedding of the first token type, [num_positions, hidden_size]."""
         positions = weights.take("embeddings.position_embeddings.weight", (self.num_positions, self.hidden_size))
         segments = weights.take("embeddings.token_type_embeddings.weight", (self.num_segments, self.hidden_size))
         return positions + segments[0]
@@ -81,11 +65,12 @@ class EncoderDefinition(EmbedderDefinition):
         prefix, hidden = f"encoder.layer.{index}", self.hidden_size
         qkv = {f"{prefix}.attention.self.{part}": hidden for part in ("query", "key", "value")}
         return EncoderLayer(
-            PlainAttention(
+            SoftmaxAttention(
                 index,
                 self.spec,
                 weights.projection(qkv, hidden, bias=True),
                 weights.projection({f"{prefix}.attention.output.dense": hidden}, hidden, bias=True),
+                rotates=False,
             ),
             self._load_norm(weights, f"{prefix}.attention.output.LayerNorm"),
             PlainMlp(
@@ -103,7 +88,7 @@ class EncoderDefinition(EmbedderDefinition):
 
 
 class EncoderStream:
-    """What flows from layer to layer."""
+    """The residual stream."""
 
     def __init__(self, scratch: Scratch, hidden_size: int) -> None:
         self.hidden = scratch.take("stream.hidden", hidden_size)
@@ -114,13 +99,13 @@ class EncoderStream:
 class EncoderLayer:
     """One layer."""
 
-    attention: PlainAttention
+    attention: SoftmaxAttention
     attention_norm: LayerNorm
     mlp: PlainMlp
     mlp_norm: LayerNorm
 
     def __call__(self, stream: EncoderStream, planned: PlannedBatch, scratch: Scratch) -> None:
-        self.attention(stream.hidden, stream.onto, planned, scratch)
+        self.attention(stream.hidden, stream.onto, planned, None, scratch)
         self.attention_norm(stream.hidden, stream.hidden)
         self.mlp(stream.hidden, stream.onto, scratch)
         self.mlp_norm(stream.hidden, stream.hidden)
@@ -128,7 +113,7 @@ class EncoderLayer:
 
 @dataclass(frozen=True, eq=False)
 class Encoder(Model):
-    """The network with its weights."""
+    """The whole network."""
 
     definition: EncoderDefinition
     embedding: Embedding

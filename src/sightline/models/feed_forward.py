@@ -1,6 +1,6 @@
-"""A layer's feed-forward: what a config may ask for, and how checkpoints store each kind.
+"""Definitions of feed-forward layers, and how checkpoints store them.
 
-Owns the tensor names of feed-forwards. Does not know families.
+Owns the tensor names. Does not know model families.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class ExpertStorage(Enum):
     """How a checkpoint lays out its experts."""
 
     SEPARATE = "separate"
-    """Three projections an expert, under its number; the router is `gate`, nothing has a bias."""
+    """Three tensors per expert, under its number. The router is called `gate`. No biases."""
     STACKED = "stacked"
-    """All experts in one tensor, inputs first, gate and up interleaved; the router is `router`, all have biases."""
+    """All experts in one tensor, inputs first, gate and up interleaved. The router is called `router`. All biases."""
 
 
 @dataclass(frozen=True)
 class ExpertFeedForward:
-    """Many feed-forwards of which each token takes a few."""
+    """A mixture of experts: each token uses a few of many feed-forwards."""
 
     intermediate_size: int
-    """Of one expert."""
+    """The size of one expert."""
     routing: Routing
     gate: Gate
     storage: ExpertStorage
     shared: DenseFeedForward | None = None
-    """Beside the chosen ones, for every token."""
+    """A feed-forward that every token uses in addition to its chosen experts."""
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
         separate = self.storage is ExpertStorage.SEPARATE
@@ -97,14 +97,14 @@ class ExpertFeedForward:
 def _load_projections(
     weights: WeightReader, prefix: str, hidden_size: int, intermediate_size: int, *, bias: bool
 ) -> tuple[Projection, Projection]:
-    """Gate and up as one, and down."""
+    """The joined gate and up projection, and the down projection."""
     sizes = {f"{prefix}.gate_proj": intermediate_size, f"{prefix}.up_proj": intermediate_size}
     gate_up = weights.projection(sizes, hidden_size, bias=bias)
     return gate_up, weights.projection({f"{prefix}.down_proj": hidden_size}, intermediate_size, bias=bias)
 
 
 def _side_by_side(interleaved: Tensor) -> Tensor:
-    """Rows (gate, up, gate, up, ...) as all gates, then all ups."""
+    """Reorders rows (gate, up, gate, up, ...) to all gates, then all ups."""
     return torch.cat((interleaved[::2], interleaved[1::2]))
 
 

@@ -1,8 +1,8 @@
-"""Which fields of a config reach the definition.
+"""Finds the fields of a config that have no effect on the definition.
 
-Owns the proof: a field is understood if another value of it gives another definition, or if every other value is
-refused. That a family's code looks at a field proves nothing. Definitions are made without weights, so making one
-for each field costs milliseconds. Does not know families, nor what becomes of a field without effect.
+A field has an effect if another value of it gives another definition, or if every other value is refused. That a
+family's code reads a field proves nothing. Definitions are made without weights, so making one per field takes
+milliseconds. Does not know families, nor what is done about a field without effect.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from sightline.core.errors import UnsupportedModelError
 
 Config = Mapping[str, object]
 Path = tuple[str, ...]
-"""The keys that lead to a value, from the outermost on."""
+"""The keys that lead to a value, outermost first."""
 _T = TypeVar("_T")
 
 
 def fields_without_effect(
     config: Config, define: Callable[[Config], _T], definition: _T, choices: Mapping[str, Sequence[str]]
 ) -> list[Path]:
-    """The fields, also of nested sections, that `definition` does not depend on.
+    """The fields that `definition` does not depend on, those of nested sections included.
 
-    `define` must be pure, and raise `UnsupportedModelError` for what it refuses. `choices` has the valid values of
-    those strings that have several. A null says nothing and is left out.
+    `define` must be pure, and raise `UnsupportedModelError` for a config that it refuses. `choices` has the valid
+    values of string fields. Fields that are null are skipped.
     """
     return [
         path
@@ -58,7 +58,7 @@ def _leaves(section: Config, prefix: Path = ()) -> Iterator[tuple[Path, object]]
 
 
 def _others(value: object, choices: Sequence[str]) -> Iterator[object]:
-    """Other values of the same type, so that none is refused for its type alone."""
+    """Other values of the same type: a value of another type would be refused for its type alone."""
     match value:
         case bool():
             yield not value

@@ -1,9 +1,8 @@
-"""Config fields that change the result in some family, and the values under which they do not.
+"""Config fields that change the result in some model family, and the values that switch them off.
 
-Owns the list. A family that reads a field has its own rule for it; this one is for the families that do not read it,
-where such a field is a sign that the config means another network. The names are those that the configs of
-transformers 5.22 for causal language models declare, without those of training, dropout and special tokens
-(a test compares the two), and a few that no config class declares although the code reads them.
+If a family does not read such a field, a config that sets it probably describes another network, and is refused. The
+names are those that the configs of transformers 5.22 for causal language models declare, without those for training,
+dropout and special tokens (a test compares the two), and a few that transformers reads but does not declare.
 """
 
 from __future__ import annotations
@@ -96,41 +95,24 @@ _NAMES = """
 """
 
 _OFF: tuple[object, ...] = (None, False, 0, "", [], {})
+_OFF_AT_ONE = """
+    attention_in_multiplier attention_out_multiplier attention_value_scale decoder_sparse_step embedding_multiplier
+    key_multiplier lm_head_multiplier logit_scale logits_scaling moe_layer_freq moe_routed_scaling_factor n_group
+    partial_rotary_factor residual_multiplier route_scale routed_scaling_factor router_scaling_factor scale_emb
+    topk_group
+"""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            (
-                "attention_in_multiplier",
-                "attention_out_multiplier",
-                "attention_value_scale",
-                "decoder_sparse_step",
-                "embedding_multiplier",
-                "key_multiplier",
-                "lm_head_multiplier",
-                "logit_scale",
-                "logits_scaling",
-                "moe_layer_freq",
-                "moe_routed_scaling_factor",
-                "n_group",
-                "partial_rotary_factor",
-                "residual_multiplier",
-                "route_scale",
-                "routed_scaling_factor",
-                "router_scaling_factor",
-                "scale_emb",
-                "topk_group",
-            ),
-            (None, 1),
-        ),
+        **dict.fromkeys(_OFF_AT_ONE.split(), (None, 1)),
         **dict.fromkeys(("is_causal", "scale_attn_weights", "use_rope"), (None, True)),
         "attention_multiplier": (None,),
     }
 )
-"""Where they are other values than those that switch a feature off."""
+"""The neutral values of fields that `_OFF` does not switch off."""
 
 FOREIGN_FIELDS = frozenset(_NAMES.split())
 
 
 def is_neutral(name: str, value: object) -> bool:
-    """Whether a field of another family has a value under which it changes nothing."""
+    """True if this value of another family's field changes nothing."""
     return value in _NEUTRAL.get(name, _OFF)

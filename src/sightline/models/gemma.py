@@ -1,6 +1,6 @@
-"""Gemma 2 and Gemma 3, text: windowed layers with full ones in between, norms on both sides of every sub-layer.
+"""Gemma 2 and Gemma 3 (text): layers with and without a sliding window, norms before and after every sub-layer.
 
-Gemma 2 caps its scores; Gemma 3 normalises queries and keys, and each kind of layer has its own rotary embedding.
+Gemma 2 soft-caps its scores. Gemma 3 normalises queries and keys, and each kind of layer has its own rotary embedding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sightline.models.shared_config import FULL, ROPE_IDLE, SLIDING, layer_kinds
 
 
 def gemma2(config: ConfigReader) -> DecoderDefinition:
-    """What a Gemma 2 config describes: every second layer is full."""
+    """Reads a Gemma 2 config. Every second layer has full attention."""
     rotary = one_rotary(config, _head_dim(config), config.count("max_position_embeddings"))
     kinds = layer_kinds(config, lambda index: FULL if index % 2 else SLIDING)
     config.may_idle("no layer has a window", "sliding_window")
@@ -34,7 +34,7 @@ def gemma2(config: ConfigReader) -> DecoderDefinition:
 
 
 def gemma3(config: ConfigReader) -> DecoderDefinition:
-    """What a Gemma 3 text config describes: every sixth layer is full, unless the config says otherwise."""
+    """Reads a Gemma 3 text config. By default every sixth layer has full attention."""
     config.require("attn_logit_softcapping", None)
     config.may_idle("layer_types lists the layers that have a window", "sliding_window_pattern")
     config.may_idle("no layer has a window", "sliding_window")
@@ -87,7 +87,7 @@ def _head_dim(config: ConfigReader) -> int:
 
 
 def _rotaries(config: ConfigReader, head_dim: int) -> dict[str, RotarySpec]:
-    """The rotary embedding of each kind of layer, in the newer or the older form of the config."""
+    """The rotary embedding of each kind of layer, from the newer or the older form of the config."""
     config.may_idle(ROPE_IDLE, "rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
     by_kind = config.optional_section("rope_parameters") or {}
     if set(by_kind) - {FULL, SLIDING}:
@@ -113,7 +113,7 @@ def _rotaries(config: ConfigReader, head_dim: int) -> dict[str, RotarySpec]:
 
 
 def _section(by_kind: Mapping[str, object], kind: str) -> dict[str, object]:
-    """A copy; a null is as none."""
+    """A copy of the rope parameters of one kind of layer; empty if they are null or missing."""
     section = by_kind.get(kind)
     if section is not None and not isinstance(section, Mapping):
         raise UnsupportedModelError(f"gemma3: expected rope_parameters.{kind} to be an object, got {section!r}")

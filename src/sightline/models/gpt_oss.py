@@ -1,4 +1,4 @@
-"""gpt-oss: experts in every layer, attention sinks, every second layer windowed, biases on every projection."""
+"""gpt-oss: experts in every layer, attention sinks, a window on every second layer, biases on every projection."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DEFAULT_ROPE: Mapping[str, object] = MappingProxyType(
         "original_max_position_embeddings": 4096,
     }
 )
-"""Holds if the config has no rope section. An empty `rope_parameters` is one, and means no scaling."""
+"""Used if the config has no rope section. An empty `rope_parameters` counts as a section and means no scaling."""
 
 
 def gpt_oss(config: ConfigReader) -> DecoderDefinition:
-    """What a gpt-oss config describes."""
+    """Reads a gpt-oss config."""
     config.informational("initial_context_length", "output_router_logits", "router_aux_loss_coef")
     routing = read_routing(config, Share.OF_CHOSEN, num_experts=128, experts_per_token=4)
     config.require("experts_per_token", None, routing.experts_per_token)

@@ -12,7 +12,7 @@ from sightline.models.shared_config import dense_layers, plain_decoder
 
 
 def llama(config: ConfigReader) -> DecoderDefinition:
-    """What a Llama config describes."""
+    """Reads a Llama config."""
     config.require("rope_interleaved", None, False)
     feed_forwards = dense_layers(config, bias=config.boolean("mlp_bias", default=False))
     bias = config.boolean("attention_bias", default=False)
@@ -28,7 +28,7 @@ def llama(config: ConfigReader) -> DecoderDefinition:
 
 
 def mistral(config: ConfigReader) -> DecoderDefinition:
-    """What a Mistral config describes: every layer has the window, unless it is null."""
+    """Reads a Mistral config. Every layer has the sliding window, unless it is null."""
     config.require("layer_types", None)
     feed_forwards = dense_layers(config)
     window = config.optional_count("sliding_window", absent=4096)

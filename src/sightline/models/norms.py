@@ -1,4 +1,4 @@
-"""Norms as checkpoints store them."""
+"""Loading of RMS norms."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sightline.models.weights import WeightReader
 
 @dataclass(frozen=True)
 class NormDefinition:
-    """What the norms of a model have in common."""
+    """The settings that the norms of a model share."""
 
     epsilon: float
     offset: float = 0.0
     """Added to every stored weight."""
 
     def load(self, weights: WeightReader, name: str, features: int) -> RmsNorm:
-        """The norm over `features`, stored as `name`.weight."""
+        """Loads the norm over `features` that is stored as `name`.weight."""
         weight = weights.take(f"{name}.weight", (features,), dtype=torch.float32)
         return RmsNorm(weight + self.offset, self.epsilon)

@@ -20,24 +20,26 @@ from sightline.models.shared_config import (
     read_routing,
 )
 
+_EXPERT_FIELDS = "moe_intermediate_size num_experts num_local_experts num_experts_per_tok norm_topk_prob"
+
 
 def qwen2(config: ConfigReader) -> DecoderDefinition:
-    """What a Qwen 2 or 2.5 config describes."""
+    """Reads a Qwen 2 or 2.5 config."""
     config.require("use_mrope", None, False)
     tensors = AttentionTensors(qkv_bias=True)
     return plain_decoder(config, _upper_windows(config), dense_layers(config), tensors=tensors)
 
 
 def qwen3(config: ConfigReader) -> DecoderDefinition:
-    """What a Qwen 3 config describes."""
+    """Reads a Qwen 3 config."""
     tensors = _with_norms(config)
     return plain_decoder(config, _upper_windows(config), dense_layers(config), head_dim=128, tensors=tensors)
 
 
 def qwen3_moe(config: ConfigReader) -> DecoderDefinition:
-    """What a config of Qwen 3 with experts describes: a window, where there is one, is on every layer."""
+    """Reads a config of Qwen 3 with experts. If there is a sliding window, every layer has it."""
     config.informational("output_router_logits", "router_aux_loss_coef")
-    config.may_idle("a window, where there is one, is on every layer", "max_window_layers")
+    config.may_idle("if there is a sliding window, every layer has it", "max_window_layers")
     config.require("layer_types", None)
     feed_forwards = _expert_layers(config)
     windows = [_window(config)] * len(feed_forwards)
@@ -50,31 +52,24 @@ def _with_norms(config: ConfigReader) -> AttentionTensors:
 
 
 def _window(config: ConfigReader) -> int | None:
-    """`sliding_window` counts only where it is switched on."""
+    """The sliding window, if `use_sliding_window` switches it on."""
     config.may_idle("no layer has a window", "sliding_window", "use_sliding_window")
     window = config.optional_count("sliding_window", absent=4096)
     return window if config.boolean("use_sliding_window", default=False) else None
 
 
 def _upper_windows(config: ConfigReader) -> tuple[int | None, ...]:
-    """The layers from `max_window_layers` on have the window, unless the config lists the kinds."""
+    """The window of each layer: layers from `max_window_layers` on have it, unless the config lists the kinds."""
     config.may_idle("no layer has a window, or layer_types lists those that do", "max_window_layers")
-    window, first = _window(config), config.index("max_window_layers", 28)
+    window, first = _window(config), config.count("max_window_layers", 28, least=0)
     kinds = layer_kinds(config, lambda index: SLIDING if window is not None and index >= first else FULL)
     return layer_windows(kinds, window)
 
 
 def _expert_layers(config: ConfigReader) -> tuple[FeedForward, ...]:
-    """Experts in every `decoder_sparse_step`-th layer that is not listed as dense."""
+    """The feed-forwards: experts in every `decoder_sparse_step`-th layer that is not listed as dense."""
     config.may_idle("every layer has experts", "intermediate_size")
-    config.may_idle(
-        "no layer has experts",
-        "moe_intermediate_size",
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "norm_topk_prob",
-    )
+    config.may_idle("no layer has experts", *_EXPERT_FIELDS.split())
     config.may_idle(SAME_EXPERT_LAYERS, "decoder_sparse_step", "mlp_only_layers")
     share = Share.OF_CHOSEN if config.boolean("norm_topk_prob", default=False) else Share.OF_ALL
     experts = ExpertFeedForward(

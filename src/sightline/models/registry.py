@@ -1,6 +1,6 @@
-"""Which family a checkpoint belongs to. The only place that knows architectures by name.
+"""Finds the model family of a config. The only module that knows architectures by name.
 
-Owns the rule that every field of a config reaches the definition, is refused, or is accounted for in the ledger.
+Owns the rule that every field of a config has an effect on the definition, is refused, or is recorded in the ledger.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Family = Callable[[ConfigReader], DecoderDefinition]
 EMBEDDERS: Mapping[str, Callable[[ConfigReader], EmbedderDefinition]] = {
     "BertModel": bert,
 }
-"""Architectures that tell what a text is about, and cannot go on with it."""
+"""Architectures that can only embed texts."""
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
@@ -55,28 +55,28 @@ MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v3": "DeepseekV3",
     "kimi_k2": "DeepseekV3",
 }
-"""By `model_type`: what the names of its architectures begin with. transformers chooses the network by this field."""
+"""The prefix of the architecture names of each `model_type`, the field by which transformers chooses the network."""
 
 
 def define_model(config: Mapping[str, object], ledger: Ledger) -> ModelDefinition:
-    """What the config describes; an unknown architecture is an error that lists the known ones."""
+    """The definition of the model that a config describes. Raises `UnsupportedModelError` for unknown architectures."""
     definition = _define(config, ledger, FAMILIES)
     if not definition.causal:
         raise UnsupportedModelError(
-            "config field is_causal = False: every token sees those behind it, so the model cannot continue a text; "
-            "use task embed"
+            "config field is_causal = False: tokens attend to the tokens after them, so the model cannot generate "
+            "text; use task embed"
         )
     return definition
 
 
 def define_embedder(config: Mapping[str, object], ledger: Ledger) -> EmbedderDefinition:
-    """As `define_model`, of a model of which only the states are wanted: a decoder will do, with or without a head."""
+    """Like `define_model`, for embedding: also accepts encoders, and decoders without an output projection."""
     bare = {_bare(name): family for name, family in FAMILIES.items()}
     return _define(config, ledger, {**bare, **FAMILIES, **EMBEDDERS})
 
 
 def _bare(architecture: str) -> str:
-    """What a family is called without its head. Gemma 3 with the plain name sees pictures."""
+    """The name of an architecture without its head. For Gemma 3 the plain name is the model with vision."""
     return architecture.replace("ForCausalLM", "TextModel" if architecture.startswith("Gemma3") else "Model")
 
 
@@ -89,7 +89,7 @@ def _define(
         if architecture in families:
             _check_model_type(config, architecture, ledger)
             return _define_family(config, ledger, architecture, families[architecture])
-    embeds = "; it embeds: use task embed" if set(architectures) & set(EMBEDDERS) else ""
+    embeds = "; it is an embedding model: use task embed" if set(architectures) & set(EMBEDDERS) else ""
     raise UnsupportedModelError(
         f"expected one of the architectures {', '.join(sorted(families))}, got "
         f"{', '.join(architectures) or 'none'} (model_type {config.get('model_type')!r}){embeds}"
@@ -152,7 +152,7 @@ def _define_family(
 
 
 def _read(family: Callable[[ConfigReader], _DefinitionT], reader: ConfigReader) -> _DefinitionT:
-    """What the family makes of a config. Values that do not fit each other are refused by the types that hold them."""
+    """The family's definition. The definition types raise `ValueError` for values that do not fit each other."""
     try:
         return family(reader)
     except ValueError as error:

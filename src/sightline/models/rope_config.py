@@ -1,4 +1,4 @@
-"""What the rope fields of a config mean: both the older `rope_theta` + `rope_scaling` and `rope_parameters`."""
+"""Reading of the rope fields of a config: the older `rope_theta` and `rope_scaling`, or `rope_parameters`."""
 
 from __future__ import annotations
 
@@ -16,29 +16,22 @@ from sightline.layers.rotary import (
 )
 
 DEFAULT_THETA = 10000.0
-_KEYS = frozenset(
-    {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    }
-)
+_NAMES = """
+    rope_type type rope_theta partial_rotary_factor factor low_freq_factor high_freq_factor
+    original_max_position_embeddings
+"""
+_KEYS = frozenset(_NAMES.split())
 _YARN_KEYS = frozenset({"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"})
 _NOT_NULL = frozenset({"rope_theta", "original_max_position_embeddings"})
-"""Settings whose default a null does not stand for."""
+"""Settings for which null is refused. For the others null means the default."""
 _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
-"""Scalings whose frequencies change with the longest sequence of a batch while it runs."""
+"""Scalings whose frequencies depend on the longest sequence of the running batch."""
 
 
 def rotary_spec(parameters: Mapping[str, object], head_dim: int, theta: float, max_positions: int) -> RotarySpec:
-    """One rotary embedding from its parameter section.
+    """One rotary embedding from its section of the config.
 
-    `theta` where the section names none, `max_positions` where it does not name the length before scaling.
+    `theta` and `max_positions` are the defaults for the base and for the length before scaling.
     """
     kind = _kind(parameters)
     if kind in _LENGTH_DEPENDENT:
@@ -118,7 +111,7 @@ def _yarn(parameters: Mapping[str, object], theta: float, max_positions: int) ->
 
 
 def _yarn_attention_factor(parameters: Mapping[str, object], factor: float) -> float:
-    """From the factor alone, or from the two `mscale` where the config has both."""
+    """The default of `attention_factor`: from the factor alone, or from the two `mscale` if the config has both."""
     if not (parameters.get("mscale") and parameters.get("mscale_all_dim")):
         return _yarn_growth(factor, 1.0)
     mscale, mscale_all_dim = (_positive(parameters, name, None) for name in ("mscale", "mscale_all_dim"))
@@ -126,10 +119,10 @@ def _yarn_attention_factor(parameters: Mapping[str, object], factor: float) -> f
 
 
 def yarn_score_scale(parameters: Mapping[str, object]) -> float:
-    """What DeepSeek multiplies scores by where its rope is scaled by YaRN.
+    """The factor by which DeepSeek multiplies scores if its rope is scaled by YaRN, otherwise 1.
 
-    Queries and keys grow by `mscale_all_dim` in all their dimensions, so scores grow by the square. The rotated ones
-    are to grow by `mscale`: cosines and sines carry the quotient.
+    All dimensions of queries and keys are scaled by `mscale_all_dim`, so scores are scaled by its square. The rotated
+    dimensions are scaled by `mscale` instead: their cosines and sines are multiplied by the quotient.
     """
     if _kind(parameters) != "yarn" or not parameters.get("mscale_all_dim"):
         return 1.0
@@ -147,7 +140,7 @@ def same_type_key(parameters: Mapping[str, object]) -> dict[str, object]:
 
 
 def state_once(section: dict[str, object], key: str, value: object, name: str) -> None:
-    """Puts a value that the config states outside of the section into it. Two different values are refused."""
+    """Copies a value from outside the section into it. Raises if the section has another value."""
     if section.get(key, value) != value:
         raise UnsupportedModelError(
             f"rope: expected one value, got {name} = {value!r} and {key} = {section[key]!r} in its section; remove the "
@@ -166,7 +159,7 @@ def _kind(parameters: Mapping[str, object]) -> object:
 
 
 def _original_positions(parameters: Mapping[str, object], max_positions: int) -> int:
-    """The length that the model was trained on before it was scaled."""
+    """The context length before scaling."""
     value = _positive(parameters, "original_max_position_embeddings", float(max_positions))
     if value < 1.0:
         raise UnsupportedModelError(f"rope: expected original_max_position_embeddings of at least 1, got {value}")

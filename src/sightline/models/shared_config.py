@@ -1,7 +1,4 @@
-"""What the configs of several families have in common: dimensions, rotary embedding, windows by kind of layer.
-
-Owns the reading of the shared fields. A family's file adds what is its own.
-"""
+"""Reading of the config fields that several families share: dimensions, rotary embedding, windows, experts."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ from sightline.models.rope_config import DEFAULT_THETA, rotary_spec, same_type_k
 FULL, SLIDING = "full_attention", "sliding_attention"
 NO_ROPE_SCALING: Mapping[str, object] = MappingProxyType({})
 NO_TENSORS = AttentionTensors()
-SAME_EXPERT_LAYERS = "the same layers have experts with a little more or less of it"
-ROPE_IDLE = "this kind of rotary embedding does not use it, or no layer has the embedding"
+SAME_EXPERT_LAYERS = "the same layers have experts with a slightly different value"
+ROPE_IDLE = "this kind of rotary embedding does not use it, or no layer has that kind"
 
 
 def plain_decoder(
@@ -37,9 +34,9 @@ def plain_decoder(
     sinks: bool = False,
     tensors: AttentionTensors = NO_TENSORS,
 ) -> DecoderDefinition:
-    """The decoder that Llama, Mistral, Qwen and gpt-oss describe.
+    """The decoder of Llama, Mistral, Qwen and gpt-oss.
 
-    `head_dim`, `theta` and the section `rope` stand in where the config has none.
+    `head_dim`, `theta` and the section `rope` are defaults for configs that have none.
     """
     config.require("hidden_act", "silu")
     config.require("quantization_config", None)
@@ -76,14 +73,14 @@ def one_rotary(
     theta: float = DEFAULT_THETA,
     default: Mapping[str, object] = NO_ROPE_SCALING,
 ) -> RotarySpec:
-    """The rotary embedding of a model with one for all layers."""
+    """The rotary embedding of a model whose layers share one."""
     return rotary_spec(rope_section(config, default), head_dim, theta, num_positions)
 
 
 def rope_section(config: ConfigReader, default: Mapping[str, object] = NO_ROPE_SCALING) -> Mapping[str, object]:
-    """What the newer or the older form of the config says of a rotary embedding for all layers.
+    """The rope section of a config, in its newer or older form, of a model whose layers share one.
 
-    `default` holds where it has neither section. An empty `rope_parameters` is one, as for transformers.
+    `default` is used if the config has neither. An empty `rope_parameters` counts as a section, as in transformers.
     """
     config.require("partial_rotary_factor", None, 1.0)
     config.may_idle(ROPE_IDLE, "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -103,7 +100,7 @@ def rope_section(config: ConfigReader, default: Mapping[str, object] = NO_ROPE_S
 
 
 def read_routing(config: ConfigReader, share: Share, *, num_experts: int, experts_per_token: int) -> Routing:
-    """How tokens choose experts; the counts where the config has none."""
+    """How tokens choose experts. The two counts are defaults."""
     num_experts = config.count("num_experts", num_experts)
     if "num_local_experts" in config:
         num_local = config.count("num_local_experts")
@@ -118,13 +115,13 @@ def read_routing(config: ConfigReader, share: Share, *, num_experts: int, expert
 
 
 def layer_kinds(config: ConfigReader, unlisted: Callable[[int], str]) -> tuple[str, ...]:
-    """`FULL` or `SLIDING` for each layer: as `layer_types` lists them, or by index where it does not."""
+    """`FULL` or `SLIDING` for each layer: from `layer_types`, or else by the layer's index."""
     listed = config.optional_kinds("layer_types", (FULL, SLIDING))
     return listed or tuple(unlisted(index) for index in range(config.num_layers()))
 
 
 def layer_windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer of these kinds."""
+    """The window of each layer, None for full attention."""
     if window is None and SLIDING in kinds:
         raise UnsupportedModelError(
             f"expected a sliding_window for layers of kind {SLIDING}, got null or use_sliding_window = false; "

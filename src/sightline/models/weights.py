@@ -1,6 +1,6 @@
-"""Taking weights out of a checkpoint, with every name and shape checked and none left over.
+"""Loading of weights from a checkpoint. Every name and shape is checked, and no tensor may be left over.
 
-Owns the choice between weights in the compute dtype and weights that stay as the file quantises them.
+Owns the choice between dense weights in the compute dtype and weights that stay quantised.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 
 DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that older checkpoints store although the config determines them."""
-
-
 _COMPARED_ROWS = 1024
 BLOCK_TYPES = "one of Q8_0, Q4_0 and Q4_1"
 
 
 class WeightReader:
-    """Hands out weights and remembers which were taken."""
+    """Loads weights and keeps track of which were used."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class WeightReader:
         *,
         keep_on: CpuFeatures | None = None,
     ) -> None:
-        """`keep_on` is the CPU that multiplies with quantised weights as such; None: all are dequantised."""
+        """`keep_on` is the CPU on which quantised weights stay quantised; if None, all are dequantised."""
         self.device = device
         self._checkpoint = checkpoint
         self._dtype = dtype
@@ -49,18 +47,18 @@ class WeightReader:
         self._keep_on = keep_on
         self._taken: set[str] = set()
         self._dequantised: dict[str, list[str]] = {}
-        """By reason: weights that are quantised in the file, were to stay so, and could not."""
+        """By reason: weights that should have stayed quantised and could not."""
         self._num_kept = 0
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor, in `dtype` or the compute dtype. Raises where it is missing or of another shape."""
+        """The tensor in `dtype` or the compute dtype. Raises if it is missing or has another shape."""
         info = self._claim(name, shape)
         if len(shape) > 2:
-            self._note("expected a matrix a projection, got experts stored as one tensor", {name: info})
+            self._note("expected one matrix per projection, got experts stored as one tensor", {name: info})
         return self._checkpoint.load(name).to(device=self.device, dtype=dtype or self._dtype)
 
     def matrix(self, name: str, shape: tuple[int, int], use: str) -> Tensor:
-        """A matrix that is needed as numbers, for the `use` that the ledger names where it was to stay quantised."""
+        """A dense matrix. If it should have stayed quantised, the ledger names the `use` that prevents it."""
         self._note(
             f"expected a projection as it is stored, got one that is used as {use}", {name: self._claim(name, shape)}
         )
@@ -69,9 +67,9 @@ class WeightReader:
     def projection(
         self, sizes: Mapping[str, int], in_features: int, *, bias: bool, dtype: torch.dtype | None = None
     ) -> Projection:
-        """One product in place of several with the same input, their outputs side by side.
+        """Joins stored projections of the same input into one whose outputs are side by side.
 
-        `sizes` gives the output size of each stored projection, `name`.weight, with `name`.bias where there is one.
+        `sizes` maps the name of each stored projection (`name`.weight, and `name`.bias if `bias`) to its output size.
         """
         biases = [self.take(f"{name}.bias", (size,), dtype) for name, size in sizes.items()] if bias else []
         joined_bias = _joined(biases) if biases else None
@@ -83,7 +81,7 @@ class WeightReader:
         return BlockLinear(product(concatenate(blocks)), joined_bias)
 
     def embedding(self, name: str, num_tokens: int, hidden_size: int) -> Embedding:
-        """A vector a token, `name`.weight."""
+        """The embedding stored as `name`.weight."""
         info = self._claim(f"{name}.weight", (num_tokens, hidden_size))
         if self._keep_on is not None and info.blocks is not None:
             self._num_kept += 1
@@ -92,7 +90,7 @@ class WeightReader:
         return DenseEmbedding(self.take(f"{name}.weight", info.shape))
 
     def tied_embedding(self, name: str, num_tokens: int, hidden_size: int) -> tuple[Embedding, Projection]:
-        """A vector a token, and the product with the same vectors as an output projection."""
+        """The embedding stored as `name`.weight, and the output projection with the same weights."""
         shape = (num_tokens, hidden_size)
         product = self._kept_product({f"{name}.weight": shape})
         if product is None:
@@ -102,9 +100,9 @@ class WeightReader:
         return BlockEmbedding(blocks), BlockLinear(product(blocks))
 
     def check_copy(self, name: str, original: str, because: str) -> None:
-        """Raises unless the tensor `name`, if it is stored, has the values of `original`.
+        """Raises if the tensor `name` is stored and has other values than `original`.
 
-        Both stay mapped from the file: the copy is read once, and no memory is kept for it.
+        The copy is read once from the mapped file and takes no memory of its own.
         """
         info, other = self._checkpoint.tensors.get(name), self._checkpoint.tensors.get(original)
         if info is None or other is None:
@@ -118,11 +116,11 @@ class WeightReader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors, in file order."""
+        """The names of all tensors, in file order."""
         return tuple(self._checkpoint.tensors)
 
     def number(self, name: str) -> float:
-        """A tensor that is one number, whatever its shape."""
+        """The value of a tensor with one element, of any shape."""
         shape = self._checkpoint.tensors[name].shape
         if math.prod(shape) != 1:
             raise CheckpointError(
@@ -133,7 +131,7 @@ class WeightReader:
         return float(self._checkpoint.load(name))
 
     def leave(self, prefix: str, what: str, why: str) -> None:
-        """Skips the tensors of a part of the checkpoint that no forward uses, and notes it if there are any."""
+        """Skips the tensors whose names begin with `prefix`, which no forward uses, and notes it if there are any."""
         left = [name for name in self._checkpoint.tensors if name.startswith(prefix)]
         self._leave(left, what, f"{len(left)} tensors {prefix}* are not loaded: {why}")
 
@@ -143,7 +141,7 @@ class WeightReader:
             self._leave(names, what, f"{len(names)} tensors such as {names[0]} are not loaded: {why}")
 
     def degrade(self, what: str, outcome: str, remedy: str) -> None:
-        """Says what is not as the checkpoint should have it."""
+        """Records a degradation in the ledger."""
         self._ledger.degrade(what, outcome, remedy)
 
     def _leave(self, names: Sequence[str], what: str, fact: str) -> None:
@@ -153,9 +151,9 @@ class WeightReader:
             self._ledger.note(what, fact)
 
     def finish(self, ignorable: Iterable[str] = ()) -> None:
-        """Raises where the checkpoint holds tensors that the model did not take: they would change the result.
+        """Raises if the checkpoint has tensors that the model did not use: they would change the result.
 
-        Then puts what could not stay quantised into the ledger.
+        Then records the weights that could not stay quantised.
         """
         left = {name for name in self._checkpoint.tensors if not name.endswith(DERIVED_SUFFIXES)}
         left -= self._taken | set(ignorable)
@@ -194,9 +192,9 @@ class WeightReader:
         return info
 
     def _kept_product(self, shapes: Mapping[str, tuple[int, int]]) -> type[BlockProduct] | None:
-        """The product of weights that stay as the file quantises them, side by side.
+        """The product for joined weights that stay quantised; None if they are dequantised.
 
-        None where they are dequantised; why, if they were to stay, is noted.
+        If they should have stayed quantised, the reason is noted.
         """
         infos = {name: self._claim(name, shape) for name, shape in shapes.items()}
         if self._keep_on is None:
@@ -209,14 +207,14 @@ class WeightReader:
         return choice.product
 
     def _note(self, reason: str, infos: Mapping[str, TensorInfo]) -> None:
-        """Remembers why weights lose what the file saves; those that it stores as numbers lose nothing."""
+        """Remembers why quantised weights are dequantised."""
         quantised = [name for name, info in infos.items() if info.is_quantised]
         if self._keep_on is not None and quantised:
             self._dequantised.setdefault(reason, []).extend(quantised)
 
 
 def choose_kept_product(infos: Sequence[TensorInfo], cpu: CpuFeatures) -> ProductChoice:
-    """The product on the CPU of weights side by side that stay as the file quantises them; known from headers."""
+    """The CPU product for joined weights that stay quantised. Needs only the tensors' headers."""
     widths = {info.blocks for info in infos}
     bits = widths.pop()
     if bits is None or widths:
@@ -227,7 +225,7 @@ def choose_kept_product(infos: Sequence[TensorInfo], cpu: CpuFeatures) -> Produc
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:
-    """Whether two matrices hold the same numbers, whatever their dtypes. Blocks of rows, so that both stay mapped."""
+    """True if two matrices hold the same numbers, in any dtypes. Compares by blocks of rows to save memory."""
     return all(
         torch.equal(left[first : first + _COMPARED_ROWS].float(), right[first : first + _COMPARED_ROWS].float())
         for first in range(0, left.shape[0], _COMPARED_ROWS)

@@ -1,1 +1,1 @@
-"""Whole files of texts through an engine."""
+"""Embedding of whole files of texts."""

@@ -1,8 +1,8 @@
-"""Texts to embed, out of files, and their vectors, into files.
+"""Reads texts to embed from files, and writes their vectors to files.
 
-Owns the forms of both: plain lines and JSONL in; JSONL, NumPy and safetensors out. A source can be read as often as is
-needed, a part at a time, so that bad lines are found before any work and memory stays flat. A file is written whole or
-not at all. Does not know models, nor the command line.
+Input is plain lines or JSONL; output is JSONL, NumPy or safetensors. A source can be read several times, in parts, so
+that bad lines are found before any work and memory use stays constant. A file is written whole or not at all. Does not
+know models or the command line.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ TokenIds: TypeAlias = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspe
 
 
 class InputFormat(Enum):
-    """What a line is."""
+    """Format of an input line."""
 
     TEXT = "text"
-    """A text as it stands."""
+    """Plain text."""
     JSONL = "jsonl"
     """A JSON object with the text in a field, a JSON string, or a list of token ids."""
 
 
 class OutputFormat(Enum):
-    """What vectors are written as."""
+    """Format of the output file."""
 
     JSONL = "jsonl"
-    """An object a text: what its own object had beside the text, and what `OUTPUT_FIELDS` names."""
+    """One object per text: the other fields of its input object, and `OUTPUT_FIELDS`."""
     NPY = "npy"
     """float32 [num_texts, dimension]."""
     SAFETENSORS = "safetensors"
@@ -61,7 +61,7 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 
 def input_format_of(name: str) -> InputFormat:
-    """What a file's suffix says of its lines."""
+    """The input format for a file's suffix."""
     suffix = Path(name).suffix.lower()
     if suffix == ".json":
         raise RequestError(
@@ -71,7 +71,7 @@ def input_format_of(name: str) -> InputFormat:
 
 
 def output_format_of(path: Path) -> OutputFormat:
-    """What a file's suffix asks for."""
+    """The output format for a file's suffix."""
     suffix = path.suffix.lower()
     if suffix in JSONL_SUFFIXES:
         return OutputFormat.JSONL
@@ -79,7 +79,7 @@ def output_format_of(path: Path) -> OutputFormat:
         if suffix == f".{each.value}":
             return each
     known = ", ".join(f".{each.value}" for each in OutputFormat)
-    raise RequestError(f"expected an output file that ends in {known}, got {path.name}; say what it is with --format")
+    raise RequestError(f"expected an output file that ends in {known}, got {path.name}; say which format with --format")
 
 
 @dataclass(frozen=True)
@@ -87,38 +87,38 @@ class TextItem:
     """One text to embed."""
 
     number: int
-    """From 1, in its source."""
+    """Position in its source, from 1."""
     text: str | list[int]
-    """Or its token ids."""
+    """The text, or its token ids."""
     carried: Mapping[str, msgspec.Raw] = field(default_factory=dict)
-    """What stood beside it, as it was written there."""
+    """The other fields of its object, as written there."""
 
     @property
     def size(self) -> int:
-        """Characters, or tokens."""
+        """Number of characters or token ids."""
         return len(self.text)
 
 
 class TextSource(ABC):
-    """Texts in order, as often as they are asked for."""
+    """An ordered source of texts that can be read several times."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[TextItem]:
-        """From the first on. Raises `RequestError` for what is no text, and says where."""
+        """Iterates from the first text. Raises `RequestError` with the place of anything that is not a text."""
 
     @abstractmethod
     def place(self, number: int) -> str:
-        """Where a text stands, for a person."""
+        """The place of a text, for messages; 0 is the source itself."""
 
     def count(self) -> int:
-        """Reads everything once: raises `RequestError` for the first that is no text, or where there is none."""
+        """Reads and counts all texts. Raises `RequestError` if there are none, or if one is not a text."""
         found = sum(1 for _ in self)
         if not found:
             raise RequestError(f"expected at least one text, got none: {self.place(0)} is empty")
         return found
 
     def slices(self, max_texts: int, max_size: int) -> Iterator[list[TextItem]]:
-        """In order, so many at a time: at most `max_texts`, and no further one once `max_size` is reached."""
+        """Yields texts in order, in lists of at most `max_texts` that end when `max_size` is reached."""
         taken: list[TextItem] = []
         size = 0
         for item in self:
@@ -132,7 +132,7 @@ class TextSource(ABC):
 
 
 class GivenTexts(TextSource):
-    """Texts that are there already."""
+    """Texts of the command line."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
@@ -145,11 +145,11 @@ class GivenTexts(TextSource):
 
 
 LineReader: TypeAlias = Callable[[str], tuple[str | list[int], Mapping[str, msgspec.Raw]]]
-"""A line's text or token ids, and what stood beside it. Raises `RequestError` for what is neither."""
+"""Returns a line's text or token ids, and its other fields. Raises `RequestError` if it is neither."""
 
 
 class TextLines(TextSource):
-    """The lines of a stream that can be read again. Its owner closes it."""
+    """The lines of a seekable stream, which the caller closes."""
 
     def __init__(self, stream: BinaryIO, name: str, read: LineReader) -> None:
         self._stream = stream
@@ -172,7 +172,7 @@ class TextLines(TextSource):
 
 @contextmanager
 def rereadable(stream: BinaryIO) -> Iterator[BinaryIO]:
-    """The stream itself where it can be read again, as a file can; else, as of a pipe, a copy on disk."""
+    """Yields the stream itself if it is seekable, otherwise (for a pipe) a temporary copy."""
     if stream.seekable():
         yield stream
         return
@@ -183,7 +183,7 @@ def rereadable(stream: BinaryIO) -> Iterator[BinaryIO]:
 
 
 def _decoded(line: bytes, *, is_first: bool) -> str:
-    """Without the line's end, and without the mark that some editors put before the first."""
+    """Decodes a line without its line end, and without a byte order mark in the first line."""
     content = line.removesuffix(b"\n").removesuffix(b"\r")
     if is_first:
         content = content.removeprefix(codecs.BOM_UTF8)
@@ -194,7 +194,7 @@ def _decoded(line: bytes, *, is_first: bool) -> str:
 
 
 def read_plain(line: str) -> tuple[str, Mapping[str, msgspec.Raw]]:
-    """A line as it stands. An empty one is refused: it would be embedded, or missing in the results."""
+    """Returns the line. Refuses an empty one, because it could mean an empty text or no text."""
     if not line.strip():
         raise RequestError('expected a text, got an empty line; remove it, or use JSONL, where "" is a text')
     return line, {}
@@ -204,8 +204,8 @@ class JsonReader:
     """Reads lines of JSONL."""
 
     def __init__(self, named_field: str | None, reserved: Collection[str]) -> None:
-        """`named_field` asks for objects with the text there; None takes strings, lists of token ids, and objects with
-        the text under "text". Fields beside it must not have the `reserved` names."""
+        """With `named_field`, lines must be objects with the text in that field. With None they may also be strings or
+        lists of token ids, and the field is "text". Other fields must not have a `reserved` name."""
         self._field = DEFAULT_FIELD if named_field is None else named_field
         self._reserved = reserved
         alone = "" if named_field is not None else ", a JSON string or a list of token ids"
@@ -237,7 +237,7 @@ class JsonReader:
         taken = [name for name in fields if name in self._reserved]
         if taken:
             raise RequestError(
-                f"expected no field {taken[0]!r} beside the text, got one: the result has its own; rename it"
+                f"expected no field {taken[0]!r} beside the text, got one: the output uses that name; rename it"
             )
         return text, fields
 
@@ -247,11 +247,11 @@ def _shown(line: str) -> str:
 
 
 Result: TypeAlias = tuple[TextItem, EmbeddingRequestOutput]
-"""A text, and what became of it."""
+"""A text and its output."""
 
 
 class VectorWriter(ABC):
-    """Writes the results of texts, a part at a time."""
+    """Writes results in parts."""
 
     def __init__(self, file: BinaryIO, num_texts: int, dimension: int) -> None:
         self.file = file
@@ -259,20 +259,20 @@ class VectorWriter(ABC):
         self.dimension = dimension
 
     def start(self) -> None:
-        """What comes before the first result."""
+        """Writes what comes before the first result."""
         return
 
     @abstractmethod
     def write(self, results: Sequence[Result]) -> None:
-        """The next results, in order."""
+        """Writes the next results, in order."""
 
     def finish(self) -> None:
-        """What is known after the last result only."""
+        """Writes what is known only after the last result."""
         return
 
 
 class JsonlWriter(VectorWriter):
-    """An object a line."""
+    """One JSON object per line."""
 
     def write(self, results: Sequence[Result]) -> None:
         for item, output in results:
@@ -283,7 +283,7 @@ class JsonlWriter(VectorWriter):
 
 
 class NpyWriter(VectorWriter):
-    """A matrix: the number of texts is known before the first vector, so that rows follow the header as they come."""
+    """A NumPy matrix. The number of texts is known in advance, so that the header can be written first."""
 
     def start(self) -> None:
         shape = {"descr": "<f4", "fortran_order": False, "shape": (self.num_texts, self.dimension)}
@@ -294,7 +294,7 @@ class NpyWriter(VectorWriter):
 
 
 class SafetensorsWriter(VectorWriter):
-    """Two tensors. The counts lie first, where they are aligned, and are filled in at the end."""
+    """Two tensors. The counts come first, to be aligned, and are written at the end."""
 
     def start(self) -> None:
         count_bytes, row_bytes = 8 * self.num_texts, 4 * self.num_texts * self.dimension
@@ -335,9 +335,9 @@ def _rows(results: Sequence[Result]) -> bytes:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when all of it is written; until then, and after any error, nothing does.
+    """Yields a temporary file that replaces `path` atomically at the end; after an error `path` is unchanged.
 
-    It keeps the permissions of the file that it replaces. Raises `ConfigError` where it cannot be written.
+    Keeps the permissions of a replaced file. Raises `ConfigError` if the file cannot be written.
     """
     target = path.resolve()
     if target.exists() and not target.is_file():
@@ -360,7 +360,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 class _Part(io.FileIO):
-    """A file whose faults are told apart from those of whoever writes."""
+    """A file whose write errors become `ConfigError`, unlike other errors of the code that writes to it."""
 
     def write(self, content: Buffer, /) -> int:
         with _writing(Path(str(self.name))):

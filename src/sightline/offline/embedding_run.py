@@ -1,7 +1,6 @@
-"""Embedding of a whole source of texts, slice by slice.
+"""Embeds a whole source of texts, slice by slice, after checking every text.
 
-Owns the order of things: every text is checked before the first is embedded. Knows neither the forms of files nor the
-command line.
+Does not know file formats or the command line.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from sightline.offline.embedding_files import TextSource, VectorWriter
 
 SLICE_TEXTS = 4096
 SLICE_SIZE = 1 << 22
-"""Characters or token ids after which a slice takes no further text."""
+"""Characters or token ids at which a slice ends."""
 
 
 @dataclass(frozen=True)
 class EmbeddingJob:
-    """What is asked for."""
+    """The embedder and its settings."""
 
     embedder: TextEmbedder
     truncate: bool
@@ -29,38 +28,38 @@ class EmbeddingJob:
 
     @property
     def dimension(self) -> int:
-        """Numbers of a vector that is written."""
+        """Dimension of the written vectors."""
         return self.embedder.embedder.definition.state_size if self.dimensions is None else self.dimensions
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What was done."""
+    """Counts and time of a finished job."""
 
     num_texts: int = 0
     num_tokens: int = 0
-    """That were embedded."""
+    """Embedded tokens."""
     num_truncated_texts: int = 0
     num_truncated_tokens: int = 0
-    """That were left out of them."""
+    """Tokens that truncation removed."""
     num_cached_tokens: int = 0
-    """That were not computed again."""
+    """Tokens found in the prefix cache."""
     seconds: float = 0.0
 
     def lines(self, max_tokens: int) -> list[str]:
-        """For a person."""
-        told = [
+        """The totals as text."""
+        lines = [
             f"{_counted(self.num_texts, 'text')}, {_counted(self.num_tokens, 'token')} in {self.seconds:.1f} s"
             f" · {self.num_texts / self.seconds:,.0f} texts/s · {self.num_tokens / self.seconds:,.0f} tokens/s"
         ]
         if self.num_truncated_texts:
-            told.append(
+            lines.append(
                 f"{_counted(self.num_truncated_texts, 'text')} cut to {_counted(max_tokens, 'token')}: "
                 f"{_counted(self.num_truncated_tokens, 'token')} left out"
             )
         if self.num_cached_tokens:
-            told.append(f"{_counted(self.num_cached_tokens, 'token')} found in the prefix cache")
-        return told
+            lines.append(f"{_counted(self.num_cached_tokens, 'token')} found in the prefix cache")
+        return lines
 
 
 def _counted(count: int, noun: str) -> str:
@@ -68,7 +67,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def check_texts(asked: EmbeddingJob, source: TextSource, on_progress: Callable[[int], None]) -> None:
-    """Raises `RequestError`, which says where, for the first text that the model cannot embed."""
+    """Raises `RequestError` with the place of the first text that the model cannot embed."""
     asked.embedder.check_dimensions(asked.dimensions)
     for item in source:
         try:
@@ -82,7 +81,7 @@ def check_texts(asked: EmbeddingJob, source: TextSource, on_progress: Callable[[
 def embed_texts(
     asked: EmbeddingJob, source: TextSource, writer: VectorWriter, on_progress: Callable[[int], None]
 ) -> Totals:
-    """Embeds and writes everything. The source must have as many texts as the writer was told."""
+    """Embeds and writes all texts. The source must have as many texts as the writer expects."""
     started, totals = time.perf_counter(), Totals()
     writer.start()
     for items in source.slices(SLICE_TEXTS, SLICE_SIZE):

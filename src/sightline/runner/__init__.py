@@ -1,1 +1,1 @@
-"""From rows to logits to tokens: assembling batches, running forwards, sampling; and the composition root."""
+"""Assembles batches, runs forwards and samples tokens; and the composition root, which builds all of it."""

@@ -13,21 +13,21 @@ from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 
 GroupSelection: TypeAlias = Mapping[Work, Selection]
-"""The selection for each kind of rows that runs."""
+"""The selection for each kind of rows that steps may have."""
 
 _FOR_ALL = "attention_backend"
-"""The setting for what the other two leave to it."""
+"""The setting for the kinds of rows that the other two settings do not cover."""
 
 
 def works_of(config: ResolvedConfig) -> tuple[Work, ...]:
-    """The kinds of rows that steps may have. Without a cache every step is served whole, and no row decodes."""
+    """The kinds of rows that steps may have. Without a cache there are no decode rows."""
     decoding = range(1, config.max_rows + 1) if config.num_pages else ()
     possible = {Work.PREFILL, *(decode_work(num_rows) for num_rows in decoding)}
     return tuple(work for work in Work if work in possible)
 
 
 def make_offers(config: ResolvedConfig, candidates: Sequence[Candidate]) -> Mapping[Work, Offer]:
-    """For each kind of rows that runs. Raises `ConfigError` for a name that nobody has, whatever other settings say."""
+    """The candidates for each kind of rows. Raises `ConfigError` for an unknown name, even in an unused setting."""
     offers = {setting: registry.offer(candidates, names, setting) for setting, names in _names(config).items()}
     return {work: offers[_setting_for(config, work)] for work in works_of(config)}
 
@@ -35,13 +35,13 @@ def make_offers(config: ResolvedConfig, candidates: Sequence[Candidate]) -> Mapp
 def tell_choices(
     config: ResolvedConfig, groups: Sequence[LayerGroup], selections: Sequence[GroupSelection], ledger: Ledger
 ) -> None:
-    """What was asked for and serves nothing; and what no kernel for the device serves, though there are some."""
+    """Records backends that were asked for and serve nothing, and kinds of rows for which no fast kernel is usable."""
     for setting, names in _names(config).items():
         chosen = {
             group.name: [each for work, each in selection.items() if _setting_for(config, work) == setting]
             for group, selection in zip(groups, selections, strict=True)
         }
-        serving = {each.candidate.name for of_group in chosen.values() for each in of_group}
+        serving = {each.candidate.name for group in chosen.values() for each in group}
         for name in () if names is None else registry.names_in(names):
             if name not in serving:
                 reasons = _why_not(name, chosen) if serving else _nothing_to_serve(config, setting)
@@ -51,7 +51,7 @@ def tell_choices(
 
 
 def _why_not(name: str, chosen: Mapping[str, Sequence[Selection]]) -> str:
-    """The reasons of every group, by its name; said once where all have the same."""
+    """The reasons why a backend was refused, by group, or once if all groups have the same."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for group, selections in chosen.items():
         reasons = dict.fromkeys(reason for each in selections for reason in dict(each.refused)[name])
@@ -62,11 +62,11 @@ def _why_not(name: str, chosen: Mapping[str, Sequence[Selection]]) -> str:
 
 
 def _nothing_to_serve(config: ResolvedConfig, setting: str) -> str:
-    """Why no kind of rows is left to a setting."""
+    """The reason why a setting applies to no kind of rows."""
     if setting != _FOR_ALL:
         return "without a cache no row decodes"
     deciding = dict.fromkeys(_setting_for(config, work) for work in works_of(config))
-    return f"{' and '.join(deciding)} decide{'s' if len(deciding) == 1 else ''} who does"
+    return f"{' and '.join(deciding)} decide{'s' if len(deciding) == 1 else ''} instead"
 
 
 def _tell_slow(group: LayerGroup, selection: GroupSelection, ledger: Ledger) -> None:
@@ -79,21 +79,21 @@ def _tell_slow(group: LayerGroup, selection: GroupSelection, ledger: Ledger) -> 
         others = "; ".join(f"{other}: {', '.join(reasons)}" for other, reasons in forgone.items())
         ledger.degrade(
             "attention backend",
-            f"{', '.join(work.value for work in served)} of {group.name} is served by {name}, which has no kernels for "
-            f"this device alone; {others}",
-            f"mend what they say, or ask for {name} by name",
+            f"{', '.join(work.value for work in served)} of {group.name} is served by {name}, which has no kernels "
+            f"made for this device; {others}",
+            f"remove the reasons, or ask for {name} by name",
         )
 
 
 def import_chosen(selections: Sequence[GroupSelection]) -> None:
-    """Raises `ConfigError` for a library that is broken: before the weights are read, which may take minutes."""
+    """Imports the chosen backends before the weights are read. Raises `ConfigError` if a library is broken."""
     for selection in selections:
         for each in selection.values():
             each.candidate.load()
 
 
 def _names(config: ResolvedConfig) -> Mapping[str, str | None]:
-    """By setting."""
+    """The value of each setting that names backends."""
     return {
         _FOR_ALL: config.attention_backend,
         "prefill_attention_backend": config.prefill_attention_backend,
@@ -102,6 +102,6 @@ def _names(config: ResolvedConfig) -> Mapping[str, str | None]:
 
 
 def _setting_for(config: ResolvedConfig, work: Work) -> str:
-    """The setting that says who serves a kind of rows."""
+    """The setting that decides which backend serves a kind of rows."""
     own = "prefill_attention_backend" if work is Work.PREFILL else "decode_attention_backend"
     return _FOR_ALL if _names(config)[own] is None else own

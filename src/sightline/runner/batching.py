@@ -1,4 +1,4 @@
-"""A batch of scheduled rows, over a store's pools or over none."""
+"""Assembles a batch from scheduled rows, with or without a cache."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sightline.core.batch import Batch, RowWork
 
 
 def assemble(work: Sequence[RowWork], store: CacheStore) -> Batch:
-    """A batch of paged rows. The pages that they write must be there already, and be nobody else's."""
+    """A batch of paged rows. The pages that they write must be allocated, and belong to no other row."""
     return Batch(tuple(work), store.pools, store.device)
 
 
 def assemble_transient(work: Sequence[RowWork], device: torch.device) -> Batch:
-    """A batch that touches no cache: every row is whole, with no context."""
+    """A batch without a cache. Every row is a whole text, without context."""
     return Batch(tuple(work), (), device)

@@ -1,6 +1,6 @@
 """The composition root: device, model, specs, groups, pools, workspace, backends, planner, runner, in that order.
 
-Each constructor takes what it needs and keeps it. Nothing is bound late.
+Every object gets all it needs in its constructor; nothing is bound later.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from sightline.runner.runner import Runner
 
 @dataclass(frozen=True)
 class Runtime:
-    """Everything that runs steps, built."""
+    """All objects that run steps."""
 
     config: ResolvedConfig
     definition: Definition
@@ -53,23 +53,23 @@ class Runtime:
     workspace: Workspace
     bindings: tuple[GroupBinding, ...]
     selections: tuple[GroupSelection, ...]
-    """Per group: the chosen backends, and why the others were refused."""
+    """For each group, the chosen backends and why the others were refused."""
     planner: Planner
     runner: Runner
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Everything that will run for a model, decided but not built."""
+    """The decisions about what will run for a model, before anything is built."""
 
     config: ResolvedConfig
     groups: tuple[LayerGroup, ...]
     usage: AttentionUsage
     prove_words: tuple[str, ...]
-    """The words after `sightline` on a command line that proves attention for this engine."""
+    """The arguments of the `sightline` command that proves attention for this engine."""
 
     def select(self, candidates: Sequence[Candidate]) -> tuple[GroupSelection, ...]:
-        """The backends that serve each group, out of these."""
+        """Chooses the backends of each group from the candidates."""
         return select_backends(self.config, self.groups, candidates, self.usage, self.prove_words)
 
 
@@ -79,7 +79,7 @@ def build_runtime(
     ledger: Ledger,
     on_progress: Callable[[int, int], None],
 ) -> Runtime:
-    """Builds a runtime for a checkpoint. Whatever cannot work is refused before the weights are read."""
+    """Builds a runtime for a checkpoint. Raises before the weights are read if something cannot work."""
     definition = define_model(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger)
     return _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load)
@@ -91,21 +91,21 @@ def build_embedding_runtime(
     ledger: Ledger,
     on_progress: Callable[[int, int], None],
 ) -> tuple[Runtime, EmbedderDefinition]:
-    """As `build_runtime`, of the network up to the states of tokens."""
+    """Like `build_runtime`, for a network without its output projection."""
     definition = define_embedder(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
     return _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load_states), definition
 
 
 def usage_of(definition: EmbedderDefinition) -> AttentionUsage:
-    """How a model is called that embeds."""
+    """How an embedding model calls attention."""
     return AttentionUsage.EMBED_WHOLE if definition.mask.kind is MaskKind.FULL else AttentionUsage.EMBED
 
 
 def draw_up(
     config: EngineConfig, checkpoint: Checkpoint, definition: Definition, usage: AttentionUsage, ledger: Ledger
 ) -> Blueprint:
-    """Decides what will run, from headers alone: no weight is read and nothing is built."""
+    """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built."""
     groups = group_layers(definition.attention_specs())
     facts = model_facts(Quantization(config.quantization), checkpoint, definition, groups)
     takes_texts_whole = usage is AttentionUsage.EMBED_WHOLE
@@ -149,9 +149,9 @@ def select_backends(
     usage: AttentionUsage = AttentionUsage.GENERATE,
     prove_words: Sequence[str] = (),
 ) -> tuple[GroupSelection, ...]:
-    """For each group, a backend for each kind of rows that runs: often the same.
+    """Chooses a backend for each group and each kind of rows that steps may have.
 
-    Where proof is asked for, what is not proven is refused with the command that `prove_words` make.
+    If the config requires proof, unproven backends are refused, and the reason names the command `prove_words`.
     """
     doubt = ProofBook(proof_folder()).doubting(prove_words) if config.require_proof else no_doubt
     offers = make_offers(config, candidates)
@@ -165,7 +165,7 @@ def select_backends(
 
 
 def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> Requirement:
-    """What a backend must support to serve this kind of rows of the group."""
+    """The features that a backend must support to serve this kind of rows of the group."""
     return Requirement(
         group.spec,
         config.device,
@@ -183,7 +183,7 @@ def make_store(
     make_allocator: Callable[[int], PageAllocator] = PageAllocator,
     scales: ScalesByPlane | None = None,
 ) -> CacheStore:
-    """The pools of every group; `scales` are those of all layers, where the cache's dtype has any."""
+    """Creates the pools of every group. `scales` are those of all layers, None if the cache's dtype has none."""
     return CacheStore(
         [group.cache_spec(config.cache_dtype, scales) for group in groups],
         CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
@@ -201,7 +201,7 @@ def assemble_runtime(
     selections: Sequence[GroupSelection],
     store: CacheStore,
 ) -> Runtime:
-    """The straight line from pools to runner."""
+    """Builds everything from the workspace to the runner."""
     device = config.device.torch_device
     limits = StepLimits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)
@@ -233,7 +233,7 @@ def assemble_runtime(
 
 
 def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:
-    """Each backend that was chosen, built once, whatever kinds of rows it serves."""
+    """Builds each chosen backend once, however many kinds of rows it serves."""
     chosen = {each.candidate.name: each.candidate for each in selection.values()}
     built = {
         name: candidate.load()(replace(context, group=f"{context.group}.{name}")) for name, candidate in chosen.items()
@@ -244,7 +244,7 @@ def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping
 def model_facts(
     quantization: Quantization, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup]
 ) -> ModelFacts:
-    """Read from the headers: no weight is loaded."""
+    """The facts about a model that sizes depend on, from the checkpoint's headers."""
     cpu = CpuFeatures.detect() if quantization is Quantization.KEEP else None
     elements, quantised_bits = 0, 0
     for name, info in checkpoint.tensors.items():
@@ -253,7 +253,7 @@ def model_facts(
         if cpu is None or info.blocks is None or choose_kept_product([info], cpu).product is None:
             elements += math.prod(info.shape)
             continue
-        # An embedding is kept to be looked up in, and packed as well where it is the output projection too.
+        # An embedding is kept for look-ups, and also packed if it is the output projection.
         lookup_bits = LOOKUP_BITS if "embed" in name else 0
         quantised_bits += math.prod(info.shape) * (PACKED_BITS[info.blocks] + lookup_bits)
     return ModelFacts(

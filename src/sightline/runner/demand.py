@@ -1,7 +1,7 @@
-"""What an engine can ask of an attention backend, as ranges: from its resolved config, before anything is built.
+"""The steps that an engine may run, as ranges, derived from its resolved config before anything is built.
 
-A demand is an upper bound: every step that the engine runs lies within one of those that are returned here. Knows
-configs, groups and kinds of rows. Does not know proofs, nor how a step is scheduled.
+A demand is an upper bound: every step of the engine lies within one of the demands. Does not know proofs, nor how a
+step is scheduled.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from sightline.core.batch import MaskKind
 from sightline.core.resolution import ResolvedConfig
 
 PAGE_ORDERS = ("in order", "shuffled", "descending")
-"""How the pages of a row may lie in a pool, as the conformance kit lays them out. An engine meets any order."""
+"""The orders of a row's pages in a pool that the conformance kit tests. An engine may have any order."""
 
 
 class AttentionUsage(Enum):
     """How an engine calls attention."""
 
     GENERATE = "generate"
-    """Every row goes through pages, under a causal mask."""
+    """Every row uses the paged cache and a causal mask."""
     EMBED = "embed"
-    """Under a causal mask. Without prefix caching, a text that fits a step touches no cache."""
+    """Every row has a causal mask. Without prefix caching, a text that fits a step uses no cache."""
     EMBED_WHOLE = "embed texts whole"
-    """Every token of a text sees every other, and nothing is ever cached."""
+    """Every token of a text sees every other, and nothing is cached."""
 
     @property
     def mask(self) -> MaskKind:
@@ -47,13 +47,12 @@ class AttentionUsage(Enum):
 
     @property
     def needs(self) -> frozenset[Feature]:
-        """Features that steps ask for, beyond those of the spec."""
+        """Features that steps need in addition to those of the spec."""
         return frozenset({Feature.NON_CAUSAL}) if self is AttentionUsage.EMBED_WHOLE else frozenset()
 
 
 def demands_of(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> tuple[Demand, ...]:
-    """What the backend that serves this kind of rows of the group will be asked for: steps through pages, steps without
-    a cache, or both."""
+    """The demands on the backend that serves this kind of rows: steps with a paged cache, without a cache, or both."""
     demands = []
     if config.num_pages:
         demands.append(_paged(config, group, work, usage))
@@ -63,7 +62,7 @@ def demands_of(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Att
 
 
 def _by_company(demand: Demand) -> tuple[Demand, ...]:
-    """The demand in two, where a row that is alone cannot have all the tokens that a step may have."""
+    """Splits a demand in two if a single row cannot fill a step: one row alone, and several rows."""
     rows, tokens = demand.scales[Dimension.ROWS], demand.scales[Dimension.STEP_TOKENS]
     longest = demand.scales[Dimension.NEW_TOKENS]
     if rows.low > 1 or rows.high == 1 or longest.high >= tokens.high:
@@ -83,12 +82,12 @@ def _by_company(demand: Demand) -> tuple[Demand, ...]:
 
 
 def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> Demand:
-    """Steps that read and write pages."""
+    """The demand of steps that read and write pages."""
     rows = _rows(config, work)
     longest = min(config.max_step_tokens, config.max_model_len) if work is Work.PREFILL else 1
     most = min(config.max_step_tokens, rows.high * longest)
-    # Continuations of one prompt share its pages, prefix caching or not. A row shares whole pages of its context, and
-    # computes at least its last token itself.
+    # Continuations of one prompt share its pages even without prefix caching. A row shares whole pages of its context,
+    # and computes at least its last token itself.
     may_share = config.prefix_caching or usage is AttentionUsage.GENERATE
     shares = may_share and rows.high > 1 and config.max_model_len > config.page_size
     return _demand(
@@ -114,7 +113,7 @@ def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Attenti
 
 
 def _transient(config: ResolvedConfig, group: LayerGroup, usage: AttentionUsage) -> Demand:
-    """Steps of whole texts, which touch no cache."""
+    """The demand of steps of whole texts, without a cache."""
     longest = min(config.max_step_tokens, config.max_model_len)
     return _demand(
         config,
@@ -139,7 +138,7 @@ def _demand(
     scales: dict[Dimension, Span],
     values: dict[Dimension, frozenset[Value]],
 ) -> Demand:
-    """These, and the dimensions that are the same for every step."""
+    """A demand of the given dimensions and those that are the same for every step."""
     spec = group.spec
     scales = scales | {
         Dimension.LAYERS: _exactly(len(group.layers)),
@@ -165,7 +164,7 @@ def _demand(
 
 
 def _rows(config: ResolvedConfig, work: Work) -> Span:
-    """How many rows a step, or the part of it that is of this kind, may have."""
+    """The possible numbers of rows of this kind in a step."""
     match work:
         case Work.PREFILL:
             return Span(1, config.max_rows)

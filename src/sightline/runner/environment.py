@@ -1,4 +1,4 @@
-"""Facts about a machine for bug reports. Excludes names of users, hosts and paths."""
+"""Collects facts about a machine for bug reports. Excludes names of users, hosts and paths."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ from sightline.core.device import available_bytes, detect_device
 from sightline.runner.missing import missing_packages
 from sightline.version import __version__
 
-PACKAGES = (
-    "torch",
-    "numpy",
-    "safetensors",
-    "gguf",
-    "tokenizers",
-    "jinja2",
-    "triton",
-    "flashinfer-python",
-    "flash-attn-4",
-    "transformers",
-)
+_NAMES = "torch numpy safetensors gguf tokenizers jinja2 triton flashinfer-python flash-attn-4 transformers"
+PACKAGES = tuple(_NAMES.split())
 
 
 def collect_environment() -> dict[str, str]:

@@ -1,6 +1,6 @@
-"""Packages that are not installed, what each would bring, and whether it would on this device.
+"""Lists optional packages that are not installed, what each would add, and whether it would work on this device.
 
-Reads capability rows. Imports none of the packages, and does not know which there are.
+Reads capability rows. Does not import the packages, nor know them by name.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from sightline.core.device import Device
 
 @dataclass(frozen=True)
 class MissingPackage:
-    """One package that backends compute with and that is not there."""
+    """A package that backends need and that is not installed."""
 
     package: str
-    """Import name."""
+    """The import name."""
     backends: tuple[str, ...]
     brings: str
-    """What it would gain, and how to install it."""
+    """What it would add, and how to install it."""
     hindrance: str
-    """Why it would bring nothing on this device; empty where it would."""
+    """The reason why it would not work on this device; empty if it would."""
 
     @property
     def text(self) -> str:
@@ -40,7 +40,7 @@ class MissingPackage:
 
 
 def missing_packages(candidates: Iterable[Candidate], device: Device) -> tuple[MissingPackage, ...]:
-    """In order of the candidates, each package once."""
+    """The missing packages of the candidates, each once, in the order of the candidates."""
     found: dict[str, list[tuple[Candidate, Capability]]] = {}
     for candidate in candidates:
         for row in candidate.rows():
@@ -61,7 +61,7 @@ def _missing(package: str, lacking: list[tuple[Candidate, Capability]], device: 
 
 
 def _hindrance(rows: list[Capability], device: Device) -> str:
-    """Where no row could run on the device even with the package, the reason."""
+    """The reason why no row could run on the device even with the package; empty if one could."""
     kinds = frozenset().union(*(row.devices for row in rows))
     if device.kind not in kinds:
         return f"serves {' and '.join(sorted(kind.value.upper() for kind in kinds))} devices only"

@@ -1,4 +1,4 @@
-"""The forward pass: nothing runs without a plan that is proven current."""
+"""The forward pass. It runs only with a plan whose certificate matches the current state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Runner:
     """Runs planned batches through one model."""
 
     def __init__(self, model: Model, planner: Planner, activations: Mapping[Lane, Activations]) -> None:
-        """Activations for every lane that the planner plans for: steps of two lanes may be under way at once."""
+        """`activations` has an entry for every lane of the planner: steps of two lanes may run at once."""
         self._model = model
         self._planner = planner
         self._activations = activations
@@ -27,10 +27,11 @@ class Runner:
             model.reserve(memory.shaped(memory.max_tokens))
 
     def forward(self, planned: PlannedBatch) -> Tensor:
-        """Logits [num_logits, vocab_size] fp32. The certificate is checked here, at every call.
+        """Returns logits [num_logits, vocab_size] fp32, or the states of a model without an output projection.
 
-        Once it returns, steps behind it may read what it writes. A forward that raises has written nothing that counts.
-        Raises `LaneBusyError` if another thread plans or runs in the plan's lane.
+        Every call checks the certificate. Once it returns, later steps may read what it wrote to the cache. If it
+        raises, its cache writes do not count. Raises `LaneBusyError` if another thread plans or runs in the plan's
+        lane.
         """
         if not isinstance(planned, PlannedBatch):
             raise UnplannedBatchError(

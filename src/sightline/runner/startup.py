@@ -1,4 +1,4 @@
-"""The lines that an engine says about itself when it starts: what was decided."""
+"""The report that an engine prints when it starts: what was decided."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sightline.runner.missing import missing_packages
 
 
 def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
-    """A few lines for a person: what runs where, and what packages that are not installed would bring on this device.
+    """A few lines for a person: what runs where, and which missing packages would help on this device.
 
-    `notes` are those of the ledger. Degradations are not among them: they are logged, whoever starts the engine.
+    `notes` are those of the ledger. Degradations are logged separately.
     """
     config = runtime.config
     cache_bytes = sum(pool.num_bytes for pool in runtime.store.pools)
@@ -41,7 +41,7 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
 
 
 def serving_text(selection: GroupSelection) -> str:
-    """Which backends serve a group: one name, or which kind of rows goes where."""
+    """The backends of a group: one name, or the kinds of rows that each serves."""
     names = {work: each.candidate.name for work, each in selection.items()}
     if len(set(names.values())) == 1:
         return names[Work.PREFILL]

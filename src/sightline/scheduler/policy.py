@@ -6,298 +6,366 @@
     3. turns   the rest of the token budget goes to prompts, running or new, in turn: by priority, then by their
                callers' usage, then by arrival; among new ones of a priority, callers without a row come first;
                a sequence that cannot be admitted is not overtaken
-    4. urgency if a new sequence cannot be admitted, rows of a higher priority number give way to it
-    5. rows    if the caller of a new sequence has no row, and no row or pages are free, the lowest-ranked row of the
+       urgency if a new sequence cannot be admitted, rows of a higher priority number give way to it
+       rows    if the caller of a new sequence has no row, and no row or pages are free, the lowest-ranked row of the
                caller with the most rows gives way: only if it has at least two, and never a more urgent one
 
 The first in rank can have every page there is, and no request needs more, so some sequence always makes progress. (It
 gives way itself only if it holds pages twice, its own and the cache's, and shares them when it is admitted again.) Each
-time the fifth rule takes a row, one more caller has one, so rows are not taken back and forth.
+time a row is taken for a caller that has none, one more caller has one, so rows are not taken back and forth.
 
-Knows numbers of pages and tokens. Changes nothing: the scheduler carries the decision out.
+Knows values only, and changes none: each step returns a new `Draft`. The scheduler carries the decision out.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import NamedTuple, TypeAlias
 
-from sightline.scheduler.decision import Admission, Decision, Finding, State
-from sightline.scheduler.queue import QueuePosition
-from sightline.scheduler.sequence import SequenceState
+from sightline.scheduler.decision import (
+    Decision,
+    Finding,
+    Inquiry,
+    RunningSequence,
+    SchedulerState,
+    WaitingLines,
+    WaitingSequence,
+)
+from sightline.scheduler.tally import Holding, Tally
+from sightline.scheduler.turns import QueuePosition, in_turn, usage_after
 from sightline.scheduler.victims import victims
 
-
-class _Room:
-    """Remaining token budget of a step."""
-
-    def __init__(self, num_tokens: int, num_scored: int) -> None:
-        self.num_tokens = num_tokens
-        self._num_scored = num_scored
-
-    def allows(self, sequence: SequenceState) -> bool:
-        return self.num_tokens > 0 and self.allows_scoring(sequence)
-
-    def allows_scoring(self, sequence: SequenceState) -> bool:
-        return self._num_scored > 0 or not sequence.scores_prompt
-
-    def take(self, sequence: SequenceState, num_pending: int) -> int:
-        """Takes as many of the pending tokens as fit, and returns how many."""
-        count = min(num_pending, self.num_tokens)
-        if sequence.scores_prompt:
-            count = min(count, self._num_scored)
-            self._num_scored -= count
-        self.num_tokens -= count
-        return count
+Entry: TypeAlias = tuple[QueuePosition, RunningSequence | WaitingSequence]
+"""A prompt, running or new, and when it is its turn."""
 
 
-def decide(state: State) -> Decision:
-    """Returns the next step. Deterministic."""
-    return _Deciding(state).decide()
-
-
-class _Deciding:
+class Draft(NamedTuple):
     """A decision in progress."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._tally = state.tally()
-        self._room = _Room(state.max_step_tokens, state.max_scored_tokens)
-        self._going = list(state.running)
-        """Sequences that keep their pages, by rank."""
-        self._held = dict(state.held)
-        """Rows per caller, both kept and admitted."""
-        self._sits_out: set[SequenceState] = set()
-        """Running sequences that this step does not compute."""
-        self._retracted: list[SequenceState] = []
-        self._held_back: list[SequenceState] = []
-        """Sequences that give way when a running step is over."""
-        self._growth: dict[SequenceState, int] = {}
-        """Pages given to each running sequence."""
-        self._num_growing = 0
-        """Total of `_growth`."""
-        self._admitted: list[Admission] = []
-        self._num_new = 0
-        """Pages given to admitted sequences."""
-        self._rows: dict[SequenceState, int] = {}
-        self._num_free_rows = state.num_free_rows
-        self._is_full = False
-        """True if a sequence that must not be overtaken could not be admitted."""
-        self._awaited: int | None = None
-        """Priority of a sequence whose admission waits for rows that are freed at the end of a step."""
+    going: tuple[RunningSequence, ...]
+    """Running sequences that keep their pages, by rank."""
+    held: Mapping[str, int]
+    """Rows per caller, both kept and admitted."""
+    tally: Tally
+    num_free_rows: int
+    num_tokens: int
+    """Remaining token budget."""
+    num_scored: int
+    """Remaining tokens that may all need logits."""
+    growth: Mapping[int, int]
+    """Pages given to each running sequence."""
+    rows: Mapping[int, int]
+    """Tokens computed of each sequence."""
+    retracted: tuple[int, ...] = ()
+    sits_out: frozenset[int] = frozenset()
+    """Running sequences that this step does not compute."""
+    leaving: frozenset[str] = frozenset()
+    """Callers of sequences that give way when a running step is over."""
+    admitted: tuple[int, ...] = ()
+    forked: frozenset[int] = frozenset()
+    """Running sequences whose pages admitted ones share."""
+    num_new: int = 0
+    """Pages given to admitted sequences."""
+    is_full: bool = False
+    """True if a sequence that must not be overtaken could not be admitted."""
+    awaited: int | None = None
+    """Priority of a sequence whose admission waits for rows that are freed at the end of a step."""
+    inquiry: Inquiry | None = None
+    """Facts without which the draft cannot be continued."""
 
-    def decide(self) -> Decision:
-        self._give_pages()
-        decoding, prompts = [], []
-        for sequence in self._going:
-            if sequence in self._sits_out or not sequence.is_ready:
-                continue
-            if sequence.num_pending == 1:
-                decoding.append(sequence)
-            else:
-                priority, arrival = sequence.rank
-                prompts.append((QueuePosition(priority, self._state.share(sequence.caller), arrival), sequence))
-        self._add_decoding(decoding)
-        # If decode rows use the whole budget, a newcomer gets only the tokens that its victims would have had.
-        is_crowded = self._room.num_tokens <= 0
-        prompts.sort(key=_turn)
-        for _, sequence in heapq.merge(prompts, self._newcomers(), key=_turn):
-            if self._room.num_tokens <= 0 and not is_crowded:
-                break
-            if sequence.table_row is None:
-                self._is_full = not self._admit(sequence)
-            elif sequence not in self._sits_out:
-                self._add_row(sequence)
-        return Decision(
-            retracted=tuple(self._retracted),
-            growth=tuple(self._growth.items()),
-            admitted=tuple(self._admitted),
-            num_pages=self._num_growing + self._num_new,
-            rows=tuple(self._rows.items()),
-        )
 
-    def _give_pages(self) -> None:
-        """Decides which sequences grow and which give way."""
-        size = self._state.page_size
-        missing = {
-            sequence: lacking
-            for sequence in self._going
-            if (lacking := -(-sequence.num_expected // size) - sequence.num_pages) > 0 and sequence.is_ready
-        }
-        needed, num_coming = sum(missing.values()), 0
-        while missing and not self._has_pages(needed - num_coming):
-            victim = self._going[-1]
-            if len(self._going) == 1 and not self._holds_copies(victim):
-                break
-            needed -= missing.pop(victim, 0)
-            num_coming += self._give_way(victim)
-        for sequence, lacking in missing.items():
-            if self._has_pages(lacking):
-                self._growth[sequence] = lacking
-                self._num_growing += lacking
-            else:
-                self._sits_out.add(sequence)
+def decide(state: SchedulerState) -> Decision | Inquiry:
+    """Returns the next step, or the facts that are missing to decide about it. Deterministic."""
+    draft = give_pages(state)
+    if draft.inquiry is None:
+        draft = take_turns(state, decode(draft))
+    return draft.inquiry or Decision(
+        retracted=draft.retracted,
+        growth=draft.growth,
+        admitted=draft.admitted,
+        num_pages=draft.num_new + sum(draft.growth.values()),
+        rows=draft.rows,
+    )
 
-    def _holds_copies(self, sequence: SequenceState) -> bool:
-        """True if it holds its own copies of pages that are also cached: admitted again, it would share them."""
-        without = self._tally.copy()
-        without.retract(sequence)
-        return without.num_pages - self._tally.num_pages > sequence.num_pages
 
-    def _give_way(self, victim: SequenceState) -> int:
-        """Retracts a running sequence, or holds it back if it is in a running step.
-
-        Returns the number of pages that are freed when that step is over, for the next decision.
-        """
+def give_pages(state: SchedulerState) -> Draft:
+    """Decides which running sequences grow and which give way."""
+    draft = Draft(
+        state.running,
+        state.held,
+        state.tally,
+        state.num_free_rows,
+        num_tokens=state.max_step_tokens,
+        num_scored=state.max_scored_tokens,
+        growth={},
+        rows={},
+    )
+    lacking = {each.arrival: each.num_lacking for each in state.running if each.num_lacking > 0 and each.num_pending}
+    num_coming = 0
+    while lacking and not _has_pages(draft, sum(lacking.values()) - num_coming):
+        victim = draft.going[-1]
+        holding = state.holdings.get(victim.arrival)
+        if holding is None:
+            asked = draft.going[-2 * len(draft.sits_out) - 1 :]
+            return draft._replace(inquiry=Inquiry(holdings=tuple(each.arrival for each in asked)))
+        if len(draft.going) == 1 and not _holds_copies(draft, victim, holding):
+            break
+        lacking.pop(victim.arrival, None)
         if victim.num_steps:
-            self._hold_back(victim)
-            return victim.num_pages
-        self._set_aside(victim)
-        self._retracted.append(victim)
-        self._tally.retract(victim)
-        self._num_free_rows += 1
-        return 0
-
-    def _hold_back(self, victim: SequenceState) -> None:
-        self._set_aside(victim)
-        self._held_back.append(victim)
-
-    def _set_aside(self, victim: SequenceState) -> None:
-        """Cancels what this step was to give a running sequence."""
-        self._going.remove(victim)
-        self._hold(victim.caller, -1)
-        self._sits_out.add(victim)
-        self._room.num_tokens += self._rows.pop(victim, 0)
-        self._num_growing -= self._growth.pop(victim, 0)
-
-    def _hold(self, caller: str, change: int) -> None:
-        """Adds `change` to the caller's row count."""
-        count = self._held.pop(caller, 0) + change
-        if count > 0:
-            self._held[caller] = count
-
-    def _newcomers(self) -> Iterator[tuple[QueuePosition, SequenceState]]:
-        """Waiting sequences in turn, while one can be admitted."""
-        if not self._can_let_in():
-            return
-        for turn, sequence in self._state.waiting(self._held):
-            if self._is_full and not (turn.priority == self._awaited and self._is_deprived(sequence.caller)):
-                return
-            leader = sequence.leader
-            if leader is None or leader.is_out or leader.num_generated > 0:
-                yield turn, sequence
-
-    def _can_let_in(self) -> bool:
-        """True if there is a row for a waiting sequence, or one may give way, so that the queue is worth scanning."""
-        most_urgent = self._state.most_urgent
-        if most_urgent is None:
-            return False
-        if self._num_free_rows or (self._going and self._going[-1].rank[0] > most_urgent):
-            return True
-        if len(self._going) == len(self._held):
-            return False
-        deprived = self._state.most_urgent_beside(self._held)
-        return deprived is not None and any(victims(self._going, self._held, deprived, is_deprived=True))
-
-    def _is_deprived(self, caller: str) -> bool:
-        """True if the caller has no row and none is on its way, to it or from it."""
-        return caller not in self._held and all(caller != victim.caller for victim in self._held_back)
-
-    def _admit(self, sequence: SequenceState) -> bool:
-        """Admits a waiting sequence if a row and pages are available or can be freed."""
-        if not self._room.allows_scoring(sequence):
-            return False
-        if self._is_full:
-            self._hold_back_for(sequence)
-            return False
-        if not (self._num_free_rows and self._room.num_tokens > 0) and not any(self._victims(sequence)):
-            return False
-        finding = self._state.find(sequence)
-        if finding.fork_of in self._retracted:
-            return False
-        needed = self._pages_for(len(sequence.tokens)) - finding.num_pages
-        if not self._fits(needed, finding) and not self._make_way(sequence, needed, finding):
-            return False
-        self._num_new += needed
-        self._num_free_rows -= 1
-        self._hold(sequence.caller, 1)
-        self._admitted.append(Admission(sequence, finding))
-        self._tally.share(finding.match)
-        self._rows[sequence] = self._room.take(sequence, len(sequence.tokens) - finding.num_tokens)
-        return True
-
-    def _fits(self, needed: int, finding: Finding) -> bool:
-        """True if there is a row, a token, and pages, with one page to spare for each running sequence.
-
-        The spare pages avoid admitting a sequence only to retract it at the next step.
-        """
-        beside = len(self._going) + len(self._admitted) + self._tally.cost(finding.match)
-        return self._num_free_rows > 0 and self._room.num_tokens > 0 and self._has_pages(needed + beside)
-
-    def _victims(self, newcomer: SequenceState) -> Iterator[SequenceState]:
-        """Sequences that may give way to a waiting one, in order."""
-        forked = {finding.fork_of for _, finding in self._admitted if finding.fork_of is not None}
-        is_deprived = self._is_deprived(newcomer.caller)
-        return victims(self._going, self._held, newcomer.rank[0], is_deprived=is_deprived, spared=forked)
-
-    def _make_way(self, newcomer: SequenceState, needed: int, finding: Finding) -> bool:
-        """Makes others give way. False if all of them would not be enough, or if some are in a running step: then all
-        are held back, and none is retracted for nothing."""
-        enough = self._enough(newcomer, needed, finding)
-        if any(victim.num_steps for victim in enough):
-            self._awaited = newcomer.rank[0]
-            for victim in enough:
-                self._hold_back(victim)
-            self._hold(newcomer.caller, 1)
-            return False
-        for victim in enough:
-            self._give_way(victim)
-        return bool(enough)
-
-    def _enough(self, newcomer: SequenceState, needed: int, finding: Finding) -> list[SequenceState]:
-        """As many victims as a waiting sequence needs; none if all would not be enough."""
-        tally, num_tokens, chosen = self._tally.copy(), self._room.num_tokens, []
-        kept = sum(map(self._num_unused, self._going)) - self._num_new - self._num_growing
-        num_beside = len(self._going) + len(self._admitted)
-        for victim in self._victims(newcomer):
-            chosen.append(victim)
-            tally.retract(victim)
-            num_tokens += self._rows.get(victim, 0)
-            kept += self._growth.get(victim, 0) - self._num_unused(victim)
-            left = tally.num_pages - tally.cost(finding.match) + kept
-            if num_tokens > 0 and needed + num_beside - len(chosen) <= left:
-                return chosen
-        return []
-
-    def _hold_back_for(self, newcomer: SequenceState) -> None:
-        """Frees a row for the next decision, although nothing overtakes the awaited sequence."""
-        victim = next(self._victims(newcomer), None)
-        if victim is not None:
-            self._hold_back(victim)
-        self._hold(newcomer.caller, 1)
-
-    def _add_decoding(self, sequences: Sequence[SequenceState]) -> None:
-        """Adds rows of one token each. None of them scores a prompt: its last token predicts nothing within it."""
-        taken = sequences[: self._room.num_tokens]
-        self._rows.update(dict.fromkeys(taken, 1))
-        self._room.num_tokens -= len(taken)
-
-    def _add_row(self, sequence: SequenceState) -> None:
-        if self._room.allows(sequence):
-            self._rows[sequence] = self._room.take(sequence, sequence.num_pending)
-
-    def _has_pages(self, count: int) -> bool:
-        """True if `count` pages are left, including those reserved and unused."""
-        left = self._tally.num_pages - self._num_new - self._num_growing
-        return count <= left or count <= left + sum(map(self._num_unused, self._going))
-
-    def _num_unused(self, sequence: SequenceState) -> int:
-        """Pages that a sequence has and does not need yet."""
-        return max(0, sequence.num_pages - self._pages_for(sequence.num_expected))
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._state.page_size)
+            draft = _hold_back(draft, victim)
+            num_coming += victim.num_pages
+        else:
+            draft = _retract(draft, victim, holding)
+    left = draft.tally.num_pages
+    if sum(lacking.values()) > left:
+        left += _num_unused(draft)
+    growth = {}
+    for arrival, count in lacking.items():
+        if count <= left:
+            growth[arrival] = count
+            left -= count
+    return draft._replace(growth=growth, sits_out=draft.sits_out.union(lacking.keys() - growth.keys()))
 
 
-def _turn(entry: tuple[QueuePosition, SequenceState]) -> QueuePosition:
+def decode(draft: Draft) -> Draft:
+    """Adds rows of one token each. None of them scores a prompt: its last token predicts nothing within it."""
+    arrivals = [each.arrival for each in draft.going if each.num_pending == 1]
+    if draft.sits_out:
+        arrivals = [arrival for arrival in arrivals if arrival not in draft.sits_out]
+    rows = dict.fromkeys(arrivals[: draft.num_tokens], 1)
+    return draft._replace(rows=rows, num_tokens=draft.num_tokens - len(rows))
+
+
+def take_turns(state: SchedulerState, draft: Draft) -> Draft:
+    """Gives the rest of the budget to prompts, and admits waiting sequences."""
+    prompts: dict[int, list[Entry]] = {}
+    for each in [each for each in draft.going if each.num_pending > 1]:
+        if each.arrival not in draft.sits_out:
+            position = QueuePosition(each.priority, state.shares[each.caller], each.arrival)
+            prompts.setdefault(each.priority, []).append((position, each))
+    waiting = WaitingLines({}, {}, frozenset())
+    if _can_admit(state, draft):
+        if state.waiting is None:
+            return draft._replace(inquiry=Inquiry(waiting=True))
+        waiting = state.waiting
+    usage = _usage(state, waiting)
+    # If decode rows use the whole budget, a newcomer gets only the tokens that its victims would have had.
+    is_crowded = draft.num_tokens <= 0
+    is_open = True
+    for priority in sorted(prompts.keys() | waiting.levels.keys()):
+        lines = waiting.levels.get(priority, {}) if is_open else {}
+        newcomers = in_turn(priority, lines, usage, draft.held)
+        in_order = sorted(prompts.get(priority, ()), key=_turn)
+        entries: Iterator[Entry] = heapq.merge(in_order, newcomers, key=_turn)
+        for _, sequence in entries:
+            if draft.num_tokens <= 0 and not is_crowded:
+                return draft
+            if isinstance(sequence, RunningSequence):
+                draft = _continue(draft, sequence)
+            elif draft.is_full and not (priority == draft.awaited and _is_deprived(draft, sequence.caller)):
+                # Only prompts are left.
+                is_open = False
+                newcomers.close()
+            elif sequence.leader not in waiting.busy_leaders:
+                draft = _admit(state, draft, sequence)
+                if draft.inquiry is not None:
+                    return _ask_ahead(draft, newcomers)
+        usage = usage_after(usage, lines)
+    return draft
+
+
+def _turn(entry: Entry) -> QueuePosition:
     return entry[0]
+
+
+def _usage(state: SchedulerState, waiting: WaitingLines) -> Mapping[str, int]:
+    """Usage of every waiting caller, including all pending tokens of admitted prompts."""
+    usage = dict(waiting.shares)
+    if usage:
+        for each in state.running:
+            if each.num_pending > 1 and each.caller in usage:
+                usage[each.caller] += each.num_pending
+    return usage
+
+
+def _can_admit(state: SchedulerState, draft: Draft) -> bool:
+    """True if there is a row for a waiting sequence, or one may give way, so that the queue is worth listing."""
+    if not state.urgencies:
+        return False
+    if draft.num_free_rows or (draft.going and draft.going[-1].priority > min(state.urgencies.values())):
+        return True
+    if len(draft.going) == len(draft.held):
+        return False
+    deprived = state.urgencies.keys() - draft.held.keys()
+    if not deprived:
+        return False
+    priority = min(state.urgencies[caller] for caller in deprived)
+    return any(victims(draft.going, draft.held, priority, is_deprived=True))
+
+
+def _is_deprived(draft: Draft, caller: str) -> bool:
+    """True if the caller has no row and none is on its way, to it or from it."""
+    return caller not in draft.held and caller not in draft.leaving
+
+
+def _admit(state: SchedulerState, draft: Draft, newcomer: WaitingSequence) -> Draft:
+    """Admits a waiting sequence if a row and pages are available or can be freed; otherwise the draft is full."""
+    full = draft._replace(is_full=True)
+    if newcomer.scores_prompt and draft.num_scored <= 0:
+        return full
+    if draft.is_full:
+        return _hold_back_for(draft, newcomer)
+    if not (draft.num_free_rows and draft.num_tokens > 0) and not any(_victims(draft, newcomer)):
+        return full
+    finding = state.findings.get(newcomer.arrival)
+    if finding is None:
+        return draft._replace(inquiry=Inquiry(findings=(newcomer.arrival,)))
+    if finding.fork_of in draft.retracted:
+        return full
+    needed = -(-newcomer.num_tokens // state.page_size) - finding.num_pages
+    if not _fits(draft, needed, finding):
+        draft = _make_way(state, draft, newcomer, needed, finding)
+        if draft.is_full or draft.inquiry is not None:
+            return draft
+    draft = draft._replace(
+        num_new=draft.num_new + needed,
+        num_free_rows=draft.num_free_rows - 1,
+        held=_held(draft, newcomer.caller, 1),
+        admitted=(*draft.admitted, newcomer.arrival),
+        forked=draft.forked if finding.fork_of is None else draft.forked | {finding.fork_of},
+        tally=draft.tally.shared(finding.path),
+    )
+    return _compute(draft, newcomer, newcomer.num_tokens - finding.num_tokens)
+
+
+def _ask_ahead(draft: Draft, newcomers: Iterator[tuple[QueuePosition, WaitingSequence]]) -> Draft:
+    """Asks about more newcomers, as many as were admitted, so that the number of inquiries stays small."""
+    if draft.inquiry is None or not draft.inquiry.findings:
+        return draft
+    ahead = [newcomer.arrival for _, newcomer in islice(newcomers, len(draft.admitted))]
+    return draft._replace(inquiry=Inquiry(findings=(*draft.inquiry.findings, *ahead)))
+
+
+def _continue(draft: Draft, prompt: RunningSequence) -> Draft:
+    """Adds a row for a running prompt, unless it gives way or the budget is used up."""
+    is_allowed = draft.num_tokens > 0 and (draft.num_scored > 0 or not prompt.scores_prompt)
+    if prompt.arrival in draft.sits_out or not is_allowed:
+        return draft
+    return _compute(draft, prompt, prompt.num_pending)
+
+
+def _compute(draft: Draft, sequence: RunningSequence | WaitingSequence, num_pending: int) -> Draft:
+    """Adds a row with as many of the pending tokens as the budget allows."""
+    count = min(num_pending, draft.num_tokens)
+    if sequence.scores_prompt:
+        count = min(count, draft.num_scored)
+    return draft._replace(
+        rows={**draft.rows, sequence.arrival: count},
+        num_tokens=draft.num_tokens - count,
+        num_scored=draft.num_scored - count if sequence.scores_prompt else draft.num_scored,
+    )
+
+
+def _fits(draft: Draft, needed: int, finding: Finding) -> bool:
+    """True if there is a row, a token, and pages, with one page to spare for each running sequence.
+
+    The spare pages avoid admitting a sequence only to retract it at the next step.
+    """
+    beside = len(draft.going) + len(draft.admitted) + draft.tally.cost(finding.path)
+    return draft.num_free_rows > 0 and draft.num_tokens > 0 and _has_pages(draft, needed + beside)
+
+
+def _victims(draft: Draft, newcomer: WaitingSequence) -> Iterator[RunningSequence]:
+    """Sequences that may give way to a waiting one, in order."""
+    is_deprived = _is_deprived(draft, newcomer.caller)
+    return victims(draft.going, draft.held, newcomer.priority, is_deprived=is_deprived, spared=draft.forked)
+
+
+def _make_way(state: SchedulerState, draft: Draft, newcomer: WaitingSequence, needed: int, finding: Finding) -> Draft:
+    """Makes as many others give way as a waiting sequence needs.
+
+    The draft is full if all of them would not be enough, or if some are in a running step: then all are held back, and
+    none is retracted for nothing.
+    """
+    tally, num_tokens, chosen = draft.tally, draft.num_tokens, []
+    reserved = _num_unused(draft) - draft.num_new - sum(draft.growth.values())
+    num_beside = len(draft.going) + len(draft.admitted)
+    for victim in _victims(draft, newcomer):
+        chosen.append(victim)
+        holding = state.holdings.get(victim.arrival)
+        if holding is None:
+            asked = islice(_victims(draft, newcomer), 2 * len(chosen) - 1)
+            return draft._replace(inquiry=Inquiry(holdings=tuple(each.arrival for each in asked)))
+        tally = tally.retracted(holding)
+        num_tokens += draft.rows.get(victim.arrival, 0)
+        reserved += draft.growth.get(victim.arrival, 0) - victim.num_unused
+        left = tally.num_pages - tally.cost(finding.path) + reserved
+        if num_tokens > 0 and needed + num_beside - len(chosen) <= left:
+            break
+    else:
+        return draft._replace(is_full=True)
+    if any(victim.num_steps for victim in chosen):
+        for victim in chosen:
+            draft = _hold_back(draft, victim)
+        return draft._replace(held=_held(draft, newcomer.caller, 1), awaited=newcomer.priority, is_full=True)
+    for victim in chosen:
+        draft = _retract(draft, victim, state.holdings[victim.arrival])
+    return draft
+
+
+def _hold_back_for(draft: Draft, newcomer: WaitingSequence) -> Draft:
+    """Frees a row for the next decision, although nothing overtakes the awaited sequence."""
+    for victim in islice(_victims(draft, newcomer), 1):
+        draft = _hold_back(draft, victim)
+    return draft._replace(held=_held(draft, newcomer.caller, 1))
+
+
+def _hold_back(draft: Draft, victim: RunningSequence) -> Draft:
+    """Leaves a running sequence out, so that it can be retracted when the step that it is in is over."""
+    return _set_aside(draft, victim)._replace(leaving=draft.leaving | {victim.caller})
+
+
+def _retract(draft: Draft, victim: RunningSequence, holding: Holding) -> Draft:
+    return _set_aside(draft, victim)._replace(
+        retracted=(*draft.retracted, victim.arrival),
+        tally=draft.tally.retracted(holding),
+        num_free_rows=draft.num_free_rows + 1,
+    )
+
+
+def _set_aside(draft: Draft, victim: RunningSequence) -> Draft:
+    """Cancels what this step was to give a running sequence."""
+    arrival = victim.arrival
+    return draft._replace(
+        going=tuple([each for each in draft.going if each.arrival != arrival]),
+        held=_held(draft, victim.caller, -1),
+        sits_out=draft.sits_out | {arrival},
+        num_tokens=draft.num_tokens + draft.rows.get(arrival, 0),
+        rows={each: count for each, count in draft.rows.items() if each != arrival},
+        growth={each: count for each, count in draft.growth.items() if each != arrival},
+    )
+
+
+def _held(draft: Draft, caller: str, change: int) -> Mapping[str, int]:
+    """Rows per caller, with `change` added to one."""
+    held = dict(draft.held)
+    count = held.pop(caller, 0) + change
+    return {**held, caller: count} if count > 0 else held
+
+
+def _holds_copies(draft: Draft, sequence: RunningSequence, holding: Holding) -> bool:
+    """True if it holds its own copies of pages that are also cached: admitted again, it would share them."""
+    return draft.tally.retracted(holding).num_pages - draft.tally.num_pages > sequence.num_pages
+
+
+def _has_pages(draft: Draft, count: int) -> bool:
+    """True if `count` pages are left, including those reserved and unused."""
+    left = draft.tally.num_pages - draft.num_new - sum(draft.growth.values())
+    return count <= left or count <= left + _num_unused(draft)
+
+
+def _num_unused(draft: Draft) -> int:
+    """Pages that running sequences have reserved and do not need yet."""
+    return sum([each.num_unused for each in draft.going if each.num_lacking < 0])

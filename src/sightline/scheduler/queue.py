@@ -1,29 +1,16 @@
-"""The waiting queue, ordered by priority, then by how little the caller has used, then by arrival.
-
-Within a priority, callers without a row come first.
-"""
+"""The waiting sequences, by priority, caller and arrival. Does not know whose turn it is."""
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
+from sightline.scheduler.decision import WaitingSequence
 from sightline.scheduler.sequence import SequenceState
 
 
-class QueuePosition(NamedTuple):
-    """Sort key of a waiting sequence: the lowest comes first."""
-
-    priority: int
-    share: int
-    """Tokens that its caller has used."""
-    arrival: int
-
-
-def _arrival(sequence: SequenceState) -> int:
+def _arrival(sequence: WaitingSequence) -> int:
     return sequence.arrival
 
 
@@ -31,89 +18,83 @@ class WaitingQueue:
     """Waiting sequences."""
 
     def __init__(self) -> None:
-        self._levels: dict[int, dict[str, list[SequenceState]]] = {}
+        self._sequences: dict[int, SequenceState] = {}
+        """By arrival."""
+        self._levels: dict[int, dict[str, list[WaitingSequence]]] = {}
         """By priority and caller, each list by arrival."""
-        self._callers: Counter[str] = Counter()
-        """Number of waiting sequences per caller."""
-        self._length = 0
+        self._urgencies: dict[str, int] = {}
+        self._leaders: Counter[SequenceState] = Counter()
+        """How many waiting sequences follow each leader."""
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._sequences)
 
     def __iter__(self) -> Iterator[SequenceState]:
         """All of them, in arbitrary order."""
-        return (sequence for callers in self._levels.values() for line in callers.values() for sequence in line)
+        return iter(self._sequences.values())
+
+    def __getitem__(self, arrival: int) -> SequenceState:
+        return self._sequences[arrival]
 
     @property
-    def callers(self) -> Set[str]:
-        return self._callers.keys()
+    def urgencies(self) -> Mapping[str, int]:
+        """The lowest priority number per caller."""
+        return self._urgencies
 
     def add(self, sequence: SequenceState) -> None:
-        """Inserts by arrival, which may be long ago."""
-        callers = self._levels.setdefault(sequence.request.terms.priority, {})
-        insort(callers.setdefault(sequence.caller, []), sequence, key=_arrival)
-        self._callers[sequence.caller] += 1
-        self._length += 1
+        """Inserts by arrival, which may be long ago. Its tokens stay as they are while it waits."""
+        caller, (priority, arrival), leader = sequence.caller, sequence.rank, sequence.leader
+        self._sequences[arrival] = sequence
+        view = WaitingSequence(
+            priority,
+            arrival,
+            caller,
+            num_tokens=len(sequence.tokens),
+            was_admitted=sequence.was_admitted,
+            scores_prompt=sequence.wants_scores,
+            leader=None if leader is None else leader.arrival,
+        )
+        insort(self._levels.setdefault(priority, {}).setdefault(caller, []), view, key=_arrival)
+        self._urgencies[caller] = min(priority, self._urgencies.get(caller, priority))
+        if leader is not None:
+            self._leaders[leader] += 1
 
     def remove(self, sequence: SequenceState) -> bool:
         """Removes a sequence; returns False if it was not in the queue."""
-        priority = sequence.request.terms.priority
-        callers = self._levels.get(priority, {})
-        line = callers.get(sequence.caller, [])
-        place = bisect_left(line, sequence.arrival, key=_arrival)
-        if place == len(line) or line[place] is not sequence:
+        caller, (priority, arrival), leader = sequence.caller, sequence.rank, sequence.leader
+        if self._sequences.get(arrival) is not sequence:
             return False
-        del line[place]
-        self._length -= 1
-        self._callers[sequence.caller] -= 1
-        if not self._callers[sequence.caller]:
-            del self._callers[sequence.caller]
+        callers = self._levels.get(priority, {})
+        line = callers.get(caller, [])
+        place = bisect_left(line, arrival, key=_arrival)
+        if place < len(line) and line[place].arrival == arrival:
+            del line[place]
         if not line:
-            del callers[sequence.caller]
+            callers.pop(caller, None)
         if not callers:
-            del self._levels[priority]
+            self._levels.pop(priority, None)
+        self._urgencies.pop(caller, None)
+        levels = [level for level, waiting in self._levels.items() if caller in waiting]
+        if levels:
+            self._urgencies[caller] = min(levels)
+        if leader is not None:
+            self._leaders[leader] -= 1
+            if not self._leaders[leader]:
+                del self._leaders[leader]
+        del self._sequences[arrival]
         return True
 
-    @property
-    def most_urgent(self) -> int | None:
-        """The lowest priority number in the queue."""
-        return min(self._levels, default=None)
+    def busy_leaders(self) -> Mapping[int, int]:
+        """Leaders that compute their prompt, and how many waiting sequences follow each."""
+        return {
+            leader.arrival: count
+            for leader, count in self._leaders.items()
+            if not leader.is_out and leader.num_generated == 0
+        }
 
-    def most_urgent_beside(self, held: Mapping[str, int]) -> int | None:
-        """The lowest priority number among callers without a running row."""
-        if self._callers.keys() <= held.keys():
-            return None
-        return min(priority for priority, callers in self._levels.items() if not callers.keys() <= held.keys())
-
-    def in_turn(self, had: Mapping[str, int], held: Mapping[str, int]) -> Iterator[tuple[QueuePosition, SequenceState]]:
-        """Yields sequences in turn, counting each one's prompt as its caller's usage, as if it were admitted.
-
-        `had` is each caller's usage. Within a priority, each caller that holds no row goes before the others, with one
-        sequence, in the turn of the first of all.
-        """
-        tokens = dict(had)
-        for priority in sorted(self._levels):
-            yield from self._level_in_turn(priority, tokens, held)
-
-    def _level_in_turn(
-        self, priority: int, tokens: dict[str, int], held: Mapping[str, int]
-    ) -> Iterator[tuple[QueuePosition, SequenceState]]:
-        callers = self._levels[priority]
-        deprived: list[tuple[QueuePosition, str, int]] = []
-        others: list[tuple[QueuePosition, str, int]] = []
-        for caller, line in callers.items():
-            heads = others if caller in held else deprived
-            heads.append((QueuePosition(priority, tokens[caller], line[0].arrival), caller, 0))
-        heapq.heapify(deprived)
-        heapq.heapify(others)
-        while deprived or others:
-            turn = min(heads[0][0] for heads in (deprived, others) if heads)
-            _, caller, place = heapq.heappop(deprived or others)
-            line = callers[caller]
-            yield turn, line[place]
-            if not line[place].was_admitted:
-                tokens[caller] += len(line[place].tokens)
-            if place + 1 < len(line):
-                heapq.heappush(
-                    others, (QueuePosition(priority, tokens[caller], line[place + 1].arrival), caller, place + 1)
-                )
+    def lines(self, depth: int) -> Mapping[int, Mapping[str, tuple[WaitingSequence, ...]]]:
+        """The first `depth` sequences of each line, by priority and caller."""
+        return {
+            priority: {caller: tuple(line[:depth]) for caller, line in callers.items()}
+            for priority, callers in self._levels.items()
+        }

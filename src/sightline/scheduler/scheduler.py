@@ -4,6 +4,8 @@
                  ▲                     │                      │
                  └──────retracted──────┘                      └──removed: out, with its pages until the commit
 
+Sequences that are computed whole wait in a queue of their own and hold no pages; steps of both kinds alternate.
+
 `policy.decide` says what happens next; the scheduler carries it out. Free pages that nothing else needs are reserved
 for an admitted sequence, so that its pages are adjacent, and taken back on demand.
 
@@ -14,17 +16,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from sightline.cache.pools import CacheStore
 from sightline.cache.prefix import PrefixCache
 from sightline.core.errors import OutOfPages, RequestError
-from sightline.scheduler.decision import Admission, Decision, State
+from sightline.scheduler.decision import Decision, Inquiry, SchedulerState, WaitingLines
 from sightline.scheduler.policy import decide
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.running import RunningRows
-from sightline.scheduler.sequence import Schedule, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
-from sightline.scheduler.supply import Supply
+from sightline.scheduler.supply import Reuse, Supply
+from sightline.scheduler.whole import WholeQueue
 
 
 class Scheduler:
@@ -37,13 +41,15 @@ class Scheduler:
         *,
         max_step_tokens: int,
         max_scored_tokens: int,
+        max_whole_tokens: int = 0,
     ) -> None:
         """`max_scored_tokens` bounds the prompt tokens per step that all need logits: each takes a vocabulary of
-        memory.
+        memory. `max_whole_tokens` bounds the tokens of a step of several whole sequences.
 
         Without `prefixes`, nothing outlives its request.
         """
         self._store = store
+        self._page_size = store.limits.page_size
         self._supply = Supply(store, prefixes)
         self._max_step_tokens = max_step_tokens
         self._max_scored_tokens = max_scored_tokens
@@ -51,6 +57,8 @@ class Scheduler:
         self._shares = Shares()
         self._waiting = WaitingQueue()
         self._running = RunningRows()
+        self._whole = WholeQueue(store.limits.max_rows, max_whole_tokens)
+        self._whole_is_next = False
         self._leaving: set[SequenceState] = set()
         """Removed sequences that are still in a launched step."""
         self.num_retractions = 0
@@ -67,20 +75,20 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._whole)
 
     @property
     def num_running(self) -> int:
-        return len(self._running.by_rank)
+        return len(self._running.by_rank) + len(self._whole.running)
 
     @property
     def has_work(self) -> bool:
         """True while a sequence waits, runs, or was removed but still holds pages."""
-        return bool(len(self._waiting) or self._running.by_rank or self._leaving)
+        return bool(self.num_waiting or self.num_running or self._leaving)
 
     def submit(self, sequence: SequenceState) -> None:
         """Adds a sequence to the queue. Raises `RequestError` if it could never finish."""
-        needed = self._store.pages_for(sequence.max_len)
+        needed = 0 if sequence.is_whole else self._store.pages_for(sequence.max_len)
         if needed > self._store.num_usable_pages:
             raise RequestError(
                 f"expected a request of at most {self._store.num_usable_pages} cache pages, got one that may need "
@@ -89,53 +97,77 @@ class Scheduler:
         sequence.arrival = next(self._arrivals)
         sequence.rank = (sequence.request.terms.priority, sequence.arrival)
         self._shares.join(sequence.caller)
-        self._waiting.add(sequence)
+        if sequence.is_whole:
+            self._whole.add(sequence)
+        else:
+            self._waiting.add(sequence)
 
     def schedule(self) -> Schedule:
-        """Returns the next step's rows, with pages for their new tokens."""
-        return self._carry_out(decide(self._state()))
+        """Returns the next step's rows, with pages for their new tokens. Whole rows have every other step."""
+        if len(self._whole) and (self._whole_is_next or not (len(self._waiting) or self._running.by_rank)):
+            self._whole_is_next = False
+            return self._whole.next_step(self._shares)
+        self._whole_is_next = True
+        state, reuses = self._state(), dict[int, Reuse]()
+        while isinstance(outcome := decide(state), Inquiry):
+            state = self._answer(outcome, state, reuses)
+        return self._carry_out(outcome, reuses)
 
     def launched(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that a step with these rows is running, so that its tokens are not scheduled again."""
+        charges: dict[str, int] = {}
         for row in rows:
             sequence, seq_len = row.sequence, row.context_len + row.num_tokens
             sequence.num_steps += 1
             sequence.num_scheduled = seq_len
-            if row.completes:
-                sequence.num_expected = seq_len + 1
+            sequence.num_expected = sequence.expected_after(row)
             # Recomputation after a retraction is not charged to the caller.
             if seq_len > sequence.num_charged:
-                self._shares.charge(sequence.caller, seq_len - sequence.num_charged)
+                charges[sequence.caller] = charges.get(sequence.caller, 0) + seq_len - sequence.num_charged
                 sequence.num_charged = seq_len
+        for caller, num_tokens in charges.items():
+            self._shares.charge(caller, num_tokens)
 
-    def commit(self, row: ScheduledRow, token: int | None) -> None:
-        """Records that the row's entries are in the cache, and appends `token` if the row completes.
+    def commit(self, row: ScheduledRow, result: RowResult) -> None:
+        """Records that the row's accepted entries are in the cache, and appends the tokens that the step settled.
 
         Idempotent, so that it can be repeated after an interruption.
         """
-        if row.completes != (token is not None):
-            raise ValueError(f"expected a token exactly where a row completes, got {token}")
-        sequence, seq_len = row.sequence, row.context_len + row.num_tokens
-        if token is not None:
-            sequence.tokens[seq_len:] = [token]
-        self._store.lengths.commit(row.table_row, seq_len)
+        sequence, (seq_len, tokens) = row.sequence, result
+        generates = row.completes and sequence.request.needs.max_new_tokens > 0
+        if generates != bool(tokens):
+            raise ValueError(f"expected tokens exactly where a row completes, got {tokens}")
+        if not row.context_len < seq_len <= row.seq_len or (seq_len < row.seq_len and sequence.num_steps > 1):
+            raise ValueError(
+                f"expected an accepted length of {row.seq_len}, or a shorter one above {row.context_len} if no step "
+                f"follows, got {seq_len}"
+            )
+        if tokens:
+            sequence.tokens[seq_len + 1 - len(tokens) :] = tokens
+        if not sequence.is_whole:
+            self._store.lengths.commit(row.table_row, seq_len)
         sequence.num_computed = seq_len
-        if token is not None:
+        if row.completes:
             self._supply.publish(sequence)
 
     def landed(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that the step with these rows is over, committed or not, and releases sequences removed meanwhile."""
+        settled: list[SequenceState] = []
         for row in rows:
             sequence = row.sequence
             sequence.num_steps -= 1
             if sequence.num_steps == 0:
-                # A row that was not committed is scheduled again.
+                # A row that was not committed is scheduled again, from its last committed entry.
                 sequence.num_scheduled = sequence.num_computed
                 sequence.num_expected = len(sequence.tokens)
-                self._settle(sequence)
                 if sequence.is_out:
                     self._supply.release(sequence)
                     self._leaving.discard(sequence)
+                elif sequence.is_whole:
+                    self._whole.put_back(sequence)
+                else:
+                    settled.append(sequence)
+        self._settle(settled)
 
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence in any phase. Idempotent.
@@ -148,8 +180,11 @@ class Scheduler:
             sequence.is_out = True
             if sequence.arrival:
                 self._shares.leave(sequence.caller)
-        self._waiting.remove(sequence)
-        self._running.remove(sequence)
+        if sequence.is_whole:
+            self._whole.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+            self._running.remove(sequence)
         if sequence.num_steps:
             self._leaving.add(sequence)
         else:
@@ -158,86 +193,108 @@ class Scheduler:
     def recount(self, in_flight: Sequence[ScheduledRow]) -> None:
         """Repairs the state after an interruption between two statements, from the rows in flight."""
         self._running.recount()
-        for sequence in (*self.running, *self._leaving):
+        for sequence in (*self.running, *self._whole.running, *self._leaving):
             rows = [row for row in in_flight if row.sequence is sequence]
             sequence.num_steps = len(rows)
             sequence.num_scheduled = max([sequence.num_computed, *(row.seq_len for row in rows)])
-            ends = [row.seq_len + 1 for row in rows if row.completes]
-            sequence.num_expected = max([len(sequence.tokens), *ends])
-            self._settle(sequence)
+            sequence.num_expected = max([len(sequence.tokens), *(sequence.expected_after(row) for row in rows)])
+        self._settle(self.running)
         for sequence in [leaving for leaving in self._leaving if not leaving.num_steps]:
             self._supply.release(sequence)
             self._leaving.discard(sequence)
+        for sequence in [whole for whole in self._whole.running if not whole.num_steps]:
+            self._whole.put_back(sequence)
         for sequence in self._waiting:
             self._supply.release(sequence)
             sequence.restart()
 
-    def _settle(self, sequence: SequenceState) -> None:
-        """Discards launched entries beyond what is scheduled: the row's next step continues from there."""
-        if sequence.table_row is not None:
-            self._store.lengths.settle(sequence.table_row, sequence.num_scheduled)
+    def _settle(self, sequences: Sequence[SequenceState]) -> None:
+        """Discards launched entries beyond what is scheduled: the next step of each row continues from there."""
+        ends = {each.table_row: each.num_scheduled for each in sequences if each.table_row is not None}
+        self._store.lengths.settle_all(tuple(ends), tuple(ends.values()))
 
     def drop_all(self) -> None:
         """Drops every sequence without touching the cache, which is lost."""
-        for sequence in (*self.running, *self._leaving, *self._waiting):
+        for sequence in (*self.running, *self._leaving, *self._waiting, *self._whole):
             sequence.is_out, sequence.table_row, sequence.prefix, sequence.num_steps = True, None, None, 0
         self._running.clear()
         self._leaving.clear()
         self._waiting = WaitingQueue()
+        self._whole.clear()
 
-    def _state(self) -> State:
-        return State(
-            running=self._running.by_rank,
-            held=self._running.held,
-            waiting=lambda held: self._waiting.in_turn(self._had(), held),
-            most_urgent=self._waiting.most_urgent,
-            most_urgent_beside=self._waiting.most_urgent_beside,
-            share=self._shares.of,
-            find=self._supply.find,
-            tally=self._supply.tally,
-            num_free_rows=self._store.num_free_rows,
-            page_size=self._store.limits.page_size,
+    def _state(self) -> SchedulerState:
+        """Everything that costs little. The queue is listed if there are free rows for it."""
+        store, running = self._store, self._running
+        return SchedulerState(
+            running=running.views(self._page_size),
+            held=dict(running.held),
+            shares={caller: self._shares.of(caller) for caller in running.held},
+            urgencies=dict(self._waiting.urgencies),
+            tally=self._supply.tally(),
+            num_free_rows=store.num_free_rows,
+            page_size=self._page_size,
             max_step_tokens=self._max_step_tokens,
             max_scored_tokens=self._max_scored_tokens,
+            waiting=self._lines() if store.num_free_rows and len(self._waiting) else None,
+            findings={},
+            holdings={},
         )
 
-    def _had(self) -> Mapping[str, int]:
-        """Usage of every waiting caller, including all pending tokens of admitted prompts."""
-        had = {caller: self._shares.of(caller) for caller in self._waiting.callers}
-        for sequence in self.running:
-            if sequence.num_pending > 1 and sequence.caller in had:
-                had[sequence.caller] += sequence.num_pending
-        return had
+    def _lines(self) -> WaitingLines:
+        """As much of the queue as a decision can consider: it admits no more than there are rows."""
+        busy = self._waiting.busy_leaders()
+        depth = self._store.num_free_rows + len(self.running) + sum(busy.values())
+        shares = {caller: self._shares.of(caller) for caller in self._waiting.urgencies}
+        return WaitingLines(self._waiting.lines(depth), shares, frozenset(busy))
 
-    def _carry_out(self, decision: Decision) -> Schedule:
+    def _answer(self, inquiry: Inquiry, state: SchedulerState, reuses: dict[int, Reuse]) -> SchedulerState:
+        """The state with the facts that were asked for; `reuses` keeps what was found."""
+        if inquiry.waiting:
+            state = replace(state, waiting=self._lines())
+        if inquiry.findings:
+            found = {arrival: self._supply.find(self._waiting[arrival]) for arrival in inquiry.findings}
+            reuses |= found
+            findings = {**state.findings, **{arrival: reuse.finding for arrival, reuse in found.items()}}
+            state = replace(
+                state, findings=findings, tally=replace(state.tally, idle=self._supply.idle(reuses.values()))
+            )
+        if inquiry.holdings:
+            sequences = {arrival: self._running.by_arrival[arrival] for arrival in inquiry.holdings}
+            holdings = {arrival: self._supply.holding(sequence) for arrival, sequence in sequences.items()}
+            state = replace(state, holdings={**state.holdings, **holdings})
+        return state
+
+    def _carry_out(self, decision: Decision, reuses: Mapping[int, Reuse]) -> Schedule:
         """Carries a decision out. Locks shared prefixes first, so that nothing later evicts them."""
-        for sequence, finding in decision.admitted:
-            self._supply.keep(sequence, finding)
-        for sequence in decision.retracted:
-            self._retract(sequence)
+        running = self._running.by_arrival
+        admitted = [(self._waiting[arrival], reuses[arrival]) for arrival in decision.admitted]
+        for waiting, reuse in admitted:
+            self._supply.keep(waiting, reuse)
+        for arrival in decision.retracted:
+            self._retract(running[arrival])
         if decision.num_pages:
             self._supply.make_room(decision.num_pages, self.running)
         num_left = decision.num_pages
-        held: set[SequenceState] = set()
-        for sequence, count in decision.growth:
-            if not self._grow(sequence):
-                held.add(sequence)
+        held: set[int] = set()
+        for arrival, count in decision.growth.items():
+            if not self._grow(running[arrival]):
+                held.add(arrival)
             num_left -= count
-        for admission in decision.admitted:
-            num_left -= self._store.pages_for(len(admission.sequence.tokens)) - admission.finding.num_pages
-            self._admit(admission, num_left)
-        rows = [
-            self._row(sequence, count)
-            for sequence, count in decision.rows
-            if sequence.table_row is not None and sequence not in held
-        ]
+        for waiting, reuse in admitted:
+            num_left -= self._store.pages_for(len(waiting.tokens)) - reuse.num_pages
+            self._admit(waiting, reuse, num_left)
+        rows = []
+        for arrival, count in decision.rows.items():
+            sequence = running.get(arrival)
+            # A sequence for which there were no pages after all does not run.
+            if sequence is None or sequence.table_row is None or arrival in held:
+                continue
+            start = sequence.num_scheduled
+            completes = start + count == sequence.num_expected
+            # The last token of a prompt predicts nothing within it.
+            scores = (count > 1 or not completes) and sequence.scores_prompt
+            rows.append(ScheduledRow(sequence, sequence.table_row, start, count, completes, scores))
         return Schedule(tuple(rows))
-
-    def _row(self, sequence: SequenceState, count: int) -> ScheduledRow:
-        assert sequence.table_row is not None, "a running sequence has a row"
-        start = sequence.num_scheduled
-        completes = start + count == sequence.num_expected
-        return ScheduledRow(sequence, sequence.table_row, start, count, completes, sequence.scores_prompt)
 
     def _grow(self, sequence: SequenceState) -> bool:
         """Gives a sequence the pages that it needs. If they are not available after all, it waits."""
@@ -250,13 +307,12 @@ class Scheduler:
             return False
         return True
 
-    def _admit(self, admission: Admission, num_spoken_for: int) -> None:
+    def _admit(self, sequence: SequenceState, reuse: Reuse, num_spoken_for: int) -> None:
         """Admits a waiting sequence and reserves unclaimed free pages for its whole length."""
-        sequence, finding = admission
-        whole = self._store.pages_for(sequence.max_len) - finding.num_pages
+        whole = self._store.pages_for(sequence.max_len) - reuse.num_pages
         reserves = whole + num_spoken_for <= self._store.num_free_pages
         try:
-            self._supply.open(sequence, finding, sequence.max_len if reserves else len(sequence.tokens))
+            self._supply.open(sequence, reuse, sequence.max_len if reserves else len(sequence.tokens))
         except OutOfPages:
             # It keeps its place in the queue.
             self._supply.release(sequence)
@@ -265,11 +321,11 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._running.add(sequence)
         if not sequence.was_admitted:
-            sequence.was_admitted, sequence.num_cached = True, finding.num_tokens
-            sequence.num_charged = finding.num_tokens
-            if sequence.leader is None and finding.match is not None:
+            sequence.was_admitted, sequence.num_cached = True, reuse.num_tokens
+            sequence.num_charged = reuse.num_tokens
+            if sequence.leader is None and reuse.match is not None:
                 self.num_queried_tokens += len(sequence.tokens)
-                self.num_hit_tokens += finding.num_tokens
+                self.num_hit_tokens += reuse.num_tokens
 
     def _retract(self, sequence: SequenceState) -> None:
         """Returns a sequence to its place in the queue, without pages."""

@@ -74,29 +74,42 @@ class SequenceState:
         return len(self.tokens) - len(self.request.prompt_token_ids)
 
     @property
+    def is_whole(self) -> bool:
+        """True if it is computed in one step, without pages."""
+        return self.request.needs.is_whole
+
+    @property
     def is_ready(self) -> bool:
         """True if its pending tokens can be computed before the result in flight is read.
 
-        False if the last token that it may have is in flight, or if sampling depends on the tokens before it.
+        False if everything that it may compute is in flight, or if sampling depends on the tokens before it.
         """
         if not self.num_steps:
             return True
-        params = self.request.params
-        if self.num_expected - len(self.request.prompt_token_ids) >= params.max_tokens:
+        if self.num_scheduled >= self.max_len:
             return False
-        return self.num_expected == len(self.tokens) or not params.adjusts_logits
+        return self.num_expected == len(self.tokens) or not self.request.needs.reads_each_token
+
+    @property
+    def wants_scores(self) -> bool:
+        """True if all tokens of its prompt need outputs; only the first continuation computes these."""
+        return self.request.needs.every_output and self.index == 0 and len(self.request.prompt_token_ids) > 1
 
     @property
     def scores_prompt(self) -> bool:
-        """True while prompt tokens that need logits are unscheduled; only the first continuation scores the prompt."""
-        if self.request.params.prompt_logprobs is None or self.index != 0:
-            return False
-        return self.num_scheduled < len(self.request.prompt_token_ids) - 1
+        """True while such prompt tokens are unscheduled, except the last, whose output is there anyway."""
+        return self.wants_scores and self.num_scheduled < len(self.request.prompt_token_ids) - 1
 
     @property
     def max_len(self) -> int:
         """Maximum tokens in the cache; the last generated token is never computed."""
-        return len(self.request.prompt_token_ids) + self.request.params.max_tokens - 1
+        return len(self.request.prompt_token_ids) + max(0, self.request.needs.max_new_tokens - 1)
+
+    def expected_after(self, row: ScheduledRow) -> int:
+        """Tokens that it has once the row is committed."""
+        if not row.completes:
+            return self.num_expected
+        return min(row.seq_len + 1, len(self.request.prompt_token_ids) + self.request.needs.max_new_tokens)
 
     def restart(self) -> None:
         """Resets progress to nothing cached and nothing in flight; keeps the tokens."""
@@ -113,6 +126,7 @@ class ScheduledRow:
 
     sequence: SequenceState
     table_row: int
+    """`PADDING_ROW` for a sequence that is computed whole and holds no pages."""
     context_len: int
     """Number of tokens before them."""
     num_tokens: int
@@ -131,7 +145,16 @@ class ScheduledRow:
         return self.context_len + self.num_tokens
 
 
+class RowResult(NamedTuple):
+    """What a step gave a row, to be committed."""
+
+    seq_len: int
+    """Accepted length: entries of the row up to here are kept, entries behind it are discarded."""
+    tokens: tuple[int, ...] = ()
+    """Tokens that the step settled, the last of which follows the accepted entries."""
+
+
 class Schedule(NamedTuple):
-    """The rows of one step, in order."""
+    """The rows of one step, in order: all of them hold pages, or all are computed whole."""
 
     rows: tuple[ScheduledRow, ...]

@@ -5,14 +5,35 @@ Owns what happens to a sequence's row: opened, filled with shared entries, grown
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from sightline.cache.pools import CacheStore
-from sightline.cache.prefix import PrefixCache
+from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
 from sightline.core.errors import OutOfPages
 from sightline.scheduler.decision import Finding
 from sightline.scheduler.sequence import SequenceState
-from sightline.scheduler.tally import Tally
+from sightline.scheduler.tally import HeldPage, Holding, LockedPage, Tally
+
+
+class Reuse(NamedTuple):
+    """Entries that a waiting sequence can share."""
+
+    match: PrefixMatch | None
+    """Match in the prefix cache; None if prefix caching is off."""
+    leader: SequenceState | None
+    """A running sequence that has computed more of the same prompt."""
+    num_tokens: int
+    """Tokens that need not be computed."""
+    num_pages: int
+    """Whole pages of these tokens, which are shared; the rest is copied."""
+
+    @property
+    def finding(self) -> Finding:
+        """What the policy sees of it."""
+        path = () if self.match is None else tuple([bundle.pages[0] for bundle in self.match.bundles])
+        fork_of = None if self.leader is None else self.leader.arrival
+        return Finding(self.num_tokens, self.num_pages, fork_of, path)
 
 
 class Supply:
@@ -24,7 +45,7 @@ class Supply:
         self._prefixes = prefixes
         self._page_size = store.limits.page_size
 
-    def find(self, sequence: SequenceState) -> Finding:
+    def find(self, sequence: SequenceState) -> Reuse:
         """What a waiting sequence can share. Leaves at least one token to compute, and all that need logits."""
         tokens = sequence.tokens
         match = None
@@ -34,36 +55,58 @@ class Supply:
         found, last = num_pages * self._page_size, len(sequence.request.prompt_token_ids) - 1
         leader = sequence.leader
         if leader is None or leader.is_out or leader.num_computed < last or found >= last:
-            return Finding(match, None, found, num_pages)
-        return Finding(match, leader, last, last // self._page_size)
+            return Reuse(match, None, found, num_pages)
+        return Reuse(match, leader, last, last // self._page_size)
 
     def tally(self) -> Tally:
         """Tally of the available pages."""
-        return Tally(self.store, self._prefixes)
+        return Tally(self.store.num_free_pages + (0 if self._prefixes is None else self._prefixes.num_evictable))
 
-    def keep(self, sequence: SequenceState, finding: Finding) -> None:
-        """Locks the finding, so that making room does not evict it."""
-        if self._prefixes is not None and finding.match is not None:
-            sequence.prefix = self._prefixes.lock(sequence.caller, finding.match)
-            sequence.num_prefix_pages = len(finding.match.bundles)
+    def idle(self, reuses: Collection[Reuse]) -> frozenset[int]:
+        """Pages of the matches that could be evicted: no sequence locks them."""
+        idle: set[int] = set()
+        for reuse in reuses:
+            for node in _path(None if reuse.match is None else reuse.match.node):
+                page = node.bundle.pages[0]
+                # The nodes before it were seen with it, or are locked too.
+                if node.num_locks or page in idle:
+                    break
+                idle.add(page)
+        return frozenset(idle)
 
-    def open(self, sequence: SequenceState, finding: Finding, num_tokens: int) -> None:
+    def holding(self, sequence: SequenceState) -> Holding:
+        """The pages that a running sequence holds and locks."""
+        assert sequence.table_row is not None, "a running sequence has a row"
+        pages = [self.store.pages_at(sequence.table_row, index) for index in range(sequence.num_pages)]
+        nodes = list(_path(sequence.prefix))
+        return Holding(
+            tuple([HeldPage(each[0], self.store.owners(each)) for each in pages]),
+            tuple([LockedPage(n.bundle.pages[0], self.store.owners(n.bundle.pages), n.num_locks) for n in nodes]),
+        )
+
+    def keep(self, sequence: SequenceState, reuse: Reuse) -> None:
+        """Locks the match, so that making room does not evict it."""
+        if self._prefixes is not None and reuse.match is not None:
+            sequence.prefix = self._prefixes.lock(sequence.caller, reuse.match)
+            sequence.num_prefix_pages = len(reuse.match.bundles)
+
+    def open(self, sequence: SequenceState, reuse: Reuse, num_tokens: int) -> None:
         """Gives a sequence a row with the shared entries, and pages for `num_tokens` in total. Raises `OutOfPages`."""
-        bundles = () if finding.match is None else finding.match.bundles
-        leader = finding.fork_of
+        bundles = () if reuse.match is None else reuse.match.bundles
+        leader = reuse.leader
         if leader is not None:
             if leader.table_row is None:
                 raise OutOfPages("expected the pages of a running sequence to fork, got one that was retracted")
-            more = range(len(bundles), finding.num_pages)
+            more = range(len(bundles), reuse.num_pages)
             bundles = (*bundles, *(self.store.committed_bundle(leader.table_row, index) for index in more))
         row = sequence.table_row = self.store.open_row()
         self.store.adopt(row, bundles)
         self.store.grow_row(row, num_tokens)
-        num_copied = finding.num_tokens - finding.num_pages * self._page_size
+        num_copied = reuse.num_tokens - reuse.num_pages * self._page_size
         if leader is not None and leader.table_row is not None and num_copied:
-            self.store.copy_page(leader.table_row, row, finding.num_pages, num_copied)
+            self.store.copy_page(leader.table_row, row, reuse.num_pages, num_copied)
         sequence.num_pages = self.store.row_pages(row)
-        sequence.num_computed = sequence.num_scheduled = finding.num_tokens
+        sequence.num_computed = sequence.num_scheduled = reuse.num_tokens
 
     def grow(self, sequence: SequenceState, num_tokens: int) -> None:
         """Grows the row to `num_tokens` in total. Raises `OutOfPages`."""
@@ -107,3 +150,10 @@ class Supply:
             node, sequence.prefix = sequence.prefix, None
             self._prefixes.unlock(node)
         sequence.num_prefix_pages = 0
+
+
+def _path(node: PrefixNode | None) -> Iterator[PrefixNode]:
+    """A node and its ancestors that own a page."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent

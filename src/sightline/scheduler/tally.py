@@ -1,75 +1,78 @@
 """Counts available pages while a decision changes which sequences run and what is shared.
 
-Reads the store and the prefix cache and changes neither: a decision is tried on a tally first.
+A page stands for one page of every pool. Knows numbers of owners and locks. Does not know the store or the cache.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-
-from sightline.cache.pools import BundlePages, CacheStore
-from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
-from sightline.scheduler.sequence import SequenceState
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 
+class HeldPage(NamedTuple):
+    """A page of a row."""
+
+    page: int
+    num_owners: int
+    """Rows that hold it, and the prefix cache if it is cached."""
+
+
+class LockedPage(NamedTuple):
+    """A page of the prefix cache that a running sequence locks."""
+
+    page: int
+    num_owners: int
+    num_locks: int
+
+
+class Holding(NamedTuple):
+    """What a running sequence gives up when it is retracted."""
+
+    pages: tuple[HeldPage, ...]
+    path: tuple[LockedPage, ...]
+
+
+@dataclass(frozen=True)
 class Tally:
-    """Pages that are free or evictable."""
+    """The number of pages that are free or evictable, and what it depends on."""
 
-    def __init__(self, store: CacheStore, prefixes: PrefixCache | None) -> None:
-        self._store = store
-        self.num_pages = store.num_free_pages + (0 if prefixes is None else prefixes.num_evictable)
-        self._kept: set[PrefixNode] = set()
-        """Nodes that an admitted sequence shares, with their ancestors."""
-        self._held: Counter[BundlePages] = Counter()
-        """Bundles of retracted sequences, and how many of these hold each."""
-        self._unlocked: Counter[PrefixNode] = Counter()
-        """Locks that retracted sequences give up."""
-        self._gained: set[PrefixNode] = set()
-        """Nodes that become evictable by that."""
+    num_pages: int
+    idle: frozenset[int] = frozenset()
+    """Evictable pages among those that may be shared."""
+    kept: frozenset[int] = frozenset()
+    """Cached pages that admitted sequences share: each path from its first page on."""
+    given_up: Mapping[int, int] = field(default_factory=dict)
+    """Pages of retracted sequences, and how many of these held each."""
+    unlocked: Mapping[int, int] = field(default_factory=dict)
+    """Cached pages, and how many locks retracted sequences give up."""
 
-    def copy(self) -> Tally:
-        """A copy for trying something out."""
-        other = Tally(self._store, None)
-        other.num_pages = self.num_pages
-        other._kept, other._gained = set(self._kept), set(self._gained)
-        other._held, other._unlocked = Counter(self._held), Counter(self._unlocked)
-        return other
+    def cost(self, path: Sequence[int]) -> int:
+        """Pages that are no longer evictable once the path is shared."""
+        return sum(page in self.idle for page in self.newly_kept(path))
 
-    def cost(self, match: PrefixMatch | None) -> int:
-        """Pages that are no longer evictable once the match is shared."""
-        return sum(node.num_locks == 0 or node in self._gained for node in self._newly_kept(match))
-
-    def share(self, match: PrefixMatch | None) -> None:
-        """Counts an admitted sequence that shares the match."""
-        self.num_pages -= self.cost(match)
-        self._kept.update(self._newly_kept(match))
-
-    def retract(self, sequence: SequenceState) -> None:
-        """Counts the pages of a running sequence as given up: those that nothing else holds become free or
-        evictable."""
-        assert sequence.table_row is not None, "a running sequence has a row"
-        for index in range(sequence.num_pages):
-            pages = self._store.pages_at(sequence.table_row, index)
-            self._held[pages] += 1
-            self.num_pages += self._store.owners(pages) == self._held[pages]
-        for node in _path(sequence.prefix):
-            self._unlocked[node] += 1
-            is_idle, pages = node.num_locks == self._unlocked[node], node.bundle.pages
-            if is_idle and node not in self._kept and self._store.owners(pages) == self._held[pages] + 1:
-                self._gained.add(node)
-                self.num_pages += 1
-
-    def _newly_kept(self, match: PrefixMatch | None) -> Iterator[PrefixNode]:
-        """Nodes up to the first one already kept, whose ancestors are kept too."""
-        for node in _path(None if match is None else match.node):
-            if node in self._kept:
+    def newly_kept(self, path: Sequence[int]) -> Iterator[int]:
+        """Yields pages from the last to the first that is kept already: all before that one are kept too."""
+        for page in reversed(path):
+            if page in self.kept:
                 return
-            yield node
+            yield page
 
+    def shared(self, path: Sequence[int]) -> Tally:
+        """The tally once an admitted sequence shares the path."""
+        kept = self.kept.union(self.newly_kept(path))
+        return replace(self, num_pages=self.num_pages - self.cost(path), kept=kept)
 
-def _path(node: PrefixNode | None) -> Iterator[PrefixNode]:
-    """A node and its ancestors that own a page."""
-    while node is not None and node.parent is not None:
-        yield node
-        node = node.parent
+    def retracted(self, holding: Holding) -> Tally:
+        """The tally once a running sequence is retracted: pages that nothing else holds are free or evictable."""
+        given_up, unlocked = dict(self.given_up), dict(self.unlocked)
+        num_free, idle = 0, []
+        for page, num_owners in holding.pages:
+            given_up[page] = given_up.get(page, 0) + 1
+            num_free += num_owners == given_up[page]
+        for page, num_owners, num_locks in holding.path:
+            unlocked[page] = unlocked.get(page, 0) + 1
+            is_idle = num_locks == unlocked[page] and num_owners == given_up.get(page, 0) + 1
+            if is_idle and page not in self.kept:
+                idle.append(page)
+        return Tally(self.num_pages + num_free + len(idle), self.idle.union(idle), self.kept, given_up, unlocked)

@@ -12,24 +12,24 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from sightline.scheduler.sequence import SequenceState
+from sightline.scheduler.decision import RunningSequence
 
 
 def victims(
-    running: Sequence[SequenceState],
+    running: Sequence[RunningSequence],
     held: Mapping[str, int],
     priority: int,
     *,
     is_deprived: bool,
-    spared: Collection[SequenceState] = (),
-) -> Iterator[SequenceState]:
+    spared: Collection[int] = (),
+) -> Iterator[RunningSequence]:
     """Yields the sequences that give way to a newcomer of that priority; `is_deprived` if its caller has no row.
 
     `running` is by rank. `held` counts running and admitted rows per caller; `spared` sequences give way to urgency
     only.
     """
     num_left = len(running)
-    while num_left and running[num_left - 1].rank[0] > priority:
+    while num_left and running[num_left - 1].priority > priority:
         num_left -= 1
         yield running[num_left]
     if is_deprived:
@@ -37,20 +37,20 @@ def victims(
 
 
 def _of_the_largest(
-    running: Sequence[SequenceState],
+    running: Sequence[RunningSequence],
     num_left: int,
     held: Mapping[str, int],
     priority: int,
-    spared: Collection[SequenceState],
-) -> Iterator[SequenceState]:
+    spared: Collection[int],
+) -> Iterator[RunningSequence]:
     """Among the remaining rows, those of the caller with the most; ties go to the caller whose last row ranks
     lowest."""
     counts = dict(held)
     for gone in running[num_left:]:
         counts[gone.caller] -= 1
-    lines: dict[str, list[SequenceState]] = {}
+    lines: dict[str, list[RunningSequence]] = {}
     for sequence in running[:num_left]:
-        if sequence.rank[0] == priority and counts[sequence.caller] > 1 and sequence not in spared:
+        if sequence.priority == priority and counts[sequence.caller] > 1 and sequence.arrival not in spared:
             lines.setdefault(sequence.caller, []).append(sequence)
     heap = [(-counts[caller], -line[-1].arrival, caller) for caller, line in lines.items()]
     heapq.heapify(heap)

@@ -3,5 +3,5 @@
     client ─ HTTP ─▶ ingress ─▶ routes ─▶ EnginePort ─ one Unix socket ─▶ worker ─▶ Engine
                      (front end: no torch)                                (engine process)
 
-If the engine process dies, the front end answers everybody, stays up, and starts another one.
+If the engine process dies, the front end fails every open request, stays up, and starts another one.
 """

@@ -1,4 +1,4 @@
-"""Text to tokens in the front end: on a thread of its own, so that a long prompt holds up no stream."""
+"""Tokenization in the front end, on a separate thread, so that a long prompt does not block the event loop."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from sightline.text.tokenizers.tokenizer import Tokenizer, TokenizerData
 
 _T = TypeVar("_T")
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token"})
-"""What a client's template switches may not replace."""
+"""Template variables that a request may not set."""
 
 
 class TextDesk:
-    """A model's tokenizer and template."""
+    """A model's tokenizer and chat template, for handlers."""
 
     def __init__(self, data: TokenizerData, max_model_len: int) -> None:
         self._tokenizer = Tokenizer.from_data(data)
         self._max_characters = max_model_len * self._tokenizer.longest_token
-        """A text with more has more tokens than any prompt may have."""
+        """A longer text has more tokens than any prompt may have."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="text")
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By caller: each has one text on the thread at a time, so that nobody's many hold up another's one."""
+        """A lock for each caller: one text at a time, so that one caller's many texts do not block another's."""
 
     async def encode(self, caller: str, text: str) -> list[int]:
-        """A raw prompt, with what the model wants around it."""
+        """Encodes a raw prompt, with the special tokens that the model wants around it."""
         self._check_length(len(text), "prompt")
         return await self._run(caller, lambda: self._tokenizer.encode_prompt(text))
 
     async def encode_text(self, caller: str, text: str, most: int | None, param: str) -> list[int]:
-        """A text to embed, cut to `most` tokens where that is asked for; what the model wants at its end stays."""
+        """Encodes a text to embed. If `most` is given, cuts it to that many tokens but keeps the model's suffix."""
         if most is None:
             self._check_length(len(text), param)
         tokens = await self._run(caller, lambda: self._tokenizer.encode_prompt(text), param)
@@ -49,7 +49,7 @@ class TextDesk:
         return [*tokens[: most - len(end)], *end]
 
     async def encode_bare(self, caller: str, text: str) -> list[int]:
-        """A text's own tokens, without what a prompt has around it."""
+        """Encodes a text without the special tokens around a prompt."""
         self._check_length(len(text), "prompt")
         return await self._run(caller, lambda: self._tokenizer.encode_text(text))
 
@@ -61,14 +61,14 @@ class TextDesk:
         *,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """A conversation through the model's template."""
+        """Renders a conversation with the model's template and encodes the result."""
         self._check_length(sum(message.num_characters for message in messages), "messages")
         template = self._tokenizer.chat_template
         if template is None:
-            raise invalid("expected a model with a chat template, got one without; use /v1/completions", "messages")
+            raise invalid("the model has no chat template; use /v1/completions", "messages")
         reserved = sorted(_RESERVED & set(switches or {}))
         if reserved:
-            raise invalid(f"expected a template's own switches, got {reserved[0]}", "chat_template_kwargs")
+            raise invalid(f"a request may not set the template variable {reserved[0]}", "chat_template_kwargs")
         turns = [
             {name: value for name, value in msgspec.to_builtins(message).items() if value is not None}
             for message in messages
@@ -85,27 +85,27 @@ class TextDesk:
         return await self._run(caller, lambda: self._tokenizer.decode(tokens, skip_special_tokens=False), "tokens")
 
     def detokenizer(self, *, skip_special_tokens: bool) -> IncrementalDetokenizer:
-        """For one text, token by token."""
+        """A detokenizer for one sequence."""
         return IncrementalDetokenizer(self._tokenizer, skip_special_tokens=skip_special_tokens)
 
     async def offsets(self, caller: str, tokens: Sequence[int]) -> list[int]:
-        """Where in the tokens' text each of them begins."""
+        """The offset of each token in the text of all tokens."""
         return await self._run(caller, lambda: TextOffsets(self.detokenizer(skip_special_tokens=False)).of(tokens))
 
     async def spell(self, caller: str, tokens: Sequence[int]) -> list[str | None]:
-        """The vocabulary's own writing of each token."""
+        """The vocabulary's spelling of each token."""
         return await self._run(caller, lambda: [self._tokenizer.token(token) for token in tokens], "tokens")
 
     def _check_length(self, num_characters: int, param: str) -> None:
         if num_characters > self._max_characters:
             raise invalid(
-                f"expected at most {self._max_characters:,} characters, more than any prompt's tokens stand for, got "
+                f"expected at most {self._max_characters:,} characters, which is more than the context holds, got "
                 f"{num_characters:,}; shorten it",
                 param,
             )
 
     async def _run(self, caller: str, work: Callable[[], _T], param: str = "prompt") -> _T:
-        """`param` is the field that the text came in."""
+        """Runs `work` on the text thread when it is the caller's turn; `param` is the field that the text came in."""
         try:
             async with self._turns[caller]:
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -114,14 +114,14 @@ class TextDesk:
 
 
 class TextOffsets:
-    """Where in a text each of its tokens begins: one that goes on with a character, where the character does."""
+    """Offsets of tokens in their text. A token that continues a character has the offset of that character."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, start: int = 0) -> None:
         self._detokenizer = detokenizer
         self._length = start
 
     def of(self, tokens: Iterable[int]) -> list[int]:
-        """Of the tokens that come next."""
+        """The offsets of the next tokens."""
         offsets = []
         for token in tokens:
             offsets.append(self._length)
@@ -129,4 +129,5 @@ class TextOffsets:
         return offsets
 
     def take(self, entries: Iterable[PositionLogprobs]) -> list[int]:
+        """The offsets of the next tokens, given as the first token of each entry."""
         return self.of(next(iter(entry)) for entry in entries)

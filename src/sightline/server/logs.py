@@ -1,7 +1,7 @@
-"""Logs as JSON, one object a line, on standard error.
+"""Logs in JSON, one object per line, on standard error.
 
-Every value is escaped by JSON, so that nothing that a client sends can start a line of its own or move a terminal's
-cursor. No prompt, answer or key is ever given to a logger.
+JSON escapes every value, so that nothing that a client sends can start a new line or send control codes to a terminal.
+Prompts, answers and keys are never logged.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 
 class JsonFormatter(logging.Formatter):
-    """One record, one line."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         said: dict[str, object] = {
@@ -32,14 +32,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_as_json(level: str = "info") -> None:
-    """Sends everything that Sightline and its HTTP library log to standard error."""
+    """Sends the logs of Sightline and its HTTP library to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    # What it says of its own start is said by ours.
+    # Its messages about starting and stopping repeat ours.
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 def log(logger: logging.Logger, level: int, event: str, fields: Mapping[str, object]) -> None:
-    """An event with its fields beside it, never within its text."""
+    """Logs an event. Its values go into separate fields, never into the message."""
     logger.log(level, event, extra={"fields": dict(fields)})

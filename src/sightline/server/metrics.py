@@ -1,7 +1,7 @@
-"""What is measured of the service, in Prometheus's form.
+"""Metrics of the service in Prometheus's format.
 
-Labels come from closed sets: routes of the table, finish reasons, status codes. Nothing that a client sends becomes
-one. What the front end counts goes on over a restart of the engine process; what engine processes count is added up.
+Labels come from closed sets: routes of the table, finish reasons, status codes. Nothing that a client sends becomes a
+label. Counts go on when the engine process restarts: those of all engine processes are added up.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
+from sightline.core.ledger import Ledger
 from sightline.core.metrics import EngineMetrics
 from sightline.core.request import FinishReason
 from sightline.server.process.port import Answers, RequestReport
-from sightline.server.process.protocol import Accepted, Delta, Ended, Vector
+from sightline.server.process.protocol import Accepted, Delta, Ended
 
 PREFIX = "sightline:"
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -24,22 +25,23 @@ _ADDED_UP = (
     ("num_preemptions", "Times that a running sequence gave its pages back."),
     ("steps", "Forward passes."),
     ("steps_cut", "Steps that raised, and were run again in parts."),
-    ("plans_rebuilt", "Plans that were made again because what they were derived from had moved."),
+    ("plans_rebuilt", "Plans that were made again because the state that they were derived from had changed."),
 )
 _STATES = (
-    ("num_requests_running", "Sequences that run."),
-    ("num_requests_waiting", "Sequences that wait."),
-    ("kv_cache_usage_perc", "Share of the cache's pages that running sequences hold: 0 to 1."),
+    ("num_requests_running", "Sequences that are running."),
+    ("num_requests_waiting", "Sequences that are waiting."),
+    ("kv_cache_usage_perc", "Share of the cache's pages that running sequences hold, 0 to 1."),
 )
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class ServiceMetrics:
-    """Counts what goes by."""
+    """Counts requests, tokens and latencies."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        """`ledger` is the front end's; its degradations are counted with the engine's."""
         self.registry = CollectorRegistry()
-        self.engine = EngineTotals()
+        self.engine = EngineTotals(ledger)
         self.registry.register(self.engine)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
@@ -55,14 +57,14 @@ class ServiceMetrics:
             self._success.labels(str(reason))
 
     def took_in(self, metrics: EngineMetrics) -> None:
-        """The engine process's own counts, as they stand."""
+        """Takes in the latest counts of the engine process."""
         self.engine.latest = metrics
 
     def engine_started(self) -> None:
         self._starts.inc()
 
     def engine_lost(self) -> None:
-        """The next one's counts begin again."""
+        """Keeps the totals of the lost process: the next one counts from zero."""
         self.engine.settle()
 
     def answered(self, route: str, status: int) -> None:
@@ -72,7 +74,7 @@ class ServiceMetrics:
         self._disconnects.inc()
 
     def observe(self, report: RequestReport, answers: Answers, now: float) -> None:
-        """A report on its way to the client who asked."""
+        """Counts a report that is being passed on to its client."""
         match report:
             case Delta(number, index, num_tokens=num_tokens, finish_reason=reason):
                 self._take_tokens(answers, (number, index), num_tokens, now)
@@ -83,9 +85,6 @@ class ServiceMetrics:
                 self._end_to_end.observe(now - answers.received_at)
             case Accepted():
                 self._prompt_tokens.inc(answers.prompt_lens[report.number])
-            case Vector():
-                self._prompt_tokens.inc(answers.prompt_lens[report.number])
-                self._end_to_end.observe(now - answers.received_at)
             case _:
                 pass
 
@@ -111,16 +110,17 @@ class ServiceMetrics:
 
 
 class EngineTotals:
-    """The counts of all engine processes that there were, and the state of the one that runs."""
+    """The sum of the counts of all engine processes, and the state of the one that runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self.latest: EngineMetrics | None = None
-        self.num_own_degradations = 0
-        """In the front end's ledger."""
+        """The last report of the running engine process; None while there is none."""
+        self._ledger = ledger
         self._before: dict[str, float] = {}
+        """Totals of the processes before this one."""
 
     def settle(self) -> None:
-        """The process that ran is gone: what it did counts on, what it was doing does not."""
+        """Adds the counts of a process that has ended to the totals, and drops its state."""
         self._before = {name: self._total(name) for name in (*dict(_ADDED_UP), "plans", "plan_seconds")}
         self.latest = None
 
@@ -131,8 +131,8 @@ class EngineTotals:
             yield GaugeMetricFamily(PREFIX + name, told, value=self._now(name))
         yield GaugeMetricFamily(
             PREFIX + "degradations",
-            "Entries in the ledgers of what is not as asked.",
-            value=self.num_own_degradations + self._now("degradations"),
+            "Entries in the ledgers of degradations.",
+            value=len(self._ledger.degradations) + self._now("degradations"),
         )
         yield SummaryMetricFamily(
             PREFIX + "plan_seconds",

@@ -1,6 +1,6 @@
-"""The composition root of the server, and its life: start, serve, drain, end.
+"""The composition root of the server, and its life cycle: start, serve, drain, end.
 
-SIGTERM ─▶ new requests 503 ─▶ those under way end, or the deadline comes ─▶ engine process told to stop ─▶ exit 0
+SIGTERM ─▶ new requests get 503 ─▶ open ones finish, or the deadline passes ─▶ engine process is stopped ─▶ exit 0
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -23,7 +24,6 @@ from sightline.core.ledger import Ledger
 from sightline.server.api.inspection import Inspection, Patience
 from sightline.server.api.routes import route_table
 from sightline.server.http.access import HostList, Keyring
-from sightline.server.http.admission import AdmissionGate
 from sightline.server.http.bounds import BoundedProtocol
 from sightline.server.http.ingress import Ingress
 from sightline.server.http.limits import Limits
@@ -32,12 +32,12 @@ from sightline.server.metrics import ServiceMetrics
 from sightline.server.process.port import EnginePort, EngineStartError
 from sightline.server.process.protocol import Configure, Opened
 from sightline.server.process.supervisor import WORKER, Supervisor
-from sightline.server.service import Service
+from sightline.server.service import LoadedModel, Service
 
 logger = logging.getLogger("sightline.server")
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 END_SECONDS = 5.0
-"""In which the engine process and open connections must end, once everything is answered."""
+"""How long the engine process and open connections may take to end once every request is answered."""
 KEEP_ALIVE_SECONDS = 75
 
 
@@ -47,20 +47,20 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 takes one that is free."""
+    """0 chooses a free one."""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     served_names: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     limits: Limits = field(default_factory=Limits)
     request_timeout: float | None = None
     drain_seconds: float = 30.0
-    """What requests under way have when the server is told to end."""
+    """How long open requests may go on after the server is told to end."""
     stall_seconds: float = 300.0
-    """An engine process that has work and finishes no step for so long is replaced."""
+    """An engine process that has work and finishes no step for this long is replaced."""
     ready_seconds: float = 10.0
-    """A step that went through so long ago still shows that the engine works; otherwise one is asked for."""
+    """A step that finished this recently shows that the engine works; otherwise `/ready` asks for one."""
     probe_seconds: float = 5.0
-    """In which a step that is asked for must go through."""
+    """How long a step that `/ready` asks for may take."""
     strict: bool = False
     log_level: str = "info"
 
@@ -75,28 +75,29 @@ class Server:
         on_open: Callable[[str, Opened], None],
         worker: Sequence[str] = WORKER,
     ) -> None:
-        """`on_open` is told the address and what serves there, once the model is loaded.
+        """`on_open` is called with the address and the engine's report once the model is loaded.
 
         `worker` is the command that starts an engine process.
         """
         self._config = config
         self._on_open = on_open
-        self._metrics = ServiceMetrics()
+        self._ledger = Ledger(strict=config.strict)
+        self._metrics = ServiceMetrics(self._ledger)
         self._port = EnginePort(self._metrics)
         self._supervisor = Supervisor(
             Configure(engine, config.log_level), self._port, stall_seconds=config.stall_seconds, command=worker
         )
         keys = Keyring(config.api_keys)
-        self._admission = AdmissionGate(shared=len(keys) > 1)
-        self._ledger = Ledger(strict=config.strict)
+        self._has_several_callers = len(keys) > 1
         if not keys and not _is_local(config.host):
             self._ledger.degrade(
                 "--api-key",
                 f"none is set, and {config.host} can be reached from other machines: anybody there can use the server",
                 "set SIGHTLINE_API_KEY, or listen on 127.0.0.1",
             )
+        self._loaded: Future[LoadedModel] = Future()
         self._service = Service(
-            self._port, self._admission, config.limits, config.served_names, config.request_timeout, self._ledger
+            self._port, self._loaded, config.limits, config.served_names, config.request_timeout, self._ledger
         )
         patience = Patience(config.ready_seconds, config.probe_seconds)
         inspection = Inspection(self._service, self._supervisor, self._metrics, patience)
@@ -106,7 +107,7 @@ class Server:
             keys,
             HostList(config.host, config.allowed_hosts),
             config.limits,
-            self._admission,
+            self._service.check_room,
             self._metrics,
             strict=config.strict,
         )
@@ -115,7 +116,7 @@ class Server:
         self._http = _QuietServer(_http_config(ingress))
 
     async def run(self) -> None:
-        """Serves until a signal ends it. Raises `ConfigError` where the server or its engine cannot start."""
+        """Serves until a signal ends it. Raises `ConfigError` if the server or its engine cannot start."""
         listener = _listen(self._config.host, self._config.port)
         url = _url(listener)
         log(logger, logging.INFO, "listening", {"url": url})
@@ -146,30 +147,28 @@ class Server:
                 await serving
 
     async def _announce(self, url: str) -> None:
-        """Room is known once the model is loaded."""
+        """Waits until the model is loaded, then lets requests in."""
         await self._port.until_open()
         opened = self._service.opened
-        self._service.prepare()
-        self._admission.open(opened.max_rows + opened.max_queued)
-        self._metrics.engine.num_own_degradations = len(self._ledger.degradations)
+        self._loaded.set_result(LoadedModel.build(opened, shared=self._has_several_callers))
         for entry in self._ledger.degradations:
             log(logger, logging.WARNING, "degraded", {"what": str(entry)})
         log(logger, logging.INFO, "open", {"url": url, "model": opened.model})
         self._on_open(url, opened)
 
     async def _drain(self) -> None:
-        """Waits until everything under way is answered, or the deadline comes, or a second signal."""
-        self._admission.is_draining = True
-        log(logger, logging.INFO, "draining", {"under_way": self._admission.num_held})
+        """Waits until every open request is answered, the deadline passes, or a second signal arrives."""
+        self._service.is_draining = True
+        log(logger, logging.INFO, "draining", {"under_way": self._service.num_under_way})
         deadline = asyncio.get_running_loop().time() + self._config.drain_seconds
-        while self._admission.num_held and asyncio.get_running_loop().time() < deadline and self._num_signals < 2:
+        while self._service.num_under_way and asyncio.get_running_loop().time() < deadline and self._num_signals < 2:
             await asyncio.sleep(0.02)
-        log(logger, logging.INFO, "drained", {"left": self._admission.num_held})
+        log(logger, logging.INFO, "drained", {"left": self._service.num_under_way})
         self._port.give_up("the server shut down before the request was finished")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first signal drains, the second ends at once."""
+        """Handles signals: the first one drains the server, the second one ends it at once."""
         loop = asyncio.get_running_loop()
 
         def received(number: int, frame: FrameType | None) -> None:
@@ -202,7 +201,7 @@ def _http_config(ingress: Ingress) -> uvicorn.Config:
 
 
 class _QuietServer(uvicorn.Server):
-    """uvicorn without signals of its own: it would close its door at once, and new requests would find nobody."""
+    """uvicorn without its signal handlers, which would stop listening at once: new clients would get no answer."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -215,7 +214,7 @@ def _url(listener: socket.socket) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """True where nobody but this machine can reach it."""
+    """Whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:

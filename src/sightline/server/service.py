@@ -1,9 +1,10 @@
-"""What every handler works with: the engine's port, the text desk, who is admitted, and what the model is called."""
+"""The state that all handlers share: the engine's port, the tokenizer, admission, and the model's names."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,53 +21,87 @@ from sightline.server.process.port import Answers, EngineDownError, EnginePort, 
 from sightline.server.process.protocol import Opened
 
 RESTART_SECONDS = 2
-"""What a client is told to wait while the engine process starts."""
+"""`Retry-After` while the engine process starts."""
+DRAIN_SECONDS = 5
+"""`Retry-After` while the server shuts down: another one may have taken its place by then."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """Requests under way for one client."""
+    """The accepted requests of one client's call."""
 
     answers: Answers
     params: Sequence[EffectiveParams]
-    """What each prompt really runs with."""
+    """The effective parameters of each prompt."""
     num_prompt_tokens: int
     release: ExitStack
-    """Ends what runs and gives its places back."""
+    """Cancels the requests and gives their places back."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The front end's part of a loaded model. Every engine process serves the same one."""
+
+    desk: TextDesk
+    admission: AdmissionGate
+
+    @staticmethod
+    def build(opened: Opened, *, shared: bool) -> LoadedModel:
+        """`shared` says that there are several callers."""
+        desk = TextDesk(opened.tokenizer, opened.max_model_len)
+        return LoadedModel(desk, AdmissionGate(opened.max_rows + opened.max_queued, shared=shared))
 
 
 @dataclass
 class Service:
-    """One served model."""
+    """One served model, from the start of the server: it refuses requests until the model is loaded."""
 
     port: EnginePort
-    admission: AdmissionGate
+    loaded: Future[LoadedModel]
+    """Resolved when the first engine process has loaded the model."""
     limits: Limits
     served_names: tuple[str, ...]
-    """As the model is asked for; empty: as the engine process calls it."""
+    """The names that clients may use; empty: the name that the engine process gives."""
     request_timeout: float | None
     """Seconds that a request may run."""
     ledger: Ledger
-    """The front end's own; the engine's is in what the engine process told."""
+    """The front end's ledger; the engine's entries are in `opened`."""
     created: int = field(default_factory=lambda: int(time.time()))
-    _desk: TextDesk | None = None
+    is_draining: bool = False
+    """Whether the server is shutting down: nothing more is admitted."""
 
     @property
     def opened(self) -> Opened:
-        """What the engine process told; an error before it has."""
+        """The report of the latest engine process. Raises `ApiError` before there is one."""
         if self.port.opened is None:
-            raise unavailable("expected a loaded model, got one that is still loading", RESTART_SECONDS)
+            raise _loading()
         return self.port.opened
 
     @property
     def desk(self) -> TextDesk:
-        if self._desk is None:
-            raise unavailable("expected a loaded model, got one that is still loading", RESTART_SECONDS)
-        return self._desk
+        """Raises `ApiError` while the model loads."""
+        return self._model().desk
 
-    def prepare(self) -> None:
-        """Once an engine process has told of itself. The next one has the same config, and the same model."""
-        self._desk = TextDesk(self.opened.tokenizer, self.opened.max_model_len)
+    @property
+    def admission(self) -> AdmissionGate:
+        """Raises `ApiError` while the model loads or the server shuts down."""
+        if self.is_draining:
+            raise unavailable("the server is shutting down; use another one", DRAIN_SECONDS)
+        return self._model().admission
+
+    @property
+    def num_under_way(self) -> int:
+        """Sequences that were admitted and have not ended."""
+        return self._model().admission.num_held if self.loaded.done() else 0
+
+    def check_room(self, caller: str) -> None:
+        """Raises `ApiError` if nothing more of this caller can be admitted at present."""
+        self.admission.check_room(caller)
+
+    def _model(self) -> LoadedModel:
+        if not self.loaded.done():
+            raise _loading()
+        return self.loaded.result()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -77,7 +112,7 @@ class Service:
         return self.limits.max_cost or COST_IN_CONTEXTS * self.opened.max_model_len
 
     def check_model(self, asked: str | None) -> str:
-        """The name to answer under."""
+        """The name to answer under. Raises `ApiError` if another model is asked for."""
         if asked is not None and asked not in self.names:
             raise ApiError(
                 404,
@@ -88,7 +123,7 @@ class Service:
         return self.names[0] if asked is None else asked
 
     def check_tokens(self, prompt: Sequence[int], param: str) -> None:
-        """Raises for a prompt that this model cannot take; `param` is the field that it came in."""
+        """Raises `ApiError` for a prompt that the model cannot take; `param` is the field that it came in."""
         try:
             check_prompt(prompt, self.opened.vocab_size, self.opened.max_model_len)
         except RequestError as error:
@@ -96,7 +131,7 @@ class Service:
             raise invalid(str(error), param, "context_length_exceeded" if is_long else None) from error
 
     def check_text(self, tokens: Sequence[int], param: str) -> None:
-        """Raises for a text that this model cannot embed."""
+        """Raises `ApiError` for a text that the model cannot embed; `param` is the field that it came in."""
         most, vocab_size = self.opened.max_model_len, self.opened.vocab_size
         if not 0 < len(tokens) <= most:
             raise invalid(
@@ -110,7 +145,7 @@ class Service:
     async def start(
         self, call: Call[Any], prompts: Sequence[Sequence[int]], params: SamplingParams, release: ExitStack
     ) -> Running:
-        """Submits prompts and waits until they are accepted. `release` already holds their places."""
+        """Submits prompts and waits until all are accepted. `release` already holds their places."""
         terms = Terms(caller=call.caller, timeout=self.request_timeout)
         with release:
             try:
@@ -120,12 +155,15 @@ class Service:
             except EngineDownError as error:
                 raise unavailable(str(error), RESTART_SECONDS) from error
             except RefusedError as error:
-                raise self._refusal(error, len(prompts) * params.n) from error
+                raise self.refusal(error, len(prompts) * params.n, field_named_in(str(error))) from error
             num_tokens = sum(map(len, prompts))
             call.facts["prompt_tokens"] = num_tokens
             return Running(answers, accepted, num_tokens, release.pop_all())
 
-    def _refusal(self, error: RefusedError, count: int) -> ApiError:
-        if error.is_full:
-            return busy(str(error), self.admission.retry_after(count))
-        return invalid(str(error), field_named_in(str(error)))
+    def refusal(self, error: RefusedError, count: int, param: str | None) -> ApiError:
+        """The answer to a request of `count` sequences that the engine refused."""
+        return busy(str(error), self.admission.retry_after(count)) if error.is_full else invalid(str(error), param)
+
+
+def _loading() -> ApiError:
+    return unavailable("the model is still loading; try again soon", RESTART_SECONDS)

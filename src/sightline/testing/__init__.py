@@ -1,12 +1,12 @@
-"""The conformance kit: proves that a backend does what its capability rows and the contract say, on your own device.
+"""The conformance kit: proves on your device that a backend does what its capability rows and the contract say.
 
     from sightline.testing import run_conformance
     assert not run_conformance(["mine"]).failed
 
-`run_conformance` takes backends by name, as the registry has them: all rows, all checks, and a proof on record.
-`try_row` takes a `Subject`, a class that need not be registered, and returns a `RowReport`: for the time while a
-backend is written. `sightline conformance` and the pytest plug-in are the same from a shell. Importing this package is
-cheap: torch comes with the first name.
+`run_conformance` tries all checks on all rows of registered backends, by name, and records proofs. `try_row` tries one
+row of a `Subject`, whose class need not be registered, and returns a `RowReport`; use it while you write a backend. The
+command `sightline conformance` and the pytest plug-in do the same. Importing this package is cheap: torch is imported
+with the first name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, try_check, try_row
-    from sightline.testing.conformance.report import ConformanceReport, more_samples, run_conformance
+    from sightline.testing.conformance.report import ConformanceReport, run_conformance
     from sightline.testing.conformance.rig import Subject
     from sightline.testing.conformance.rows import list_rows
     from sightline.testing.conformance.samples import Samples
@@ -33,34 +33,26 @@ __all__ = [
     "Subject",
     "Verdict",
     "list_rows",
-    "more_samples",
     "run_conformance",
     "try_check",
     "try_row",
 ]
 
 _HOMES = {
-    "Check": "trial",
-    "CheckFailed": "trial",
-    "CheckResult": "kit",
-    "ConformanceReport": "report",
-    "Effort": "trial",
-    "RowReport": "kit",
-    "Samples": "samples",
-    "Subject": "bench",
-    "Verdict": "kit",
-    "list_rows": "rows",
-    "more_samples": "report",
-    "run_conformance": "report",
-    "try_check": "kit",
-    "try_row": "kit",
+    "kit": ("CheckResult", "RowReport", "Verdict", "try_check", "try_row"),
+    "report": ("ConformanceReport", "run_conformance"),
+    "rig": ("Subject",),
+    "rows": ("list_rows",),
+    "samples": ("Samples",),
+    "trial": ("Check", "CheckFailed", "Effort"),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'sightline.testing' has no attribute {name!r}")
-    return getattr(import_module(f"sightline.testing.conformance.{_HOMES[name]}"), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"sightline.testing.conformance.{home}"), name)
+    raise AttributeError(f"module 'sightline.testing' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,10 +1,10 @@
-"""The pytest plug-in: one test for each check of each row of a backend, so that a package's own tests prove it.
+"""The pytest plug-in: runs each check of each row of a backend as a test.
 
     pytest --conformance-backend mine            once
     conformance_backends = ["mine"]              in pytest's settings: whenever pytest is run without paths
 
-Tests are named `conformance::mine::float32::window`, and `-k` chooses among them. They may run in several processes
-and in any selection, so they record no proof: `sightline conformance` does. Imports nothing heavy until it is used.
+Tests are named `conformance::mine::float32::window`, and `-k` selects them. They record no proof, because they may run
+in several processes and in any selection: `sightline conformance` does. Imports nothing heavy until it is used.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 if TYPE_CHECKING:
-    from sightline.attention.declared_rows import Unloadable
     from sightline.testing.conformance.kit import CheckResult
-    from sightline.testing.conformance.rows import RowToTry, SkippedRow
+    from sightline.testing.conformance.rows import ListedRow, RowToTry
     from sightline.testing.conformance.trial import Check
 
 
@@ -42,24 +41,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Decides what is tried. It stands in the options, which workers of pytest-xdist get: they always have paths."""
+    """Chooses the backends. Stores them in the options, for workers of pytest-xdist, which always have paths."""
     if not config.option.conformance_backend and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.option.conformance_backend = config.getini("conformance_backends")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
-    """Before pytest's own, so that -k and -m choose among these too."""
+    """Adds the tests. Runs before pytest's own hook, so that -k and -m apply to them."""
     if session.config.option.conformance_backend:
         rows = _rows(session.config)
         collector = _Conformance.from_parent(session, name="conformance", nodeid="conformance", rows=rows)
         report = session.ihook.pytest_make_collect_report(collector=collector)
-        session.ihook.pytest_collectreport(report=report)  # whoever counts tests counts these
+        session.ihook.pytest_collectreport(report=report)  # so that they are counted
         items.extend(report.result)
 
 
-def _rows(config: pytest.Config) -> Sequence[RowToTry | SkippedRow | Unloadable]:
-    """Every row of the backends that were asked for."""
+def _rows(config: pytest.Config) -> Sequence[ListedRow]:
+    """Lists every row of the requested backends."""
     from sightline.attention.backends import registry
     from sightline.core.device import detect_device
     from sightline.core.errors import ConfigError
@@ -76,7 +75,7 @@ def _rows(config: pytest.Config) -> Sequence[RowToTry | SkippedRow | Unloadable]
 class _Conformance(pytest.Collector):
     """The parent of all checks."""
 
-    def __init__(self, *, rows: Sequence[RowToTry | SkippedRow | Unloadable], **node: Any) -> None:
+    def __init__(self, *, rows: Sequence[ListedRow], **node: Any) -> None:
         super().__init__(**node)
         self._rows = rows
 
@@ -88,9 +87,10 @@ class _Conformance(pytest.Collector):
         for row in self._rows:
             match row:
                 case Unloadable(backend, reason):
-                    yield _Broken.from_parent(self, name=backend, reason=reason)
+                    yield _Untried.from_parent(self, name=backend, failure=ConformanceFailure(reason))
                 case SkippedRow(backend, label, reasons):
-                    yield _Skipped.from_parent(self, name=f"{backend}::{label}", reason="; ".join(reasons))
+                    skipped = pytest.skip.Exception("; ".join(reasons))
+                    yield _Untried.from_parent(self, name=f"{backend}::{label}", failure=skipped)
                 case _:
                     earlier: dict[str, CheckResult] = {}
                     for check in checks_of(row.subject):
@@ -99,10 +99,10 @@ class _Conformance(pytest.Collector):
 
 
 class _Item(pytest.Item):
-    """A test that is no function."""
+    """A test that is not a function."""
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """What is wrong with the backend; how the kit found out is nobody's concern."""
+        """Shows what is wrong with the backend, without the kit's own traceback."""
         if isinstance(excinfo.value, ConformanceFailure):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
@@ -111,26 +111,15 @@ class _Item(pytest.Item):
         return self.path, None, self.nodeid
 
 
-class _Skipped(_Item):
-    """A row that cannot be tried here."""
+class _Untried(_Item):
+    """A row that cannot be tried here, which is skipped, or a backend that cannot be imported, which fails."""
 
-    def __init__(self, *, reason: str, **node: Any) -> None:
+    def __init__(self, *, failure: BaseException, **node: Any) -> None:
         super().__init__(**node)
-        self._reason = reason
+        self._failure = failure
 
     def runtest(self) -> NoReturn:
-        pytest.skip(self._reason)
-
-
-class _Broken(_Item):
-    """A backend that cannot be imported."""
-
-    def __init__(self, *, reason: str, **node: Any) -> None:
-        super().__init__(**node)
-        self._reason = reason
-
-    def runtest(self) -> NoReturn:
-        raise ConformanceFailure(self._reason)
+        raise self._failure
 
 
 class _CheckItem(_Item):
@@ -141,7 +130,7 @@ class _CheckItem(_Item):
         self._check = check
         self._row = row
         self._earlier = earlier
-        """Of the same row in this process: a check whose ground failed elsewhere fails by itself."""
+        """Results of the same row in this process, which may block this check."""
 
     def runtest(self) -> None:
         from sightline.testing.conformance.kit import Verdict, try_check
@@ -155,13 +144,8 @@ class _CheckItem(_Item):
         self._earlier[result.check] = result
         match result.verdict:
             case Verdict.FAILED:
-                parts = [
-                    f"{self.name} proves: {self._check.proves}",
-                    result.detail,
-                    f"tried: {result.case}",
-                    result.trace,
-                ]
-                raise ConformanceFailure("\n".join(filter(None, parts)))
+                lines = [f"{self.name} proves: {self._check.proves}", *result.lines(verbose=True)]
+                raise ConformanceFailure("\n".join(lines))
             case Verdict.BLOCKED | Verdict.EXCUSED:
                 pytest.skip(f"{result.verdict.value}: {result.detail}")
             case Verdict.PASSED:

@@ -1,4 +1,4 @@
 """Text in, token ids out, and back: tokenizers, chat templates and incremental detokenization.
 
-Knows nothing of models, tensors or requests.
+Does not know models, tensors or requests.
 """

@@ -1,9 +1,8 @@
-"""Text of a running sequence, piece by piece.
+"""Incremental detokenization: the text of a running sequence, piece by piece.
 
-Owns the rule that all pieces together are exactly what `Tokenizer.decode` gives for all ids together, at a
-cost that is linear in the number of tokens. Does not decode windows of tokens again and compare: it runs the
-steps of the tokenizer's own decoder as a stream, each step holding back only what later tokens can still
-change.
+All pieces together are exactly what `Tokenizer.decode` returns for all ids together, at a cost that is linear in the
+number of tokens. Runs the steps of the tokenizer's decoder as a stream; each step holds back only what later tokens can
+still change. Does not decode windows of tokens repeatedly to compare them.
 
     ids -> spellings, special tokens left out -> step -> step -> ... -> text
 """
@@ -26,10 +25,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class IncrementalDetokenizer:
-    """Turns the ids of one sequence to text as they come.
-
-    A call that raises has done nothing: it can be made again.
-    """
+    """Converts the ids of one sequence to text as they arrive. A call that raises has no effect."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -37,11 +33,10 @@ class IncrementalDetokenizer:
         self._steps = _build_steps(json.loads(tokenizer.decoder_state))
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these ids.
+        """Returns the text that became certain with these ids.
 
-        Held back is an incomplete character at the end; with a byte-fallback vocabulary, the whole run of
-        byte tokens at the end, because one invalid byte turns every byte of its run into a replacement
-        character.
+        Holds back an incomplete character at the end. With a byte-fallback vocabulary, holds back the whole run of byte
+        tokens at the end, because one invalid byte turns every byte of its run into a replacement character.
         """
         spellings = (self._tokenizer.token(token_id) for token_id in token_ids if token_id not in self._skipped)
         pieces: list[str] = [spelling for spelling in spellings if spelling is not None]
@@ -53,7 +48,7 @@ class IncrementalDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What was held back, decoded as it stands. The sequence ends here."""
+        """Returns the text that was held back, decoded as it stands. The sequence ends here."""
         pieces: list[str] = []
         steps = [step.copied() for step in self._steps]
         for step in steps:
@@ -66,7 +61,7 @@ class IncrementalDetokenizer:
 def check_streamable(tokenizer: Tokenizer) -> None:
     """Raises `UnsupportedModelError` if no `IncrementalDetokenizer` can be made for this tokenizer.
 
-    For start-up: a model whose text cannot be streamed should not get as far as its first request.
+    Called at start-up, so that such a model fails before its first request.
     """
     _build_steps(json.loads(tokenizer.decoder_state))
 
@@ -76,14 +71,14 @@ class _Step(ABC):
 
     @abstractmethod
     def feed(self, pieces: Iterable[str]) -> Iterable[str]:
-        """What is certain after these pieces."""
+        """Returns the text that is certain after these pieces."""
 
     def finish(self) -> Iterable[str]:
-        """What was held back."""
+        """Returns the text that was held back."""
         return ()
 
     def copied(self) -> Self:
-        """One that goes on from here by itself. A step with parts that change in place copies them too."""
+        """An independent copy. Subclasses whose state is changed in place must copy that too."""
         return copy.copy(self)
 
 
@@ -99,7 +94,7 @@ class _Replace(_Step):
 
 
 class _ByteLevel(_Step):
-    """Spellings in the 256-letter byte alphabet. Bytes that are not UTF-8 become replacement characters."""
+    """Decodes spellings in the 256-letter byte alphabet. Invalid UTF-8 becomes replacement characters."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -117,13 +112,13 @@ class _ByteLevel(_Step):
 
 
 class _ByteFallback(_Step):
-    """Tokens such as `<0x0A>` stand for bytes. A run of them is text if all of it is UTF-8."""
+    """Decodes tokens such as `<0x0A>`, which stand for bytes. A run of them is text if all of it is valid UTF-8."""
 
     _SPELLING = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
     def __init__(self) -> None:
         self._run = bytearray()
-        """Shared by copies, so that a copy costs nothing: what lies beyond the own length is another's."""
+        """Shared by copies, so that copying is cheap: bytes beyond `_run_length` belong to another copy."""
         self._run_length = 0
         self._run_is_broken = False
         self._check = codecs.getincrementaldecoder("utf-8")(errors="strict")
@@ -154,7 +149,7 @@ class _ByteFallback(_Step):
         return other
 
     def _extend_run(self, byte: int) -> str:
-        """Once a run is broken, each of its bytes is a replacement character for certain."""
+        """Adds a byte. Once a run is invalid, each of its bytes is returned as a replacement character."""
         self._run[self._run_length :] = (byte,)
         self._run_length += 1
         if not self._run_is_broken:
@@ -168,12 +163,12 @@ class _ByteFallback(_Step):
         return certain
 
     def _start_run(self) -> None:
-        """In memory of its own: a copy may still hold the bytes of the run before."""
+        """Starts a run in new memory: a copy may still hold the bytes of the previous run."""
         self._run, self._run_length = bytearray(), 0
 
 
 class _Metaspace(_Step):
-    """A mark stands for a space, and for nothing in the first piece if a space was prepended there."""
+    """Replaces a mark by a space, or by nothing in the first piece if a space was prepended there."""
 
     def __init__(self, mark: str, prepended: bool) -> None:
         self._mark = mark
@@ -239,7 +234,7 @@ def _build_steps(decoder: Any) -> list[_Step]:
 
 
 def _byte_alphabet() -> Mapping[str, int]:
-    """Byte by letter. Printable bytes of Latin-1 are their own letters; the rest follow from U+0100 on."""
+    """Maps letters to bytes. Printable bytes of Latin-1 are their own letters; the others start at U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -251,7 +246,7 @@ _BYTE_BY_LETTER = _byte_alphabet()
 
 
 def _spelled_bytes(spelling: str) -> bytes:
-    """A spelling with a letter outside of the alphabet is an added token, and stands for itself."""
+    """The bytes of a spelling. One with a letter outside the alphabet is an added token and stands for itself."""
     try:
         return bytes([_BYTE_BY_LETTER[letter] for letter in spelling])
     except KeyError:

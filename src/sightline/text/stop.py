@@ -1,11 +1,10 @@
-"""Where an answer ends by its own words: stop strings in text that comes in pieces.
+"""Stop strings in text that arrives in pieces.
 
-Owns the rule of what may be shown. A stop string ends the text at the first character that completes one; of several
-that the same character completes, the longest counts. So the cut does not depend on how the text was divided. Knows
-strings only: no tokens, no tokenizer.
+The text ends at the first character that completes a stop string; if one character completes several, the longest
+counts. So the result does not depend on how the text was divided. Knows strings only: no tokens, no tokenizer.
 
     ... text that is certain | could be the beginning of a stop string
-         given out           | held back
+         returned            | held back
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class StopMatcher:
     """Passes text on until a stop string is complete."""
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        """`include_stop`: the stop string itself is given out too."""
+        """`include_stop` says that the stop string is part of the returned text."""
         if not stops or "" in stops:
             raise ValueError(f"expected stop strings of at least one character, got {list(stops)}")
         self._automata = [_Automaton(stop) for stop in dict.fromkeys(stops)]
@@ -28,7 +27,7 @@ class StopMatcher:
         """The stop string that ended the text."""
 
     def push(self, text: str, *, may_end: bool = True) -> str:
-        """What became certain with `text`. Nothing follows once a stop string is complete.
+        """Returns the text that became certain with `text`; nothing once a stop string is complete.
 
         A stop string that is completed while `may_end` is False is text like any other.
         """
@@ -46,22 +45,22 @@ class StopMatcher:
         return pending[:certain]
 
     def flush(self) -> str:
-        """What was held back. The text ends here."""
+        """Returns the text that was held back. The text ends here."""
         held, self._held = self._held, ""
         return held
 
 
 class _Automaton:
-    """How much of one stop string the text ends with, character by character (Knuth, Morris and Pratt)."""
+    """Matches one stop string character by character (Knuth, Morris and Pratt)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.progress = 0
-        """Characters of the stop string, less than all, that the text ends with."""
+        """Length of the longest beginning of the stop string, less than all of it, that the text ends with."""
         self._borders = _borders(stop)
 
     def advance(self, character: str) -> bool:
-        """Takes one character; True where it completes the stop string."""
+        """Takes one character. Returns whether it completes the stop string."""
         progress = self.progress
         while progress and self.stop[progress] != character:
             progress = self._borders[progress - 1]
@@ -76,7 +75,7 @@ class _Automaton:
 def _borders(stop: str) -> tuple[int, ...]:
     """For each beginning of `stop`, the length of the longest shorter beginning that it ends with.
 
-    All continuations of a request have the same stop strings, and most requests the same as others.
+    Cached: all continuations of a request have the same stop strings, and most requests share theirs with others.
     """
     borders = [0]
     for character in stop[1:]:

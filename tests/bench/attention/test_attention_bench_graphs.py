@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -15,16 +14,16 @@ from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.capability import GraphLevel
 from sightline.attention.selection import Candidate
 from sightline.bench.attention import measure as attention_bench
-from sightline.bench.attention import surroundings as surroundings_module
 from sightline.bench.attention.measure import Field, measure_shape
 from sightline.bench.attention.peers import AttentionPeer
 from sightline.bench.attention.results import ContenderState, Mode, Part, ShapeResult
 from sightline.bench.attention.shapes import SHAPE_SETS
-from sightline.bench.attention.timing import Between, Captured, HostClock
+from sightline.bench.attention.timing import Between, Captured, Clock
 from sightline.core.device import Device, DeviceKind
 from support.attention_contenders import (
     MEASURED,
     QUICK,
+    VirtualClock,
 )
 
 
@@ -54,9 +53,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Tensor], obje
         return Captured(graph, layers(), num_layers)
 
     monkeypatch.setattr(attention_bench, "capture", capture)
-    monkeypatch.setattr(attention_bench, "clock_of", lambda device: HostClock())
+    monkeypatch.setattr(attention_bench, "clock_of", lambda device: Clock())
     monkeypatch.setattr(attention_bench, "count_layers", lambda shape, device: 3)
-    monkeypatch.setattr(surroundings_module, "_FUSED_WRITES", "sightline.there_is_no_such_module")
     return faults
 
 
@@ -111,11 +109,21 @@ def test_a_capture_that_fails_leaves_the_other_times(monkeypatch: pytest.MonkeyP
     assert contender.time(Part.LAYER, Mode.EAGER) is not None
 
 
-@pytest.mark.usefixtures("graphs")
-def test_what_stands_between_layers_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch of 20 ms behind a layer of much less."""
-    monkeypatch.setattr(Between, "launch", lambda self: time.sleep(0.02))
+def test_what_stands_between_layers_is_taken_off(
+    monkeypatch: pytest.MonkeyPatch, graphs: dict[str, Callable[[Tensor], object]]
+) -> None:
+    """In virtual time: replayed layers take 3 s, and 20 s of launches stand between them."""
+    clock = VirtualClock()
+
+    def spend(seconds: float) -> None:
+        clock.now += seconds
+
+    def replayed(out: Tensor) -> None:
+        if out.numel() > 1:  # otherwise no layer, but what is between them
+            spend(3.0)
+
+    graphs["fault"] = replayed
+    monkeypatch.setattr(attention_bench, "clock_of", lambda device: clock)
+    monkeypatch.setattr(Between, "launch", lambda self: spend(20.0))
     [contender] = captured_result(GraphLevel.FULL).contenders
-    taken = contender.time(Part.LAYER, Mode.GRAPH)
-    assert taken is not None
-    assert taken < 0.01
+    assert contender.time(Part.LAYER, Mode.GRAPH) == pytest.approx(1.0)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sightline.bench.attention import peers as attention_peers
 from sightline.bench.attention.data import build_data
-from sightline.bench.attention.peer_registry import PEERS
+from sightline.bench.attention.flashinfer_peers import PEERS
 from sightline.bench.attention.peers import (
     AttentionPeer,
     FlashAttention3Peer,
@@ -189,5 +189,5 @@ def test_what_a_peer_does_not_serve_is_said() -> None:
     decode, prefill = SHAPE_SETS["tiny"][0], SHAPE_SETS["tiny"][3]
     flash = next(peer for peer in PEERS if peer.name == "sdpa flash")
     assert flash.refuses(decode, CPU) == "does not serve softmax decode"
-    assert flash.refuses(prefill, CPU) == "takes no values that are shorter than keys"
+    assert flash.refuses(prefill, CPU) == "does not support values that are shorter than keys"
     assert FlashMlaPeer().refuses(decode, CPU) == "does not run on cpu"

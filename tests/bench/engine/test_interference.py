@@ -9,20 +9,17 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner, Result
 
-from sightline.bench.engine import interference
+from sightline.bench.engine import interference, stepping
 from sightline.bench.engine.interference import (
     STEPS_BEFORE,
     TOKENS_AFTER,
-    Gaps,
-    ResolvedLimits,
     Round,
     Traffic,
-    Watched,
-    check_answers,
     measure_interference,
     run_together,
 )
 from sightline.bench.engine.measure import Agreement, Conditions, Prompts, random_prompts
+from sightline.bench.engine.stepping import TimeSpread, Watched
 from sightline.bench.engine.work import load_subject
 from sightline.cli import app
 from sightline.core.errors import ConfigError, SightlineError
@@ -64,7 +61,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 1.0
 
     monkeypatch.setattr(Engine, "step", timed_step)
-    monkeypatch.setattr(interference, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(stepping, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
 
 def measured(folder: Path) -> Round:
@@ -78,7 +75,7 @@ def measured(folder: Path) -> Round:
 
 @pytest.mark.usefixtures("ticking")
 def test_rows_that_get_a_token_in_every_step_wait_for_one_step(folder: Path) -> None:
-    a_second = Gaps(median_seconds=1.0, largest_seconds=1.0)
+    a_second = TimeSpread(median_seconds=1.0, largest_seconds=1.0)
     assert measured(folder) == Round(
         step_seconds=1.0,
         before=a_second,
@@ -111,7 +108,7 @@ def test_a_row_that_waits_until_the_prompt_is_read_is_seen(folder: Path, monkeyp
     monkeypatch.setattr(Engine, "take_delta", late)
     found = measured(folder)
     assert found.during.largest_seconds == found.ratio == STEPS + 1
-    assert found.before == Gaps(1.0, 1.0)
+    assert found.before == TimeSpread(1.0, 1.0)
     assert found.during.median_seconds == 1.0
 
 
@@ -139,9 +136,8 @@ def test_a_row_without_a_token_since_the_arrival_has_waited_all_along() -> None:
     ("prompt_len", "least", "full"), [(39, 3, 3), (40, 4, 3), (13, 1, 1), (5, 1, 1)], ids=["even", "odd", "one", "less"]
 )
 def test_steps_hold_the_rows_tokens_and_a_chunk(prompt_len: int, least: int, full: int) -> None:
-    limits = ResolvedLimits(16, 5, 512, 4, 512, async_scheduling=False)
     traffic = Traffic(rows=3, row_len=4, prompt_len=prompt_len)
-    assert (limits.num_steps(traffic), limits.num_full_steps(traffic)) == (least, full)
+    assert (traffic.num_steps(16), traffic.num_full_steps(16)) == (least, full)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
@@ -157,7 +153,7 @@ def test_the_report_tells_of_every_round(folder: Path, async_scheduling: bool) -
     assert report.cost == report.first_token_seconds / report.alone_seconds > 0
     assert report.agreement.is_full
     assert report.agreement.num_prompts == 4
-    assert report.limits.async_scheduling is async_scheduling
+    assert report.limits["async_scheduling"] is async_scheduling
 
 
 def test_a_prompt_that_fills_no_step_is_measured_too(folder: Path) -> None:
@@ -174,18 +170,19 @@ def test_nothing_is_reported_where_company_changes_an_answer(folder: Path, monke
     monkeypatch.setattr(interference, "run_together", spoiled)
     result = run(folder, "--json")
     assert isinstance(result.exception, SightlineError)
-    assert str(result.exception).startswith("expected the same answers together and alone, got 4 of 4 first tokens")
+    assert str(result.exception).startswith("expected the same greedy tokens together and alone, got 4 of 4 first")
     assert str(result.exception).endswith("nothing is reported")
     assert result.stdout == ""
 
 
 def test_rounded_answers_may_part_after_their_first_token() -> None:
-    rounded = Conditions("model", "bfloat16", "dequantise", 1, ())
-    check_answers(Agreement(equal_first=3, num_prompts=4, equal_tokens=3, num_tokens=40), rounded)
-    with pytest.raises(SightlineError, match=r"mostly the same answers .* nothing is reported"):
-        check_answers(Agreement(equal_first=2, num_prompts=4, equal_tokens=30, num_tokens=40), rounded)
-    kept = Conditions("model", "float32", "keep", 1, ())
-    check_answers(Agreement(equal_first=4, num_prompts=4, equal_tokens=39, num_tokens=40), kept)
+    rounded, kept = Conditions("m", "bfloat16", "dequantise", 1, ()), Conditions("m", "float32", "keep", 1, ())
+    assert not rounded.is_exact
+    assert not kept.is_exact
+    assert Conditions("m", "float32", "dequantise", 1, ()).is_exact
+    Agreement(equal_first=3, num_prompts=4, equal_tokens=3, num_tokens=40).check("here and there", exact=False)
+    with pytest.raises(SightlineError, match=r"mostly the same greedy tokens here and there.* nothing is reported"):
+        Agreement(equal_first=2, num_prompts=4, equal_tokens=30, num_tokens=40).check("here and there", exact=False)
 
 
 @pytest.mark.usefixtures("ticking")
@@ -194,7 +191,7 @@ def test_the_command_prints_a_table_or_one_json_object(folder: Path, tmp_path: P
     result = run(folder, "--save-result", str(saved))
     assert result.exit_code == 0, result.output
     assert "40 tokens of prompt arrive among 3 rows that decode from 4; max_num_batched_tokens 16" in result.stdout
-    assert "| 1 | 1000 | 1000, 1000 | 1000, 1000 | 1.00× | 4.00 | 4 |" in result.stdout
+    assert "| 1 | 1000 | 1000, 1000 | 1000, 1000 | 1.00× | 4.00 | 4 |" in " ".join(result.stdout.split())
     assert "The largest gap is 1.00× one budgeted step (bar: 2×)." in result.stdout
     report = json.loads(saved.read_text())
     printed = json.loads(run(folder, "--json").stdout)
@@ -207,7 +204,8 @@ def test_the_command_prints_a_table_or_one_json_object(folder: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["--rows", "5"], "fewer rows than the 5 sequences that run at once, got 5; raise --max-num-seqs"),
+        (["--rows", "5"], "at most 5 sequences at once, got 6; raise --max-num-seqs"),
+        (["--rows", "16"], "at most 5 sequences at once, got 17; raise --max-num-seqs"),
         (["--max-model-len", "44"], "at most 44 tokens, got 45 with the generated ones; raise --max-model-len"),
         (["--cache-tokens", "144"], r"at most 144 tokens in the cache at once, got \d+.* raise --cache-tokens"),
     ],

@@ -10,17 +10,16 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner, Result
 
-from sightline.bench.engine import multiturn
+from sightline.bench.engine import multiturn, stepping
 from sightline.bench.engine.measure import Agreement, Prompts, random_prompts
 from sightline.bench.engine.multiturn import (
     Chat,
     ComparedTurn,
-    FirstTokens,
-    TurnAnswer,
     count_reusable,
     measure_multiturn,
     tally,
 )
+from sightline.bench.engine.stepping import TimedAnswer, TimeSpread
 from sightline.bench.engine.work import load_subject
 from sightline.cli import app
 from sightline.core.errors import ConfigError, SightlineError
@@ -48,7 +47,7 @@ def run(folder: Path, *arguments: str) -> Result:
 
 
 def exchange(reusable: int, reused: int, with_cache: float, without_cache: float) -> ComparedTurn:
-    return ComparedTurn(10, reusable, TurnAnswer((1,), with_cache, reused), TurnAnswer((1,), without_cache, 0))
+    return ComparedTurn(10, reusable, TimedAnswer((1,), with_cache, reused), TimedAnswer((1,), without_cache, 0))
 
 
 @pytest.mark.parametrize(
@@ -103,8 +102,8 @@ def test_what_one_request_reuses_beyond_the_reusable_does_not_make_up_for_anothe
     counted = tally([exchange(0, 8, 1.0, 2.0), exchange(8, 4, 2.0, 6.0), exchange(8, 8, 4.0, 20.0)])
     assert (counted.prompt_tokens, counted.reusable_tokens, counted.reused_tokens) == (30, 16, 20)
     assert counted.share == 12 / 16
-    assert counted.with_cache == FirstTokens(median_seconds=2.0, largest_seconds=4.0)
-    assert counted.without_cache == FirstTokens(median_seconds=6.0, largest_seconds=20.0)
+    assert counted.with_cache == TimeSpread(median_seconds=2.0, largest_seconds=4.0)
+    assert counted.without_cache == TimeSpread(median_seconds=6.0, largest_seconds=20.0)
     assert counted.speedup == 3.0
 
 
@@ -112,12 +111,18 @@ def test_a_first_token_is_timed_at_the_end_of_the_step_that_gave_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_subject(settings(folder, max_num_batched_tokens=12, max_num_seqs=2)).llm.engine
-    ticks = iter(range(100))
-    monkeypatch.setattr(multiturn, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    now, step = [0.0], Engine.step
+
+    def timed_step(stepped: Engine) -> None:
+        step(stepped)
+        now[0] += 1.0
+
+    monkeypatch.setattr(Engine, "step", timed_step)
+    monkeypatch.setattr(stepping, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     # The first step reads 12 tokens, the second the other 8 of the long prompt, and the short one.
-    answers = multiturn.answer(engine, random_prompts([20, 3], VOCAB), 3)
+    answers = stepping.answer(engine, random_prompts([20, 3], VOCAB), 3)
     assert [each.first_token_seconds for each in answers] == [2.0, 2.0]
-    answers = multiturn.answer(engine, random_prompts([3, 20], VOCAB), 3)
+    answers = stepping.answer(engine, random_prompts([3, 20], VOCAB), 3)
     assert [each.first_token_seconds for each in answers] == [1.0, 2.0]
     assert [len(each.token_ids) for each in answers] == [3, 3]
     assert not engine.has_work
@@ -125,9 +130,9 @@ def test_a_first_token_is_timed_at_the_end_of_the_step_that_gave_it(
 
 def spoil(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
     """Changes one token of every answer that was given with the cache, but for the warm-up's."""
-    right = multiturn.answer
+    right = stepping.answer
 
-    def wrong(engine: Engine, prompts: Prompts, answer_len: int) -> list[TurnAnswer]:
+    def wrong(engine: Engine, prompts: Prompts, answer_len: int) -> list[TimedAnswer]:
         answers = right(engine, prompts, answer_len)
         if engine.prefixes is None or answer_len != CHAT.answer_len:
             return answers
@@ -145,7 +150,7 @@ def test_nothing_is_reported_where_the_cache_changes_an_answer(folder: Path, mon
     result = run(folder, *LENGTHS, "--cache-tokens", "256", "--json")
     assert isinstance(result.exception, SightlineError)
     assert str(result.exception) == (
-        "expected the same answers with the prefix cache and without, got 2 of 2 first tokens and 4 of 8 leading "
+        "expected the same greedy tokens with the prefix cache and without, got 2 of 2 first tokens and 4 of 8 leading "
         "tokens equal; nothing is reported"
     )
     assert result.stdout == ""
@@ -159,7 +164,7 @@ def test_rounded_answers_may_part_after_their_first_token(folder: Path, monkeypa
         assert report.agreement.equal_tokens == report.agreement.equal_first > 3
         assert f"{report.agreement.equal_first} of 24 leading tokens equal" in report.lines()[2]
     spoil(monkeypatch, index=0)
-    with pytest.raises(SightlineError, match=r"expected mostly the same answers .* nothing is reported"):
+    with pytest.raises(SightlineError, match=r"expected mostly the same greedy tokens .* nothing is reported"):
         measure_multiturn(rounded, CHAT, lambda turn: None)
 
 
@@ -167,8 +172,9 @@ def test_the_command_prints_a_table_or_one_json_object(folder: Path, tmp_path: P
     saved = tmp_path / "chat.json"
     result = run(folder, *LENGTHS, "--cache-tokens", "256", "--save-result", str(saved))
     assert result.exit_code == 0, result.output
-    assert "| 2 | 32 | 24 | 24 | 100.0% |" in result.stdout
-    assert "| all | 96 | 56 | 56 | 100.0% |" in result.stdout
+    table = " ".join(result.stdout.split())
+    assert "| 2 | 32 | 24 | 24 | 100.0% |" in table
+    assert "| all | 96 | 56 | 56 | 100.0% |" in table
     assert "Reused 100.0% of the reusable tokens (aim: 95%); first tokens of turn 3 come" in result.stdout
     report = json.loads(saved.read_text())
     printed = json.loads(run(folder, *LENGTHS, "--cache-tokens", "256", "--json").stdout)
@@ -182,9 +188,9 @@ def test_the_command_prints_a_table_or_one_json_object(folder: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        (["--users", "9", "--max-num-seqs", "8"], "at most 8 users.* got 9; raise --max-num-seqs"),
-        (["--turns", "40"], "at most 256 tokens, got 286 in 40 turns; raise --max-model-len"),
-        (["--max-model-len", "26"], "at most 26 tokens, got 27 in 3 turns; raise --max-model-len"),
+        (["--users", "9", "--max-num-seqs", "8"], "at most 8 sequences at once, got 9; raise --max-num-seqs"),
+        (["--turns", "40"], "at most 256 tokens, got 286 .*raise --max-model-len"),
+        (["--max-model-len", "26"], "at most 26 tokens, got 27 .*raise --max-model-len"),
         (["--users", "40"], "at most 1024 tokens in the cache at once, got 1120.* raise --cache-tokens"),
         (["--memory-fraction", "1.5"], "memory_fraction in .* got 1.5"),
     ],

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sightline.bench.serving.http_bodies import MAX_BODY, Body, ChunkedBody, EventSplitter, OpenBody, SizedBody
-from sightline.bench.serving.http_stream import Address, Client
+from sightline.bench.serving.answers import MAX_EVENT, EventSplitter
+from sightline.bench.serving.http_stream import Address, Client, Response
 from sightline.core.errors import ConfigError, SightlineError
 from support.stub_completions import Scripted, stub_server
 
@@ -26,12 +26,27 @@ WIRE = b"5\r\n" + CONTENT[:5] + b"\r\n1a;name=value\r\n" + CONTENT[5:31] + b"\r\
 WIRE += CONTENT[31:] + b"\r\n0\r\nTrailer: x\r\n\r\n"
 
 
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
     return [data[start:end] for start, end in pairwise([0, *sorted(places), len(data)])]
 
 
-def fed(body: Body, pieces: Sequence[bytes]) -> bytes:
-    return b"".join(body.feed(piece) for piece in pieces if piece)
+def received(*pieces: bytes) -> tuple[Response, bytes]:
+    """The response in these reads, after which the connection is closed, and its body."""
+    reads = iter([piece for piece in pieces if piece])
+
+    class Reads(asyncio.StreamReader):
+        async def read(self, n: int = -1) -> bytes:
+            return next(reads, b"")
+
+    async def read() -> tuple[Response, bytes]:
+        response = Response(Reads())
+        await response.read_head()
+        return response, await response.read()
+
+    return asyncio.run(read())
 
 
 def events_of(pieces: Sequence[bytes]) -> list[bytes]:
@@ -39,74 +54,64 @@ def events_of(pieces: Sequence[bytes]) -> list[bytes]:
     return [event for piece in pieces if piece for event in splitter.feed(piece)]
 
 
-def test_chunks_cut_in_two_anywhere_or_into_bytes_give_the_content() -> None:
-    for place in range(len(WIRE) + 1):
-        body = ChunkedBody()
-        assert fed(body, cut(WIRE, [place])) == CONTENT
-        assert body.ended
-    assert fed(ChunkedBody(), [bytes([byte]) for byte in WIRE]) == CONTENT
+def test_a_response_cut_in_two_anywhere_or_into_bytes_is_the_same() -> None:
+    whole = HEAD + WIRE
+    for place in range(len(whole) + 1):
+        response, body = received(*cut(whole, [place]))
+        assert (response.status, body) == (200, CONTENT)
+        assert response.headers == {"transfer-encoding": "chunked"}
+    assert received(*(bytes([byte]) for byte in whole))[1] == CONTENT
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=5), st.lists(st.integers(0, 300), max_size=6))
 def test_any_content_in_any_chunks_cut_anywhere_comes_out(chunks: list[bytes], places: list[int]) -> None:
-    wire = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
-    body = ChunkedBody()
-    assert fed(body, cut(wire, [min(place, len(wire)) for place in places])) == b"".join(chunks)
-    assert body.ended
+    wire = HEAD + b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n\r\n"
+    assert received(*cut(wire, [min(place, len(wire)) for place in places]))[1] == b"".join(chunks)
 
 
 def test_a_chunk_that_holds_what_looks_like_a_chunk_is_content() -> None:
-    assert fed(ChunkedBody(), [b"a\r\nXX", b"3\r\nabc\r\n", b"\r\n", b"0\r\n\r\n"]) == b"XX3\r\nabc\r\n"
-
-
-def test_a_chunk_that_runs_over_its_size_is_refused_when_that_is_seen() -> None:
-    body = ChunkedBody()
-    assert body.feed(b"3\r\nabcde") == b"abc"
-    with pytest.raises(SightlineError, match="expected the end of a chunk, got b'de'"):
-        body.feed(b"\r\n")
+    assert received(HEAD + b"a\r\nXX", b"3\r\nabc\r\n", b"\r\n", b"0\r\n\r\n")[1] == b"XX3\r\nabc\r\n"
 
 
 def test_a_body_is_not_over_before_its_last_byte() -> None:
     for place in range(len(WIRE)):
-        body = ChunkedBody()
-        body.feed(WIRE[:place])
-        assert not body.ended
-        with pytest.raises(ConnectionResetError, match="expected the last chunk of the body, got a closed connection"):
-            body.close()
+        with pytest.raises(ConnectionResetError, match="expected the rest of the body, got a closed connection"):
+            received(HEAD, WIRE[:place])
 
 
 @pytest.mark.parametrize(
-    ("wire", "message"),
+    "wire",
+    [b"xyz\r\n", b"-1\r\n", b"1_0\r\n", b"\r\n", b"2\r\nabc\r\n", b"3\r\nabcde", b"f" * 70_000],
+    ids=["letters", "negative", "underscore", "empty", "short", "long", "endless"],
+)
+def test_chunks_that_are_wrong_are_refused(wire: bytes) -> None:
+    with pytest.raises(SightlineError, match=r"expected an HTTP/1.1 response, got .*(chunk|Chunk)"):
+        received(HEAD, wire)
+
+
+@pytest.mark.parametrize(
+    ("head", "wanted"),
     [
-        (b"xyz\r\n", "expected the size of a chunk, got b'xyz'"),
-        (b"-1\r\n", "expected the size of a chunk"),
-        (b"1_0\r\n", "expected the size of a chunk"),
-        (b"\r\n", "expected the size of a chunk, got b''"),
-        (b"2\r\nabc\r\n", "expected the end of a chunk, got b'c'"),
-        (b"f" * 70_000, "expected the size of a chunk"),
+        (b"HTTP/1.1 200 OK\r\nX: ", "the end of the head"),
+        (HEAD + b"3;name=", "content"),
+        (HEAD + b"0\r\nTrailer: ", "content"),
     ],
 )
-def test_chunks_that_are_wrong_are_refused(wire: bytes, message: str) -> None:
-    with pytest.raises(SightlineError, match=message):
-        ChunkedBody().feed(wire)
+def test_heads_extensions_and_trailers_without_an_end_are_refused(head: bytes, wanted: str) -> None:
+    with pytest.raises(SightlineError, match=f"expected {wanted} within 65536 bytes of the response, got none"):
+        received(head, *[b"y" * 1000] * 70)
 
 
-def test_a_sized_body_takes_its_bytes_and_no_more() -> None:
-    body = SizedBody(5)
-    assert (body.feed(b"abc"), body.ended) == (b"abc", False)
-    with pytest.raises(ConnectionResetError, match="expected 2 more bytes of the body"):
-        body.close()
-    assert (body.feed(b"defg"), body.ended) == (b"de", True)
-    assert SizedBody(0).ended
+def test_a_body_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sightline.bench.serving.http_stream.MAX_BODY", 5)
+    assert received(b"HTTP/1.1 200 OK\r\n\r\n", b"abc", b"de")[1] == b"abcde"
+    with pytest.raises(SightlineError, match="expected a body of at most 5 bytes"):
+        received(b"HTTP/1.1 200 OK\r\n\r\n", b"abc", b"def")
 
 
-def test_an_open_body_ends_with_the_connection() -> None:
-    body = OpenBody()
-    ended = [body.ended]
-    assert body.feed(b"abc") == b"abc"
-    ended.append(body.ended)
-    body.close()
-    assert [*ended, body.ended] == [False, False, True]
+def test_repeated_headers_are_joined_and_trailers_are_none() -> None:
+    response, _ = received(b"HTTP/1.1 200 OK\r\nA: 1\r\nTransfer-Encoding: chunked\r\na: 2\r\n\r\n", WIRE)
+    assert response.headers == {"a": "1, 2", "transfer-encoding": "chunked"}
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
@@ -129,7 +134,7 @@ def test_an_event_is_given_as_soon_as_it_is_over() -> None:
 
 def test_an_event_without_an_end_is_refused() -> None:
     with pytest.raises(SightlineError, match="expected events of at most"):
-        EventSplitter().feed(b"x" * (MAX_BODY + 1))
+        EventSplitter().feed(b"x" * (MAX_EVENT + 1))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +159,7 @@ def test_addresses_that_are_none_are_refused(url: str) -> None:
 
 
 def test_secrets_in_an_address_or_a_bad_key_are_refused_and_not_told() -> None:
-    with pytest.raises(ConfigError, match="with a user's name in it") as raised:
+    with pytest.raises(ConfigError, match="with a user name in it") as raised:
         Address.parse("http://user:secret@host:1")
     assert "secret" not in str(raised.value)
     with pytest.raises(ConfigError, match="in the API key, got others") as raised:
@@ -200,13 +205,17 @@ def test_bodies_are_framed_as_the_head_says(raw: bytes, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("raw", "error", "message"),
     [
-        (b"", ConnectionResetError, "expected an answer, got a closed connection"),
-        (b"\x15\x03\x01", SightlineError, "expected an answer in HTTP, got"),
-        (b"SSH-2.0\r\n\r\n", SightlineError, "expected an answer in HTTP/1.1, got 'SSH-2.0'"),
-        (b"HTTP/1.1 abc\r\n\r\n", SightlineError, "expected an answer in HTTP/1.1"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", SightlineError, "expected a content-length in digits"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", ConnectionResetError, "expected 6 more bytes"),
-        (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000, SightlineError, "a head without an end"),
+        (b"", ConnectionResetError, "expected a response, got a closed connection"),
+        (b"\x15\x03\x01", SightlineError, "expected an HTTP/1.1 response, got"),
+        (b"SSH-2.0\r\n\r\n", SightlineError, "expected an HTTP/1.1 response, got b'SSH-2.0"),
+        (b"HTTP/1.1 abc\r\n\r\n", SightlineError, "expected an HTTP/1.1 response, got .* Invalid status code"),
+        (b"HTTP/2.0 200 OK\r\n\r\n", SightlineError, "expected an HTTP/1.1 response"),
+        (b"RTSP/1.0 200 OK\r\n\r\n", SightlineError, "expected an HTTP/1.1 response"),
+        (b"HTTP/1.1 101 Y\r\nUpgrade: a\r\nConnection: upgrade\r\n\r\nx", SightlineError, "expected an HTTP/1.1 resp"),
+        (b"HTTP/1.1 200 OK\r\nX: y", SightlineError, "expected an HTTP/1.1 response, got .* no whole head"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", SightlineError, "Invalid character in Content-Length"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nabc", ConnectionResetError, "expected the rest of the body"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000, SightlineError, "expected the end of the head within"),
     ],
 )
 def test_what_is_not_a_whole_answer_raises(raw: bytes, error: type[Exception], message: str) -> None:

@@ -71,10 +71,10 @@ def test_words_are_sent_where_there_is_no_vocabulary_and_to_chats() -> None:
             Scripted(whole="another"),
             "expected the same text streamed as in the whole body, 'another', got 'Paris, of course'",
         ),
-        (Scripted(usage=None), "expected usage with the tokens of prompt and answer, got None"),
+        (Scripted(usage=None), "expected a completion with choices and usage, got"),
         (Scripted(done=False), "expected a stream of one greedy prompt, got none: expected .DONE"),
         (Scripted(status=400), "expected an answer to one greedy prompt, got HTTP 400: scripted 400"),
-        (Scripted(raw=b"HTTP/1.1 200 OK\r\n\r\n{}"), "expected an answer with choices, got {}"),
+        (Scripted(raw=b"HTTP/1.1 200 OK\r\n\r\n{}"), "expected a completion, got '{}'"),
     ],
 )
 def test_nothing_is_reported_of_a_server_whose_answers_are_wrong(script: Scripted, message: str) -> None:
@@ -90,7 +90,7 @@ def test_usage_that_differs_between_the_two_is_seen() -> None:
 
     with (
         stub_server(script) as server,
-        pytest.raises(SightlineError, match=r"expected the same tokens .*\(5, 3\), got"),
+        pytest.raises(SightlineError, match=r"expected the same number of output tokens .*, 3, got 4"),
     ):
         asyncio.run(check_answers(Client(Address.parse(server.url)), "stub", Endpoint.COMPLETIONS, 5.0))
 
@@ -104,7 +104,7 @@ def test_without_the_check_a_wrong_server_is_measured_and_said_to_be_unchecked()
 def test_a_warm_up_that_fails_is_told() -> None:
     with (
         stub_server(lambda _, number: Scripted(status=500 if number == 2 else 200)) as server,
-        pytest.raises(SightlineError, match=r"expected requests to warm up that complete, .* HTTP 500"),
+        pytest.raises(SightlineError, match=r"expected warm-up requests to complete, .* HTTP 500"),
     ):
         measure(server)
 
@@ -172,13 +172,13 @@ def test_the_command_sends_refused_requests_again_where_asked() -> None:
     with stub_server(script) as server:
         again = cli("--base-url", server.url, "--num-prompts", "3", "--num-warmups", "0", "--refused", "retry")
     assert "completed 3, refused 0, failed 0, sent again after refusals 1 (1 with 503)" in again.stdout
-    assert "refused requests are sent again when the server says" in again.stdout
+    assert "refused requests are sent again after Retry-After" in again.stdout
 
 
 def test_what_does_not_speak_http_is_named() -> None:
     with stub_server(Scripted(raw=b"nonsense")) as server, pytest.raises(SightlineError) as raised:
         measure(server)
-    assert f"it came from {server.url}/v1/completions: check --base-url" in str(raised.value)
+    assert f"the response came from {server.url}/v1/completions: check --base-url" in str(raised.value)
 
 
 def test_the_command_prints_saves_and_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,9 +193,9 @@ def test_the_command_prints_saves_and_succeeds(tmp_path: Path, monkeypatch: pyte
     assert result.exit_code == 0, result.output
     assert "sampling as sent: temperature 0.5, ignore_eos True, seed 0" in result.stdout
     assert "completed 6, refused 0, failed 0" in result.stdout
-    assert "6 prompts, 200 a second (Poisson, seed 0)" in result.stdout
-    assert "30 tokens of prompts, 12 of them cached; 18 of answers" in result.stdout
-    assert "| of completed requests | count | mean | p50 | p90 | p99 |" in result.stdout
+    assert "6 prompts, 200 per second (Poisson, seed 0)" in result.stdout
+    assert "30 prompt tokens, 12 of them cached; 18 output tokens" in result.stdout
+    assert "| completed requests | count | mean | p50 | p90 | p99 |" in " ".join(result.stdout.split())
     assert "from-the-environment" not in result.output + saved.read_text()
     found = json.loads(saved.read_text())
     assert (found["completed"], found["output_tokens"], found["sent"]["arrivals"]["request_rate"]) == (6, 18, 200.0)
@@ -222,8 +222,8 @@ def test_the_command_exits_with_1_where_a_request_failed_and_with_0_where_they_w
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--request-rate", "0"], "expected requests a second, above 0, or inf, got '0'"),
-        (["--request-rate", "fast"], "expected requests a second"),
+        (["--request-rate", "0"], "expected requests per second above 0, or inf, got '0'"),
+        (["--request-rate", "fast"], "expected requests per second"),
         (["--percentiles", "50,x"], "expected numbers separated by commas"),
         (["--percentiles", "101"], "expected numbers between 0 and 100"),
         (["--num-prompts", "0"], "expected a whole number of at least 1"),

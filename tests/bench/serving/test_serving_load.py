@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from sightline.bench.serving.answers import ReportedUsage, StreamedAnswer, seconds_to_wait
 from sightline.bench.serving.http_stream import Address, Client
-from sightline.bench.serving.load import LoadResult, Outcome, run_load
+from sightline.bench.serving.load import LoadResult, Outcome, Record, run_load
 from sightline.bench.serving.report import make_report
 from sightline.bench.serving.work import Arrivals, Ask
 from sightline.core.errors import SightlineError
 from support.serving_loads import load, one, sent
 from support.stub_completions import Scripted, StubServer, stub_server
+from support.virtual_serving import TimedAnswer, virtual_load
 
 
 def test_every_request_has_one_record_in_order_with_its_own_text() -> None:
@@ -52,22 +52,24 @@ def test_text_survives_cuts_anywhere_even_inside_characters(line_end: str, cut: 
     assert (record.error, record.text, len(record.text_times)) == (None, "".join(pieces), 4)
 
 
-def test_times_are_those_of_the_script() -> None:
-    record = one(Scripted(pieces=("a",) * 5, first_delay=0.15, gap=0.05))
-    assert record.ttft == pytest.approx(0.15, abs=0.045)
-    assert statistics.median(record.gaps) == pytest.approx(0.05, abs=0.02)
-    assert len(record.gaps) == 4
-    assert record.latency == pytest.approx(0.4, abs=0.1)
-    assert record.tpot == pytest.approx(0.25 / 4, abs=0.025)
-    assert all(first < second for first, second in pairwise(record.text_times))
+def event(text: str, reason: str | None = None) -> bytes:
+    return b"data: %b\n\n" % json.dumps({"choices": [{"text": text, "finish_reason": reason}]}).encode()
 
 
-def test_the_closing_of_a_connection_is_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def slow(_: asyncio.StreamWriter) -> None:
-        await asyncio.sleep(0.5)
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+TIMED = TimedAnswer(
+    [(0.5, event("a")), (0.25, event("b")), (0.0, event("")), (0.125, event("c", "length")), (1.0, USAGE)], closing=9.0
+)
 
-    monkeypatch.setattr(asyncio.StreamWriter, "wait_closed", slow)
-    assert one(Scripted()).latency < 0.4
+
+def test_times_are_those_of_the_script_and_the_closing_of_a_connection_is_in_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result, time = virtual_load(monkeypatch, [TIMED])
+    [record] = result.records
+    assert (record.error, record.sent, record.text_times) == (None, 0.0, (0.5, 0.75, 0.875))
+    assert (record.ttft, record.gaps, record.latency, record.tpot) == (0.5, [0.25, 0.125], 1.875, 1.375 / 2)
+    assert (result.seconds, time.now) == (1.875, 100 + 1.875 + 9)
 
 
 def test_tokens_are_the_usages_and_gaps_the_chunks_with_text() -> None:
@@ -90,12 +92,12 @@ def test_an_answer_without_text_or_of_one_token_has_no_time_a_token() -> None:
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (Scripted(dies_after=2), "expected the last chunk of the body, got a closed connection|reset"),
-        (Scripted(error_after=1), "expected choices in a chunk, got scripted error in the stream"),
+        (Scripted(dies_after=2), "expected the rest of the body, got a closed connection|reset"),
+        (Scripted(error_after=1), "expected a completion, got scripted error in the stream"),
         (Scripted(done=False), r"expected \[DONE\] at the end of the stream"),
         (Scripted(usage=None), "expected usage in the stream"),
-        (Scripted(usage={"prompt_tokens": 1}), "expected whole numbers of tokens in usage"),
-        (Scripted(usage={"prompt_tokens": 1, "completion_tokens": True}), "expected whole numbers of tokens in usage"),
+        (Scripted(usage={"prompt_tokens": 1}), "Object missing required field `completion_tokens`"),
+        (Scripted(usage={"prompt_tokens": 1, "completion_tokens": True}), "Expected `int`, got `bool`"),
         (Scripted(finish_reason=None), "expected a finish_reason"),
         (Scripted(status=500), "HTTP 500: scripted 500"),
         (Scripted(raw=b"HTTP/1.1 404 No\r\n\r\n<html>"), "HTTP 404: '<html>'"),
@@ -105,9 +107,9 @@ def test_an_answer_without_text_or_of_one_token_has_no_time_a_token() -> None:
         ),
         (
             Scripted(raw=b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\ndata: x\n\n"),
-            "expected JSON, got 'x'",
+            "expected a completion, got 'x': JSON is malformed",
         ),
-        (Scripted(raw=b"nonsense"), "expected an answer in HTTP"),
+        (Scripted(raw=b"nonsense"), "expected an HTTP/1.1 response"),
     ],
 )
 def test_what_is_no_whole_answer_failed_and_says_why(script: Scripted, message: str) -> None:
@@ -126,18 +128,18 @@ def test_a_server_that_dies_in_the_stream_leaves_what_came() -> None:
     ("events", "message"),
     [
         (['{"id": "a", "choices": []}', '{"id": "b", "choices": []}'], "expected chunks with one id, 'a', got 'b'"),
-        (["[DONE]", '{"choices": []}'], "expected nothing behind"),
+        (["[DONE]", '{"choices": []}'], "expected nothing after"),
         (
             ['{"choices": [{"text": "", "finish_reason": "stop"}]}', '{"choices": [{"text": "x"}]}'],
-            "expected no text beh",
+            "expected no text after",
         ),
-        (["[]"], "expected a JSON object"),
-        (['{"choices": [1]}'], "expected an object as a choice"),
-        (['{"choices": [{"text": 1}]}'], "expected a choice of text"),
+        (["[]"], "Expected `object`, got `array`"),
+        (['{"choices": [1]}'], "Expected `object`, got `int`"),
+        (['{"choices": [{"text": 1}]}'], "Expected `str | null`, got `int`"),
         (['{"choices": [{}]}'], "expected a choice with text, a delta or a message"),
-        (['{"detail": "not so"}'], "expected choices in a chunk, got not so"),
-        (['{"id": 1, "choices": []}'], "expected chunks with one id"),
-        (["{" * 9], "expected JSON"),
+        (['{"detail": "not so"}'], "expected a completion, got not so"),
+        (['{"id": 1, "choices": []}'], "Expected `str | null`, got `int`"),
+        (["{" * 9], "expected a completion, got .* JSON is malformed"),
     ],
 )
 def test_streams_that_contradict_themselves_are_refused(events: list[str], message: str) -> None:
@@ -168,26 +170,21 @@ def test_refusals_are_counted_and_are_no_failures() -> None:
     assert "completed 2, refused 3 (1 with 429, 2 with 503), failed 0" in report.lines()
 
 
-def test_a_refused_request_is_sent_again_when_the_server_says_so() -> None:
-    def script(_: Mapping[str, Any], number: int) -> Scripted:
-        return Scripted(status=429, headers={"Retry-After": "0.2"}) if number < 2 else Scripted()
-
-    with stub_server(script) as server:
-        result = load(server, 1, retry=True)
+def test_a_refused_request_is_sent_again_when_the_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = TimedAnswer([(0.5, b"{}")], status=429, retry_after="2")
+    result, time = virtual_load(monkeypatch, [refused, refused, TIMED], retry=True)
     [record] = result.records
     assert (record.outcome, record.refusals, record.status) == (Outcome.COMPLETED, (429, 429), 200)
-    assert record.ttft is not None
-    assert record.ttft > 0.4
-    assert len(server.asked) == 3
+    assert (time.slept, record.ttft) == ([2.0, 2.0], 5.5)
     report = make_report(sent(), result, [3], ())
     assert (report.refused, report.refusals_retried) == ({}, {"429": 2})
 
 
-def test_a_server_that_refuses_for_longer_than_there_is_time_has_refused() -> None:
-    with stub_server(Scripted(status=503, headers={"Retry-After": "30"})) as server:
-        [record] = load(server, 1, retry=True, timeout=2.0).records
-    assert (record.outcome, record.refusals) == (Outcome.REFUSED, (503,))
-    assert record.latency < 2
+def test_a_server_that_refuses_for_longer_than_there_is_time_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = TimedAnswer([], status=503, retry_after="30")
+    result, time = virtual_load(monkeypatch, [refused], retry=True, timeout=29.0)
+    [record] = result.records
+    assert (record.outcome, record.refusals, time.slept) == (Outcome.REFUSED, (503,), [])
 
 
 @pytest.mark.parametrize(
@@ -211,14 +208,12 @@ def test_no_more_requests_are_under_way_than_may_be() -> None:
     assert limited.records[-1].sent > limited.records[0].ended - 0.001
 
 
-def test_requests_are_sent_when_they_are_due() -> None:
+def test_requests_are_sent_when_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
     arrivals = Arrivals(request_rate=40.0, seed=1)
-    with stub_server() as server:
-        result = load(server, 20, arrivals=arrivals)
+    at_once = TimedAnswer([(0.0, event("a", "length")), (0.0, USAGE)])
+    result, _ = virtual_load(monkeypatch, [at_once], 20, arrivals=arrivals)
     assert [record.due for record in result.records] == arrivals.offsets(20)
-    late = [record.sent - record.due for record in result.records]
-    assert min(late) >= 0
-    assert statistics.median(late) < 0.02
+    assert [record.sent for record in result.records] == pytest.approx(arrivals.offsets(20))
 
 
 def test_overload_in_an_open_loop_loses_nothing() -> None:
@@ -247,12 +242,23 @@ def test_overload_in_an_open_loop_loses_nothing() -> None:
 
 def test_a_load_that_is_stopped_tells_what_ended_and_cuts_the_rest() -> None:
     async def stopped(server: StubServer) -> LoadResult:
-        stop = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.5, stop.set)
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def stop_soon(_: Record) -> None:
+            """One has ended: as soon as the next has been sent, nobody ends any more."""
+            loop.call_later(0.1, stop.set)
+
         asks = [Ask((number,), 3) for number in range(6)]
         arrivals = Arrivals(max_concurrency=4)
         client = Client(Address.parse(server.url))
-        return await run_load(client, asks, model="stub", arrivals=arrivals, stop=stop)
+        return await run_load(
+            client,
+            asks,
+            model="stub",
+            arrivals=arrivals,
+            stop=stop,
+            on_record=stop_soon,
+        )
 
     with stub_server(lambda body, _: Scripted(first_delay=0.0 if body["prompt"][0] == 1 else 20.0)) as server:
         result = asyncio.run(stopped(server))

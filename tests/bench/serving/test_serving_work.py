@@ -51,7 +51,7 @@ def test_conversations_are_log_normal_within_bounds() -> None:
     assert statistics.median(lengths) == pytest.approx(60, rel=0.15)
     assert statistics.median(ask.max_tokens for ask in asks) == pytest.approx(230, rel=0.1)
     assert (min(lengths), max(lengths)) == (4, 1024)
-    assert "log-normal, median 60, sigma 1.4, 4 to 1024" in dataset.told(50)
+    assert "log-normal, median 60, sigma 1.4, 4 to 1024" in dataset.describe(50)
 
 
 def test_a_request_is_what_openai_has() -> None:

@@ -279,7 +279,8 @@ def test_a_bar_shows_on_a_terminal_only(repositories: dict[str, Path], tmp_path:
 def test_a_local_model_does_not_import_the_hub_package(tmp_path: Path) -> None:
     write_llama(tmp_path / "tiny.gguf", tiny_llama())
     code = (
-        "import sys; from sightline.core.ledger import Ledger; from sightline.models.loading import open_checkpoint\n"
+        "import sys; from sightline.core.ledger import Ledger\n"
+        "from sightline.models.loading.opening import open_checkpoint\n"
         "open_checkpoint(sys.argv[1], Ledger()); print('huggingface_hub' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "tiny.gguf")]

@@ -71,7 +71,7 @@ def test_a_length_that_is_none_is_not_taken(folder: Path, stated: object) -> Non
             {"prompts": {"query": "search: "}, "default_prompt_name": "query"},
             "'query' of config_sentence_transformers.json is not put before texts: 'search: '",
         ),
-        ("sentence_bert_config.json", {"do_lower_case": True}, "of sentence_bert_config.json is not done"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "of sentence_bert_config.json is not supported"),
     ],
     ids=["prompt", "lower case"],
 )

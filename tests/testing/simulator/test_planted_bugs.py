@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,10 +14,13 @@ from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
 from sightline.engine.engine import Engine
-from sightline.engine.launch import Launch, LaunchedStep, Launcher, Member, RowFailure, SampledTokens
-from sightline.scheduler.queue import QueuePosition, WaitingQueue
+from sightline.engine.launch import Launch, LaunchedStep, Launcher, RowFailure
+from sightline.engine.live import LiveSequence
+from sightline.engine.sampled import Sampled, SampledTokens
+from sightline.scheduler.decision import WaitingSequence
+from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from sightline.scheduler.supply import Supply
 from sightline.testing.simulator.simulation import Simulation, Violation
 from sightline.testing.simulator.workload import draw_scenario
@@ -152,9 +155,9 @@ def chunk_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """A chunk that does not end its prompt counts as one token longer."""
     commit = Scheduler.commit
 
-    def miscounted(scheduler: Scheduler, row: ScheduledRow, token: int | None) -> None:
-        commit(scheduler, row, token)
-        if token is None:
+    def miscounted(scheduler: Scheduler, row: ScheduledRow, result: RowResult) -> None:
+        commit(scheduler, row, result)
+        if not result.tokens:
             row.sequence.num_computed += 1
 
     patch.setattr(Scheduler, "commit", miscounted)
@@ -178,7 +181,7 @@ def ignore_deadlines(patch: pytest.MonkeyPatch) -> None:
 def look_at_deadlines_before_a_launch_only(patch: pytest.MonkeyPatch) -> None:
     commit = Engine._commit
 
-    def careless(engine: Engine, step: LaunchedStep) -> None:
+    def careless(engine: Engine, step: LaunchedStep[LiveSequence]) -> None:
         kept, engine._deadlines = engine._deadlines, []
         commit(engine, step)
         engine._deadlines = kept
@@ -189,8 +192,10 @@ def look_at_deadlines_before_a_launch_only(patch: pytest.MonkeyPatch) -> None:
 def fail_the_neighbours(patch: pytest.MonkeyPatch) -> None:
     """A step that raises fails all its rows."""
 
-    def fail_all(launcher: Launcher, members: Sequence[Member], in_flight: Sequence[LaunchedStep]) -> Launch:
-        return Launch((), tuple(RowFailure(member, RuntimeError("the step raised")) for member in members))
+    def fail_all(
+        launcher: Launcher[LiveSequence], rows: object, lives: Sequence[LiveSequence], in_flight: object
+    ) -> Launch[LiveSequence]:
+        return Launch((), tuple(RowFailure(live, RuntimeError("the step raised")) for live in lives))
 
     patch.setattr(Launcher, "_launch_parts", fail_all)
 
@@ -220,13 +225,19 @@ def give_a_token_to_the_wrong_row(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_priorities(patch: pytest.MonkeyPatch) -> None:
-    """All take turns by arrival alone."""
+    """All wait in the same line."""
 
-    def by_arrival(queue: WaitingQueue, *rest: object) -> Iterator[tuple[QueuePosition, SequenceState]]:
-        for sequence in sorted(queue, key=lambda waiting: waiting.arrival):
-            yield QueuePosition(0, 0, sequence.arrival), sequence
+    lines = WaitingQueue.lines
 
-    patch.setattr(WaitingQueue, "in_turn", by_arrival)
+    def by_arrival(queue: WaitingQueue, depth: int) -> Mapping[int, Mapping[str, Sequence[WaitingSequence]]]:
+        all_lines: dict[str, list[WaitingSequence]] = {}
+        for callers in lines(queue, depth).values():
+            for caller, line in callers.items():
+                merged = [*all_lines.get(caller, ()), *line]
+                all_lines[caller] = sorted(merged, key=lambda each: each.arrival)
+        return {0: all_lines}
+
+    patch.setattr(WaitingQueue, "lines", by_arrival)
 
 
 def trim_too_much(patch: pytest.MonkeyPatch) -> None:
@@ -250,13 +261,13 @@ def copy_a_page_short(patch: pytest.MonkeyPatch) -> None:
 def take_what_is_no_number(patch: pytest.MonkeyPatch) -> None:
     """A row of NaN gives a token like any other."""
 
-    read = LaunchedStep.read
+    read = Sampled.read
 
-    def credulous(step: LaunchedStep) -> SampledTokens:
+    def credulous(step: Sampled) -> SampledTokens:
         choices = read(step)
         return choices._replace(finite=[True] * len(choices.finite))
 
-    patch.setattr(LaunchedStep, "read", credulous)
+    patch.setattr(Sampled, "read", credulous)
 
 
 def refuse_too_early(patch: pytest.MonkeyPatch) -> None:

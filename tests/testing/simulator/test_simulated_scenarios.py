@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from sightline.core.errors import ConfigError
 from sightline.testing.simulator.scenario import ClientCancels, ClientSubmits, Scenario

@@ -9,8 +9,10 @@ from dataclasses import fields
 from typing import ClassVar
 
 import pytest
+from msgspec.structs import asdict
 
 from sightline.testing.simulator.counts import EventCounts
+from sightline.testing.simulator.scenario import Close, DeviceFault
 from sightline.testing.simulator.simulation import Simulation, simulate
 from sightline.testing.simulator.workload import draw_scenario
 
@@ -54,8 +56,8 @@ class TestLastQuarter(_Traffic):
 
 
 def test_every_end_of_an_engine_occurs() -> None:
-    kinds = {draw_scenario(seed, 5).events[-1].kind for seed in range(100) if draw_scenario(seed, 5).events}
-    assert {"device fault", "close"} <= kinds
+    kinds = {type(draw_scenario(seed, 5).events[-1]) for seed in range(100) if draw_scenario(seed, 5).events}
+    assert {DeviceFault, Close} <= kinds
 
 
 def test_a_seed_repeats_exactly() -> None:
@@ -70,7 +72,7 @@ def test_a_scenario_depends_on_its_seed_alone() -> None:
 def test_both_ways_of_scheduling_are_played() -> None:
     scenes = [draw_scenario(seed, 1).scene for seed in range(100)]
     for name in ("async_scheduling", "prefix_caching", "paranoid"):
-        assert {vars(scene)[name] for scene in scenes} == {True, False}
+        assert {asdict(scene)[name] for scene in scenes} == {True, False}
     assert {scene.page_size for scene in scenes} == {1, 2, 3, 4, 5, 8}
 
 

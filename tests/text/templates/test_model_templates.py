@@ -342,7 +342,7 @@ def test_the_limits_cost_little() -> None:
     for template in (ChatTemplate(source, "<s>", "</s>"), ChatTemplate(QWEN3, None, None)):
         seconds = []
         for _ in range(20):
-            start = time.perf_counter()
+            start = time.process_time()
             template.render(PLAIN, tools=TOOLS)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.process_time() - start)
         assert min(seconds) < 0.003

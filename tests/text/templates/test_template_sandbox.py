@@ -104,14 +104,14 @@ BOMBS = {
 def test_values_are_bounded(name: str) -> None:
     template = SandboxedTemplate(BOMBS[name])
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         with pytest.raises((SecurityError, ValueError)):
             template.render({}, seconds=60.0, max_characters=1000)
         assert tracemalloc.get_traced_memory()[1] < 450 << 20
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize(

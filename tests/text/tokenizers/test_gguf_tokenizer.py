@@ -124,10 +124,10 @@ def test_a_token_of_absurd_length_is_refused_before_any_work_on_it(tmp_path: Pat
     tokens[-1] = "a" * MAX_TOKEN_CHARACTERS
     tokenizer_from_gguf(metadata)
     tokens[-1] = "a" * 2_000_000
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match="at most 1024 characters, got one of 2000000"):
         tokenizer_from_gguf(metadata)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_qwen2_rule_composes_characters_as_its_own_tokenizer_does(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""Who is measured: Sightline's backends on a shape, each with a plan of its own over the shape's pools.
-
-Owns what a contender is and how a backend becomes one. Does not know other people's kernels: `attention_peers` does.
-"""
+"""Contenders: whatever computes a shape. Makes one of a backend of Sightline; `peers` does so for other libraries."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _SCRATCH_BYTES = 1 << 36
 
 
 class Origin(Enum):
-    """Whose contender it is."""
+    """Where a contender comes from."""
 
     OURS = "backend"
     PEER = "peer"
@@ -33,36 +30,36 @@ class Origin(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Contender:
-    """Something that computes a shape, planned and ready."""
+    """A planned computation of a shape."""
 
     name: str
     origin: Origin
     layer: Callable[[int], Tensor]
-    """Runs a whole layer, cache write included, and gives its output."""
+    """Runs a whole layer, including the cache write, and returns its output."""
     kernel: Callable[[int], Tensor] | None
-    """Runs attention alone, where that can be had."""
+    """Runs attention alone, if it can be separated."""
     plan: Callable[[], object] | None
-    """Host work, once a step."""
+    """Host work per step."""
     prepare: Callable[[], object] | None
-    """Device work, once a step."""
+    """Device work per step."""
     no_graph: str | None
-    """Why a graph cannot hold it."""
+    """Why a CUDA graph cannot contain it; None if it can."""
 
 
 def requirement(shape: Shape, device: Device) -> Requirement:
-    """What the shape needs of a backend."""
+    """What a backend must support to serve the shape."""
     return Requirement(shape.spec, device, shape.dtype, shape.dtype, shape.page_size)
 
 
 def work_of(shape: Shape) -> Work:
-    """What selection takes the shape's rows for."""
+    """The kind of work for which selection chooses a backend."""
     if shape.row_kind is RowKind.PREFILL:
         return Work.PREFILL
     return decode_work(shape.num_rows)
 
 
 def selected(candidates: Sequence[Candidate], shape: Shape, device: Device) -> str | None:
-    """The backend that an engine would use for such rows; None where it has none."""
+    """The name of the backend that an engine would use for such rows, or None."""
     offered = Offer(tuple(candidate for candidate in candidates if candidate.by_default))
     try:
         return select_backend(offered, requirement(shape, device), shape.name, work=work_of(shape)).candidate.name
@@ -71,7 +68,7 @@ def selected(candidates: Sequence[Candidate], shape: Shape, device: Device) -> s
 
 
 def build_ours(candidate: Candidate, capability: Capability, data: ShapeData) -> Contender:
-    """A backend of Sightline, planned for the shape's batch."""
+    """Builds a backend of Sightline and plans the shape's batch with it."""
     planner = _planner(candidate, capability, data)
     planned, out = planner.plan(data.batch), data.new_out()
 

@@ -1,6 +1,6 @@
-"""A shape as tensors: pools with pages in random order, one layer's inputs for each layer, and what the oracle says.
+"""A shape as tensors: pools with pages in random order, inputs for each layer, and expected outputs from the oracle.
 
-Every contender reads the same pools and inputs. Does not know who the contenders are.
+All contenders read the same pools and inputs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from sightline.core.device import Device, DeviceKind
 from sightline.runner.batching import assemble
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Of an output vector: the length of its error over its own length. A page read wrong is ten times as much."""
+"""Largest relative error of an output vector. A wrong page gives ten times as much."""
 MAX_LAYERS = 64
 _CHECKED_ROWS = 4
 _NEW_VALUE_FACTOR = 16.0
-"""New values are larger than cached ones in decode, so that a step which does not see its own token shows."""
+"""In decode, new values are larger than cached ones, so that a step that does not read its own token is detected."""
 _NEW_LATENT_FACTOR = 4.0
 _Normal: TypeAlias = Callable[..., Tensor]
-"""Random numbers of a shape."""
+"""Returns random numbers of a shape."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One token whose output is known."""
+    """The expected output of one token."""
 
     token: int
     expected: Tensor
-    """[num_q_heads, out_dim] fp32, of the last layer."""
+    """[num_q_heads, out_dim] fp32, in the last layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class ShapeData:
     store: CacheStore
     batch: Batch
     inputs: tuple[AttentionInputs, ...]
-    """By layer: the same queries and new entries, each layer's own projections."""
+    """By layer: the same queries and new entries, and the layer's own projections."""
     samples: tuple[Sample, ...]
 
     @property
@@ -70,18 +70,18 @@ class ShapeData:
         return self.batch.pools[self.pool.key].write_slots
 
     def new_out(self) -> Tensor:
-        """[num_tokens, num_q_heads, out_dim], full of NaN."""
+        """An output [num_tokens, num_q_heads, out_dim], filled with NaN."""
         spec, shape = self.shape.spec, self.shape
         size = (shape.num_tokens, spec.num_q_heads, spec.out_dim)
         return torch.full(size, torch.nan, dtype=shape.dtype, device=self.device.torch_device)
 
     def forget(self) -> None:
-        """Makes the new entries unwritten again, in every layer, so that whoever does not write them reads NaN."""
+        """Overwrites the new entries with NaN in every layer, so that a missing cache write is detected."""
         for plane in self.pool.spec.planes:
             self.pool.plane(plane.name)[:, self.write_slots] = torch.nan
 
     def error(self, out: Tensor) -> float:
-        """How far the last layer's output is from the oracle's at worst; infinite where anything is NaN."""
+        """Largest relative error of the last layer's output against the oracle; infinite if anything is NaN."""
         flat = out.reshape(self.shape.num_tokens, self.shape.spec.num_q_heads, -1)
         worst = 0.0
         for sample in self.samples:
@@ -96,7 +96,7 @@ class ShapeData:
 
 
 def count_layers(shape: Shape, device: Device) -> int:
-    """So many that a pass over them reads twice what the device's cache holds: each layer then comes from memory."""
+    """Number of layers whose caches are twice as large as the device's L2 cache, so that each layer reads memory."""
     if device.kind is DeviceKind.CPU:
         return 2
     cached = torch.cuda.get_device_properties(device.torch_device).L2_cache_size
@@ -104,12 +104,12 @@ def count_layers(shape: Shape, device: Device) -> int:
 
 
 def pool_bytes(shape: Shape, num_layers: int) -> int:
-    """Of the cache of all layers."""
+    """Bytes of the cache of all layers."""
     return shape.num_pages * shape.page_size * shape.entry_bytes * num_layers
 
 
 def build_data(shape: Shape, device: Device, num_layers: int, seed: int = 5) -> ShapeData:
-    """Random pools and inputs, the same for one seed."""
+    """Builds random pools and inputs, equal for equal seeds."""
     target = device.torch_device
     generator = torch.Generator(target).manual_seed(seed)
     [group] = group_layers([shape.spec] * num_layers)
@@ -148,7 +148,7 @@ def _softmax_inputs(shape: Shape, spec: SoftmaxSpec, normal: _Normal) -> Softmax
 
 
 def _latent_inputs(shape: Shape, spec: LatentSpec, num_layers: int, normal: _Normal) -> tuple[LatentInputs, ...]:
-    """A head's query is one run of numbers: the cheapest form, which peers get too."""
+    """Each head's query is contiguous, which is the cheapest form; peers get the same."""
     factor = _NEW_LATENT_FACTOR if shape.row_kind is RowKind.DECODE else 1.0
     q = normal(shape.num_tokens, spec.num_q_heads, spec.nope_dim + spec.rope_dim)
     latent, k_rope = normal(shape.num_tokens, spec.latent_dim) * factor, normal(shape.num_tokens, spec.rope_dim)
@@ -166,7 +166,7 @@ def _latent_inputs(shape: Shape, spec: LatentSpec, num_layers: int, normal: _Nor
 
 
 def _samples(shape: Shape, store: CacheStore, batch: Batch, inputs: AttentionInputs) -> Iterator[Sample]:
-    """Some tokens of some rows, spread from the first to the last."""
+    """Expected outputs of some tokens of some rows, from the first to the last."""
     [pool] = store.pools
     offsets = batch.query_offsets_host()
     for row in _spread(shape.num_rows):
@@ -183,7 +183,7 @@ def _spread(count: int) -> list[int]:
 
 
 def _answer(shape: Shape, pool: Pool, context: Tensor, inputs: AttentionInputs, tokens: slice) -> Tensor:
-    """The oracle's output for the last of the row's `tokens`, which sees its context and all of them."""
+    """The oracle's output for the last of the row's `tokens`, which attends to the context and to all of them."""
     query = slice(tokens.stop - 1, tokens.stop)
     visible = torch.ones(1, shape.context_len + tokens.stop - tokens.start, dtype=torch.bool)
     match shape.spec, inputs:
@@ -197,4 +197,4 @@ def _answer(shape: Shape, pool: Pool, context: Tensor, inputs: AttentionInputs, 
             queries = (given.q_nope[query], given.q_rope[query])
             return attend_latent_row(spec, *queries, entries, given.key_up, given.value_up, visible)[0][0]
         case spec, given:
-            raise TypeError(f"expected inputs of {type(spec).__name__}'s kind, got {type(given).__name__}")
+            raise TypeError(f"expected inputs for {type(spec).__name__}, got {type(given).__name__}")

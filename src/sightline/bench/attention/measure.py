@@ -1,8 +1,6 @@
-"""Attention backends and peers on the same shapes, in turns: whoever's answer is not the oracle's has no time.
+"""Times attention backends and peers on the same shapes, in turns. A contender with a wrong answer gets no time.
 
-    shape ─▶ tensors ─▶ contenders ─▶ checked, eager and in a graph ─▶ timed in turns ─▶ planned, on the host ─▶ result
-
-Owns the order of a measurement.
+shape ─▶ tensors ─▶ contenders ─▶ checked, eager and in a graph ─▶ timed in turns ─▶ plan timed on the host ─▶ result
 """
 
 from __future__ import annotations
@@ -50,29 +48,29 @@ from sightline.runner.environment import collect_environment
 
 _PLANS = 21
 _SURROUNDINGS = ""
-"""Stands where a contender's name would: the write and the products alone."""
+"""Key of the time of the cache write and projections alone, in place of a contender's name."""
 _BETWEEN = " "
-"""So does this: what a graph has between layers, alone."""
+"""Key of the time of the launch between the layers of a graph."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """Who takes part, and where."""
+    """The contenders and the device."""
 
     device: Device
     candidates: tuple[Candidate, ...]
-    """Backends that are measured."""
+    """Backends to measure."""
     installed: tuple[Candidate, ...]
-    """Backends that an engine would choose from."""
+    """Backends among which an engine would choose."""
     peers: tuple[AttentionPeer, ...]
     effort: TimingBudget = field(default_factory=TimingBudget)
     max_pool_bytes: int | None = None
-    """Of one shape; None is half of what is free."""
+    """Largest cache of a shape; None is half of the free memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A contender that was tried, and what it can be timed as."""
+    """A contender that was tried, and its tasks to time."""
 
     result: ContenderResult
     contender: Contender | None = None
@@ -80,27 +78,30 @@ class _Entry:
 
 
 class _WrongAnswer(Exception):  # noqa: N818 - the name is the condition
-    """An output that is not the oracle's."""
+    """An output that differs from the oracle's."""
 
 
 def measure_attention(
     shapes: Sequence[Shape], entrants: Field, on_shape: Callable[[AttentionReport, Shape, float], None]
 ) -> AttentionReport:
-    """Every shape that fits into memory. `on_shape` is told of each, measured or not, the report as it is by then, and
-    its seconds: a process that dies at the next one has left that."""
+    """Measures every shape that fits into memory. Ctrl-C ends it with what was measured until then.
+
+    After each shape, measured or not, `on_shape` receives the report so far, the shape and its seconds, so that a
+    process that dies later has already written its results.
+    """
     run = _Run(shapes, entrants)
     try:
         for shape in shapes:
             began = time.perf_counter()
             run.measure(shape)
             on_shape(run.report(), shape, time.perf_counter() - began)
-    except KeyboardInterrupt:  # what was measured before it is still told
+    except KeyboardInterrupt:
         pass
     return run.report()
 
 
 class _Run:
-    """What has come of a run so far."""
+    """The results of a run so far."""
 
     def __init__(self, shapes: Sequence[Shape], entrants: Field) -> None:
         self._started = time.perf_counter()
@@ -126,8 +127,8 @@ class _Run:
                 result = measure_shape(shape, self._entrants, self._rates)
                 _release(self._device)
                 self._results.append(result)
-            except RuntimeError as error:  # a device that failed, or is full: what was measured before is still told
-                self._broken[shape.name] = _told(error)
+            except RuntimeError as error:  # the device failed or is full: keep earlier results
+                self._broken[shape.name] = _described(error)
 
     def report(self) -> AttentionReport:
         done = {result.shape.name for result in self._results} | self._skipped.keys() | self._broken.keys()
@@ -146,7 +147,7 @@ class _Run:
 
 
 def measure_shape(shape: Shape, entrants: Field, rates: Rates) -> ShapeResult:
-    """All that serve the shape, on the same tensors."""
+    """Measures all contenders that serve the shape, on the same tensors."""
     data = build_data(shape, entrants.device, count_layers(shape, entrants.device))
     between = Between(entrants.device.torch_device)
     entries = [_enter_ours(candidate, data, between) for candidate in entrants.candidates]
@@ -176,16 +177,16 @@ def _enter_peer(peer: AttentionPeer, data: ShapeData, between: Between) -> _Entr
 
 
 def _try(blank: ContenderResult, build: Callable[[], Contender], data: ShapeData, between: Between) -> _Entry:
-    """Builds a contender and compares what it gives with the oracle, launched and captured."""
+    """Builds a contender and compares its output with the oracle's, eager and in a graph."""
     try:
         contender = build()
         error = _check(lambda: _all_layers(contender, data), data, "")
         tasks, no_graph = _contender_tasks(contender, data, between)
     except _WrongAnswer as wrong:
         return _Entry(replace(blank, state=ContenderState.WRONG, detail=str(wrong)))
-    except Exception as raised:  # the border to other people's code: whatever it raises is its result
+    except Exception as raised:  # foreign code: whatever it raises is its result
         trace = "".join(traceback.format_exception(raised))
-        return _Entry(replace(blank, state=ContenderState.FAILED, detail=_told(raised), trace=trace))
+        return _Entry(replace(blank, state=ContenderState.FAILED, detail=_described(raised), trace=trace))
     return _Entry(replace(blank, error=error, no_graph=no_graph), contender, tasks)
 
 
@@ -208,7 +209,7 @@ def _check(run: Callable[[], Tensor], data: ShapeData, where: str) -> float:
 def _contender_tasks(
     contender: Contender, data: ShapeData, between: Between
 ) -> tuple[dict[tuple[Part, Mode], TimedTask], str | None]:
-    """What it can be timed as, and why not in a graph. Raises `_WrongAnswer` where a graph gives another answer."""
+    """Returns the tasks to time, and why not in a graph. Raises `_WrongAnswer` if a graph gives another answer."""
     tasks = {(Part.LAYER, Mode.EAGER): eager_task(contender.layer, data.num_layers)}
     if contender.kernel is not None:
         tasks[Part.KERNEL, Mode.EAGER] = eager_task(contender.kernel, data.num_layers)
@@ -224,20 +225,20 @@ def _contender_tasks(
             tasks[Part.KERNEL, Mode.GRAPH] = capture(contender.kernel, data.num_layers, between).task()
     except _WrongAnswer:
         raise
-    except Exception as raised:  # the border to other people's code: it runs, though a graph cannot hold it
-        return tasks, f"capture failed: {_told(raised)}"
+    except Exception as raised:  # foreign code: it runs, but cannot be captured
+        return tasks, f"capture failed: {_described(raised)}"
     return tasks, None
 
 
 def _replayed(captured: Captured) -> Tensor:
-    """The last layer's output, which is NaN unless the graph writes it."""
+    """The last layer's output, which is NaN if the graph does not write it."""
     captured.out.fill_(torch.nan)
     captured.graph.replay()
     return captured.out
 
 
 def _tasks(entries: Sequence[_Entry], data: ShapeData, between: Between) -> dict[tuple[str, Part, Mode], TimedTask]:
-    """Everybody's, and those of what surrounds a kernel and of what is between layers."""
+    """The tasks of all contenders, of the surroundings alone, and of the launch between layers alone."""
     tasks = {(entry.result.name, *key): task for entry in entries for key, task in entry.tasks.items()}
     if not tasks:
         return {}
@@ -250,7 +251,7 @@ def _tasks(entries: Sequence[_Entry], data: ShapeData, between: Between) -> dict
 
 
 def _apart(times: Mapping[tuple[str, Part, Mode], RoundTimes]) -> dict[tuple[str, Part, Mode], RoundTimes]:
-    """All but what is between layers, without it."""
+    """Subtracts the time of the launch between layers from all other times in a graph."""
     around = {mode: timing.median for (name, _, mode), timing in times.items() if name == _BETWEEN}
     return {key: timing.less(around.get(key[2], 0.0)) for key, timing in times.items() if key[0] != _BETWEEN}
 
@@ -258,7 +259,7 @@ def _apart(times: Mapping[tuple[str, Part, Mode], RoundTimes]) -> dict[tuple[str
 def _timed(
     entry: _Entry, times: Mapping[tuple[str, Part, Mode], RoundTimes], entrants: Field, chosen: str | None
 ) -> ContenderResult:
-    """The result with its times. Plans come last: a graph does not outlive the plan that it was captured with."""
+    """Adds the times to a result. Times the plan last, because a new plan invalidates a captured graph."""
     result = replace(entry.result, is_selected=entry.result.name == chosen)
     if entry.contender is None:
         return result
@@ -279,7 +280,7 @@ def _timed(
 def _differences(
     own: Mapping[tuple[Part, Mode], RoundTimes], around: Mapping[Mode, RoundTimes]
 ) -> dict[tuple[Part, Mode], RoundTimes]:
-    """A kernel's times: the layer's less those of what surrounds it, where something is left."""
+    """A backend's kernel times: the layer's minus those of the surroundings, if positive."""
     return {
         (Part.KERNEL, mode): timing.less(around[mode].median)
         for (_, mode), timing in own.items()
@@ -287,14 +288,14 @@ def _differences(
     }
 
 
-def _told(raised: Exception) -> str:
-    """With the line that it came from."""
+def _described(raised: Exception) -> str:
+    """The error with the line that raised it."""
     place = traceback.extract_tb(raised.__traceback__)[-1]
     return f"{type(raised).__name__}: {raised} (in {place.name}, {Path(place.filename).name}:{place.lineno})"
 
 
 def _release(device: Device) -> None:
-    """Graphs and pools hold each other: what one shape took must be free before the next is built."""
+    """Frees the memory of a shape. Graphs and pools refer to each other, so that only a collection does."""
     gc.collect()
     if device.kind is DeviceKind.CUDA:
         torch.cuda.empty_cache()

@@ -1,10 +1,10 @@
-"""Other people's attention kernels, to be measured against. None is a dependency, and none is imported unless asked.
+"""Attention kernels of other libraries to compare with. None is a dependency; each is imported only if requested.
 
-    peer ── missing ─▶ why it is not here
+    peer ── missing ─▶ why it is not installed
          ── refuses ─▶ why it does not serve a shape
          ── build   ─▶ its kernel over the shape's pools, planned ─▶ a contender: the kernel in a layer's surroundings
 
-Owns what a peer is, and those of one library call. FlashInfer's are in `attention_peers_flashinfer`.
+FlashInfer's kernels are in `flashinfer_peers`.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class PeerKernel:
     """A library's kernel, planned for one shape."""
 
     run: Callable[[int], Tensor]
-    """Attention alone, of a layer; reads what the surroundings hold."""
+    """Runs the attention of a layer on the tensors of the surroundings."""
     plan: Callable[[], object] | None = None
-    """Host work, once a step."""
+    """Host work per step."""
 
 
 class AttentionPeer(ABC):
-    """One kernel of one library."""
+    """A kernel of another library."""
 
     name: str
     forms: frozenset[Form]
@@ -62,14 +62,14 @@ class AttentionPeer(ABC):
 
     @abstractmethod
     def missing(self) -> str | None:
-        """What is not installed."""
+        """What is not installed; None if everything is."""
 
     @abstractmethod
     def kernel(self, data: ShapeData, surroundings: Surroundings) -> PeerKernel:
-        """Plans it. Whatever the library raises comes through."""
+        """Plans the kernel. Errors of the library are not caught."""
 
     def refuses(self, shape: Shape, device: Device) -> str | None:
-        """Why it does not serve the shape there."""
+        """Why it does not serve the shape on the device; None if it does."""
         if device.kind not in self.devices:
             return f"does not run on {device.kind.value}"
         if (shape.spec.kind, shape.row_kind) not in self.forms:
@@ -79,7 +79,7 @@ class AttentionPeer(ABC):
         return None
 
     def build(self, data: ShapeData) -> Contender:
-        """The kernel with a layer around it."""
+        """Builds the kernel with the rest of a layer around it."""
         surroundings = surround(data)
         surroundings.before(0)
         kernel = self.kernel(data, surroundings)
@@ -93,7 +93,7 @@ class AttentionPeer(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PagedIndex:
-    """A batch's lengths and pages as the libraries take them; all int32."""
+    """A batch's lengths and pages as libraries expect them; all int32."""
 
     query_offsets: Tensor
     """[num_rows + 1], on the host."""
@@ -102,7 +102,7 @@ class PagedIndex:
     seq_lens: Tensor
     """[num_rows], on the host."""
     pages: Tensor
-    """[num_rows, pages of a row], on the device."""
+    """[num_rows, pages per row], on the device."""
 
     @staticmethod
     def of(data: ShapeData) -> PagedIndex:
@@ -114,12 +114,12 @@ class PagedIndex:
 
 
 def paged(plane: Tensor, page_size: int) -> Tensor:
-    """[num_layers, num_pages, page_size, ...] of [num_layers, num_slots, ...]."""
+    """A view [num_layers, num_pages, page_size, ...] of [num_layers, num_slots, ...]."""
     return plane.view(plane.shape[0], -1, page_size, *plane.shape[2:])
 
 
 def wrong_surroundings(peer: str, surroundings: Surroundings) -> SightlineError:
-    return SightlineError(f"expected surroundings that {peer} serves, got {type(surroundings).__name__}")
+    return SightlineError(f"expected surroundings that {peer} supports, got {type(surroundings).__name__}")
 
 
 def new_keys_values(surroundings: Surroundings, peer: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +134,7 @@ def new_keys_values(surroundings: Surroundings, peer: str) -> tuple[Tensor, Tens
 
 
 class SdpaPeer(AttentionPeer):
-    """Torch's own attention over rows of one length."""
+    """Torch's `scaled_dot_product_attention` over rows of equal length."""
 
     forms = frozenset({SOFTMAX_PREFILL, LATENT_PREFILL})
     devices: ClassVar[frozenset[DeviceKind]] = frozenset(DeviceKind)
@@ -151,7 +151,7 @@ class SdpaPeer(AttentionPeer):
         if on_cudnn and device.kind is DeviceKind.CPU:
             return "does not run on cpu"
         if not on_cudnn and shape.spec.kind is SpecKind.LATENT and _head_dims(shape)[0] != _head_dims(shape)[1]:
-            return "takes no values that are shorter than keys"
+            return "does not support values that are shorter than keys"
         return super().refuses(shape, device)
 
     def kernel(self, data: ShapeData, surroundings: Surroundings) -> PeerKernel:
@@ -169,7 +169,7 @@ class SdpaPeer(AttentionPeer):
 
 
 def _head_dims(shape: Shape) -> tuple[int, int]:
-    """Of keys and of values, as a prefill kernel takes them."""
+    """Head dimensions of keys and of values in a prefill kernel."""
     match shape.spec:
         case LatentSpec(nope_dim=nope, rope_dim=rope, value_dim=value):
             return nope + rope, value
@@ -178,12 +178,12 @@ def _head_dims(shape: Shape) -> tuple[int, int]:
 
 
 def _find_library(file: str) -> Path | None:
-    """A shared library in a folder of the import path."""
+    """Looks for a shared library on the import path."""
     return next((path for folder in sys.path if (path := Path(folder) / file).is_file()), None)
 
 
 def _load_library(file: str) -> None:
-    """Makes its operations torch's; loading them again is harmless."""
+    """Registers the library's operations with torch. Loading it again is harmless."""
     path = _find_library(file)
     if path is None:
         raise SightlineError(f"expected {file} in a folder of PYTHONPATH, got none")
@@ -195,7 +195,7 @@ def _missing_library(file: str) -> str | None:
 
 
 def call(operation: Any, *arguments: object) -> Any:
-    """Calls an operation of a library; one that takes other arguments says which."""
+    """Calls an operation of a library. If the arguments do not match, the error shows its schema."""
     try:
         return operation(*arguments)
     except (RuntimeError, TypeError) as error:
@@ -203,7 +203,7 @@ def call(operation: Any, *arguments: object) -> Any:
 
 
 class FlashAttention3Peer(AttentionPeer):
-    """FlashAttention 3 as vLLM builds it: paged in decode, ragged in prefill; latents by its second query."""
+    """FlashAttention 3 as vLLM builds it: paged in decode, ragged in prefill. Latents use its second query."""
 
     name = "flash-attention-3"
     forms = frozenset({SOFTMAX_DECODE, SOFTMAX_PREFILL, LATENT_DECODE, LATENT_PREFILL})
@@ -259,7 +259,7 @@ class FlashAttention3Peer(AttentionPeer):
     def _paged_tensors(
         self, data: ShapeData, surroundings: Surroundings
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Queries, the second queries, keys and values; those two [num_layers, num_pages, page_size, heads, dim]."""
+        """Queries, second queries, keys and values. The last two are [num_layers, num_pages, page_size, heads, dim]."""
         page_size = data.shape.page_size
         match surroundings:
             case SoftmaxSurroundings(inputs=inputs, keys=keys, values=values):
@@ -280,7 +280,7 @@ class FlashAttention3Peer(AttentionPeer):
         scale: float,
         metadata: Tensor | None,
     ) -> None:
-        """By place: no rotation and no scales of fp8; causal, no window, no cap; no sinks and one rank."""
+        """Positional arguments: no rotation, no fp8 scales, causal, no window, no softcap, no sinks, one rank."""
         none6 = (None,) * 6
         call(
             operations.fwd,
@@ -308,7 +308,7 @@ class FlashMlaPeer(AttentionPeer):
         query, seq_lens = surroundings.query.unsqueeze(1), index.seq_lens.to(data.device.torch_device)
         entries = paged(data.pool.plane("entry"), data.shape.page_size).unsqueeze(-2)
         rows = (latent_dim, seq_lens, index.pages, data.shape.spec.scale, True)
-        # The first call computes how rows are split; later ones are given it.
+        # The first call computes how rows are split; later calls reuse that.
         _, _, *splits = call(operation, query, entries[0], *rows, None, None, None)
 
         def run(layer: int) -> Tensor:
@@ -319,7 +319,7 @@ class FlashMlaPeer(AttentionPeer):
 
 
 class FlashAttention4Peer(AttentionPeer):
-    """FlashAttention 4 in CuTe DSL, over ragged rows."""
+    """FlashAttention 4 (CuTe DSL) over ragged rows."""
 
     name = "flash-attention-4"
     forms = frozenset({SOFTMAX_PREFILL, LATENT_PREFILL})

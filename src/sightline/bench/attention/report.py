@@ -1,12 +1,8 @@
-"""A report of attention for a terminal. Knows numbers and names; nothing of how they came to be."""
+"""The report of attention as text. Does not know how the numbers were measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 
 from sightline.bench.attention.contenders import Origin
 from sightline.bench.attention.results import (
@@ -18,162 +14,104 @@ from sightline.bench.attention.results import (
     Part,
     ShapeResult,
 )
-from sightline.bench.attention.timing import Rates, RoundTimes
+from sightline.bench.attention.timing import RoundTimes
+from sightline.bench.tables import NONE, markdown_table
 
-_WIDTH = 190
-"""Where there is no terminal to ask."""
 _COLUMNS = (
-    "contender",
-    "error",
-    "layer eager",
-    "layer graph",
-    "kernel eager",
-    "kernel graph",
-    "layer of floor",
-    "kernel of floor",
-    "rate",
-    "× peer eager",
-    "× peer graph",
-    "plan",
-    "prepare",
+    "contender | error | layer eager | layer graph | kernel eager | kernel graph | layer of floor | kernel of floor | "
+    "rate | × peer eager | × peer graph | plan | prepare"
 )
 
 
 def one_line(result: ShapeResult) -> str:
-    """A shape in short: who is right, and the layer's µs, launched and in a graph."""
-    told = []
+    """A shape in short: each right contender with the µs of a layer, eager and in a graph."""
+    parts = []
     for contender in result.contenders:
         if contender.state is ContenderState.RIGHT:
-            taken = [contender.time(Part.LAYER, mode) for mode in Mode]
-            told.append(
-                f"{contender.name} {' / '.join('–' if each is None else f'{each * 1e6:.1f}' for each in taken)}"
-            )
+            times = (contender.time(Part.LAYER, mode) for mode in Mode)
+            parts.append(f"{contender.name} {' / '.join(_number(time, 1e6, '.1f') for time in times)}")
         elif contender.state is not ContenderState.SKIPPED:
-            told.append(f"{contender.name} {contender.state.value}: {contender.detail}")
-    return f"{result.shape.name}: {'; '.join(told)}"
+            parts.append(f"{contender.name} {contender.state.value}: {contender.detail}")
+    return f"{result.shape.name}: {'; '.join(parts)}"
 
 
-def print_table(report: AttentionReport) -> None:
-    """On standard output, in colour where that is a terminal."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
-    console.print(render(report))
-
-
-def render(report: AttentionReport) -> RenderableType:
-    """All shapes, then what was left out, then what the columns mean."""
-    return Group(f"{escape(report.device)}: {describe_rates(report.rates)}", *_parts(report))
-
-
-def describe_rates(rates: Rates) -> str:
-    copy, product = rates.bytes_per_second / 1e12, rates.operations_per_second / 1e12
-    return f"copy {copy:.3g} TB/s (read and written), product {product:.3g} TFLOP/s"
-
-
-def _parts(report: AttentionReport) -> Iterator[RenderableType]:
+def lines(report: AttentionReport) -> Iterator[str]:
+    """All shapes, a summary, what was left out, and what the columns mean."""
+    copy, product = report.rates.bytes_per_second / 1e12, report.rates.operations_per_second / 1e12
+    yield f"{report.device}: copy {copy:.3g} TB/s (read and written), product {product:.3g} TFLOP/s"
     for result in report.shapes:
-        yield ""
-        yield _shape_table(result)
-        yield from _remarks(result)
-    yield from _summary(report)
-    yield ""
+        yield from ("", *_shape_lines(result))
+    yield from ("", *_summary(report))
     for name, reason in report.broken_shapes.items():
-        yield f"[bold red]{name} could not be measured[/]: {escape(reason)}"
+        yield f"{name} could not be measured: {reason}"
     for name, reason in report.skipped_shapes.items():
-        yield f"[yellow]{name} was not measured[/]: {escape(reason)}"
+        yield f"{name} was not measured: {reason}"
     for name, reason in report.missing_peers.items():
-        yield f"[yellow]{name} is not compared[/]: {escape(reason)}"
-    yield "µs, ± the furthest sample; * is what an engine would select; plan is host time, a step's."
-    for line in LEGEND:
-        yield f"[dim]{line}[/]"
+        yield f"{name} is not compared: {reason}"
+    yield "Times in µs, ± the most distant sample; * is what an engine would select; plan is host time per step."
+    yield from LEGEND
 
 
-def _summary(report: AttentionReport) -> Iterator[RenderableType]:
-    """What an engine would select, beside the fastest peer of each shape."""
-    table = Table(title="selected, × the fastest peer", title_justify="left")
-    for column in ("shape", "selected", *(f"{part.value} {mode.value}" for part in Part for mode in Mode)):
-        table.add_column(column, justify="left" if column in ("shape", "selected") else "right")
-    for result in report.shapes:
-        for contender in result.contenders:
-            if contender.is_selected:
-                ratios = (_factor(result.ratio(contender, part, mode)) for part in Part for mode in Mode)
-                table.add_row(result.shape.name, escape(contender.name), *ratios)
-    if any(contender.origin is Origin.PEER for result in report.shapes for contender in result.contenders):
-        yield ""
-        yield table
+def _summary(report: AttentionReport) -> list[str]:
+    """What an engine would select, compared with the fastest peer of each shape."""
+    if not any(contender.origin is Origin.PEER for result in report.shapes for contender in result.contenders):
+        return []
+    modes = [(part, mode) for part in Part for mode in Mode]
+    rows = [
+        [result.shape.name, contender.name, *(_number(result.ratio(contender, *each)) for each in modes)]
+        for result in report.shapes
+        for contender in result.contenders
+        if contender.is_selected
+    ]
+    heading = ["shape", "selected, × the fastest peer", *(f"{part.value} {mode.value}" for part, mode in modes)]
+    return [*markdown_table(" | ".join(heading), rows), ""]
 
 
-def _shape_table(result: ShapeResult) -> Table:
-    shape = result.shape
+def _shape_lines(result: ShapeResult) -> Iterator[str]:
     bound = "bytes" if result.is_bound_by_bytes else "operations"
     floors = ", ".join(f"{part.value} {result.floor(part) * 1e6:.1f}" for part in (Part.KERNEL, Part.LAYER))
-    table = Table(
-        title=f"{shape.name} ({shape.row_kind.value}): floor, µs: {floors} ({bound}); {result.num_layers} layers",
-        title_justify="left",
+    yield (
+        f"{result.shape.name} ({result.shape.row_kind.value}): floor, µs: {floors} ({bound}); "
+        f"{result.num_layers} layers"
     )
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "contender" else "right", no_wrap=column == "contender")
-    for contender in result.contenders:
-        if contender.state is not ContenderState.SKIPPED:
-            table.add_row(*_cells(result, contender), style="bold red" if contender.is_red else None)
-    return table
+    tried = [each for each in result.contenders if each.state is not ContenderState.SKIPPED]
+    yield from ("", *markdown_table(_COLUMNS, [_cells(result, each) for each in tried]))
+    for contender in tried:
+        if contender.state is not ContenderState.RIGHT:
+            yield f"  {contender.name} {contender.state.value}: {contender.detail}"
+        elif contender.no_graph is not None:
+            yield f"  {contender.name} not in a graph: {contender.no_graph}"
+    skipped = [f"{each.name} ({each.detail})" for each in result.contenders if each.state is ContenderState.SKIPPED]
+    if skipped:
+        yield f"  skipped: {', '.join(skipped)}"
 
 
 def _cells(result: ShapeResult, contender: ContenderResult) -> list[str]:
     mark = "* " if contender.is_selected else ""
     name = f"{mark}{contender.name}{' (peer)' if contender.origin is Origin.PEER else ''}"
     if contender.state is not ContenderState.RIGHT:
-        return [escape(name), contender.state.value.upper()]
+        return [name, contender.state.value.upper()]
     times = contender.times or {}
+    unit = "TB/s" if result.is_bound_by_bytes else "TFLOP/s"
     return [
-        escape(name),
+        name,
         f"{contender.error:.1e}",
         *(_spread(times.get((part, mode))) for part in Part for mode in Mode),
-        _percent(result.of_floor(contender, Part.LAYER)),
-        _percent(result.of_floor(contender, Part.KERNEL)),
-        _rate(result, contender),
-        *(_factor(result.ratio(contender, Part.LAYER, mode)) for mode in Mode),
-        _median(contender.plan),
-        _median(contender.prepare),
+        _number(result.of_floor(contender, Part.LAYER), 1, ".1%"),
+        _number(result.of_floor(contender, Part.KERNEL), 1, ".1%"),
+        _number(result.rate(contender), 1e-12, ".3g", f" {unit}"),
+        *(_number(result.ratio(contender, Part.LAYER, mode)) for mode in Mode),
+        *(_number(each.median, 1e6, ".1f") if each else NONE for each in (contender.plan, contender.prepare)),
     ]
 
 
-def _remarks(result: ShapeResult) -> Iterator[str]:
-    """What a table has no room for."""
-    for contender in result.contenders:
-        if contender.state in (ContenderState.WRONG, ContenderState.FAILED):
-            colour = "red" if contender.is_red else "yellow"
-            yield f"  [{colour}]{escape(contender.name)} {contender.state.value}[/]: {escape(contender.detail)}"
-        elif contender.no_graph is not None:
-            yield f"  [dim]{escape(contender.name)} in no graph: {escape(contender.no_graph)}[/]"
-    skipped = [f"{each.name} ({each.detail})" for each in result.contenders if each.state is ContenderState.SKIPPED]
-    if skipped:
-        yield f"  [dim]skipped: {escape(', '.join(skipped))}[/]"
-
-
 def _spread(timing: RoundTimes | None) -> str:
-    """The median, and how far the furthest sample is from it."""
+    """The median, and the distance of the most distant sample."""
     if timing is None:
-        return "–"
+        return NONE
     away = max(timing.high - timing.median, timing.median - timing.low)
     return f"{timing.median * 1e6:.1f} ±{away / timing.median:.0%}"
 
 
-def _median(timing: RoundTimes | None) -> str:
-    return "–" if timing is None else f"{timing.median * 1e6:.1f}"
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
-
-
-def _factor(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.2f}"
-
-
-def _rate(result: ShapeResult, contender: ContenderResult) -> str:
-    rate = result.rate(contender)
-    if rate is None:
-        return "–"
-    return f"{rate / 1e12:.3g} {'TB/s' if result.is_bound_by_bytes else 'TFLOP/s'}"
+def _number(value: float | None, factor: float = 1, form: str = ".2f", unit: str = "") -> str:
+    return NONE if value is None else f"{value * factor:{form}}{unit}"

@@ -1,4 +1,4 @@
-"""What came of a measurement, as data: times, floors and ratios. Does not know how it was measured or is shown."""
+"""The results of a measurement: times, floors and ratios. Does not know how they were measured or are printed."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ from sightline.bench.attention.shapes import Cost, Shape
 from sightline.bench.attention.timing import Rates, RoundTimes
 
 LEGEND = (
-    "Times are of one layer: medians of rounds in which all contenders take turns, layer after layer over pools "
-    "that hold twice the device's cache or more; that cache is not flushed.",
-    "In a graph an ordinary launch of nothing stands behind each layer, as in a model something would; its own time, "
-    "measured alone, is taken off.",
-    "layer: the cache write, a latent's projections and attention. A peer's has the same write and products around it.",
-    "kernel: attention alone. Of a backend it is a difference: its layer less a write and products, timed alone the "
-    "same way.",
-    "floor: the larger of bytes over the copy rate and operations over the product rate, both measured in this run. A "
-    "kernel's counts the cache (in prefill queries, keys, values and outputs); a layer's also what is written, the "
-    "projections and their weights.",
-    "× peer: the fastest peer's time over the contender's, layers with layers, in the same mode; above 1 is faster.",
+    "Times are per layer: medians of rounds in which all contenders take turns, layer after layer, over pools of at "
+    "least twice the device's cache. The cache is not flushed.",
+    "In a graph, an ordinary launch follows each layer, as in a model. Its time is measured alone and subtracted.",
+    "layer: the cache write, the projections of latents, and attention. A peer's kernel has the same write and "
+    "projections around it.",
+    "kernel: attention alone. For a backend it is its layer minus the write and projections, timed alone the same way.",
+    "floor: the larger of bytes over the copy rate and operations over the product rate, both measured in this run. "
+    "For a kernel it counts the cache (in prefill: queries, keys, values and outputs); for a layer also the written "
+    "entries, the projections and their weights.",
+    "× peer: the fastest peer's time over the contender's, for whole layers in the same mode; above 1 is faster.",
 )
 
 
 class ContenderState(Enum):
-    """What became of a contender."""
+    """How a contender did."""
 
     RIGHT = "right"
     WRONG = "wrong"
-    """Its answer is not the oracle's; it has no times."""
+    """Its answer differs from the oracle's; it gets no times."""
     FAILED = "failed"
     """It raised."""
     SKIPPED = "skipped"
-    """It does not serve the shape, or is not installed."""
+    """It does not serve the shape."""
 
 
 class Part(Enum):
@@ -60,32 +59,32 @@ class ContenderResult:
     origin: Origin
     state: ContenderState
     detail: str = ""
-    """Why it is not right."""
+    """Why its state is not `RIGHT`."""
     trace: str = ""
-    """Of what it raised."""
+    """Traceback of what it raised."""
     error: float | None = None
-    """Of its worst output vector, relative."""
+    """Relative error of its worst output vector."""
     is_selected: bool = False
-    """An engine would use it for such rows."""
+    """Whether an engine would use it for such rows."""
     times: Mapping[tuple[Part, Mode], RoundTimes] | None = None
     plan: RoundTimes | None = None
-    """On the host."""
+    """Host time."""
     prepare: RoundTimes | None = None
     no_graph: str | None = None
     """Why it was not timed in a graph."""
 
     def time(self, part: Part, mode: Mode) -> float | None:
-        """The median, in seconds."""
+        """Median seconds."""
         timing = (self.times or {}).get((part, mode))
         return None if timing is None else timing.median
 
     def best(self, part: Part) -> float | None:
-        """In the faster mode."""
+        """Median seconds in the faster mode."""
         return min((taken for mode in Mode if (taken := self.time(part, mode)) is not None), default=None)
 
     @property
     def is_red(self) -> bool:
-        """A peer that cannot run is its own affair; a wrong answer is everybody's."""
+        """A wrong answer, or a backend of Sightline that raised. A peer that raised is not an error."""
         return self.state is ContenderState.WRONG or (
             self.state is ContenderState.FAILED and self.origin is Origin.OURS
         )
@@ -105,7 +104,7 @@ class ShapeResult:
         return self.shape.attention if part is Part.KERNEL else self.shape.layer
 
     def floor(self, part: Part) -> float:
-        """In seconds."""
+        """The floor in seconds."""
         return self.rates.floor(self.cost(part))
 
     @property
@@ -118,7 +117,7 @@ class ShapeResult:
         return None if best is None else self.floor(part) / best
 
     def rate(self, contender: ContenderResult) -> float | None:
-        """Bytes or operations a second of attention alone, whichever bounds it, in the faster mode."""
+        """Bytes or operations per second of attention alone, whichever bounds it, in the faster mode."""
         best = contender.best(Part.KERNEL)
         cost = self.shape.attention
         return None if best is None else (cost.num_bytes if self.is_bound_by_bytes else cost.operations) / best
@@ -186,18 +185,18 @@ class AttentionReport:
     rates: Rates
     shapes: tuple[ShapeResult, ...]
     skipped_shapes: Mapping[str, str]
-    """By name: why it was not measured."""
+    """By name: why a shape was not measured."""
     broken_shapes: Mapping[str, str]
-    """By name: what the device raised."""
+    """By name: the error of the device."""
     missing_peers: Mapping[str, str]
     """By name: what is not installed."""
     is_interrupted: bool
-    """There are shapes left: by Ctrl-C, or the run is not over."""
+    """Whether shapes are left, because of Ctrl-C or because the run is not over."""
     seconds: float
 
     @property
     def is_measured(self) -> bool:
-        """Anybody was, on any shape."""
+        """Whether any contender was timed on any shape."""
         return any(contender.times for result in self.shapes for contender in result.contenders)
 
     @property

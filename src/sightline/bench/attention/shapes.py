@@ -1,7 +1,4 @@
-"""The shapes that attention is measured on, and the least work that each is.
-
-Owns the table of shapes and what they must read and multiply. Does not know who computes them, nor on what machine.
-"""
+"""The shapes on which attention is measured, and the least work that each requires."""
 
 from __future__ import annotations
 
@@ -17,21 +14,21 @@ from sightline.core.errors import ConfigError
 
 
 class RowKind(Enum):
-    """What the rows of a shape do."""
+    """Whether the rows of a shape decode or prefill."""
 
     DECODE = "decode"
-    """One new token a row, the last of `length`."""
+    """Each row has one new token, the last of `length`."""
     PREFILL = "prefill"
     """All `length` tokens of each row are new."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that has to move and to be multiplied."""
+    """The least number of bytes to move and operations to compute."""
 
     num_bytes: int
     operations: int
-    """A multiplication and an addition are two."""
+    """A multiplication and an addition count as two."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.num_bytes + other.num_bytes, self.operations + other.operations)
@@ -42,65 +39,63 @@ class Shape:
     """One step of one layer: rows of equal length."""
 
     family: str
-    """Shapes of one family differ in rows and lengths only."""
+    """Shapes of a family differ only in rows and lengths."""
     row_kind: RowKind
     spec: AttentionSpec
     num_rows: int
     length: int
-    """Tokens that each row has when the step is done."""
+    """Tokens of each row after the step."""
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 64
     is_swept: bool = False
-    """One point of a sweep."""
+    """Whether it is a point of a sweep."""
 
     @property
     def name(self) -> str:
-        """What it is asked for by."""
+        """The name on the command line."""
         prefix = "" if self.row_kind is RowKind.DECODE else f"{self.row_kind.value}-"
         return f"{prefix}{self.family}-{self.num_rows}x{self.length}"
 
     @property
     def query_len(self) -> int:
-        """Of each row."""
         return 1 if self.row_kind is RowKind.DECODE else self.length
 
     @property
     def context_len(self) -> int:
-        """Of each row."""
         return self.length - self.query_len
 
     @property
     def num_tokens(self) -> int:
-        """That are new, in all rows."""
+        """New tokens of all rows."""
         return self.num_rows * self.query_len
 
     @property
     def num_pages(self) -> int:
-        """Of all rows, and the padding page."""
+        """Pages of all rows, and the padding page."""
         return self.num_rows * -(-self.length // self.page_size) + 1
 
     @property
     def entry_bytes(self) -> int:
-        """Of what one layer caches of a token."""
+        """Cached bytes per token and layer."""
         return sum(pool.elements_per_token for pool in self.spec.pools(1, self.dtype)) * self.dtype.itemsize
 
     @property
     def num_pairs(self) -> int:
-        """Queries times the keys that each sees, in one head."""
+        """Pairs of a query and a key that it attends to, in one head."""
         if self.row_kind is RowKind.DECODE:
             return self.num_rows * self.length
         return self.num_rows * self.length * (self.length + 1) // 2
 
     @property
     def attention(self) -> Cost:
-        """Of attention alone: decode reads the cache once; prefill moves queries, keys, values and outputs once."""
+        """Cost of attention alone. Decode reads the cache once; prefill moves queries, keys, values, outputs once."""
         if self.row_kind is RowKind.DECODE:
             return Cost(self.num_rows * self.length * self.entry_bytes, self._operations)
         return Cost(self.num_tokens * self._token_elements * self.dtype.itemsize, self._operations)
 
     @property
     def layer(self) -> Cost:
-        """Of a whole layer: attention, the cache write and, where keys and values are projected, the projections."""
+        """Cost of a layer: attention, the cache write and, for latents, the projections."""
         written = Cost(self.num_tokens * self.entry_bytes, 0)
         match self.spec:
             case SoftmaxSpec():
@@ -122,7 +117,7 @@ class Shape:
 
     @property
     def _token_elements(self) -> int:
-        """Queries, keys, values and outputs of one token, as a prefill kernel takes and gives them."""
+        """Elements of one token's queries, keys, values and outputs in prefill."""
         match self.spec:
             case SoftmaxSpec(num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim):
                 return 2 * (heads + kv_heads) * head_dim
@@ -179,7 +174,7 @@ def _swept(family: str) -> tuple[Shape, ...]:
 
 
 def _swept_tiny() -> Iterator[Shape]:
-    """What a CPU does in a minute."""
+    """A sweep that takes a CPU a minute."""
     for family, spec in _TINY.items():
         for rows in (1, 4, 16):
             for length in (16, 64, 256):
@@ -200,7 +195,7 @@ SWEEP_SETS = tuple(f"sweep-{family}" for family in _SPECS)
 
 
 def find_shapes(names: Sequence[str]) -> tuple[Shape, ...]:
-    """The shapes of those names and of the sets of those names, each once. Raises `ConfigError` for an unknown name."""
+    """Returns the named shapes and those of the named sets, each once. Raises `ConfigError` for an unknown name."""
     single = {shape.name: (shape,) for shapes in SHAPE_SETS.values() for shape in shapes if not shape.is_swept}
     found: dict[str, Shape] = {}
     for name in names:

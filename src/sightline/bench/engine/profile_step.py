@@ -1,13 +1,12 @@
-"""Where the time of a decode step goes, by torch's profiler.
+"""Where the time of a decode step goes, according to torch's profiler.
 
-The profiler makes small operations and Python slower than they are: read the shares, and the step's time without it.
+The profiler slows down small operations and Python. Use the shares, and the time of a step without the profiler.
 """
 
 from __future__ import annotations
 
 import re
 import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,8 +14,9 @@ from types import MappingProxyType
 from torch.autograd.profiler import profile
 
 from sightline.bench.engine.measure import Conditions
-from sightline.bench.engine.stepping import decoding_rows
+from sightline.bench.engine.stepping import decoding_rows, step_seconds
 from sightline.bench.engine.work import MeasuredEngine
+from sightline.bench.tables import markdown_table
 from sightline.core.errors import ConfigError
 
 _ELEMENTWISE = (
@@ -32,58 +32,52 @@ GROUPS: Mapping[str, re.Pattern[str]] = MappingProxyType(
         "element-wise and norms": re.compile(rf"^_?({'|'.join(_ELEMENTWISE.split())})_?$"),
     }
 )
-"""By name, in the order in which they are tried: operations without their namespace."""
+"""Patterns for operations without their namespace, by group, in the order in which they are tried."""
 OTHER = "the rest of torch"
 OUTSIDE = "outside torch"
 
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """Decode steps, taken apart."""
+    """The time of decode steps by group of operations."""
 
     conditions: Conditions
     rows: int
     context: int
     num_steps: int
     step_seconds: float
-    """The median without the profiler."""
+    """Median without the profiler."""
     profiled_seconds: float
-    """The mean with it, of which `groups` are the parts."""
+    """Mean with the profiler; the sum of `groups`."""
     groups: Mapping[str, float]
-    """By name: seconds of a profiled step."""
+    """Seconds per profiled step, by group."""
 
     def lines(self) -> list[str]:
         """The report as text."""
+        rows = [
+            [name, f"{seconds / self.profiled_seconds:.1%}", f"{seconds * 1e3:.2f}"]
+            for name, seconds in self.groups.items()
+        ]
         return [
             f"{self.conditions}, {self.rows} × context {self.context}, {self.num_steps} decode steps: "
-            f"{self.step_seconds * 1e3:.2f} ms a step, {self.profiled_seconds * 1e3:.2f} ms with the profiler",
+            f"{self.step_seconds * 1e3:.2f} ms per step, {self.profiled_seconds * 1e3:.2f} ms with the profiler",
             "",
-            "| part | share | ms a profiled step |",
-            "| --- | --- | --- |",
-            *(
-                f"| {name} | {seconds / self.profiled_seconds:.1%} | {seconds * 1e3:.2f} |"
-                for name, seconds in self.groups.items()
-            ),
+            *markdown_table("part | share | ms per profiled step", rows),
         ]
 
 
 def profile_steps(subject: MeasuredEngine, rows: int, context: int, num_steps: int) -> ProfileReport:
-    """Times `num_steps` decode steps, then takes as many apart."""
+    """Times `num_steps` decode steps, then profiles as many."""
     engine = subject.llm.engine
     device = engine.runtime.config.device.torch_device
     if device.type != "cpu":
-        raise ConfigError(f"expected device cpu, got {device}, whose kernels' time torch does not count; use --device")
-    plain = []
+        raise ConfigError(
+            f"expected device cpu, got {device}, on which the profiler does not time kernels; use --device cpu"
+        )
     with decoding_rows(engine, rows, context, 2 * num_steps):
-        for _ in range(num_steps):
-            start = time.perf_counter()
-            engine.step()
-            plain.append(time.perf_counter() - start)
+        plain = step_seconds(engine, num_steps)
         with profile(use_kineto=False) as recorded:
-            start = time.perf_counter()
-            for _ in range(num_steps):
-                engine.step()
-            wall = time.perf_counter() - start
+            wall = sum(step_seconds(engine, num_steps))
     groups = dict.fromkeys([*GROUPS, OTHER], 0.0)
     for event in recorded.key_averages():
         groups[group_of(event.key)] += event.self_cpu_time_total / 1e6 / num_steps

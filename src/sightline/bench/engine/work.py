@@ -1,4 +1,4 @@
-"""What `sightline bench` measures: the prompts, how many tokens, and the floor of each piece of work."""
+"""The work of `bench latency` and `bench throughput`: prompts, numbers of tokens, and floors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from sightline.bench.engine.measure import (
     MeasuredWork,
     Report,
     TimedPart,
-    check_agreement,
     compare_tokens,
     measure,
     random_prompts,
@@ -39,24 +38,24 @@ CHECKED_TEXT = (
     "table, opened the window and looked out at the river, where two boats were being unloaded. In the afternoon the "
     "children would come back from school, and"
 )
-"""Continued by every engine before it is timed: on random tokens any rounding changes the likeliest token."""
+"""Every engine continues this before it is timed. On random tokens any rounding could change the most likely token."""
 CHECKED_LENGTHS = (12, 24, 36, 48)
 Works: TypeAlias = Callable[[Floor, int], Sequence[MeasuredWork]]
-"""(floor, size of the vocabulary) to what is measured."""
+"""(floor, size of the vocabulary) to the pieces of work."""
 
 
 @dataclass(frozen=True)
 class MeasuredEngine:
-    """Sightline with the model that is measured."""
+    """Sightline with the measured model."""
 
     llm: LLM
     checkpoint: Checkpoint
     floor: Floor
-    """By the machine's rates before anything was timed."""
+    """From the machine's rates before anything was timed."""
     conditions: Conditions
 
     def measured_again(self) -> Floor:
-        """By the better rates of those and of now: a machine that was busy for a while is not taken for a slow one."""
+        """Returns the floor from the better of the first rates and new ones, in case the machine was busy before."""
         config = self.llm.engine.runtime.config
         return replace(
             self.floor, machine=self.floor.machine.best(measure_machine(config.dtype, config.device.torch_device))
@@ -68,7 +67,7 @@ def load_subject(settings: dict[str, object]) -> MeasuredEngine:
     wanted = dict(settings)
     model = cast("str | None", wanted.pop("model", None))
     checkpoint = open_checkpoint(default_model_path() if model is None else model, Ledger())
-    # Rounds repeat their prompts: what one of them leaves in the cache must be of no use to the next.
+    # Rounds repeat their prompts, so that a prefix cache would spare all rounds but the first.
     wanted |= {"skip_tokenizer_init": True, "prefix_caching": False}
     llm = LLM(str(checkpoint.location), **cast("EngineSettings", wanted))
     runtime = llm.engine.runtime
@@ -89,7 +88,7 @@ def load_subject(settings: dict[str, object]) -> MeasuredEngine:
 
 
 def _shown_name(model: str | None, checkpoint: Checkpoint) -> str:
-    """A Hugging Face id as it was given; of a path the last part."""
+    """A Hugging Face id as given, or the last part of a path."""
     if model is None or Path(model).exists():
         return checkpoint.location.resolve().name
     return model
@@ -98,10 +97,10 @@ def _shown_name(model: str | None, checkpoint: Checkpoint) -> str:
 def latency_works(
     floor: Floor, vocab_size: int, lengths: tuple[int, int], contexts: Sequence[int], rows: int
 ) -> list[MeasuredWork]:
-    """A prompt read, and rows that generate, whose prompts have the `contexts` in turns."""
+    """One prompt to read, and rows to decode. The rows' prompts take the `contexts` in turns."""
     input_len, output_len = lengths
     if len(contexts) > rows:
-        raise ConfigError(f"expected at most {rows} contexts, one a row, got {len(contexts)}; raise --batch-size")
+        raise ConfigError(f"expected at most {rows} contexts, one per row, got {len(contexts)}; raise --batch-size")
     held = [contexts[row % len(contexts)] for row in range(rows)]
     described = "+".join(str(context) for context in dict.fromkeys(held))
     return [
@@ -123,7 +122,7 @@ def latency_works(
 
 
 def throughput_works(floor: Floor, vocab_size: int, lengths: tuple[int, int], count: int) -> list[MeasuredWork]:
-    """Many prompts at once, read and continued."""
+    """Many prompts at once, each read and continued."""
     input_len, output_len = lengths
     held = [input_len] * count
     return [
@@ -138,18 +137,19 @@ def throughput_works(floor: Floor, vocab_size: int, lengths: tuple[int, int], co
 
 
 def compare_engines(settings: dict[str, object], works: Works, compared: Sequence[str], rounds: int) -> Report:
-    """Loads all engines, checks that they agree, then measures each piece of work."""
+    """Loads all engines, checks that they agree, and measures each piece of work."""
     check_peers(compared)
     subject = load_subject(settings)
     vocab_size = subject.llm.engine.vocab_size
     planned = works(subject.floor, vocab_size)
     checked_on, checked = checked_prompts(subject.checkpoint, vocab_size)
-    # The copies are large, and needed only while the engines are.
+    # The copies are large, and needed only while the engines exist.
     with TemporaryDirectory(prefix="sightline-bench-") as folder:
         peers = load_peers(compared, _peer_model(subject, planned, Path(folder)))
         engines = {OURS: sightline_engine(subject.llm)} | {name: peer.generate for name, peer in peers.items()}
         agreement = compare_tokens(engines, checked, frozenset(subject.checkpoint.generation.eos_token_ids))
-        check_agreement(agreement, exact=_is_exact(subject.conditions))
+        for name, found in agreement.items():
+            found.check(f"from {OURS} and {name}", exact=subject.conditions.is_exact)
         seconds = [measure(engines, work, rounds) for work in planned]
     kept = subject.conditions.quantization == Quantization.KEEP.value
     own = "the file's own" if kept else subject.conditions.dtype
@@ -162,17 +162,12 @@ def compare_engines(settings: dict[str, object], works: Works, compared: Sequenc
 
 
 def checked_prompts(checkpoint: Checkpoint, vocab_size: int) -> tuple[str, list[list[int]]]:
-    """What the prompts of the check are, and they: starts of a text, or random tokens without a tokenizer."""
+    """Returns the kind of the prompts, and the prompts: starts of a text, or random tokens without a tokenizer."""
     try:
         tokens = list(checkpoint.load_tokenizer().encode_prompt(CHECKED_TEXT))
     except SightlineError as error:
-        return f"random tokens, for want of a tokenizer ({error})", random_prompts(CHECKED_LENGTHS, vocab_size)
+        return f"random tokens, because there is no tokenizer ({error})", random_prompts(CHECKED_LENGTHS, vocab_size)
     return "starts of a text", [tokens[:length] for length in CHECKED_LENGTHS]
-
-
-def _is_exact(conditions: Conditions) -> bool:
-    """True where engines differ by rounding too small to change a greedy token, bar a tie."""
-    return conditions.dtype == "float32" and conditions.quantization != Quantization.KEEP.value
 
 
 def _peer_model(subject: MeasuredEngine, works: Sequence[MeasuredWork], folder: Path) -> PeerModel:

@@ -1,1 +1,1 @@
-"""What the host does for a step, measured without a model."""
+"""The host's work per step, measured without a model."""

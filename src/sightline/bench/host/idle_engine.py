@@ -1,8 +1,7 @@
-"""An engine whose model computes nothing, to see what the host does for a step beside the scheduler.
+"""An engine whose model computes nothing, to measure the host's work per step apart from the scheduler.
 
-Everything is real but the network and its attention: every logit is 0, and greedy decoding gives token 0 for ever. One
-step is left in flight, so that it can be looked at; text is not made. Does not know what the scheduler does: that is
-measured apart.
+Everything is real except the network and its attention: every logit is 0, so that greedy decoding always gives token 0.
+One step stays in flight, so that its parts can be repeated. There is no tokenizer. `scheduling` measures the scheduler.
 """
 
 from __future__ import annotations
@@ -34,40 +33,41 @@ from sightline.core.request import SamplingParams, Terms
 from sightline.core.resolution import ResolvedConfig
 from sightline.engine.engine import Engine
 from sightline.engine.launch import LaunchedStep
+from sightline.engine.live import LiveSequence
+from sightline.engine.sampled import sample
 from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.weights import WeightReader
 from sightline.runner.batching import assemble
 from sightline.runner.build import assemble_runtime, make_store
-from sightline.runner.sampling.sampler import choose
 from sightline.scheduler.sequence import ScheduledRow
 
 _VOCAB = 64
 _STEP_TOKENS = 8192
 _SPECS = (SoftmaxSpec(1, 1, 1, 1.0), SoftmaxSpec(1, 1, 1, 2.0))
-"""Two groups, each with pools of its own."""
+"""Two groups, each with its own pools."""
 
 
 @dataclass(frozen=True)
 class HostStep:
-    """Seconds that a step takes the host's processor, each the median."""
+    """Median seconds of the host's processor time per step."""
 
     whole: float
     assemble: float
-    """Rows to a batch over the page tables."""
+    """Assembling the batch."""
     plan: float
-    """And its certificate; a real backend's own planning comes on top."""
+    """Planning with its certificate, without the work of a real backend."""
     sampling: float
-    """How each row chooses, the choice out of logits that are all alike, and its reading."""
+    """Sampling parameters of each row, the choice among equal logits, and reading it."""
 
 
 class _NoPlan(AttentionPlan[SoftmaxInputs]):
     def prepare(self) -> None:
-        """There is nothing to prepare."""
+        """Nothing to prepare."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> None:
-        """Nothing is read or written."""
+        """Reads and writes nothing."""
 
 
 class _NoAttention(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
@@ -87,7 +87,7 @@ class _NoAttention(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     )
 
     def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
-        """It needs nothing."""
+        """Needs nothing."""
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _NoPlan:
         del step, buffers
@@ -100,7 +100,7 @@ class _NoModel(Model):
         return False
 
     def reserve(self, scratch: Scratch) -> None:
-        """It needs no memory."""
+        """Needs no memory."""
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         del scratch
@@ -125,7 +125,7 @@ class _NoDefinition(ModelDefinition):
 
 
 class HostBench:
-    """An idle engine whose rows all decode, and the times that its steps took."""
+    """An idle engine whose rows all decode, and the times of its steps."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -136,19 +136,21 @@ class HostBench:
             self._engine.step()
 
     def run(self, num_steps: int) -> None:
-        """Decode steps, each looked at while it is in flight. Raises where a step is not one of all rows."""
+        """Runs decode steps and repeats the parts of each. Raises if a step did not run all rows."""
         for _ in range(num_steps):
             with self._timed("whole"):
                 self._engine.step()
             if not _all_decode(self._engine, self._load):
-                raise SightlineError(f"expected steps of {self._load.rows} rows, got another; nothing is reported")
+                raise SightlineError(
+                    f"expected steps of {self._load.rows} rows, got a different one; nothing is reported"
+                )
             self._take_apart(self._engine.in_flight[0])
 
     def step(self) -> HostStep:
         return HostStep(**{name: statistics.median(seconds) for name, seconds in self._seconds.items()})
 
-    def _take_apart(self, step: LaunchedStep) -> None:
-        """Does parts of a step once more, as if it had not been launched yet."""
+    def _take_apart(self, step: LaunchedStep[LiveSequence]) -> None:
+        """Repeats and times the parts of a step, as if it had not been launched yet."""
         runtime = self._engine.runtime
         lengths = runtime.store.lengths
         for row in step.rows:
@@ -160,8 +162,7 @@ class HostBench:
         for row in step.rows:
             lengths.advance(row.table_row, row.seq_len)
         with self._timed("sampling"):
-            choose(step.chosen_logits, [live.sampling(row) for row, live in step.members])
-            step.read()
+            sample(step.rows, step.lives, torch.zeros(len(step.rows), _VOCAB)).read()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -171,7 +172,7 @@ class HostBench:
 
 
 def _all_decode(engine: Engine, load: Load) -> bool:
-    """True where the step in flight gives every row its next token."""
+    """Whether the step in flight gives every row its next token."""
     rows = [row for step in engine.in_flight for row in step.rows]
     return len(rows) == load.rows and all(row.num_tokens == 1 and row.completes for row in rows)
 

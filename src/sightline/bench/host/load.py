@@ -1,13 +1,13 @@
-"""A scheduler under load and without a model: a cache full of prefixes, rows that decode, as many more that wait.
+"""A scheduler under load, without a model: a cache full of prefixes, rows that decode, and as many that wait.
 
     |---- prefixes, oldest first ----|-- one long prompt --|-- rows --|
     |--------------------------- every page ---------------------------|
 
-A cached prefix is one prompt of `PREFIX_PAGES` pages that shares none of them with another. No page is free, as on an
-engine that has been up for a while: for each page that a row grows by, one is evicted, and each that a row has filled
-is published. More prefixes are there than asked for, by what the rows take: those asked for are there to the end.
+A cached prefix is a prompt of `PREFIX_PAGES` pages that no other prefix shares. No page is free, as in an engine that
+has run for a while: a row grows by evicting a page, and publishes each page that it has filled. The cache starts with
+more prefixes than asked for, because rows evict some; the requested number stays until the end.
 
-Owns the store, the load and the checks of what the scheduler did with it. Does not know clocks.
+Checks what the scheduler did. Does not know clocks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from sightline.core.config import PADDING_PAGES
 from sightline.core.errors import SightlineError
 from sightline.core.request import EffectiveParams, Request, Terms
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 
 PAGE_SIZE = 16
 PREFIX_PAGES = 4
 NUM_CALLERS = 8
-"""Among whom requests and prefixes are dealt out: each caller has a tree of its own."""
+"""Callers that share the requests and prefixes; each has its own prefix tree."""
 LONG_PROMPT = 8192
-"""Tokens of the prompt that is looked up."""
+"""Length of the prompt to look up."""
 _PROMPT_LENGTHS = (128, 512)
 _STEP_TOKENS = 8192
 _VOCAB = 1 << 16
@@ -42,18 +42,18 @@ _POOL = PoolSpec("kv", (PlaneSpec("k", (1,), torch.uint8),), num_layers=1)
 
 @dataclass(frozen=True)
 class Load:
-    """What a scheduler has to do with."""
+    """The size of a load."""
 
     rows: int
-    """That run; as many more wait for one of them to end."""
+    """Running rows; as many more wait."""
     prefixes: int
-    """That are cached all the time, beside what the rows leave."""
+    """Prefixes that stay cached until the end, besides those of the rows."""
     num_steps: int
-    """Decode steps in all."""
+    """Number of decode steps."""
 
     @property
     def max_tokens(self) -> int:
-        """That a row may generate: it decodes along while others are read, and is not done when the steps are."""
+        """Tokens that a row may generate: it decodes while others are read, and must not end before the last step."""
         reading_steps = -(-self.rows * _PROMPT_LENGTHS[1] // _STEP_TOKENS)
         return 2 * reading_steps + self.num_steps + 2
 
@@ -63,15 +63,15 @@ class Load:
 
     @property
     def num_prefixes(self) -> int:
-        """That are cached before the rows come, which take the oldest ones' pages."""
+        """Prefixes that are cached at first; the rows evict the oldest."""
         return self.prefixes + -(-self.rows * -(-self.max_len // PAGE_SIZE) // PREFIX_PAGES)
 
 
 class LoadedScheduler:
-    """A scheduler whose rows all decode, driven as the engine drives it."""
+    """A scheduler whose rows all decode, driven as by the engine."""
 
     def __init__(self, load: Load, max_in_flight: int = 0, seed: int = 0) -> None:
-        """`max_in_flight` steps are launched and not committed when `step` returns."""
+        """`max_in_flight` steps stay launched but not committed."""
         self.load = load
         self._max_in_flight = max_in_flight
         self._in_flight: deque[Sequence[ScheduledRow]] = deque()
@@ -93,37 +93,37 @@ class LoadedScheduler:
         self._read_prompts()
 
     def tokens(self) -> list[int]:
-        """What a step of all rows may choose."""
+        """Random tokens for a step of all rows."""
         return self._tokens(self.load.rows)
 
     def find_long(self) -> PrefixMatch:
         return self.prefixes.find(caller_of(0), self.long_prompt)
 
     def lock_long(self, match: PrefixMatch) -> None:
-        """Locks what was found, and unlocks it."""
+        """Locks a match and unlocks it."""
         self.prefixes.unlock(self.prefixes.lock(caller_of(0), match))
 
     def launch(self, rows: Sequence[ScheduledRow]) -> None:
-        """What the engine tells a scheduler when a step is under way."""
+        """Tells the scheduler that a step was launched."""
         self._in_flight.append(rows)
         self._launched(rows)
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """What the engine tells it when the step that is due was read."""
+        """Commits the oldest step in flight if it is due."""
         if len(self._in_flight) > self._max_in_flight:
             rows = self._in_flight.popleft()
             for row, token in zip(rows, tokens, strict=True):
-                self.scheduler.commit(row, token)
+                self.scheduler.commit(row, RowResult(row.seq_len, (token,)))
             self.scheduler.landed(rows)
 
     def land(self) -> None:
-        """Commits what is in flight."""
+        """Commits all steps in flight."""
         self._max_in_flight = 0
         while self._in_flight:
             self.commit(self.tokens())
 
     def check(self) -> None:
-        """Raises where anything is not as the steps should have left it."""
+        """Raises if the steps left an inconsistent state."""
         sequences, load = self.scheduler.running, self.load
         _expect("rows that run", load.rows, len(sequences))
         _expect("rows that wait", load.rows, self.scheduler.num_waiting)
@@ -141,7 +141,7 @@ class LoadedScheduler:
         self._check_owners()
 
     def _check_owners(self) -> None:
-        """Every page is free, or has exactly its rows and the prefix tree as owners."""
+        """Raises unless every page is free or owned by exactly its rows and the prefix tree."""
         nodes = list(self.prefixes.nodes())
         for index, pool in enumerate(self.store.pools):
             owners = Counter(node.bundle.pages[index] for node in nodes)
@@ -152,20 +152,21 @@ class LoadedScheduler:
             _expect(f"pages of {pool.key} with other owners than theirs", [], wrong)
 
     def _launched(self, rows: Sequence[ScheduledRow]) -> None:
-        """What a runner tells the store, and an engine the scheduler."""
+        """Updates store and scheduler as runner and engine do."""
         for row in rows:
             self.store.lengths.advance(row.table_row, row.seq_len)
         self.scheduler.launched(rows)
 
     def _read_prompts(self) -> None:
-        """Steps until every row has read its prompt, and decodes."""
+        """Runs steps until every row decodes."""
         while self.scheduler.num_running < self.load.rows or any(
             sequence.num_generated == 0 for sequence in self.scheduler.running
         ):
             rows = self.scheduler.schedule().rows
             self._launched(rows)
             for row in rows:
-                self.scheduler.commit(row, self._draw.randrange(_VOCAB) if row.completes else None)
+                chosen = (self._draw.randrange(_VOCAB),) if row.completes else ()
+                self.scheduler.commit(row, RowResult(row.seq_len, chosen))
             self.scheduler.landed(rows)
 
     def _sequence(self, index: int, prompt_len: int) -> SequenceState:
@@ -180,30 +181,30 @@ class LoadedScheduler:
             skip_special_tokens=True,
         )
         prompt = tuple(self._tokens(prompt_len))
-        return SequenceState(Request(f"request-{index}", None, prompt, params, Terms(caller=caller_of(index))))
+        return SequenceState(Request(f"request-{index}", None, prompt, params.needs, Terms(caller=caller_of(index))))
 
     def _tokens(self, count: int) -> list[int]:
         return self._draw.choices(range(_VOCAB), k=count)
 
 
 def cache_prefixes(prefixes: PrefixCache, store: CacheStore, count: int, vocab_size: int, draw: Random) -> None:
-    """Leaves so many prompts of random tokens in the cache."""
+    """Caches `count` prompts of random tokens."""
     for index in range(count):
         _cache(prefixes, store, caller_of(index), draw.choices(range(vocab_size), k=PREFIX_PAGES * PAGE_SIZE))
 
 
 def caller_of(index: int) -> str:
-    """Who sends the `index`-th request or prefix."""
+    """The caller of request or prefix `index`."""
     return f"caller-{index % NUM_CALLERS}"
 
 
 def random_lengths(count: int, draw: Random) -> list[int]:
-    """Of prompts: rows so fill their pages at different steps."""
+    """Random prompt lengths, so that rows fill their pages at different steps."""
     return [draw.randint(*_PROMPT_LENGTHS) for _ in range(count)]
 
 
 def _cache(prefixes: PrefixCache, store: CacheStore, caller: str, tokens: Sequence[int]) -> tuple[Bundle, ...]:
-    """Leaves the pages of a prompt in the cache, as a row does that has computed them and ended."""
+    """Caches the pages of a prompt, as a row that has computed them and ended."""
     row = store.open_row()
     store.grow_row(row, len(tokens))
     store.fill_row(row, len(tokens))

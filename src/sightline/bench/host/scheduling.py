@@ -1,13 +1,11 @@
-"""What the scheduler and the prefix cache cost a step, and how that grows with rows and with cached prefixes.
+"""Cost of the scheduler and the prefix cache per step, by number of rows and of cached prefixes.
 
-    schedule       decide who runs, evict, give pages, lay out the rows
-    bookkeeping    the step is launched, every row's token is committed and full pages published, the step is over
+    schedule       decide which rows run, evict, allocate pages, lay out the rows
+    bookkeeping    launch the step, commit every row's token, publish full pages, end the step
 
-Times are the processor's, of the one thread that does all of it: what other processes take meanwhile is not in them,
-and on a machine that is otherwise idle they are what elapses, which is told too.
-
-Owns the points to measure, the times and what they are held against. The load, and the checks that come before any
-number is told, are `scheduling_load`'s; the rest of a step's work on the host is `idle_engine`'s.
+Times are processor times of the single thread that does all of it, so that other processes do not count. Elapsed times
+are reported too. `load` makes the load and checks the result before any number is reported; `idle_engine` measures the
+rest of a step's work on the host.
 """
 
 from __future__ import annotations
@@ -22,31 +20,31 @@ from typing import ClassVar
 
 from sightline.bench.host.idle_engine import HostBench, HostStep
 from sightline.bench.host.load import LONG_PROMPT, NUM_CALLERS, PAGE_SIZE, PREFIX_PAGES, Load, LoadedScheduler
+from sightline.bench.tables import markdown_table
 from sightline.core.device import single_threaded
 from sightline.core.errors import SightlineError
 from sightline.runner.environment import collect_environment
 from sightline.scheduler.sequence import ScheduledRow
 
 BAR_ROWS, BAR_PREFIXES = 256, 10_000
-"""Where both bars stand."""
+"""The load to which both bars apply."""
 STEP_BAR = 1.5e-3
-"""Seconds: of scheduling and bookkeeping a step."""
+"""Limit for scheduling and bookkeeping of a step, in seconds."""
 LOOKUP_BAR = 1e-3
-"""Seconds: of finding a cached prompt of `LONG_PROMPT` tokens."""
+"""Limit for finding a cached prompt of `LONG_PROMPT` tokens, in seconds."""
 WARM_STEPS = 4
 TURN_STEPS = 8
-"""That one load is given before it is the next one's turn."""
+"""Steps of one load before it is the next one's turn."""
 _FACTS = ("sightline", "python", "platform", "cpu", "load average")
 _HEADING = (
-    "| rows | prefixes | schedule, ms | bookkeeping, ms | both, ms: median, least, largest | grew | if linear | "
-    "elapsed, ms | lookup, ms | lock and unlock, ms |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    "rows | prefixes | schedule, ms | bookkeeping, ms | both, ms: median, least, largest | growth | if linear | "
+    "elapsed, ms | lookup, ms | lock and unlock, ms"
 )
 
 
 @dataclass(frozen=True)
 class ProcessorTimes:
-    """Times of one thing, in seconds of the processor."""
+    """Seconds of processor time."""
 
     median: float
     least: float
@@ -59,7 +57,7 @@ class ProcessorTimes:
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """One load, measured."""
+    """The times of one load."""
 
     TIMED: ClassVar = ("schedule", "bookkeeping", "both", "elapsed", "lookup", "lock")
     rows: int
@@ -67,13 +65,13 @@ class LoadPoint:
     schedule: ProcessorTimes
     bookkeeping: ProcessorTimes
     both: ProcessorTimes
-    """Of the same steps."""
+    """The sum of both, per step."""
     elapsed: ProcessorTimes
-    """Of both, by the clock on the wall."""
+    """Elapsed time of both."""
     lookup: ProcessorTimes
-    """Of a cached prompt of `LONG_PROMPT` tokens."""
+    """Finding a cached prompt of `LONG_PROMPT` tokens."""
     lock: ProcessorTimes
-    """Of what was found, and its release."""
+    """Locking what was found, and unlocking it."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +83,18 @@ class SchedulingReport:
     by_rows: tuple[LoadPoint, ...]
     by_prefixes: tuple[LoadPoint, ...]
     overlapped: LoadPoint
-    """Where both bars stand, or the nearest to it, with a step in flight while the next is scheduled."""
+    """The load of the bars, or the first one given, with a step in flight while the next is scheduled."""
     host: HostStep
-    """Of an engine under the same load, for information."""
+    """A step of an engine under the same load, for information."""
 
     def lines(self) -> list[str]:
         """The report as text."""
         return [
             "; ".join(f"{name} {self.environment[name]}" for name in _FACTS),
-            f"{self.num_steps} decode steps of each load, in turns, in the processor's time. As many more requests "
-            f"wait, of {NUM_CALLERS} callers. A cached prefix is a prompt of its own: {PREFIX_PAGES} pages of "
-            f"{PAGE_SIZE} tokens in each of two pools. No page is free: each that a row grows by is evicted first. "
-            "After the steps every page had its owners, and every row its tokens.",
+            f"{self.num_steps} decode steps per load, in turns; processor time. As many requests wait as run, of "
+            f"{NUM_CALLERS} callers. Each cached prefix is a separate prompt: {PREFIX_PAGES} pages of {PAGE_SIZE} "
+            "tokens in each of two pools. No page is free: a row grows by evicting a page. After the steps, the "
+            "owners of every page and the tokens of every row were checked.",
             *_table("rows", self.by_rows, [point.rows for point in self.by_rows]),
             *_table("prefixes", self.by_prefixes, [point.prefixes for point in self.by_prefixes]),
             *_table("a step in flight while the next is scheduled", [self.overlapped], [1]),
@@ -108,23 +106,23 @@ class SchedulingReport:
 
 
 class SchedulerBench:
-    """A loaded scheduler, and the times that its steps took."""
+    """A loaded scheduler and the times of its steps."""
 
     def __init__(self, load: Load, max_in_flight: int = 0) -> None:
-        """`max_in_flight` steps are launched and not committed when the next is scheduled."""
+        """`max_in_flight` steps are launched but not committed when the next is scheduled."""
         self.loaded = LoadedScheduler(load, max_in_flight)
         self._load = load
         self._seconds: dict[str, list[float]] = {name: [] for name in LoadPoint.TIMED}
 
     def run(self, num_steps: int) -> None:
-        """Decode steps, and as many lookups. Raises where a step did not run every row."""
+        """Runs decode steps, and as many lookups. Raises if a step did not run every row."""
         for tokens in [self.loaded.tokens() for _ in range(num_steps)]:
             self._time_step(tokens)
         for _ in range(num_steps):
             self._time_lookup()
 
     def point(self) -> LoadPoint:
-        """Raises where the steps left something wrong behind."""
+        """Returns the times. Raises if the steps left an inconsistent state."""
         self.loaded.land()
         self.loaded.check()
         spreads = {name: ProcessorTimes.of(seconds[WARM_STEPS:]) for name, seconds in self._seconds.items()}
@@ -165,8 +163,9 @@ class SchedulerBench:
 def measure_scheduling(
     rows: Sequence[int], prefixes: Sequence[int], num_steps: int, on_built: Callable[[Load], None]
 ) -> SchedulingReport:
-    """Measures all rows at one number of prefixes, and all prefixes at one number of rows: those of the bars, where
-    they are among them, else the first. Raises before anything is told where a check of the steps fails.
+    """Measures all rows at one number of prefixes, and all prefixes at one number of rows.
+
+    These numbers are those of the bars if given, otherwise the first. Raises if a check of the steps fails.
     """
     usual = (_usual(rows, BAR_ROWS), _usual(prefixes, BAR_PREFIXES))
     asked = [(count, usual[1]) for count in rows] + [(usual[0], count) for count in prefixes]
@@ -178,7 +177,7 @@ def measure_scheduling(
     environment = collect_environment() | {"load average": f"{os.getloadavg()[0]:.1f}"}
     load = Load(*usual, WARM_STEPS + num_steps)
     overlapped, host = SchedulerBench(load, max_in_flight=1), HostBench(load)
-    # Second threads have nothing to do in tensors as small as the engine's here, and wait by spinning.
+    # The tensors here are too small for several threads, which would only spin.
     with single_threaded():
         _run_in_turns([*benches.values(), overlapped, host], num_steps)
     points = {each: bench.point() for each, bench in benches.items()}
@@ -193,8 +192,8 @@ def measure_scheduling(
 
 
 def _run_in_turns(benches: Sequence[SchedulerBench | HostBench], num_steps: int) -> None:
-    """A few steps of each at a time, so that whatever else the machine does falls on all of them."""
-    # What the building left to collect is not the steps' to pay for.
+    """Runs a few steps of each at a time, so that other load on the machine affects all of them."""
+    # Collects garbage of the set-up, so that no step has to.
     gc.collect()
     for count in [WARM_STEPS, *(min(TURN_STEPS, num_steps - done) for done in range(0, num_steps, TURN_STEPS))]:
         for bench in benches:
@@ -206,23 +205,25 @@ def _usual(counts: Sequence[int], bar: int) -> int:
 
 
 def _table(varied: str, points: Sequence[LoadPoint], sizes: Sequence[int]) -> list[str]:
-    """`sizes` are what time would be proportional to, were it linear in what varies."""
+    """A table of points. `sizes` are proportional to the times if these grow linearly."""
     rows = [
-        f"| {point.rows:,} | {point.prefixes:,} | {_ms(point.schedule.median)} | {_ms(point.bookkeeping.median)} | "
-        f"{_ms(point.both.median)}, {_ms(point.both.least)}, {_ms(point.both.largest)} | "
-        f"{point.both.median / points[0].both.median:.2f}× | {size / sizes[0]:.2f}× | {_ms(point.elapsed.median)} | "
-        f"{_ms(point.lookup.median)} | {_ms(point.lock.median)} |"
+        [
+            *(f"{point.rows:,}", f"{point.prefixes:,}", _ms(point.schedule.median), _ms(point.bookkeeping.median)),
+            ", ".join(map(_ms, (point.both.median, point.both.least, point.both.largest))),
+            *(f"{point.both.median / points[0].both.median:.2f}×", f"{size / sizes[0]:.2f}×"),
+            *map(_ms, (point.elapsed.median, point.lookup.median, point.lock.median)),
+        ]
         for point, size in zip(points, sizes, strict=True)
     ]
-    return ["", f"By {varied}:" if len(points) > 1 else f"With {varied}:", "", *_HEADING, *rows]
+    return ["", f"By {varied}:" if len(points) > 1 else f"With {varied}:", "", *markdown_table(_HEADING, rows)]
 
 
 def verdicts(points: Iterable[LoadPoint]) -> list[str]:
-    """Whether the bars are met, in medians."""
+    """Says whether the medians meet the bars."""
     where = f"at {BAR_ROWS} rows and {BAR_PREFIXES:,} prefixes"
     at_bar = [point for point in points if (point.rows, point.prefixes) == (BAR_ROWS, BAR_PREFIXES)]
     if not at_bar:
-        return [f"The bars stand {where}, which was not measured."]
+        return [f"The bars apply {where}, which was not measured."]
     held = (
         ("Scheduling and bookkeeping", at_bar[0].both, STEP_BAR),
         (f"Lookup of {LONG_PROMPT:,} tokens", at_bar[0].lookup, LOOKUP_BAR),
@@ -234,18 +235,18 @@ def verdicts(points: Iterable[LoadPoint]) -> list[str]:
 
 
 def _host_lines(host: HostStep, point: LoadPoint) -> list[str]:
-    """Where the host's time of a step goes."""
+    """Shows where the host's time of a step goes."""
     parts = {
         "scheduling and bookkeeping": point.both.median,
         "assemble": host.assemble,
         "plan": host.plan,
-        "sampling parameters, choice and reading": host.sampling,
+        "sampling": host.sampling,
     }
-    told = [f"{name} {_ms(seconds)}" for name, seconds in parts.items()]
+    listed = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items())
     return [
         f"For information, a step of an engine at {point.rows} rows and {point.prefixes:,} prefixes whose model "
         f"computes nothing, with a step in flight, one thread and no tokenizer: {_ms(host.whole)} ms, of which "
-        f"{', '.join(told)}, the rest {_ms(host.whole - sum(parts.values()))}."
+        f"{listed}, the rest {_ms(host.whole - sum(parts.values()))}."
     ]
 
 

@@ -1,1 +1,1 @@
-"""A server that speaks OpenAI's protocol, measured under load."""
+"""Benchmark of an OpenAI-compatible server under load."""

@@ -1,58 +1,104 @@
-"""What an OpenAI-compatible server says: whole bodies, streams, usage, errors. All of it is checked, none trusted.
+"""Responses of an OpenAI-compatible server: whole bodies, streams, usage and errors. Everything is validated.
 
-Owns the reading of answers. Does not know how they come, nor what is measured of them.
+Does not know how responses arrive or what is measured.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from typing import Annotated, TypeVar
 
-from sightline.bench.serving.http_bodies import EventSplitter
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
 from sightline.core.errors import SightlineError
 
+MAX_EVENT = 1 << 26
+"""Most bytes of a server-sent event."""
 _SHOWN = 200
-"""Characters of something unexpected that a message shows."""
+"""Characters of an unexpected value that a message shows."""
 _DONE = b"[DONE]"
 _DEFAULT_WAIT = 1.0
+"""Seconds before a refused request is sent again if Retry-After is missing or unreadable."""
 _LEAST_WAIT = 0.05
-"""Seconds before a refused request is sent again: where the server does not say, and where it says none."""
+_Count = Annotated[int, Meta(ge=0)]
+_DecodedT = TypeVar("_DecodedT")
 
 
 @dataclass(frozen=True)
 class ReportedUsage:
-    """Tokens, as the server counts them."""
+    """Token counts as the server reports them."""
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None
-    """Of the prompt; None where the server does not tell."""
+    """Cached prompt tokens; None if the server does not report them."""
 
-    @staticmethod
-    def read(found: object) -> ReportedUsage:
-        """Raises where it is not as OpenAI has it."""
-        if not isinstance(found, dict):
-            raise SightlineError(f"expected usage with the tokens of prompt and answer, got {shown(found)}")
-        counts = [found.get("prompt_tokens"), found.get("completion_tokens")]
-        details = found.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        prompt, output = (count if _is_count(count) else None for count in counts)
-        if prompt is None or output is None or not (cached is None or _is_count(cached)):
-            raise SightlineError(f"expected whole numbers of tokens in usage, got {shown(found)}")
-        return ReportedUsage(prompt, output, cached)
+
+class _Details(Struct):
+    cached_tokens: _Count | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens: _Count
+    completion_tokens: _Count
+    prompt_tokens_details: _Details | None = None
+
+    def reported(self) -> ReportedUsage:
+        cached = None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+        return ReportedUsage(self.prompt_tokens, self.completion_tokens, cached)
+
+
+class _Message(Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(Struct):
+    text: str | UnsetType | None = UNSET
+    delta: _Message | None = None
+    message: _Message | None = None
+    finish_reason: str | None = None
+
+    def said(self) -> str:
+        """The text of a completion, message or delta, reasoning included."""
+        part = self.delta or self.message
+        if self.text is not UNSET:
+            return self.text or ""
+        if part is None:
+            raise SightlineError("expected a choice with text, a delta or a message, got none of them")
+        return part.content or part.reasoning_content or ""
+
+
+class _Completion(Struct):
+    choices: list[_Choice]
+    id: str | None = None
+    usage: _Usage | None = None
+
+
+class _Problem(Struct):
+    message: str | None = None
+
+
+class _Refusal(Struct):
+    error: _Problem | str | None = None
+    message: str | None = None
+    detail: str | None = None
+
+
+_COMPLETIONS = msgspec.json.Decoder(_Completion)
 
 
 class StreamedAnswer:
-    """A stream as far as it has come."""
+    """A streamed completion, as far as it has arrived."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
         self.times: list[float] = []
-        """When each piece of text came."""
+        """Arrival time of each piece of text."""
         self.usage: ReportedUsage | None = None
         self.finish_reason: str | None = None
         self.response_id: str | None = None
@@ -60,108 +106,107 @@ class StreamedAnswer:
         self._done = False
 
     def take(self, content: bytes, now: float) -> None:
-        """What came of the body at `now`. Raises where it is no stream of completions."""
+        """Adds a part of the body that arrived at `now`. Raises if it is not a stream of completions."""
         for event in self._events.feed(content):
             if self._done:
-                raise SightlineError(f"expected nothing behind [DONE], got {shown(event)}")
+                raise SightlineError(f"expected nothing after [DONE], got {shown(event)}")
             if event == _DONE:
                 self._done = True
             else:
-                self._take_chunk(read_object(event), now)
+                self._take_chunk(_completion(event), now)
 
     def end(self) -> None:
-        """The body is over. Raises where the answer is not."""
+        """Raises if the body ended before the completion did."""
         if not self._done:
-            inside = ", inside of an event" if self._events.unfinished else ""
+            inside = ", inside an event" if self._events.unfinished else ""
             raise SightlineError(f"expected [DONE] at the end of the stream, got an end without it{inside}")
         if self.usage is None:
             raise SightlineError("expected usage in the stream, as stream_options.include_usage asks, got none")
         if self.finish_reason is None:
             raise SightlineError("expected a finish_reason in the stream, got none")
 
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
-
-    def _take_chunk(self, chunk: Mapping[str, object], now: float) -> None:
-        choices = chunk.get("choices")
-        if not isinstance(choices, list):
-            raise SightlineError(f"expected choices in a chunk, got {error_message(chunk)}")
-        self._take_id(chunk.get("id"))
-        if choices:
-            text, reason = read_choice(choices[0])
-            if text:
+    def _take_chunk(self, chunk: _Completion, now: float) -> None:
+        if chunk.id and self.response_id not in (None, chunk.id):
+            raise SightlineError(f"expected chunks with one id, {self.response_id!r}, got {shown(chunk.id)}")
+        self.response_id = chunk.id or self.response_id
+        for choice in chunk.choices[:1]:
+            if text := choice.said():
                 if self.finish_reason is not None:
-                    raise SightlineError(f"expected no text behind the finish_reason, got {shown(text)}")
+                    raise SightlineError(f"expected no text after the finish_reason, got {shown(text)}")
                 self.pieces.append(text)
                 self.times.append(now)
-            self.finish_reason = reason or self.finish_reason
-        if chunk.get("usage") is not None:
-            self.usage = ReportedUsage.read(chunk["usage"])
-
-    def _take_id(self, found: object) -> None:
-        if not found or found == self.response_id:
-            return
-        if self.response_id is not None or not isinstance(found, str):
-            raise SightlineError(f"expected chunks with one id, {self.response_id!r}, got {shown(found)}")
-        self.response_id = found
+            self.finish_reason = choice.finish_reason or self.finish_reason
+        if chunk.usage is not None:
+            self.usage = chunk.usage.reported()
 
 
-def read_choice(choice: object) -> tuple[str, str | None]:
-    """The text of a completion, a message or a part of either, reasoning included, and why it ended."""
-    if not isinstance(choice, dict):
-        raise SightlineError(f"expected an object as a choice, got {shown(choice)}")
-    if "text" in choice:
-        text = choice["text"] or ""
-    else:
-        part = choice.get("delta", choice.get("message"))
-        if not isinstance(part, dict):
-            raise SightlineError(f"expected a choice with text, a delta or a message, got {shown(choice)}")
-        text = part.get("content") or part.get("reasoning_content") or ""
-    reason = choice.get("finish_reason")
-    if not isinstance(text, str) or not (reason is None or isinstance(reason, str)):
-        raise SightlineError(f"expected a choice of text, got {shown(choice)}")
-    return text, reason
+class EventSplitter:
+    """Splits bytes into server-sent events. Bytes may be cut anywhere; lines end in LF, CR LF or CR."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._after_return = False
+        """The last piece ended in CR, whose LF may follow."""
+        self._data: list[bytes] = []
+        """Data lines of the unfinished event."""
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Returns the data of every event that this piece completes."""
+        if self._after_return and piece.startswith(b"\n"):
+            piece = piece[1:]
+        self._after_return = piece.endswith(b"\r")
+        if b"\r" in piece:
+            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        if len(self._rest) > MAX_EVENT:
+            raise SightlineError(f"expected events of at most {MAX_EVENT} bytes, got a longer one")
+        events: list[bytes] = []
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+        return events
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether an event has started that is not complete."""
+        return bool(self._rest.strip() or self._data)
 
 
 def read_whole(body: bytes) -> tuple[str, str | None, ReportedUsage]:
-    """Text, reason and usage of an answer that was not streamed."""
-    answer = read_object(body)
-    choices = answer.get("choices")
-    if not isinstance(choices, list) or not choices:
-        raise SightlineError(f"expected an answer with choices, got {error_message(answer)}")
-    return *read_choice(choices[0]), ReportedUsage.read(answer.get("usage"))
+    """Returns text, finish_reason and usage of a completion that was not streamed."""
+    completion = _completion(body)
+    if not completion.choices or completion.usage is None:
+        raise SightlineError(f"expected a completion with choices and usage, got {shown(body)}")
+    [choice, *_] = completion.choices
+    return choice.said(), choice.finish_reason, completion.usage.reported()
 
 
-def read_object(text: bytes) -> Mapping[str, object]:
-    """JSON that is an object; raises where it is not."""
+def decoded(body: bytes, kind: type[_DecodedT]) -> _DecodedT | None:
+    """Returns JSON as `kind`, or None if it is anything else."""
     try:
-        found = json.loads(text.decode())
-    except (ValueError, RecursionError):
-        raise SightlineError(f"expected JSON, got {shown(text)}") from None
-    if not isinstance(found, dict):
-        raise SightlineError(f"expected a JSON object, got {shown(text)}")
-    return found
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
 
 
-def error_message(answer: Mapping[str, object]) -> str:
-    """What an answer says about what went wrong, in any of the usual places; else the answer itself."""
-    error = answer.get("error")
-    inner = error.get("message") if isinstance(error, dict) else error
-    message = next((found for found in (inner, answer.get("message"), answer.get("detail")) if found), answer)
-    return message[:_SHOWN] if isinstance(message, str) else shown(message)
+def error_message(body: bytes) -> str:
+    """Returns the error that a JSON body reports in any of the usual places, or else the body itself."""
+    found = decoded(body, _Refusal) or _Refusal()
+    inner = found.error if isinstance(found.error, str | None) else found.error.message
+    message = inner or found.message or found.detail
+    return shown(body) if message is None else message[:_SHOWN]
 
 
 def refusal(status: int, body: bytes) -> str:
-    """The line to tell of an answer that is not 200."""
-    try:
-        return f"HTTP {status}: {error_message(read_object(body))}"
-    except SightlineError:
-        return f"HTTP {status}: {shown(body)}" if body else f"HTTP {status}"
+    """Describes a response whose status is not 200."""
+    return f"HTTP {status}: {error_message(body)}" if body else f"HTTP {status}"
 
 
 def seconds_to_wait(retry_after: str | None) -> float:
-    """What a Retry-After header asks for, in seconds or as a date; a second where it asks for nothing readable."""
+    """Reads a Retry-After header, in seconds or as a date; one second if it is missing or unreadable."""
     if retry_after is None:
         return _DEFAULT_WAIT
     try:
@@ -174,12 +219,14 @@ def seconds_to_wait(retry_after: str | None) -> float:
     return max(seconds, _LEAST_WAIT) if math.isfinite(seconds) else _DEFAULT_WAIT
 
 
-def shown(what: object) -> str:
-    """As much of it as fits in a message."""
-    text = what.decode(errors="replace") if isinstance(what, bytes) else what
-    told = repr(text)
-    return told if len(told) <= _SHOWN else f"{told[:_SHOWN]}…"
+def shown(value: object) -> str:
+    """Returns as much of a value as fits in a message."""
+    text = repr(value.decode(errors="replace") if isinstance(value, bytes) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
-def _is_count(found: object) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool) and found >= 0
+def _completion(body: bytes) -> _Completion:
+    try:
+        return _COMPLETIONS.decode(body)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise SightlineError(f"expected a completion, got {error_message(body)}: {error}") from None

@@ -1,6 +1,6 @@
-"""What is told of a load: counts, throughput, and latencies as means and percentiles.
+"""The report of a load: counts, throughput, and latencies as means and percentiles.
 
-Owns the arithmetic and the text. Does not know how anything was sent.
+Does not know how requests were sent.
 """
 
 from __future__ import annotations
@@ -14,40 +14,38 @@ from dataclasses import dataclass
 
 from sightline.bench.serving.load import LoadResult, Outcome, Record
 from sightline.bench.serving.work import Arrivals
+from sightline.bench.tables import markdown_table
 from sightline.core.errors import ConfigError
 from sightline.version import __version__
 
 ALWAYS = (50.0, 99.0)
-"""Percentiles that are told whether or not they are asked for."""
+"""Percentiles that are always reported."""
 SHOWN_FAILURES = 5
 BUSY = 0.5
-"""Share of a core from which on the client itself may be what is slow."""
+"""Share of a core above which the client itself may be the bottleneck."""
 
 
 @dataclass(frozen=True)
 class LatencySpread:
-    """Of times, in seconds."""
+    """How a set of times is distributed, in seconds."""
 
     count: int
     mean: float
     percentiles: Mapping[str, float]
-    """By names such as p50 and p99.9."""
+    """By name, such as p50 and p99.9."""
 
     @staticmethod
     def of(seconds: Sequence[float], percentiles: Sequence[float]) -> LatencySpread | None:
-        """None where nothing was timed."""
+        """Returns None if nothing was timed."""
         if not seconds:
             return None
         ordered = sorted(seconds)
-        told = sorted({*ALWAYS, *percentiles})
-        return LatencySpread(
-            len(ordered), math.fsum(ordered) / len(ordered), {f"p{each:g}": percentile(ordered, each) for each in told}
-        )
+        named = {f"p{each:g}": percentile(ordered, each) for each in sorted({*ALWAYS, *percentiles})}
+        return LatencySpread(len(ordered), math.fsum(ordered) / len(ordered), named)
 
-    def row(self, name: str) -> str:
-        """As a line of the table, in milliseconds."""
-        cells = (f"{value * 1e3:.2f}" for value in (self.mean, *self.percentiles.values()))
-        return f"| {name} | {self.count} | {' | '.join(cells)} |"
+    def row(self, name: str) -> list[str]:
+        """The cells of a table row, in milliseconds."""
+        return [name, str(self.count), *(f"{value * 1e3:.2f}" for value in (self.mean, *self.percentiles.values()))]
 
 
 @dataclass(frozen=True)
@@ -58,25 +56,25 @@ class Sent:
     endpoint: str
     model: str
     dataset: str
-    """What prompts are made of, and their lengths."""
+    """Contents and lengths of the prompts."""
     arrivals: Arrivals
     sampling: Mapping[str, object]
-    """Fields of the first request."""
+    """Sampling fields of the first request."""
     num_prompts: int
     num_warmups: int
     timeout_seconds: float
     refused_are_retried: bool
     check: str
-    """What was found before anything was measured."""
+    """Result of the check before the measurement."""
 
     def lines(self) -> list[str]:
         sampling = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
-        refused = "sent again when the server says" if self.refused_are_retried else "counted"
+        refused = "sent again after Retry-After" if self.refused_are_retried else "counted"
         return [
             f"{self.server}{self.endpoint}, model {self.model}; client: sightline {__version__}, Python "
             f"{platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-            f"{self.num_prompts} prompts, {self.arrivals}, after {self.num_warmups} to warm up. {self.dataset}",
-            f"sampling as sent: {sampling}; streamed with usage; {self.timeout_seconds:g} s for each; refused requests "
+            f"{self.num_prompts} prompts, {self.arrivals}, after {self.num_warmups} warm-up requests. {self.dataset}",
+            f"sampling as sent: {sampling}; streamed with usage; timeout {self.timeout_seconds:g} s; refused requests "
             f"are {refused}",
             f"check: {self.check}",
         ]
@@ -84,28 +82,28 @@ class Sent:
 
 @dataclass(frozen=True)
 class ServingReport:
-    """A whole run. Tokens are those of completed requests, as the server counts them."""
+    """A whole run. Token counts are of completed requests, as the server reports them."""
 
     sent: Sent
     interrupted: bool
     completed: int
     refused: Mapping[str, int]
-    """By status: requests that ended so."""
+    """Refused requests by status."""
     refusals_retried: Mapping[str, int]
-    """By status: answers behind which a request was sent again."""
+    """Refusals by status after which the request was sent again."""
     failed: int
     failures: tuple[str, ...]
-    """The first reasons, each once, with how many requests had it."""
+    """The first few different reasons, with the number of requests of each."""
     cut: int
-    """Under way when the run was interrupted."""
+    """Requests that were running when the run was interrupted."""
     not_sent: int
     seconds: float
     prompt_tokens: int
     cached_tokens: int | None
-    """Of those; None where the server does not tell."""
+    """Cached prompt tokens; None if the server does not report them."""
     output_tokens: int
     other_lengths: int
-    """Completed requests whose answer is not as long as was asked."""
+    """Completed requests whose answer does not have the requested length."""
     requests_per_second: float
     output_tokens_per_second: float
     total_tokens_per_second: float
@@ -115,14 +113,14 @@ class ServingReport:
     itl: LatencySpread | None
     latency: LatencySpread | None
     late: LatencySpread | None
-    """How long after they were due requests were sent; None where they wait for each other."""
+    """How late requests were sent; None with a concurrency limit, where they wait for each other."""
     client_share: float
-    """Of one core, that this client took."""
+    """Share of one core that this client used."""
     client_seconds_per_chunk: float | None
 
     @property
     def exit_code(self) -> int:
-        """1 where a request failed, 130 where only Ctrl-C ended the run; refusals are no failure."""
+        """1 if a request failed, 130 if Ctrl-C ended the run, otherwise 0. Refusals are not failures."""
         return 1 if self.failed else 130 if self.interrupted else 0
 
     def lines(self) -> list[str]:
@@ -132,10 +130,10 @@ class ServingReport:
             "",
             *self._count_lines(),
             f"{self.requests_per_second:.2f} requests/s, {self.output_tokens_per_second:.1f} output tokens/s, "
-            f"{self.total_tokens_per_second:.1f} tokens/s with the prompts', over {self.seconds:.2f} s; at most "
+            f"{self.total_tokens_per_second:.1f} tokens/s including prompts, over {self.seconds:.2f} s; at most "
             f"{self.peak_concurrency} requests at once",
-            f"{self.prompt_tokens} tokens of prompts, {_cached(self.cached_tokens)}; {self.output_tokens} of answers"
-            + (f"; {self.other_lengths} answers are not as long as asked" if self.other_lengths else ""),
+            f"{self.prompt_tokens} prompt tokens, {_cached(self.cached_tokens)}; {self.output_tokens} output tokens"
+            + (f"; {self.other_lengths} answers do not have the requested length" if self.other_lengths else ""),
             "",
             *self._table(),
             "",
@@ -146,10 +144,10 @@ class ServingReport:
         counts = [f"completed {self.completed}", f"refused {_by_status(self.refused)}", f"failed {self.failed}"]
         if self.refusals_retried:
             counts.append(f"sent again after refusals {_by_status(self.refusals_retried)}")
-        told = [", ".join(counts), *(f"  failed: {reason}" for reason in self.failures)]
+        lines = [", ".join(counts), *(f"  failed: {reason}" for reason in self.failures)]
         if self.interrupted:
-            told.insert(0, f"INTERRUPTED: {self.cut} requests were cut, {self.not_sent} were not sent")
-        return told
+            lines.insert(0, f"INTERRUPTED: {self.cut} requests were cut, {self.not_sent} were not sent")
+        return lines
 
     def _table(self) -> list[str]:
         spreads = {
@@ -157,31 +155,29 @@ class ServingReport:
             "time per output token (TPOT), ms": self.tpot,
             "between chunks of text (ITL), ms": self.itl,
             "end to end, ms": self.latency,
-            "all requests: sent late by, ms": self.late,
+            "lateness of sending, all requests, ms": self.late,
         }
         rows = [spread.row(name) for name, spread in spreads.items() if spread is not None]
         if self.latency is None or not rows:
-            return ["nothing completed: there are no times to tell"]
-        names = ["of completed requests", "count", "mean", *self.latency.percentiles]
-        return ["| " + " | ".join(names) + " |", "| " + " | ".join(["---"] * len(names)) + " |", *rows]
+            return ["no request completed: there are no latencies to report"]
+        return markdown_table(" | ".join(["completed requests", "count", "mean", *self.latency.percentiles]), rows)
 
     def _client_line(self) -> str:
-        each = (
-            "" if self.client_seconds_per_chunk is None else f", {self.client_seconds_per_chunk * 1e6:.0f} µs a chunk"
-        )
-        busy = ": it may be what is slow, use another machine or fewer requests" if self.client_share > BUSY else ""
-        return f"this client took {self.client_share:.0%} of a core{each}{busy}"
+        per_chunk = self.client_seconds_per_chunk
+        each = "" if per_chunk is None else f", {per_chunk * 1e6:.0f} µs per chunk"
+        busy = ": it may be the bottleneck, use another machine or fewer requests" if self.client_share > BUSY else ""
+        return f"this client used {self.client_share:.0%} of a core{each}{busy}"
 
 
 def percentile(ordered: Sequence[float], wanted: float) -> float:
-    """Of values in order: the one at that rank, or between two in proportion."""
+    """Percentile of sorted values, interpolated linearly."""
     rank = wanted / 100 * (len(ordered) - 1)
     low, high = math.floor(rank), math.ceil(rank)
     return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def check_percentiles(percentiles: Sequence[float]) -> None:
-    """Raises where one is none."""
+    """Raises if one is not between 0 and 100."""
     for each in percentiles:
         if not 0 <= each <= 100:
             raise ConfigError(f"expected percentiles between 0 and 100, got {each:g}")
@@ -190,7 +186,7 @@ def check_percentiles(percentiles: Sequence[float]) -> None:
 def make_report(
     sent: Sent, result: LoadResult, max_tokens: Sequence[int], percentiles: Sequence[float]
 ) -> ServingReport:
-    """`max_tokens` of each request that was to be sent."""
+    """Builds the report. `max_tokens` has the requested length of every answer."""
     completed, failed = result.with_outcome(Outcome.COMPLETED), result.with_outcome(Outcome.FAILED)
     usages = [(record.index, record.usage) for record in completed if record.usage is not None]
     prompt_tokens = sum(usage.prompt_tokens for _, usage in usages)
@@ -217,26 +213,21 @@ def make_report(
         output_tokens_per_second=output_tokens / seconds,
         total_tokens_per_second=(prompt_tokens + output_tokens) / seconds,
         peak_concurrency=result.peak_concurrency,
-        **_spreads(completed, percentiles),
-        late=_lateness(sent.arrivals, result.records, percentiles),
+        **_spreads(sent, result, percentiles),
         client_share=result.client_seconds / seconds,
         client_seconds_per_chunk=result.client_seconds / chunks if chunks else None,
     )
 
 
-def _spreads(completed: Sequence[Record], percentiles: Sequence[float]) -> dict[str, LatencySpread | None]:
+def _spreads(sent: Sent, result: LoadResult, percentiles: Sequence[float]) -> dict[str, LatencySpread | None]:
+    completed = result.with_outcome(Outcome.COMPLETED)
     firsts = [record.ttft for record in completed if record.ttft is not None]
     rates = [record.tpot for record in completed if record.tpot is not None]
     gaps = [gap for record in completed for gap in record.gaps]
     latencies = [record.latency for record in completed]
-    timed = {"ttft": firsts, "tpot": rates, "itl": gaps, "latency": latencies}
+    late = [] if sent.arrivals.max_concurrency else [record.sent - record.due for record in result.records]
+    timed = {"ttft": firsts, "tpot": rates, "itl": gaps, "latency": latencies, "late": late}
     return {name: LatencySpread.of(seconds, percentiles) for name, seconds in timed.items()}
-
-
-def _lateness(arrivals: Arrivals, records: Sequence[Record], percentiles: Sequence[float]) -> LatencySpread | None:
-    if arrivals.max_concurrency is not None:
-        return None
-    return LatencySpread.of([record.sent - record.due for record in records], percentiles)
 
 
 def _retried(record: Record) -> tuple[int, ...]:
@@ -249,9 +240,9 @@ def _statuses(found: Sequence[int]) -> dict[str, int]:
 
 def _reasons(failed: Sequence[Record]) -> tuple[str, ...]:
     reasons = Counter(record.error or "no reason" for record in failed)
-    told = [f"{reason} ({count} requests)" if count > 1 else reason for reason, count in reasons.items()]
-    more = len(told) - SHOWN_FAILURES
-    return (*told[:SHOWN_FAILURES], *([f"and {more} more reasons"] if more > 0 else []))
+    lines = [f"{reason} ({count} requests)" if count > 1 else reason for reason, count in reasons.items()]
+    more = len(lines) - SHOWN_FAILURES
+    return (*lines[:SHOWN_FAILURES], *([f"and {more} more reasons"] if more > 0 else []))
 
 
 def _by_status(counts: Mapping[str, int]) -> str:
@@ -260,4 +251,4 @@ def _by_status(counts: Mapping[str, int]) -> str:
 
 
 def _cached(count: int | None) -> str:
-    return "of which the server does not tell how many were cached" if count is None else f"{count} of them cached"
+    return "cached ones not reported by the server" if count is None else f"{count} of them cached"

@@ -1,6 +1,6 @@
-"""What is asked of a server, and when: prompts, lengths, sampling parameters and arrivals, all by seed.
+"""The requests of a load and when they are sent: prompts, lengths, sampling parameters and arrivals, all from a seed.
 
-Owns the load as it is sent. Knows no connection and no clock.
+Knows no connection and no clock.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _COMMON_WORDS = (
 
 
 class Endpoint(Enum):
-    """What is asked for."""
+    """The API endpoint."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
 
 
 class DatasetName(Enum):
-    """How long prompts and answers are."""
+    """How the lengths of prompts and answers are drawn."""
 
     RANDOM = "random"
     SHAREGPT_LIKE = "sharegpt-like"
@@ -44,7 +44,7 @@ class DatasetName(Enum):
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Lengths whose logarithms are spread as a bell, in tokens, within bounds."""
+    """Log-normal lengths in tokens, clipped to bounds."""
 
     median: int
     sigma: float
@@ -60,13 +60,13 @@ class LogNormal:
 
 CONVERSATION_PROMPTS = LogNormal(median=60, sigma=1.4, least=4, most=1024)
 CONVERSATION_ANSWERS = LogNormal(median=230, sigma=0.9, least=4, most=1024)
-"""Made up, without the data: before the bounds their means are 160 and 345, near the 161 and 338 that the paper on
-PagedAttention (2023) tells of ShareGPT."""
+"""Fitted to published means, not to the data: before clipping the means are 160 and 345, close to the 161 and 338 that
+the PagedAttention paper (2023) gives for ShareGPT."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request: a prompt as text or as token ids, and how many tokens are wanted."""
+    """One request: a prompt, as text or token ids, and the number of tokens to generate."""
 
     prompt: str | tuple[int, ...]
     max_tokens: int
@@ -74,14 +74,14 @@ class Ask:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts to draw. Equal ones draw equal prompts."""
+    """A seeded set of random prompts. Equal datasets draw equal prompts."""
 
     name: DatasetName = DatasetName.RANDOM
     num_prompts: int = 100
     input_len: int = 128
     output_len: int = 64
     range_ratio: float = 0.0
-    """Random lengths lie within this share of those above, on both sides."""
+    """Random lengths differ from the lengths above by at most this share."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Dataset:
             raise ConfigError(f"expected a range ratio of at least 0 and below 1, got {self.range_ratio:g}")
 
     def draw(self, vocab_size: int | None) -> list[Ask]:
-        """Token ids below `vocab_size`; where that is not known, common English words as text."""
+        """Draws token ids below `vocab_size`, or common English words as text if it is None."""
         random = Random(self.seed)
         asks = []
         for _ in range(self.num_prompts):
@@ -97,8 +97,8 @@ class Dataset:
             asks.append(Ask(_draw_prompt(random, length, vocab_size), max_tokens))
         return asks
 
-    def told(self, vocab_size: int | None) -> str:
-        """What is drawn, in words."""
+    def describe(self, vocab_size: int | None) -> str:
+        """Describes the prompts in words."""
         kind = "English words as text" if vocab_size is None else f"token ids below {vocab_size}"
         unit = "words" if vocab_size is None else "tokens"
         if self.name is DatasetName.SHAREGPT_LIKE:
@@ -119,16 +119,16 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are to be picked."""
+    """Sampling parameters of every request."""
 
     temperature: float = 0.0
     ignore_eos: bool = True
-    """So that lengths are as asked. Not every server knows the field, so it is sent only where it is true."""
+    """Gives answers the requested length. Sent only if true, because not every server knows the field."""
     seed: int = 0
-    """Of the first request, plus one for each after it; sent only where tokens are drawn."""
+    """Seed of the first request, plus one for each later one. Sent only if the temperature is above 0."""
 
     def fields(self, index: int) -> dict[str, object]:
-        """As they are sent."""
+        """The request fields of request `index`."""
         sent: dict[str, object] = {"temperature": self.temperature}
         if self.ignore_eos:
             sent["ignore_eos"] = True
@@ -142,11 +142,11 @@ class Arrivals:
     """When requests are sent."""
 
     request_rate: float | None = None
-    """A second; None is all at once."""
+    """Requests per second; None sends all at once."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of the times between: 1 is Poisson, below it they come in bursts."""
+    """Shape of the gamma distribution of the intervals: 1 is Poisson, less gives bursts."""
     max_concurrency: int | None = None
-    """Requests that may be under way; the others wait here, and their waiting is in no latency."""
+    """Most requests at once. Others wait in the client, which no latency includes."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -155,7 +155,7 @@ class Arrivals:
                 raise ConfigError(f"expected a {name} above 0, got {value:g}")
 
     def offsets(self, count: int) -> list[float]:
-        """Seconds from the first, in order."""
+        """Seconds after the first request, in order."""
         if self.request_rate is None:
             return [0.0] * count
         random, scale = Random(self.seed), 1 / (self.request_rate * self.burstiness)
@@ -167,8 +167,8 @@ class Arrivals:
             when = "all at once"
         else:
             shape = "Poisson" if self.burstiness == 1 else f"gamma with burstiness {self.burstiness:g}"
-            when = f"{self.request_rate:g} a second ({shape}, seed {self.seed})"
-        return when if self.max_concurrency is None else f"{when}, at most {self.max_concurrency} under way"
+            when = f"{self.request_rate:g} per second ({shape}, seed {self.seed})"
+        return when if self.max_concurrency is None else f"{when}, at most {self.max_concurrency} at once"
 
 
 def payload(ask: Ask, index: int, model: str, endpoint: Endpoint, sampling: Sampling, *, stream: bool) -> bytes:

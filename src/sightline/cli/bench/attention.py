@@ -1,4 +1,4 @@
-"""`bench attention`: which shapes and contenders is asked for here; the measuring is in `sightline.bench.attention`."""
+"""Options of `bench attention`. `sightline.bench.attention` does the measuring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _STANDARD_OUTPUT = "-"
 _INTERRUPTED = 130
-"""The exit code that shells know for Ctrl-C."""
+"""The exit code of a process that Ctrl-C ended, as shells use it."""
 
 
 def _parse_names(text: str) -> list[str]:
@@ -39,7 +39,7 @@ def _parse_drawing(text: str) -> Path:
 
 
 def _parse_json_target(text: str) -> Path | None:
-    """A file; None is standard output."""
+    """Parses a file; None is standard output."""
     try:
         return None if text == _STANDARD_OUTPUT else parse_target(text)
     except click.BadParameter as error:
@@ -47,25 +47,30 @@ def _parse_json_target(text: str) -> Path | None:
 
 
 @click.command()
-@click.option("--peers", is_flag=True, help="Measure other people's installed kernels in turns with the backends.")
+@click.option("--peers", is_flag=True, help="Also measure the kernels of other installed libraries.")
 @click.option(
     "--json",
     "json_target",
     is_flag=False,
     flag_value=_STANDARD_OUTPUT,
     metavar="[FILE]",
-    help="Write one JSON object here, after every shape; without FILE, once, in place of the table.",
+    help="Write a JSON object to FILE after every shape, or without FILE print it instead of the table.",
 )
-@click.option("--plot", type=_parse_drawing, metavar="FILE.svg", help="Draw the curves here.")
+@click.option("--plot", type=_parse_drawing, metavar="FILE.svg", help="Draw the curves in this file.")
 @click.option(
     "--shapes",
     type=_parse_names,
     metavar="NAMES",
-    help="Sets or single shapes: decode,prefill,tiny,sweep-gqa,gqa-64x4096; on a CPU tiny, else decode,prefill.",
+    help="Sets or single shapes, such as decode,prefill,tiny,gqa-64x4096. Default: tiny on a CPU, else decode,prefill.",
 )
-@click.option("--backends", type=_parse_names, metavar="NAMES", help="Only these, also such as serve only when asked.")
-@click.option("--sweep", is_flag=True, help="Add a sweep over rows and lengths, on a CPU of tiny shapes.")
-@measure_option("--rounds", default=7, help="Rounds that count; medians are told.")
+@click.option(
+    "--backends",
+    type=_parse_names,
+    metavar="NAMES",
+    help="Only these backends, including those that serve only by name.",
+)
+@click.option("--sweep", is_flag=True, help="Add a sweep over rows and lengths (on a CPU: of tiny shapes).")
+@measure_option("--rounds", default=7, help="Rounds that count; medians are reported.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 def attention(
     peers: bool,
@@ -77,15 +82,14 @@ def attention(
     rounds: int,
     device: str,
 ) -> None:
-    """Time attention backends on fixed shapes, with the floor: the cache write and attention of one layer.
+    """Time the cache write and attention of one layer on fixed shapes, for each backend, with the floor.
 
-    Each answer is compared with the oracle first. Exits with 1 where one is wrong, which then has no times, where
-    nothing could be measured, and where a file could not be written. Ctrl-C ends it with what was measured by then,
-    and 130.
+    Each answer is first compared with the oracle; a wrong one gets no times. Exits with 1 if an answer is wrong, if
+    nothing could be measured or if a file could not be written. Ctrl-C ends it with the results until then, and 130.
     """
     from sightline.attention.backends.registry import installed
+    from sightline.bench.attention.flashinfer_peers import PEERS
     from sightline.bench.attention.measure import Field, measure_attention
-    from sightline.bench.attention.peer_registry import PEERS
     from sightline.bench.attention.timing import TimingBudget
     from sightline.core.device import detect_device
 
@@ -98,7 +102,7 @@ def attention(
     )
     is_saved = _tell(report, in_place=json_target == _STANDARD_OUTPUT, target=target, plot=plot)
     if not report.is_measured:
-        notes.print("[yellow]nothing was measured: the table says why[/]")
+        notes.print("[yellow]nothing was measured: see the table for the reasons[/]")
     is_good = is_saved and report.is_measured and not report.is_red
     sys.exit(_INTERRUPTED if report.is_interrupted else 0 if is_good else 1)
 
@@ -137,7 +141,7 @@ def _as_text(report: AttentionReport) -> str:
 
 
 def _save(text: str, target: Path) -> bool:
-    """False where it cannot be written. What was there stays whole until all of it is."""
+    """Replaces a file atomically. Returns False if it cannot be written."""
     try:
         if target.exists() and not target.is_file():
             target.write_text(text)
@@ -153,14 +157,14 @@ def _save(text: str, target: Path) -> bool:
 
 
 def _tell(report: AttentionReport, *, in_place: bool, target: Path | None, plot: Path | None) -> bool:
-    """False where a file could not be written."""
+    """Prints the report and writes the files. Returns False if a file could not be written."""
     from sightline.bench.attention.plot import plot_report
-    from sightline.bench.attention.report import print_table
+    from sightline.bench.attention.report import lines
 
     if in_place:
         click.echo(_as_text(report), nl=False)
     else:
-        print_table(report)
+        click.echo("\n".join(lines(report)))
     is_saved = target is None or _save(_as_text(report), target)
     is_drawn = plot is None or _save(plot_report(report), plot)
     return is_saved and is_drawn

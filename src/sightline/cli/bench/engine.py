@@ -1,4 +1,4 @@
-"""`bench`: what is measured is asked for here; how, is in `sightline.bench.engine`."""
+"""Options of the `bench` commands that run engines. `sightline.bench` does the measuring."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 bench_options = collected(
     "how",
     compare=click.option(
-        "--compare", default="", metavar="NAMES", help="Other engines to run in turns: transformers,llama.cpp,vllm."
+        "--compare", default="", metavar="NAMES", help="Other engines to compare with: transformers,llama.cpp,vllm."
     ),
-    num_iters=measure_option("--num-iters", default=5, help="Rounds that count; medians are told."),
+    num_iters=measure_option("--num-iters", default=5, help="Rounds that count; medians are reported."),
     **json_settings,
 )
 
 
 @click.group()
 def bench() -> None:
-    """Measure speed: engines in turns, after they have given the same tokens, with the floor."""
+    """Measure speed, compared with other engines and with the least possible time (the floor)."""
 
 
 bench.add_command(attention)
@@ -42,10 +42,10 @@ bench.add_command(serve)
 
 
 @bench.command()
-@measure_option("--input-len", default=512, help="Tokens of the prompt that is read.")
+@measure_option("--input-len", default=512, help="Tokens of the prompt to read.")
 @measure_option("--output-len", default=48, help="Tokens that each row generates.")
-@measure_option("--batch-size", default=1, help="Rows that generate at once.")
-@counts_option("--contexts", default="32", help="Tokens of the rows' prompts, in turns: 64,128,256,512 mixes them.")
+@measure_option("--batch-size", default=1, help="Rows that decode at once.")
+@counts_option("--contexts", default="32", help="Prompt lengths of the rows, in turns: 64,128,256,512 mixes them.")
 @bench_options
 @measured_engine_options
 def latency(
@@ -56,9 +56,9 @@ def latency(
     how: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Time the reading of a prompt, and the decoding of a batch of rows without the reading.
+    """Time the prefill of a prompt, and the decoding of a batch of rows without its prefill.
 
-    Decoding is a run of --output-len tokens less a run of one token on the same prompts, in the same round.
+    The time of decoding is a run of --output-len tokens minus a run of one token on the same prompts.
     """
     from sightline.bench.engine.work import latency_works
 
@@ -70,14 +70,14 @@ def latency(
 
 @bench.command()
 @measure_option("--num-prompts", default=16, help="Prompts that run at once.")
-@measure_option("--random-input-len", default=64, help="Random tokens of each prompt.")
-@measure_option("--random-output-len", default=48, help="Tokens that each generates.")
+@measure_option("--random-input-len", default=64, help="Random tokens per prompt.")
+@measure_option("--random-output-len", default=48, help="Tokens that each prompt generates.")
 @bench_options
 @measured_engine_options
 def throughput(
     num_prompts: int, random_input_len: int, random_output_len: int, how: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """Time many prompts, read and continued."""
+    """Time many prompts at once, prefill and decoding."""
     from sightline.bench.engine.work import throughput_works
 
     lengths = (random_input_len, random_output_len)
@@ -85,10 +85,12 @@ def throughput(
 
 
 @bench.command()
-@counts_option("--rows", default="1,2,4,8,16,32,64", help="Rows of a step, at the first of the contexts.")
-@counts_option("--contexts", default="64,128,256,512,1k,2k,4k", help="Tokens that rows hold, with 1 row and with 8.")
-@measure_option("--num-steps", default=8, help="Decode steps of each point; medians are told.")
-@click.option("--plot", type=parse_target, metavar="FILE.svg", help="Draw the curves here.")
+@counts_option("--rows", default="1,2,4,8,16,32,64", help="Numbers of rows, at the first context.")
+@counts_option(
+    "--contexts", default="64,128,256,512,1k,2k,4k", help="Tokens in each row's cache, with 1 row and with 8."
+)
+@measure_option("--num-steps", default=8, help="Decode steps per point; medians are reported.")
+@click.option("--plot", type=parse_target, metavar="FILE.svg", help="Draw the curves in this file.")
 @report_file_options
 @measured_engine_options
 def growth(
@@ -99,7 +101,7 @@ def growth(
     how: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Time decode steps over rows and over contexts, with the floor."""
+    """Time decode steps by number of rows and by context, with the floor."""
     from sightline.bench.engine.growth import measure_growth
     from sightline.bench.engine.work import load_subject
 
@@ -108,8 +110,8 @@ def growth(
         rows,
         contexts,
         num_steps,
-        lambda timing: notes.print(
-            f"[dim]{len(timing.held)} × context {timing.context}: {timing.step_seconds * 1e3:.2f} ms a step[/]"
+        lambda count, context, seconds: notes.print(
+            f"[dim]{count} × context {context}: {seconds * 1e3:.2f} ms per step[/]"
         ),
     )
     if plot is not None:
@@ -119,12 +121,12 @@ def growth(
 
 @bench.command()
 @measure_option("--batch-size", default=1, help="Rows of a step.")
-@measure_option("--input-len", default=64, help="Tokens that each row holds.")
-@measure_option("--num-steps", default=16, help="Decode steps that are timed, and then taken apart.")
+@measure_option("--input-len", default=64, help="Tokens in each row's cache.")
+@measure_option("--num-steps", default=16, help="Decode steps to time, and as many to profile.")
 @report_file_options
 @measured_engine_options
 def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Tell where the time of a decode step goes."""
+    """Show where the time of a decode step goes."""
     from sightline.bench.engine.profile_step import profile_steps
     from sightline.bench.engine.work import load_subject
 
@@ -132,19 +134,21 @@ def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any]
 
 
 @bench.command()
-@measure_option("--users", default=8, help="Users who ask at once and share a system prompt.")
-@measure_option("--turns", default=6, help="Questions of each user; every prompt holds all that was said before.")
+@measure_option("--users", default=8, help="Users that ask at once and share a system prompt.")
+@measure_option("--turns", default=6, help="Questions per user; every prompt contains the whole history.")
 @measure_option("--system-len", default=256, help="Tokens of the system prompt.")
 @measure_option("--question-len", default=48, help="Tokens of each question.")
 @measure_option("--answer-len", default=32, help="Tokens of each answer.")
 @report_file_options
 @measured_engine_options
 def multiturn(how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> None:
-    """Hold a chat with the prefix cache and without: what is reused, and how much sooner first tokens come."""
+    """Run a chat with the prefix cache and without: reused tokens, and how much sooner first tokens come."""
     from sightline.bench.engine.multiturn import Chat, measure_multiturn
 
     if lengths["turns"] < 2:
-        raise click.BadParameter("expected at least 2 turns, got 1, which has nothing to reuse", param_hint="--turns")
+        raise click.BadParameter(
+            "expected at least 2 turns, got 1, in which nothing can be reused", param_hint="--turns"
+        )
     chat = Chat(**lengths)
     report = measure_multiturn(settings, chat, lambda turn: notes.print(f"[dim]turn {turn} of {chat.turns}[/]"))
     print_report(report, how)
@@ -158,7 +162,7 @@ def multiturn(how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> 
 @report_file_options
 @measured_engine_options
 def interference(num_iters: int, how: dict[str, Any], settings: dict[str, Any], **lengths: int) -> None:
-    """Let a long prompt arrive among rows that decode: how long they wait for their tokens, and it for its first."""
+    """Let a long prompt arrive while rows decode: gaps between their tokens, and the time to its first token."""
     from sightline.bench.engine.interference import Traffic, measure_interference
 
     report = measure_interference(
@@ -173,12 +177,16 @@ def interference(num_iters: int, how: dict[str, Any], settings: dict[str, Any], 
 
 
 @bench.command()
-@counts_option("--rows", default="16,64,256,1024", help="Rows that run, at 10,000 prefixes, or at the first of them.")
-@counts_option("--prefixes", default="1000,10000,100000", help="Cached prefixes, at 256 rows, or at the first of them.")
-@measure_option("--num-steps", default=128, help="Decode steps of each point; medians are told.")
+@counts_option(
+    "--rows", default="16,64,256,1024", help="Running rows, at 10,000 prefixes or at the first number given."
+)
+@counts_option(
+    "--prefixes", default="1000,10000,100000", help="Cached prefixes, at 256 rows or at the first number given."
+)
+@measure_option("--num-steps", default=128, help="Decode steps per point; medians are reported.")
 @report_file_options
 def scheduler(rows: list[int], prefixes: list[int], num_steps: int, how: dict[str, Any]) -> None:
-    """Time scheduling and bookkeeping, and the lookup of a long prompt, over rows and cached prefixes; no model."""
+    """Time the scheduler without a model: a step's scheduling and bookkeeping, and the lookup of a long prompt."""
     from sightline.bench.host.scheduling import measure_scheduling
 
     report = measure_scheduling(

@@ -1,4 +1,4 @@
-"""`bench serve`: what load is sent to which server is asked for here; the measuring is in `sightline.bench.serving`."""
+"""Options of `bench serve`. `sightline.bench.serving` does the measuring."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NOTE_SECONDS = 5.0
 
 
 def _parse_rate(text: str) -> float:
-    """Requests a second; `inf` is all at once."""
+    """Parses requests per second; `inf` sends all at once."""
     try:
         rate = float(text)
     except ValueError:
         rate = math.nan
     if not rate > 0:
-        raise click.BadParameter(f"expected requests a second, above 0, or inf, got {text!r}")
+        raise click.BadParameter(f"expected requests per second above 0, or inf, got {text!r}")
     return rate
 
 
@@ -43,17 +43,19 @@ def _parse_percentiles(text: str) -> list[float]:
 
 server_options = collected(
     "server",
-    base_url=click.option("--base-url", default="http://127.0.0.1:8000", show_default=True, help="The server."),
-    model=click.option("--model", "-m", help="A model that it serves; the first without it."),
-    api_key=click.option("--api-key", help="Its key; OPENAI_API_KEY of the environment without it."),
+    base_url=click.option(
+        "--base-url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server."
+    ),
+    model=click.option("--model", "-m", help="A model of the server. Default: the first one."),
+    api_key=click.option("--api-key", help="The server's key. Default: OPENAI_API_KEY of the environment."),
     endpoint=click.option(
         "--endpoint",
         type=click.Choice(["/v1/completions", "/v1/chat/completions"]),
         default="/v1/completions",
         show_default=True,
-        help="What is asked for.",
+        help="API endpoint.",
     ),
-    timeout=click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds of each request."),
+    timeout=click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds per request."),
 )
 dataset_options = collected(
     "dataset",
@@ -62,14 +64,14 @@ dataset_options = collected(
         type=click.Choice(["random", "sharegpt-like"]),
         default="random",
         show_default=True,
-        help="Lengths as given, or drawn as those of conversations are.",
+        help="Lengths as given, or distributed as in conversations.",
     ),
-    num_prompts=measure_option("--num-prompts", default=100, help="Requests that are sent."),
+    num_prompts=measure_option("--num-prompts", default=100, help="Number of requests."),
     input_len=count_option(
-        "--random-input-len", "input_len", default=128, parse=parse_positive_count, help="Tokens of each random prompt."
+        "--random-input-len", "input_len", default=128, parse=parse_positive_count, help="Tokens per random prompt."
     ),
     output_len=count_option(
-        "--random-output-len", "output_len", default=64, parse=parse_positive_count, help="Tokens of each answer."
+        "--random-output-len", "output_len", default=64, parse=parse_positive_count, help="Tokens per answer."
     ),
     range_ratio=click.option(
         "--random-range-ratio",
@@ -77,22 +79,26 @@ dataset_options = collected(
         type=click.FloatRange(0, 1, max_open=True),
         default=0.0,
         show_default=True,
-        help="Random lengths lie within this share of those given.",
+        help="Random lengths differ from those given by at most this share.",
     ),
 )
 arrival_options = collected(
     "arrivals",
     request_rate=click.option(
-        "--request-rate", type=_parse_rate, metavar="RATE", default="inf", help="A second; inf sends all at once."
+        "--request-rate",
+        type=_parse_rate,
+        metavar="RATE",
+        default="inf",
+        help="Requests per second; inf sends all at once.",
     ),
     burstiness=click.option(
         "--burstiness",
         type=float,
         default=1.0,
         show_default=True,
-        help="1 is Poisson; below it requests come in bursts.",
+        help="1 is Poisson; less gives bursts.",
     ),
-    max_concurrency=count_option("--max-concurrency", parse=parse_positive_count, help="Most requests under way."),
+    max_concurrency=count_option("--max-concurrency", parse=parse_positive_count, help="Most requests at once."),
 )
 drawing_options = collected(
     "sampling",
@@ -100,24 +106,32 @@ drawing_options = collected(
         "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy."
     ),
     ignore_eos=click.option(
-        "--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers are as long as asked."
+        "--ignore-eos/--no-ignore-eos",
+        default=True,
+        show_default=True,
+        help="Ignore end tokens, so that answers have the requested length.",
     ),
 )
 run_options = collected(
     "run",
-    num_warmups=count_option("--num-warmups", default=1, help="Requests before those that count."),
+    num_warmups=count_option("--num-warmups", default=1, help="Warm-up requests, which do not count."),
     refused=click.option(
         "--refused",
         type=click.Choice(["count", "retry"]),
         default="count",
         show_default=True,
-        help="A request answered 429 or 503: count it, or send it again when Retry-After says.",
+        help="For a request answered with 429 or 503: count it, or send it again after Retry-After.",
     ),
     check=click.option(
-        "--check/--no-check", default=True, show_default=True, help="First compare a stream with a whole body."
+        "--check/--no-check", default=True, show_default=True, help="First compare a streamed answer with a whole one."
     ),
     percentiles=click.option(
-        "--percentiles", type=_parse_percentiles, default="50,99", show_default=True, metavar="NUMBERS"
+        "--percentiles",
+        type=_parse_percentiles,
+        default="50,99",
+        show_default=True,
+        metavar="NUMBERS",
+        help="Percentiles of latencies to report.",
     ),
 )
 
@@ -127,7 +141,7 @@ run_options = collected(
 @dataset_options
 @arrival_options
 @drawing_options
-@click.option("--seed", type=int, default=0, show_default=True, help="Of prompts, arrivals and drawn tokens.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of prompts, arrivals and sampling.")
 @run_options
 @report_file_options
 def serve(
@@ -139,10 +153,10 @@ def serve(
     run: dict[str, Any],
     how: dict[str, Any],
 ) -> None:
-    """Send load to a server that speaks OpenAI's protocol: throughput, and latencies from the client's side.
+    """Send load to an OpenAI-compatible server: throughput, and latencies as the client sees them.
 
-    Tokens are those of the server's usage. Exits with 1 where a request failed; 429 and 503 are refusals, not failures.
-    Ctrl-C ends the load and tells what was measured.
+    Token counts come from the server's usage. Exits with 1 if a request failed; 429 and 503 are refusals, not failures.
+    Ctrl-C ends the load and reports what was measured until then.
     """
     from sightline.bench.serving.measure import ServingBench, measure_serving
     from sightline.bench.serving.work import Arrivals, Dataset, DatasetName, Endpoint, Sampling
@@ -168,14 +182,14 @@ def serve(
 
 
 def _counted(total: int) -> Callable[[Record], None]:
-    """Says now and then how many requests have ended."""
-    ended, told = 0, time.monotonic()
+    """Returns a callback that prints from time to time how many requests have ended."""
+    ended, noted = 0, time.monotonic()
 
     def count(_: Record) -> None:
-        nonlocal ended, told
+        nonlocal ended, noted
         ended += 1
-        if time.monotonic() - told > _NOTE_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - noted > _NOTE_SECONDS:
+            noted = time.monotonic()
             notes.print(f"[dim]{ended} of {total} have ended[/]")
 
     return count

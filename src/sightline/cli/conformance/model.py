@@ -1,4 +1,4 @@
-"""`conformance --model`: proves one engine. What is tried, and what it means, is in `testing.engine_proof`."""
+"""`conformance --model`: proves one engine, with `sightline.testing.conformance.engine_proof`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from sightline.testing.conformance.kit import CheckResult
 
 _MOST_GAPS = 8
-"""That are told of one backend; the others are counted."""
+"""How many gaps of a backend are listed; the others are counted."""
 
 
 def prove_model(settings: dict[str, Any], *, verbose: bool, as_json: bool) -> int:
-    """Proves what the engine with these settings would ask for, tells it, and returns the exit code."""
+    """Proves what the engine with these settings would ask for, prints the report, and returns the exit code."""
     from sightline.attention.proof import ProofBook
     from sightline.core.config import EngineConfig
     from sightline.core.environment import proof_folder
@@ -62,7 +62,7 @@ def _lines(report: EngineReport, *, verbose: bool) -> Iterator[str]:
 
 
 def _engine_lines(report: EngineReport) -> Iterator[str]:
-    """What would run, as far as attention can tell."""
+    """Describes the engine."""
     config = report.blueprint.config
     dtype, cache = (str(each).removeprefix("torch.") for each in (config.dtype, config.cache_dtype))
     pool = f"{config.num_pages} pages of {config.page_size}" if config.num_pages else "no cache"
@@ -80,31 +80,19 @@ def _engine_lines(report: EngineReport) -> Iterator[str]:
 
 
 def _duty_lines(report: DutyReport, *, verbose: bool) -> Iterator[str]:
-    from sightline.testing.conformance.kit import Verdict
-
     told = _told_duty(report.duty)
     if report.row is None:
         yield f"{told}: proven before; --again proves it once more"
         return
-    seconds = sum(result.seconds for result in report.results)
-    num_steps = sum(result.num_steps for result in report.results)
-    counts = {verdict: [each for each in report.results if each.verdict is verdict] for verdict in Verdict}
-    yield (
-        f"{told}: {', '.join(f'{len(found)} {verdict.value}' for verdict, found in counts.items() if found)} "
-        f"({num_steps} steps, {seconds:.1f} s)"
-    )
+    yield f"{told}: {report.row.summary}"
     for work in report.works:
         yield f"  {work.work.value}: {work.num_cases} cases passed ({work.result.seconds:.1f} s)"
         yield from (f"    left out: {why}" for why in work.left_out)
     for result in report.failed:
         yield f"  FAILED {result.check}"
-        yield from (f"    {line}" for line in result.detail.splitlines())
-        if result.case:
-            yield f"    tried: {result.case}"
-        if verbose:
-            yield from (f"    {line}" for line in result.trace.splitlines())
+        yield from (f"    {line}" for line in result.lines(verbose=verbose))
     if report.failed:
-        yield "  not proven" + ("; the proof that there was is void" if report.voided else "")
+        yield "  not proven" + ("; the earlier proof is void" if report.voided else "")
         return
     if not report.gaps:
         yield "  covered: " + "; ".join(_told_ranges(report))
@@ -115,7 +103,7 @@ def _duty_lines(report: DutyReport, *, verbose: bool) -> Iterator[str]:
 
 
 def _told_ranges(report: DutyReport) -> Iterator[str]:
-    """Each dimension once, with the widest range that the engine will ask for."""
+    """Yields each dimension with the widest range that the engine will ask for."""
     from sightline.attention.dimensions import Span
 
     spans: dict[str, Span] = {}

@@ -1,7 +1,6 @@
-"""`--prove`: conformance for exactly the engine that is about to start, in a process of its own.
+"""`--prove`: runs `sightline conformance --model` for the engine that is about to start, in a process of its own.
 
-Knows command lines and processes. What is proven, and how, is `sightline conformance --model`'s to know: neither this
-process nor a server's imports the kit.
+Neither this process nor a server's imports the kit.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from sightline.cli.console import notes
 from sightline.cli.signals import ended_by
 
 _END_SECONDS = 10.0
-"""What the process has to end in, once it is told to."""
+"""Time for the process to exit after a signal."""
 _INTERRUPTED = 128 + signal.SIGINT
 
 
 def prove_first(settings: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """The settings of an engine, with its proof required, once attention is proven for them.
+    """Proves attention for the settings of an engine, and returns them with the proof required.
 
-    Exits with the code of the process that could not prove it. `more` are settings that change nothing here.
+    If that fails, exits with the code of the process. `more` are settings that do not matter for the proof.
     """
     from sightline.core.command_line import prove_words
     from sightline.core.config import EngineConfig
@@ -39,7 +38,7 @@ def prove_first(settings: Mapping[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def _run(command: list[str]) -> int:
-    """Waits for a command whose output is notes, not answers. What ends this process ends it too."""
+    """Runs a command with its output on standard error, and returns its exit code. It ends with this process."""
     with (
         ended_by(signal.SIGTERM, signal.SIGHUP),
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr) as process,
@@ -47,7 +46,7 @@ def _run(command: list[str]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            # On a terminal it was interrupted too.
+            # On a terminal, Ctrl-C has reached the command too.
             _end(process, signal.SIGINT)
             sys.exit(_INTERRUPTED)
         finally:

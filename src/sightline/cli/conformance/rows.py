@@ -1,4 +1,4 @@
-"""`conformance`: proves backends on this machine. What is tried, and what it means, is in `sightline.testing`."""
+"""`conformance`: proves backends on this machine, with `sightline.testing`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from sightline.core.settings import aliases_of, stated
 if TYPE_CHECKING:
     from sightline.testing.conformance.kit import CheckResult
     from sightline.testing.conformance.report import ConformanceReport, Outcome, TriedRow
-    from sightline.testing.conformance.rows import RowToTry
-    from sightline.testing.conformance.trying import Watch
+    from sightline.testing.conformance.rows import RowToTry, Watch
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 
@@ -44,18 +43,18 @@ def _more_option(name: str, column: str) -> Callable[[_CommandT], _CommandT]:
 
 
 _OF_AN_ENGINE = tuple(name for name in stated(EngineConfig) if name not in {*WITHOUT_ATTENTION, "device", "page_size"})
-"""Settings that change what is asked of attention, beside those that the kit has too."""
+"""Settings of an engine that change what it asks of attention, besides --device and --page-size."""
 _ENGINE_ALONE = (*_OF_AN_ENGINE, *aliases_of(EngineKeywords), "again", "budget")
 _KIT_ALONE = ("backends", "quick", "names", "head_dim", "group_size", "jobs")
 engine_wishes = collected(
     "engine",
     **{name: computing_options[name] for name in _OF_AN_ENGINE},
-    again=click.option("--again", is_flag=True, help="With --model: prove also what is proven already."),
+    again=click.option("--again", is_flag=True, help="With --model: prove even what is already proven."),
     budget=click.option(
         "--budget",
         type=click.FloatRange(min=0, min_open=True),
         metavar="SECONDS",
-        help="With --model: try the cases that cover most within so long, and say what they leave.",
+        help="With --model: try the cases that cover most in this time, and report what they leave.",
     ),
 )
 
@@ -69,17 +68,17 @@ engine_wishes = collected(
     "config.json. The options of an engine say how it would be served.",
 )
 @engine_wishes
-@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option("--backend", "backends", multiple=True, metavar="NAME", help="Only this backend; may be repeated.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--quick", is_flag=True, help="A few cases of each check: soon done, and proves nothing.")
+@click.option("--quick", is_flag=True, help="Try a few cases of each check. Proves nothing.")
 @click.option(
-    "--check", "names", multiple=True, metavar="NAME", help="Only this check; proves nothing; may be repeated."
+    "--check", "names", multiple=True, metavar="NAME", help="Only this check; may be repeated. Proves nothing."
 )
 @click.option("--verbose", "-v", is_flag=True, help="Show where in the code an unexpected error came from.")
 @_more_option("--page-size", "page size")
 @_more_option("--head-dim", "head dimension")
 @_more_option("--group-size", "number of query heads on a key head")
-@measure_option("--jobs", default=1, help="Processes that try checks side by side: up to one for each core.")
+@measure_option("--jobs", default=1, help="Processes that try checks in parallel: up to one per core.")
 @json_option
 @click.pass_context
 def conformance(
@@ -97,11 +96,11 @@ def conformance(
     jobs: int,
     as_json: bool,
 ) -> None:
-    """Try attention backends against the oracle, row by row; a full run that passes is kept as a proof.
+    """Compare attention backends with the oracle, row by row; a full run that passes is recorded as a proof.
 
-    Fails where any check fails, and where a backend or a check that is named could not be tried at all.
-    `--require-proof` of the other commands asks for the proofs. `--model` proves one engine instead: its groups of
-    layers, with the backends, lengths, rows and dtypes that it would have here.
+    Fails if any check fails, or if a named backend or check could not be tried at all. Other commands ask for the
+    proofs with `--require-proof`. `--model` proves one engine instead: its groups of layers, with the backends,
+    lengths, rows and dtypes that it would have here.
     """
     _refuse_mixtures(context, model)
     if model is not None:
@@ -111,7 +110,8 @@ def conformance(
         sys.exit(prove_model(settings, verbose=verbose, as_json=as_json))
     from sightline.attention.proof import ProofBook
     from sightline.core.environment import proof_folder
-    from sightline.testing.conformance.report import more_samples, run_conformance
+    from sightline.testing.conformance.report import run_conformance
+    from sightline.testing.conformance.samples import Samples
     from sightline.testing.conformance.trial import Effort
 
     book = ProofBook(proof_folder())
@@ -120,7 +120,7 @@ def conformance(
         backends,
         device=device,
         effort=Effort.QUICK if quick else Effort.FULL,
-        samples=more_samples(head_dim, group_size, page_size),
+        samples=Samples().and_more(head_dim, group_size, page_size),
         only=names,
         book=book,
         watch=_watch_in_turn() if jobs == 1 else _watch_side_by_side(),
@@ -131,7 +131,7 @@ def conformance(
 
 
 def _refuse_mixtures(context: click.Context, model: str | None) -> None:
-    """No option is taken that would change nothing."""
+    """Refuses options that would have no effect."""
     given = [
         option
         for option in context.command.params
@@ -146,8 +146,8 @@ def _refuse_mixtures(context: click.Context, model: str | None) -> None:
 
 
 def _watch_in_turn() -> Watch:
-    """A row, then its checks below it."""
-    from sightline.testing.conformance.trying import Watch
+    """Prints each row, then its checks below it."""
+    from sightline.testing.conformance.rows import Watch
 
     return Watch(
         lambda row: notes.print(f"[dim]{_told_row(row)} on {escape(row.subject.device.name)}[/]"),
@@ -156,8 +156,8 @@ def _watch_in_turn() -> Watch:
 
 
 def _watch_side_by_side() -> Watch:
-    """Each check with its row, as they come: those of many rows are under way at once."""
-    from sightline.testing.conformance.trying import Watch
+    """Prints each check with its row, because checks of several rows run at once."""
+    from sightline.testing.conformance.rows import Watch
 
     return Watch(
         on_result=lambda row, result: notes.print(f"[dim]{_told_row(row)}: {_told_result(result)}[/]", soft_wrap=True)
@@ -176,7 +176,7 @@ def _lines(report: ConformanceReport, *, verbose: bool) -> Iterator[str]:
     for outcome in report.outcomes:
         yield from _outcome_lines(report, outcome, verbose=verbose)
     if not report.tried:
-        yield "nothing was tried, so that nothing is proven"
+        yield "nothing was tried, so nothing is proven"
     if report.untried:
         yield f"asked for by name and not tried: {', '.join(report.untried)}"
 
@@ -196,24 +196,17 @@ def _outcome_lines(report: ConformanceReport, outcome: Outcome, *, verbose: bool
 
 
 def _row_lines(report: ConformanceReport, row: TriedRow, *, verbose: bool) -> Iterator[str]:
-    """Counts, then whatever did not pass, then what is proven."""
+    """Yields counts, then the checks that did not pass, then what is proven."""
     from sightline.testing.conformance.kit import Verdict
 
-    counts = ", ".join(f"{len(row.of(verdict))} {verdict.value}" for verdict in Verdict if row.of(verdict))
-    yield (
-        f"{row.backend} · {row.label} on {report.device.name}: {counts or 'no checks'} "
-        f"({row.num_steps} steps, {row.seconds:.1f} s)"
-    )
-    for result in row.of(Verdict.FAILED):
+    yield f"{row.backend} · {row.label} on {report.device.name}: {row.report.summary}"
+    for result in row.report.failed:
         yield f"  FAILED {result.check}, which proves: {report.proves[result.check]}"
-        yield from (f"    {line}" for line in result.detail.splitlines())
-        if result.case:
-            yield f"    tried: {result.case}"
-        if verbose:
-            yield from (f"    {line}" for line in result.trace.splitlines())
-    if row.of(Verdict.BLOCKED):
-        yield f"  blocked by what failed: {', '.join(result.check for result in row.of(Verdict.BLOCKED))}"
-    yield from (f"  excused {result.check}: {result.detail}" for result in row.of(Verdict.EXCUSED))
+        yield from (f"    {line}" for line in result.lines(verbose=verbose))
+    blocked = [result.check for result in row.report.of(Verdict.BLOCKED)]
+    if blocked:
+        yield f"  blocked by what failed: {', '.join(blocked)}"
+    yield from (f"  excused {result.check}: {result.detail}" for result in row.report.of(Verdict.EXCUSED))
     yield from (f"  not tried: the row does not list {value}" for value in row.not_listed)
     yield f"  {_meaning(report, row)}"
     if row.proof is not None:
@@ -226,7 +219,7 @@ def _meaning(report: ConformanceReport, row: TriedRow) -> str:
     if row.proof is not None:
         return "proven on this device with these versions"
     if not report.is_whole:
-        return "a part of the checks proves nothing; leave out --check for a proof"
+        return "a run of some checks proves nothing; leave out --check for a proof"
     if report.effort is Effort.QUICK:
         return "a quick run proves nothing; leave out --quick for a proof"
-    return "not proven" + ("; the proof that there was is void" if row.voided else "")
+    return "not proven" + ("; the earlier proof is void" if row.voided else "")

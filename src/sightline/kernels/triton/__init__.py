@@ -1,4 +1,4 @@
-"""Kernels in Triton: tensors in, tensors out, nothing allocated. Knows nothing of batches, plans or models.
+"""Triton kernels: tensors in, tensors out, no allocation. Does not know batches, plans or models.
 
 Every kernel also runs in Triton's interpreter on CPU tensors (`TRITON_INTERPRET=1` before triton is imported).
 """

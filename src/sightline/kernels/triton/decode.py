@@ -1,6 +1,6 @@
-"""Softmax attention of rows of one new token over a paged cache: one launch that writes the cache too, one that merges.
+"""Softmax attention for decode rows over a paged cache: one launch that also writes the cache, and one that merges.
 
-Who computes what is `decode_shares`' matter. Knows tensors. Does not know plans or pools.
+`decode_shares` divides the work. Does not know plans or pools.
 """
 
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, as_stored, product
 
 @dataclass(frozen=True, eq=False)
 class DecodeLayer:
-    """One layer's cache, and what its scores are."""
+    """The cache of one layer, and how its scores are computed."""
 
     keys: Tensor
     """[num_slots, num_kv_heads, head_dim]."""
     values: Tensor
-    """As the keys."""
+    """The same shape as the keys."""
     k_scale: Tensor | None
-    """[1] fp32, exactly of e4m3 entries."""
+    """[1] fp32 for e4m3 entries, otherwise None."""
     v_scale: Tensor | None
     scale: float
     window: int | None
@@ -58,14 +58,14 @@ def choose_decode(
     shared_bytes: int,
     overlaps: bool,
 ) -> DecodeConfig:
-    """A good cut: blocks of 32 KiB of keys and values, two programs on a multiprocessor, some on their way in each."""
+    """A good configuration: blocks of 32 KiB of keys and values, two programs per multiprocessor, prefetched blocks."""
     dims = max(16, triton.next_power_of_2(head_dim))
     entry_bytes = 2 * dims * cache_dtype.itemsize
     block = min(64, max(16, (1 << 15) // entry_bytes))
-    # Never a warp group's rows: memory that is read lies anyhow (`numbers.warps_for`).
+    # Fewer rows than a warp group's: the loaded memory may be unaligned (see `numbers.warps_for`).
     heads = min(WARP_GROUP_ROWS // 2, max(16, triton.next_power_of_2(group_size)))
     if dtype is torch.float32:
-        # No tensor cores: the product's operands live in registers.
+        # No tensor cores: the operands of the product are in registers.
         block, heads = min(block, 16 if dims > 128 else 32), 16
     while heads > 16 and (heads + 2 * block) * dims * dtype.itemsize > shared_bytes * 7 // 8:
         heads //= 2
@@ -93,7 +93,7 @@ def decode_softmax(
 ) -> None:
     """Writes k, v [num_tokens, num_kv_heads, head_dim] at the rows' slots, and `out` [num_tokens, num_q_heads, ...].
 
-    `lse` [num_tokens, num_q_heads] fp32 where it is wanted. `scratch` holds the rows' shares.
+    Also writes `lse` [num_tokens, num_q_heads] fp32 if it is given. `divide` must have filled `scratch`.
     """
     if (
         not out.is_contiguous()
@@ -125,7 +125,7 @@ def decode_softmax(
 
 @triton.jit
 def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores to the base 2, after the cap."""
+    """Scores after the softcap, times log2(e)."""
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1)
         scores = softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0))
@@ -149,7 +149,7 @@ def _decode_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr,
     INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program's share of a step's units, piece by piece."""
+    """A program computes its share of the step's units, tile by tile."""
     program = tl.program_id(0)
     compute_dtype = q.dtype.element_ty
     if OVERLAPS:
@@ -179,7 +179,7 @@ def _decode_kernel(
         largest = tl.full([HEADS], float("-inf"), tl.float32)
         totals = tl.zeros([HEADS, BLOCK], tl.float32)
         gathered = tl.zeros([HEADS, DIMS], tl.float32)
-        # The new token's: asked for before the keys, needed after them.
+        # The new token's key and value: loaded before the cached keys, used after them.
         sees_new = block + count == blocks
         new_slot = tl.load(write_slots + token, mask=sees_new, other=0)
         new_k_place = k_new + token.to(tl.int64) * k_token + kv_head * k_head + dim
@@ -190,10 +190,10 @@ def _decode_kernel(
         lowest = 0
         if HAS_WINDOW:
             lowest = tl.maximum(context + 1 - window, 0)
-        # Where nothing but the new token is seen, there is no block.
+        # There is no block if only the new token is seen.
         stop = tl.minimum(begin + count * BLOCK, tl.where(lowest < context, context, 0))
         for start in tl.range(begin, stop, BLOCK, num_stages=STAGES):
-            # Of keys that are not seen nothing is read, not even to be weighed with 0: another stands in their place.
+            # Keys that are not seen are never read: a seen key is read instead and masked.
             key = start + in_block
             read = tl.minimum(tl.maximum(key, lowest), context - 1)
             first, places = block_places(table, start, read, slot_stride, PAGE_SIZE, BLOCK)
@@ -206,7 +206,7 @@ def _decode_kernel(
             gathered = product(weights.to(compute_dtype), v, gathered * shrink[:, None], INTERPRETED)
         total = tl.sum(totals, 1)
         if sees_new:
-            # Written, and seen without being read back.
+            # Written to the cache, and used without being read back.
             seen_k, kept_key = as_stored(new_k, k_scale, keys.dtype.element_ty, FP8)
             seen_v, kept_value = as_stored(new_v, v_scale, values.dtype.element_ty, FP8)
             slot = new_slot * slot_stride + kv_head * HEAD_DIM + dim

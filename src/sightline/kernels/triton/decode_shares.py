@@ -1,22 +1,20 @@
-"""How the work of rows of one new token is dealt out, and how what was cut is put together again.
+"""Divides the work of decode rows among programs, and merges the tiles that were cut.
 
-A unit is one block of keys of one row and one group of heads, or the row's new token behind them. The units of a step,
-in order, are dealt out evenly to a fixed number of programs:
+A unit is one block of keys of one row and one group of heads, or the row's new token after them. The units of a step,
+in order, are divided evenly among a fixed number of programs:
 
     units     | row 0, heads 0 | row 0, heads 1 | row 1, heads 0        | row 1, heads 1        | ...
     programs  |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|
 
-However many rows there are and however long, every program has as many as every other. A tile, which is all
-keys of one row and one group of heads, is answered by the program that has it whole; of a tile that is cut, each
-program leaves its part in scratch memory, and a second launch merges the parts. Where tiles are few, each begins with
-a program, and programs may have one block more:
+So every program has the same number of units, whatever the rows' lengths. A tile is all keys of one row and one group
+of heads. A program that has a whole tile writes its result. If a tile is cut, each program writes its part to scratch
+memory, and a second launch merges the parts. If there are few tiles, each begins at the start of a program, and
+programs may have one block more:
 
     programs  |- 0 -|- 1 -|- 2-|- 3 -|- 4 -|- 5-|--- 6 ---|--- 7 ---|-- 8 --| ...
 
-The dealing is device work, once a step (`divide`), from lengths that only the device needs to know: nothing that is
-launched depends on them.
-
-Knows lengths, shares and parts. Does not know keys.
+`divide` does this on the device, once per step, from lengths that only the device needs to know: no launch depends on
+them. Does not know keys.
 """
 
 from dataclasses import dataclass
@@ -28,68 +26,67 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNALIGNED = ("query_lens", "context_lens", "table_rows", "write_slots")
-"""What lies at any place of a batch's memory: a kernel must not be compiled again for where."""
+"""Arguments with any alignment in a batch's memory. Kernels must not be specialised on it."""
 FIELDS = tl.constexpr(8)
-"""Of a record."""
+"""The number of fields of a record."""
 MERGED_AT_ONCE = 2048
-"""Numbers of parts that a program of the merge reads together: few, so that one warp holds them, and all programs find
-room beside those of decode, before these end."""
+"""How many numbers a program of the merge reads at a time: few enough for one warp, so that all programs of the merge
+fit on the device beside those of decode before these end."""
 _SMALL_PAGE = tl.constexpr(4096)
-"""Tokens of a page in which distances have 32 bits: an entry of half a million numbers would still be reached."""
+"""Up to this page size, offsets in a page have 32 bits, which suffices for entries of half a million numbers."""
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the work of a step is cut."""
+    """How the work of a step is divided."""
 
     block: int
-    """Keys of a unit."""
+    """The number of keys of a unit."""
     heads: int
-    """Query heads of a unit, all on one key head; at most so many are real."""
+    """The number of query heads of a unit, all of one key head. Some may be padding."""
     num_programs: int
     num_warps: int
     depth: int
-    """Blocks that are on their way while one is computed."""
+    """The number of blocks that are prefetched."""
     overlaps: bool = False
-    """Launches begin while the ones before still run, and wait where they need what those wrote: on SM90."""
+    """True if a launch may begin before the previous one ends and waits for its results (SM90)."""
 
     @property
     def num_stages(self) -> int:
-        """Of the loop over blocks. Triton halves what is asked for where an address comes of another load."""
+        """The stages of the loop over blocks. Triton halves them if an address depends on another load."""
         return 2 * self.depth + 1
 
     def num_subgroups(self, group_size: int) -> int:
-        """Units that the query heads of one key head take."""
+        """The number of units for the query heads of one key head."""
         return -(-group_size // self.heads)
 
     def launch(self) -> dict[str, object]:
-        """Settings of a launch; the interpreter does not know the last."""
+        """Launch settings. `launch_pdl` is left out if unused, because the interpreter does not know it."""
         return {"OVERLAPS": self.overlaps, **({"launch_pdl": True} if self.overlaps else {})}
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeScratch:
-    """What `divide` fills for a step, and where programs leave their parts."""
+    """The tables that `divide` fills for a step, and the memory for parts."""
 
     starts: Tensor
-    """[num_programs, 8] int32: how many units a program has, the row of the first, the unit's place in the row, and of
-    that row the token, the context's length and the page-table row."""
+    """[num_programs, 8] int32: a program's number of units, the row of the first unit, the unit's index in the row, and
+    the row's token, context length and page-table row."""
     cuts: Tensor
-    """[num_programs, 8] int32: of tiles that may be cut, whether they are, the token, the group of heads, and the
-    programs of their first and last part. Of every tile where there are not more than programs, else of the one that
-    ends a program's share."""
+    """[num_programs, 8] int32: whether a tile is cut, its token, its group of heads, and the programs of its first and
+    last part. One record per tile if there are at most as many tiles as programs, otherwise one per program, for the
+    tile at the end of its share."""
     row_tokens: Tensor
     """[max_rows] int32: the token of each row."""
     out: Tensor
-    """[2 * num_programs, heads, value_dim] fp32: parts; the second of a program's two is that of a tile that begins
-    in it."""
+    """[2 * num_programs, heads, value_dim] fp32: two parts per program; the second is for a tile that begins in it."""
     stats: Tensor
-    """[2 * num_programs, 2, heads] fp32: of parts, the largest score and the sum of weights, to the base 2."""
+    """[2 * num_programs, 2, heads] fp32: the largest score and the sum of weights of each part, to the base 2."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeRows:
-    """The rows of a step, as the device knows them."""
+    """The rows of a step, on the device."""
 
     query_lens: Tensor
     """[num_rows] int64, each 0 or 1."""
@@ -109,7 +106,7 @@ class DecodeRows:
 
 
 def divide(rows: DecodeRows, scratch: DecodeScratch, config: DecodeConfig, num_heads: int, window: int | None) -> None:
-    """Deals out the units of a step; `num_heads` are groups of heads of a row."""
+    """Divides the units of a step; `num_heads` is the number of groups of heads per row."""
     _divide_kernel[(config.num_programs,)](
         rows.query_lens,
         rows.context_lens,
@@ -139,7 +136,7 @@ def merge_parts(
     num_rows: int,
     num_kv_heads: int,
 ) -> None:
-    """Puts tiles together that were cut, into `out` [num_tokens, num_q_heads, value_dim]."""
+    """Merges the parts of cut tiles into `out` [num_tokens, num_q_heads, value_dim]."""
     _, num_q_heads, value_dim = out.shape
     group = num_q_heads // num_kv_heads
     tiles = num_rows * num_kv_heads * config.num_subgroups(group)
@@ -169,14 +166,14 @@ def merge_parts(
 
 
 def _merge_sizes(num_tiles: int, value_dim: int, num_programs: int) -> tuple[int, int]:
-    """How many parts and values a program of the merge reads together: of tiles that are alike, all parts or nearly."""
+    """How many parts and values a program of the merge reads at a time: nearly all parts if tiles are equally long."""
     parts = 1 << (min(128, max(8, num_programs // max(num_tiles, 1))).bit_length() - 1)
     return parts, min(triton.next_power_of_2(value_dim), max(32, MERGED_AT_ONCE // parts))
 
 
 @triton.jit
 def num_blocks(context, window, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
-    """Blocks of a row's keys that its query sees, and one for its new token, the last; and the first of them."""
+    """The number of blocks that a row's query sees, plus one for its new token; and the first block."""
     first = 0
     seen = (context + BLOCK - 1) // BLOCK
     if HAS_WINDOW:
@@ -188,13 +185,13 @@ def num_blocks(context, window, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _at(values, row, wanted):
-    """One of a vector's values."""
+    """The element `wanted` of a vector."""
     return tl.sum(tl.where(row == wanted, values, 0), 0)
 
 
 @triton.jit
 def _shares(blocks, share):
-    """Programs that tiles of so many blocks take, each of which begins with a program."""
+    """The number of programs for tiles of these numbers of blocks, if each tile begins at the start of a program."""
     return tl.sum((blocks + share - 1) // share, 0)
 
 
@@ -218,7 +215,7 @@ def _divide_kernel(
     ROWS: tl.constexpr,
     BY_TILE: tl.constexpr,
 ):
-    """Each program finds its own share: all of them read all lengths."""
+    """Each program computes its own share from all lengths."""
     program = tl.program_id(0)
     row = tl.arange(0, ROWS)
     here = row < num_rows
@@ -230,9 +227,9 @@ def _divide_kernel(
     blocks = tl.where(query > 0, blocks, 0)
     total = tl.sum(blocks, 0) * num_heads
     share = tl.maximum((total + num_programs - 1) // num_programs, 1)
-    # Places that a tile takes of shares: its blocks, or so many that the next tile begins with a program. One that has
-    # the end of a tile and the beginning of another waits twice for its first keys, which costs about a block: tiles
-    # are set apart where shares that are larger by one are enough for it. The new token then goes with the last keys.
+    # `length` is the room of a tile: its blocks, or more, so that the next tile begins at the start of a program. A
+    # program with the end of one tile and the beginning of another waits twice for its first keys, which costs about a
+    # block. So tiles are kept apart if shares larger by one suffice; the new token then goes with the last keys.
     placed, length, apart = blocks, blocks, 0
     if BY_TILE:
         keyed = tl.where(query > 0, tl.maximum(blocks - 1, 1), 0)
@@ -273,7 +270,7 @@ def _divide_kernel(
     first_program, last_program = begin // share, (begin + cut_placed - 1) // share
     is_cut = (cut_placed > 0) & (first_program != last_program)
     if not BY_TILE:
-        # A tile that ends several shares is the matter of the program in which it begins.
+        # A tile that covers the ends of several shares is recorded by the program in which it begins.
         is_cut = is_cut & (first_program == program) & (left > 0)
     cut = cuts + program * FIELDS
     tl.store(cut, is_cut.to(tl.int32))
@@ -287,11 +284,11 @@ def _divide_kernel(
 
 @triton.jit
 def block_places(table, start, key, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the entries of a block's keys begin: a number for the block, and one for each key that adds to it.
+    """The offsets of a block's entries: one for the block, and one for each key that is added to it.
 
-    A block that lies in one page has one look at the table, and distances in the page that 32 bits hold, unless pages
-    are very large. (From the block's own beginning they would be small in any page, but what the assembler makes of
-    that is slower by a quarter with 128 latent heads.)
+    A block within one page needs one look-up in the table, and 32-bit offsets within the page unless pages are very
+    large. (Offsets from the start of the block would always be small, but the compiled code is a quarter slower with
+    128 latent heads.)
     """
     if PAGE_SIZE % BLOCK == 0:
         first = tl.load(table + start // PAGE_SIZE) * PAGE_SIZE * slot_stride
@@ -305,7 +302,7 @@ def block_places(table, start, key, slot_stride, PAGE_SIZE: tl.constexpr, BLOCK:
 
 @triton.jit
 def entries_of(plane, places, dim, DIM: tl.constexpr, DIMS: tl.constexpr):
-    """What is cached there, all of it the row's own: [block, DIMS], zeros from DIM on."""
+    """Loads entries [block, DIMS], with zeros from DIM on."""
     place = plane + places[:, None] + dim[None, :]
     if DIM >= DIMS:
         return tl.load(place)
@@ -314,10 +311,9 @@ def entries_of(plane, places, dim, DIM: tl.constexpr, DIMS: tl.constexpr):
 
 @triton.jit
 def weighed(scores, seen, largest, totals):
-    """Weights [heads, block] of a block of which something is seen, how much what was found before shrinks, and the new
-    totals and largest score.
+    """The weights [heads, block] of a block, the factor for previous results, and the new totals and largest score.
 
-    Totals are kept for each place in a block: the programs' warps add them up once, at the end.
+    At least one key of the block must be seen. Totals are kept per position in a block and added up once, at the end.
     """
     scores = tl.where(seen[None, :], scores, float("-inf"))
     higher = tl.maximum(largest, tl.max(scores, 1))
@@ -328,13 +324,13 @@ def weighed(scores, seen, largest, totals):
 
 @triton.jit
 def totals_of_new(HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """Totals [heads, block] where nothing but a row's new token was seen."""
+    """The totals [heads, block] if only a row's new token was seen."""
     return tl.where((tl.arange(0, BLOCK) == 0)[None, :], tl.full([HEADS, BLOCK], 1.0, tl.float32), 0.0)
 
 
 @triton.jit
 def weigh_new(score, largest, total):
-    """The weight [heads] of one more key, how much what was found before shrinks, the new total and largest score."""
+    """The weight [heads] of one more key, the factor for previous results, and the new total and largest score."""
     higher = tl.maximum(largest, score)
     weight, shrink = tl.exp2(score - higher), tl.exp2(largest - higher)
     return weight, shrink, total * shrink + weight, higher
@@ -345,7 +341,7 @@ def leave_part(
     part_out, part_stats, program, begins_here, head_in_unit, value, in_heads, gathered, largest, total,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Puts a program's part of a tile that is cut where the merge finds it."""
+    """Writes a program's part of a cut tile to scratch memory, for the merge."""
     part = 2 * program + begins_here.to(tl.int32)
     place = part_out + (part * HEADS + head_in_unit)[:, None] * VALUE_DIM + value[None, :]
     tl.store(place, gathered, mask=in_heads[:, None] & (value < VALUE_DIM)[None, :])
@@ -355,7 +351,7 @@ def leave_part(
 
 @triton.jit
 def next_row(query_lens, row_tokens, context_lens, table_rows, row):
-    """The next row that has a token, which there is: its number, token, context and page-table row."""
+    """The number, token, context length and page-table row of the next row with a token. There must be one."""
     row += 1
     while tl.load(query_lens + row) == 0:
         row += 1
@@ -368,7 +364,7 @@ def finish(
     out, lse, sinks, token, heads, num_heads, values, largest, total, v_scale, value, in_heads,
     SINKS: tl.constexpr, LSE: tl.constexpr, VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Writes what a query of some heads sees in all: `values` [heads, value] is not divided by `total` yet."""
+    """Writes the result of a query for some heads; `values` [heads, value] is not divided by `total` yet."""
     if SINKS:
         sink = tl.load(sinks + heads, mask=in_heads, other=0.0).to(tl.float32) * LOG2_E
         higher = tl.maximum(largest, sink)
@@ -390,7 +386,7 @@ def _merge_kernel(
     HEADS: tl.constexpr, PARTS: tl.constexpr,
     SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Some values of one head of a tile, if it is cut."""
+    """A program merges some values of one head of a tile, if it is cut."""
     head_in_unit = tl.program_id(1)
     value = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     if OVERLAPS:
@@ -409,7 +405,7 @@ def _merge_kernel(
             program = start + tl.arange(0, PARTS)
             there = program <= last
             part = 2 * program + (program == first).to(tl.int32)
-            # What is waited for last is asked for first.
+            # Loaded first because it is used last.
             place = part_out + (part * HEADS + head_in_unit)[:, None] * VALUE_DIM + value[None, :]
             parts = tl.load(place, mask=there[:, None] & (value < VALUE_DIM)[None, :], other=0.0)
             tops = tl.load(part_stats + part * 2 * HEADS + head_in_unit, mask=there, other=float("-inf"))
@@ -431,5 +427,5 @@ def _merge_kernel(
 
 
 def fitting_depth(block_bytes: int, deepest: int, shared_bytes: int) -> int:
-    """As many blocks on their way as fit a program's shared memory, one at least."""
+    """The number of prefetched blocks that fit in a program's shared memory, at least one."""
     return max(1, min(deepest, shared_bytes // block_bytes))

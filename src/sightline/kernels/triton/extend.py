@@ -1,7 +1,7 @@
-"""Attention of rows of any number of new tokens: over pages, over a step's own keys, or over keys side by side.
+"""Attention for rows with any number of new tokens: over pages, over the step's own keys, or over contiguous keys.
 
-Owns the launch of the kernel in `extend_kernel`. Does not know batches or plans; `extend_tiles` says which program
-computes what, `extend_rules` what a query sees.
+Launches the kernel in `extend_kernel`. `extend_tiles` divides the work, `extend_rules` says what a query sees. Does not
+know batches or plans.
 """
 
 import torch
@@ -31,13 +31,13 @@ def extend_paged(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Attends to entries in pages, the new tokens' included: they were written before.
+    """Attends to entries in pages. The new tokens' entries must already be written.
 
     q [num_tokens, q_heads, qk_dim], keys [num_slots, kv_heads, qk_dim], values [num_slots, kv_heads, v_dim], pages
-    [num_table_rows, max_pages] int64, out [num_tokens, q_heads, v_dim]: the last dimension of each contiguous. sinks
-    [q_heads]. lse [num_tokens, q_heads] fp32 where it is wanted. Entries in float8_e4m3fn have one fp32 scale on the
-    device each for keys and values. `tiles` come from `prepare_tiles` with page-table rows. What belongs to padding
-    tokens is left as it is.
+    [num_table_rows, max_pages] int64, out [num_tokens, q_heads, v_dim]: the last dimension of each is contiguous. sinks
+    [q_heads]. lse [num_tokens, q_heads] fp32 is optional. float8_e4m3fn entries need one fp32 scale each for keys and
+    values, on the device. `tiles` come from `prepare_tiles` with page-table rows. Outputs of padding tokens are not
+    written.
     """
     is_fp8 = keys.dtype is torch.float8_e4m3fn
     if (k_scale is not None) != is_fp8 or (v_scale is not None) != is_fp8:
@@ -58,10 +58,10 @@ def extend_contiguous(
     sinks: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """Attends to keys k [num_keys, kv_heads, qk_dim] and values v [num_keys, kv_heads, v_dim] that lie side by side.
+    """Attends to contiguous keys k [num_keys, kv_heads, qk_dim] and values v [num_keys, kv_heads, v_dim].
 
-    `tiles` come from `prepare_tiles` without page-table rows, where the keys are the step's own, or from
-    `prepare_ragged_tiles`. The rest as in `extend_paged`.
+    `tiles` come from `prepare_tiles` without page-table rows if the keys are the step's own, otherwise from
+    `prepare_ragged_tiles`. The rest is as in `extend_paged`.
     """
     _launch(q, k, v, None, 1, tiles, out, rule, masks, config, sinks, lse, None, None)
 

@@ -1,12 +1,10 @@
-"""The extend kernel: a tile of a row's queries goes through the row's keys in blocks.
+"""The extend kernel: a program attends with a tile of a row's queries to the row's keys, block by block.
 
     |------ context ------|-- new --|   a row's keys
-                          |---------|   its queries, in tiles of some consecutive ones times the heads of a key head
+                          |---------|   its queries; a tile is some consecutive ones times the heads of a key head
 
-Blocks that all queries of a tile see whole need no mask; those at the window's edge come before them, those at the
-diagonal and at the row's end after them.
-
-Owns the device's work. Does not know who launches it; `extend_tiles` made its records.
+Blocks that all queries of a tile see completely need no mask. Blocks at the window's edge come before them, blocks at
+the diagonal and at the row's end after them. `extend_tiles` makes the records that say which tile a program computes.
 """
 
 import triton
@@ -32,7 +30,7 @@ def _load_pages(
     IN_ONE_PAGE: tl.constexpr,
     IS_PAGED: tl.constexpr,
 ) -> tl.tensor:
-    """The page of a block's keys where one page holds them all, else that of each; nothing is read from `stop` on."""
+    """The page of a block's keys if one page holds them all, otherwise one per key; nothing is read from `stop` on."""
     if not IS_PAGED:
         page = start
     elif IN_ONE_PAGE:
@@ -53,7 +51,7 @@ def _block_slots(
     IN_ONE_PAGE: tl.constexpr,
     IS_PAGED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Where a block's entries lie: one int64 slot, and each entry's distance from it."""
+    """The slots of a block's entries: one int64 slot, and each entry's distance from it."""
     distance = tl.arange(0, BLOCK_N)
     if not IS_PAGED:
         slot = (first_key + start).to(tl.int64)
@@ -77,7 +75,7 @@ def _load_block(
     BLOCK_DIM: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_N, BLOCK_DIM]: zeros where a slot is not seen, whatever lies there, and beyond the dimension."""
+    """Loads [BLOCK_N, BLOCK_DIM], with zeros for slots that are not seen and beyond the dimension."""
     dim = FIRST_DIM + tl.arange(0, BLOCK_DIM)
     at = plane + slot * slot_stride + (distance[:, None] * slot_stride + dim[None, :])
     if IS_MASKED:
@@ -102,7 +100,7 @@ def _visible(
     HAS_TREES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_M, BLOCK_N]: which keys each query sees. `tree` points to each query's line of its row's tree."""
+    """The keys that each query sees, [BLOCK_M, BLOCK_N]. `tree` points to each query's line of its row's tree."""
     visible = key[None, :] <= last_seen[:, None]
     key_position = key
     if HAS_TREES:
@@ -157,9 +155,9 @@ def _attend_blocks(
     BLOCK_V: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Goes through blocks of keys: what was found of the values [BLOCK_M, BLOCK_V], the weights' total, the largest
-    score in powers of two [BLOCK_M], each with these blocks taken in."""
-    # A block's pages are read a block ahead, so that the loads of its entries wait for no other.
+    """Attends to some blocks of keys. Returns the updated weighted values [BLOCK_M, BLOCK_V], total of the weights and
+    largest score to the base 2, both [BLOCK_M]."""
+    # A block's pages are loaded one block ahead, so that the loads of its entries do not wait for them.
     page = _load_pages(pages, start_block, stop_seen, page_size, BLOCK_N, IN_ONE_PAGE, IS_PAGED)
     for start in range(start_block, stop_block, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
@@ -184,7 +182,7 @@ def _attend_blocks(
         higher = tl.maximum(largest, tl.max(score, 1) * factor)
         base = higher
         if IS_MASKED:
-            # A query that has seen nothing yet: -inf minus itself would be NaN.
+            # For a query that has seen nothing yet, -inf minus itself would be NaN.
             base = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(score * factor - base[:, None])
         fade = tl.exp2(largest - base)
@@ -203,7 +201,7 @@ def _load_queries(
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK_M, BLOCK_DIM]: zeros where there is no query, and beyond the dimension."""
+    """Loads [BLOCK_M, BLOCK_DIM], with zeros where there is no query and beyond the dimension."""
     dim = FIRST_DIM + tl.arange(0, BLOCK_DIM)[None, :]
     return tl.load(at[:, None] + dim, mask=is_query[:, None] & (dim < DIM), other=0.0)
 
@@ -218,8 +216,8 @@ def _bounds(
     window: tl.tensor,
     HAS_WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Of the keys: the first that some query of the tile sees, the first and the end of those that all see, and the
-    end of those that some query sees."""
+    """Bounds of keys: the first that any query of the tile sees, the first and the end of those that all see, and the
+    end of those that any sees."""
     first_seen = tl.zeros([], tl.int32)
     first_shared = tl.zeros([], tl.int32)
     stop_seen = num_keys
@@ -228,7 +226,7 @@ def _bounds(
         first_seen = tl.maximum(first_position - window + 1, 0)
         first_shared = tl.maximum(last_position - window + 1, 0)
         if kind == _TREE:
-            # New tokens of a tree do not stand in order of their positions.
+            # New tokens of a tree are not in the order of their positions.
             first_seen = tl.minimum(first_seen, context_len)
         else:
             stop_seen = tl.minimum(num_keys, last_position + window)
@@ -245,7 +243,8 @@ def _bounds(
 def _factors(
     scale: tl.tensor, softcap: tl.tensor, k_scale: tl.tensor, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """What makes a score of what the loop has, to the base 2; and for a softcap, twice tanh's argument of a product."""
+    """The factor that makes a product, or tanh, a score to the base 2; and for a softcap, the factor that makes a
+    product twice tanh's argument, to the base 2."""
     factor = scale * _LOG2_E
     softcap_scale = factor
     if IS_FP8:
@@ -313,7 +312,7 @@ def extend_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """A program computes a tile of one key head. Heads are the inner index: the longest tiles of all start first."""
+    """A program computes a tile of one key head. Heads are the inner index, so that the longest tiles start first."""
     program = tl.program_id(0)
     record = records + (program // (num_kv_heads * head_blocks)) * FIELDS
     row = tl.load(record)
@@ -327,7 +326,7 @@ def extend_kernel(
     context_len = num_keys - query_len
     kv_head = (program % (num_kv_heads * head_blocks) // head_blocks).to(tl.int64)
 
-    # The product's rows: a query's heads side by side, query after query.
+    # The rows of the product: the heads of one query, then those of the next.
     lane = tl.arange(0, BLOCK_M)
     query = first_query + lane // tile_heads
     group_head = program % head_blocks * tile_heads + lane % tile_heads
@@ -401,13 +400,13 @@ def extend_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks + q_head, mask=is_query, other=0.0).to(tl.float32) * _LOG2_E
         higher = tl.maximum(largest, sink)
-        # A sink may be -inf where nothing was seen: -inf less -inf is no number.
+        # If the sink is -inf and nothing was seen, -inf minus itself would be NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         fade = tl.exp2(largest - base)
         total = total * fade + tl.exp2(sink - base)
         found = found * fade[:, None]
         largest = higher
-    # A total of 0: the query saw nothing, and `largest` is -inf.
+    # If the total is 0, the query saw nothing and `largest` is -inf.
     total = tl.where(total == 0.0, 1.0, total)
     share = 1.0 / total
     if IS_FP8:

@@ -1,4 +1,4 @@
-"""What a query of an extend launch sees, and how a score is made. Plain values: knows no kernel."""
+"""The masks and scores of an extend launch, as plain values. Does not know kernels."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 class LaunchMask(IntEnum):
-    """What the queries of a launch may see of their rows' keys; the first three are also a row's own kind."""
+    """The mask of a launch, or, but for `BY_ROW`, of one row."""
 
     CAUSAL = 0
-    """Query i of n sees the keys up to number num_keys - n + i."""
+    """Query i of n sees the keys up to index num_keys - n + i."""
     FULL = 1
     """Every query sees every key."""
     TREE = 2
-    """The context, and of the new tokens what the row's tree says. Not for a whole launch."""
+    """A query sees the context, and the new tokens that the row's tree allows. Not for a whole launch."""
     BY_ROW = 3
-    """Each row has its own. Not a row's."""
+    """Each row has its own mask. Not for a row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,13 +25,13 @@ class ExtendMasks:
 
     kind: LaunchMask
     row_kinds: Tensor | None = None
-    """[num_rows] int8, for `BY_ROW`: a `LaunchMask` each."""
+    """[num_rows] int8, for `BY_ROW`: the `LaunchMask` of each row."""
     trees: Tensor | None = None
-    """[any] uint8, where a row may be a `TREE`: masks [query_len, query_len], 1 where query i sees new token j."""
+    """[any] uint8, if a row may be a `TREE`: masks [query_len, query_len], 1 where query i sees new token j."""
     tree_offsets: Tensor | None = None
-    """[num_rows] int64, with `trees`: where each tree row's mask begins."""
+    """[num_rows] int64, with `trees`: the start of each tree row's mask."""
     positions: Tensor | None = None
-    """[num_tokens] int64, with `trees`: a tree's new tokens are so far from each other, as a window counts it."""
+    """[num_tokens] int64, with `trees`: the position of each token, by which a window measures distance."""
 
     def __post_init__(self) -> None:
         if self.kind is LaunchMask.TREE:
@@ -49,7 +49,7 @@ FULL_ROWS = ExtendMasks(LaunchMask.FULL)
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """How a query and a key make a score."""
+    """How a score is computed from a query and a key."""
 
     scale: float
     """More than 0."""

@@ -1,7 +1,7 @@
-"""Which program of the extend kernel computes which queries: a table that the device makes from its own lengths.
+"""Divides the queries of the extend kernel into tiles, one per program, in a table that the device computes.
 
-A tile is some consecutive queries of one row, with all query heads that share a key head. How many tiles a launch has
-depends on the numbers of rows and tokens only: a row ends in at most one tile that is not full.
+A tile is some consecutive queries of one row, with all query heads that share a key head. The number of tiles depends
+only on the numbers of rows and tokens: each row has at most one tile that is not full.
 
 Owns the table and the sizes of tiles. Does not know scores, masks or caches.
 """
@@ -16,14 +16,14 @@ from torch import Tensor
 from sightline.kernels.triton.numbers import BORDER
 
 FIELDS = 6
-"""Of a tile's record, int32 each:
+"""The number of fields of a tile's record, int32 each:
 
-row                 -1: the tile is not used
+row                 -1 if the tile is not used
 first query         of the tile, counted from the row's first new token
 first token         of the row, in the step
 query length        of the row
 number of keys      of the row, new tokens included
-first key           the page-table row, or where keys lie side by side, the first one's place
+first key           the page-table row, or the index of the first key if keys are contiguous
 """
 
 _BLOCK_TILES = 64
@@ -32,38 +32,38 @@ _BLOCK_ROWS = 256
 
 @dataclass(frozen=True)
 class ExtendConfig:
-    """How the extend kernel is cut and compiled."""
+    """The tile sizes and compile options of the extend kernel."""
 
     block_m: int
-    """Queries times heads of a tile: a power of two, 16 at least."""
+    """Queries times heads of a tile: a power of two, at least 16."""
     block_n: int
-    """Keys of a block: a power of two, 16 at least."""
+    """The number of keys of a block: a power of two, at least 16."""
     num_warps: int
     num_stages: int
 
     def tile_heads(self, group_size: int) -> int:
-        """Query heads of a tile: those of a key head, or as many as fit."""
+        """The number of query heads of a tile: those of a key head, or as many as fit."""
         return min(group_size, self.block_m)
 
     def tile_tokens(self, group_size: int) -> int:
-        """Queries of a tile."""
+        """The number of queries of a tile."""
         return self.block_m // self.tile_heads(group_size)
 
 
 def choose_config(
     dtype: torch.dtype, qk_dim: int, v_dim: int, group_size: int, longest_query: int, *, shared_bytes: int
 ) -> ExtendConfig:
-    """A good cut for rows of up to `longest_query` new tokens, of queries in `dtype`, that fits a program's memory.
+    """A good configuration for rows of up to `longest_query` new tokens that fits in a program's shared memory.
 
-    Few queries get small tiles. A tile of 64 rows of the product is the least that SM90's warp groups work on.
+    Few queries get small tiles. SM90's warp groups need tiles of at least 64 rows.
     """
     wanted = max(16, triton.next_power_of_2(group_size * longest_query))
     widest = max(qk_dim, v_dim)
     if dtype is torch.float32:
-        # No tensor cores: operands live in registers, and a larger tile would spill them.
+        # No tensor cores: operands are in registers, and a larger tile would spill them.
         config = ExtendConfig(min(wanted, 32), 16, num_warps=8 if wanted > 16 else 4, num_stages=1)
     elif wanted <= 32 or qk_dim % BORDER != 0 or v_dim % BORDER != 0:
-        # Heads that do not begin on borders get no warp group (`numbers.warps_for`): tiles for that.
+        # Unaligned heads get no warp group (see `numbers.warps_for`), so they get tiles that need none.
         config = ExtendConfig(min(wanted, 32), 64 if widest <= 256 else 32, num_warps=4, num_stages=3)
     elif widest > 256:
         config = ExtendConfig(64, 32, num_warps=8, num_stages=3)
@@ -72,12 +72,12 @@ def choose_config(
     else:
         config = ExtendConfig(128, 128 if widest <= 64 else 64, num_warps=8, num_stages=3)
     padded = sum(split_dim(qk_dim)), max(16, triton.next_power_of_2(v_dim))
-    # Masks and sums take some too.
+    # Masks and sums take some shared memory too.
     return _fitted(config, padded[0] * dtype.itemsize, padded[1] * dtype.itemsize, shared_bytes * 15 // 16)
 
 
 def _fitted(config: ExtendConfig, query_bytes: int, value_bytes: int, shared_bytes: int) -> ExtendConfig:
-    """The cut made smaller until it fits: fewer blocks on their way, then smaller blocks, then smaller tiles."""
+    """Shrinks a configuration until it fits: fewer stages, then smaller blocks, then smaller tiles."""
 
     def fits(config: ExtendConfig) -> bool:
         blocks = config.num_stages * config.block_n * (query_bytes + value_bytes)
@@ -93,7 +93,7 @@ def _fitted(config: ExtendConfig, query_bytes: int, value_bytes: int, shared_byt
 
 
 def split_dim(dim: int) -> tuple[int, int]:
-    """Two powers of two, the second perhaps 0, that hold `dim` with less padding than one would."""
+    """Two powers of two, the second perhaps 0, that cover `dim` with less padding than one would."""
     whole = max(16, triton.next_power_of_2(dim))
     half = whole // 2
     if half < 16 or dim == whole:
@@ -103,13 +103,13 @@ def split_dim(dim: int) -> tuple[int, int]:
 
 
 def num_tiles(num_rows: int, num_tokens: int, tile_tokens: int) -> int:
-    """Tiles that suffice for any lengths of so many rows and tokens."""
+    """The number of tiles that suffices for `num_rows` rows of any lengths with `num_tokens` tokens in all."""
     return num_tokens // tile_tokens + num_rows
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """A table of tiles, and what it was made for."""
+    """A table of tiles, and the size of a tile."""
 
     records: Tensor
     """[num_tiles, FIELDS] int32, contiguous."""
@@ -122,12 +122,12 @@ class Tiles:
             )
 
     def require_size(self, tile_tokens: int) -> None:
-        """Raises where tiles were made for another number of queries each."""
+        """Raises if the tiles have another size."""
         if tile_tokens != self.tile_tokens:
             raise ValueError(f"expected tiles of {tile_tokens} tokens, got {self.tile_tokens}; prepare them so")
 
     def require(self, num_rows: int, num_tokens: int) -> None:
-        """Raises where lengths of so many rows and tokens may need more tiles."""
+        """Raises if so many rows and tokens may need more tiles."""
         expected = num_tiles(num_rows, num_tokens, self.tile_tokens)
         if self.records.shape[0] < expected:
             raise ValueError(
@@ -145,12 +145,10 @@ def prepare_tiles(
     tiles: Tiles,
     served: Tensor | None = None,
 ) -> None:
-    """Fills the tiles of a step, and `query_offsets` [num_rows + 1] int64, where each row's tokens begin.
+    """Fills the tiles of a step, and `query_offsets` [num_rows + 1] int64, the index of each row's first token.
 
-    `served` [num_rows] int8 is 1 for the rows that get tiles; all do without it.
-
-    query_lens, context_lens, table_rows [num_rows] int64. Without contexts and page-table rows the step is transient:
-    a row's keys are its own new tokens, at their places in the step.
+    query_lens, context_lens, table_rows [num_rows] int64. Without contexts and page-table rows the step is transient: a
+    row's keys are its own new tokens. `served` [num_rows] int8 is 1 for the rows that get tiles; by default all do.
     """
     if (context_lens is None) != (table_rows is None):
         raise ValueError("expected contexts and page-table rows together, or neither, got one of them")
@@ -160,10 +158,10 @@ def prepare_tiles(
 
 
 def prepare_ragged_tiles(query_offsets: Tensor, key_offsets: Tensor, num_tokens: int, tiles: Tiles) -> None:
-    """Fills the tiles of queries and keys that lie side by side, row after row.
+    """Fills the tiles for contiguous queries and keys, row after row.
 
-    query_offsets, key_offsets [num_rows + 1], of one integer dtype: where each row's queries and keys begin, and where
-    the last ends.
+    query_offsets, key_offsets [num_rows + 1], of one integer dtype: the starts of each row's queries and keys, and the
+    end of the last.
     """
     num_rows = query_offsets.shape[0] - 1
     tiles.require(num_rows, num_tokens)
@@ -206,7 +204,7 @@ def _launch(
 
 @triton.jit
 def _length(lengths: tl.tensor, row: tl.tensor, is_row: tl.tensor, IS_RAGGED: tl.constexpr) -> tl.tensor:
-    """Of rows: as it is given, or the distance of two offsets."""
+    """The lengths of rows: as given, or as differences of offsets."""
     length = tl.load(lengths + row, mask=is_row, other=0)
     if IS_RAGGED:
         length = tl.load(lengths + row + 1, mask=is_row, other=0) - length
@@ -234,7 +232,7 @@ def _prepare_tiles(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
 ) -> None:
-    """A program makes some tiles' records; each goes through all rows, and the first writes the offsets."""
+    """A program computes the records of some tiles from all rows. The first program also writes the offsets."""
     tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
     row = tl.zeros([BLOCK_TILES], tl.int32)
     first_tile = tl.zeros([BLOCK_TILES], tl.int32)
@@ -262,7 +260,7 @@ def _prepare_tiles(
         tl.store(query_offsets, tl.zeros([], tl.int64))
     is_used = row < num_rows
     query_len = _length(queries, row, is_used, IS_RAGGED)
-    # A row's last queries see the most keys under a causal mask: they come first, so that no long tile starts last.
+    # A row's last queries come first: with a causal mask they see the most keys, and no long tile should start last.
     last = (query_len + TILE_TOKENS - 1) // TILE_TOKENS - 1
     first_query = (last - (tile - first_tile)) * TILE_TOKENS
     if IS_RAGGED:

@@ -1,8 +1,8 @@
-"""Latent attention of rows of one new token over a paged cache: one launch that writes the cache too, one that merges.
+"""Latent attention for decode rows over a paged cache: one launch that also writes the cache, and one that merges.
 
-Entries are [latent | rope], which all heads share, and their values are the latents: each is read once for all heads of
-a unit. Latents are taken in two halves, of which neither's products wait for the other's. Who computes what is
-`decode_shares`' matter. Knows tensors. Does not know plans or pools.
+Entries are [latent | rope], shared by all heads, and their values are the latents: each is read once for all heads of a
+unit. Latents are processed in two halves whose products do not wait for each other. `decode_shares` divides the work.
+Does not know plans or pools.
 """
 
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ from sightline.kernels.triton.numbers import as_stored, product, stored_view
 
 @dataclass(frozen=True, eq=False)
 class LatentLayer:
-    """One layer's cache, and what its scores are."""
+    """The cache of one layer, and how its scores are computed."""
 
     entries: Tensor
     """[num_slots, latent_dim + rope_dim]."""
     entry_scale: Tensor | None
-    """[1] fp32, exactly of e4m3 entries."""
+    """[1] fp32 for e4m3 entries, otherwise None."""
     scale: float
 
 
@@ -55,11 +55,11 @@ def choose_latent_decode(
     shared_bytes: int,
     overlaps: bool,
 ) -> DecodeConfig:
-    """A good cut: one program for each multiprocessor, whose large blocks keep it busy."""
+    """A good configuration: one program with large blocks per multiprocessor."""
     heads = 16 if num_heads <= 16 else 32
     block = 64
     if dtype is torch.float32:
-        # No tensor cores: the product's operands live in registers.
+        # No tensor cores: the operands of the product are in registers.
         block, heads = 16, 16
     dims = 2 * _half(latent_dim) + max(16, triton.next_power_of_2(rope_dim))
     room = shared_bytes * 15 // 16 - heads * dims * dtype.itemsize
@@ -70,7 +70,7 @@ def choose_latent_decode(
 
 
 def _half(latent_dim: int) -> int:
-    """Room for latents in a half; the second is not full, or empty, where they are not a power of two."""
+    """The padded size of a half. If `latent_dim` is not a power of two, the second half is not full."""
     return max(16, triton.next_power_of_2(latent_dim) // 2)
 
 
@@ -86,9 +86,11 @@ def decode_latent(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Writes [latent | k_rope] [num_tokens, ...] at the rows' slots, and `out` [num_tokens, num_q_heads, latent_dim] of
-    queries [num_tokens, num_q_heads, ...] that were taken into the latent's space; `lse` [num_tokens, num_q_heads] fp32
-    where it is wanted. `scratch` holds the rows' shares."""
+    """Writes [latent | k_rope] [num_tokens, ...] at the rows' slots, and `out` [num_tokens, num_q_heads, latent_dim].
+
+    The queries [num_tokens, num_q_heads, ...] are absorbed. Also writes `lse` [num_tokens, num_q_heads] fp32 if it is
+    given. `divide` must have filled `scratch`.
+    """
     num_heads, latent_dim = q_latent.shape[1:]
     rope_dim = k_rope.shape[-1]
     _latent_kernel[(config.num_programs,)](
@@ -120,7 +122,7 @@ def _latent_kernel(
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     LSE: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """One program's share of a step's units, tile by tile."""
+    """A program computes its share of the step's units, tile by tile."""
     program = tl.program_id(0)
     compute_dtype = q.dtype.element_ty
     dim, rope = tl.arange(0, HALF), tl.arange(0, ROPES)
@@ -154,7 +156,7 @@ def _latent_kernel(
         gathered = tl.zeros([HEADS, HALF], tl.float32)
         gathered_2 = tl.zeros([HEADS, HALF], tl.float32)
         if block + count == blocks:
-            # The new token: written, and seen without being read back.
+            # The new token: written to the cache, and used without being read back.
             new_slot = written + tl.load(write_slots + token) * slot_stride
             latent_place = latent_new + token.to(tl.int64) * latent_token
             new = tl.load(latent_place + dim, mask=in_dim, other=0.0)
@@ -174,7 +176,7 @@ def _latent_kernel(
             gathered += new[None, :]
             gathered_2 += new_2[None, :]
         for start in tl.range(block * BLOCK, tl.minimum((block + count) * BLOCK, context), BLOCK, num_stages=STAGES):
-            # Of keys that are not seen nothing is read, not even to be weighed with 0: another stands in their place.
+            # Keys that are not seen are never read: a seen key is read instead and masked.
             key = start + in_block
             read = tl.minimum(key, context - 1)
             first, places = block_places(table, start, read, slot_stride, PAGE_SIZE, BLOCK)
@@ -205,7 +207,7 @@ def _latent_kernel(
                 part_out, part_stats, program, block == 0, head_in_unit, dim, in_heads, gathered, largest, total,
                 HEADS, LATENT_DIM,
             )  # fmt: skip
-            # The statistics once more, alike.
+            # This writes the same statistics again.
             leave_part(
                 part_out, part_stats, program, block == 0, head_in_unit, dim_2, in_heads, gathered_2, largest, total,
                 HEADS, LATENT_DIM,

@@ -1,7 +1,4 @@
-"""Merging what two sets of keys gave the same queries.
-
-Owns the arithmetic of log-sum-exps. Does not know where the parts come from.
-"""
+"""Merges the attention results of the same queries over two sets of keys, by their log-sum-exps."""
 
 import triton
 import triton.language as tl
@@ -11,9 +8,8 @@ from torch import Tensor
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     """Merges part b into part a, in place: outs [num_tokens, heads, dim], LSEs [num_tokens, heads] fp32.
 
-    LSEs are natural logarithms, -inf where a part saw nothing: its out then counts for nothing, whatever it holds, and
-    where neither saw anything, out is 0 and the LSE -inf. The last dimension of the outs is contiguous; their dtypes
-    may differ.
+    LSEs are natural logarithms, -inf if a part saw nothing: its out is then ignored, whatever it holds. If neither saw
+    anything, out becomes 0 and the LSE -inf. The last dimension of the outs is contiguous; their dtypes may differ.
     """
     num_tokens, num_heads, dim = out_a.shape
     if num_tokens == 0:
@@ -56,7 +52,7 @@ def _merge_states(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """A program merges some heads, of one token or of several."""
+    """A program merges some heads of one or several tokens."""
     token_head = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     is_head = token_head < num_token_heads
     token = (token_head // NUM_HEADS).to(tl.int64)
@@ -68,7 +64,7 @@ def _merge_states(
     seen_a = tl.load(at_lse_a, mask=is_head, other=0.0)
     seen_b = tl.load(at_lse_b, mask=is_head, other=0.0)
     largest = tl.maximum(seen_a, seen_b)
-    # Where neither saw anything both weights are exp(-inf), 0; -inf minus itself would be NaN.
+    # If neither saw anything, both weights must be exp(-inf) = 0; -inf minus itself would be NaN.
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weight_a = tl.exp(seen_a - base)
     weight_b = tl.exp(seen_b - base)
@@ -78,7 +74,7 @@ def _merge_states(
     share_b = (weight_b / total)[:, None]
     at_a = out_a + (token * out_a_token_stride + head * out_a_head_stride)[:, None] + dim
     at_b = out_b + (token * out_b_token_stride + head * out_b_head_stride)[:, None] + dim
-    # Not read where it counts for nothing: 0 times what lies there could be NaN.
+    # A part with weight 0 is not read: 0 times its contents could be NaN.
     part_a = tl.load(at_a, mask=inside & (share_a > 0.0), other=0.0).to(tl.float32)
     part_b = tl.load(at_b, mask=inside & (share_b > 0.0), other=0.0).to(tl.float32)
     tl.store(at_a, (part_a * share_a + part_b * share_b).to(out_a.dtype.element_ty), mask=inside)

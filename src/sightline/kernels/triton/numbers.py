@@ -1,6 +1,6 @@
-"""Numbers inside kernels: products, and what a cache keeps of a value. The same bits on every device as torch's.
+"""Arithmetic inside kernels: products, and the rounding of values to cache entries, with the same bits as torch.
 
-Owns, too, what a product needs of memory for warps to compute it as a group. Does not know keys, rows or pages.
+Also decides when warps may compute a product as a warp group. Does not know keys, rows or pages.
 """
 
 import torch
@@ -9,14 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 WARP_GROUP_ROWS = 64
-"""The least rows of a product that four warps of SM90 compute as one group."""
+"""The smallest number of rows of a product that four warps of SM90 compute as one group."""
 BORDER = 16
-"""Numbers: what strides are multiples of, if Triton is to move several at once."""
+"""Strides must be multiples of so many elements for Triton to use vector loads."""
 
 
 @triton.jit
 def product(a: tl.tensor, b: tl.tensor, added: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
-    """a @ b + added, exact in fp32. The interpreter takes bits of bf16 for integers: it gets what they stand for."""
+    """a @ b + added, exact in fp32. Converts the operands for the interpreter, which misreads bf16."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -25,19 +25,19 @@ def product(a: tl.tensor, b: tl.tensor, added: tl.tensor, INTERPRETED: tl.conste
 
 @triton.jit
 def e4m3_bits(value: tl.tensor) -> tl.tensor:
-    """The byte of float8_e4m3fn nearest to an fp32 value, ties to even, saturated at ±448; NaN stays NaN.
+    """The byte of the float8_e4m3fn nearest to an fp32 value, ties to even, saturated at ±448; NaN stays NaN.
 
-    Integer arithmetic, so that the interpreter and every device give torch's bits.
+    Uses integer arithmetic, so that the interpreter and every device give the same bits as torch.
     """
     bits = value.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
     is_nan = magnitude > 0x7F800000
     magnitude = tl.minimum(magnitude, 0x43E00000)  # 448.0
-    # Normal from 2^-6 on: 20 of 23 mantissa bits go, half an ulp is added so that ties come out even, and the bias of
-    # the exponent changes from 127 to 7.
+    # Normal numbers, from 2^-6 on: drop 20 of 23 mantissa bits, add half an ulp so that ties round to even, and change
+    # the exponent's bias from 127 to 7.
     normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Subnormal: 2^14 has an ulp of 2^-9, which is the step there, so that the addition itself rounds.
+    # Subnormal numbers: the ulp of 2^14 is 2^-9, their step, so adding 2^14 rounds to it.
     shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
     subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, subnormal, normal)
@@ -46,9 +46,9 @@ def e4m3_bits(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def as_stored(value: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, FP8: tl.constexpr):
-    """What is read back of a value, in fp32 and to be multiplied with the scale; and what is written of it."""
+    """A value as it will be read back, in fp32 and without the scale; and its stored form."""
     if FP8:
-        # div_rn: the plain quotient is an approximation on a device, and would round to other bytes than torch's.
+        # div_rn: plain division is an approximation on a GPU, and could round to other bytes than torch.
         kept = e4m3_bits(tl.div_rn(value.to(tl.float32), scale))
         back = kept.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -58,20 +58,20 @@ def as_stored(value: tl.tensor, scale: tl.tensor, dtype: tl.constexpr, FP8: tl.c
 
 
 def stored_view(plane: Tensor) -> Tensor:
-    """What kernels write to: e4m3 as bytes, since the interpreter rounds floats otherwise."""
+    """The view of a plane that kernels write to: e4m3 as bytes, because the interpreter rounds floats differently."""
     return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
 
 
 def warps_for(wanted: int, rows: int, *loaded: Tensor) -> int:
-    """Warps for a product of so many rows, of what is `loaded`: as many as wanted, or two, which are no warp group.
+    """The number of warps for a product of `rows` rows of `loaded` tensors: `wanted`, or two, to avoid a warp group.
 
-    Where Triton does not know that entries begin on borders, it puts a block into shared memory by way of registers,
-    and version 3.6 then makes of a warp group's product one that reads beyond it.
+    If Triton does not know that entries are aligned, it copies a block to shared memory by way of registers, and the
+    warp-group product that version 3.6 generates for it reads out of bounds.
     """
     return wanted if rows < WARP_GROUP_ROWS or all(map(_begins_on_borders, loaded)) else 2
 
 
 def _begins_on_borders(tensor: Tensor) -> bool:
-    """Whether Triton knows it, by the address and each stride; a mask, too, must end on one."""
+    """True if Triton knows that entries are aligned: the address, every stride and the last dimension must be."""
     strides = all(stride == 1 or stride % BORDER == 0 for stride in tensor.stride())
     return strides and tensor.shape[-1] % BORDER == 0 and tensor.data_ptr() % 16 == 0

@@ -1,6 +1,6 @@
-"""Pages of some rows, row after row in one list, as other people's kernels want them. One launch.
+"""Copies the pages of some rows into one list, as kernels of other libraries need them, in one launch.
 
-Knows a page table as a tensor. Does not know rows' lengths: the caller says how many pages each has.
+Does not know rows' lengths: the caller says how many pages each row has.
 """
 
 import triton
@@ -8,13 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 256
-"""Pages that a program copies."""
+"""The number of pages that a program copies."""
 
 
 def list_pages(table: Tensor, rows: Tensor, most: int, out: Tensor) -> None:
-    """Writes pages of `table` [num_table_rows, max_pages] int64 into `out` int32.
+    """Copies pages of `table` [num_table_rows, max_pages] int64 to `out` int32.
 
-    `rows` [3, n] int64: of each its place in the table, how many pages, at most `most`, and where in `out` they go.
+    `rows` [3, n] int64 has, for each row, its index in the table, its number of pages (at most `most`), and their
+    start in `out`.
     """
     count = rows.shape[1]
     if count == 0 or most == 0:
@@ -26,7 +27,7 @@ def list_pages(table: Tensor, rows: Tensor, most: int, out: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["count"])
 def _list_kernel(table, rows, out, count, row_stride, BLOCK: tl.constexpr):
-    """Some pages of one row."""
+    """A program copies some pages of one row."""
     row = rows + tl.program_id(0)
     place, num_pages, start = tl.load(row), tl.load(row + count), tl.load(row + 2 * count)
     page = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

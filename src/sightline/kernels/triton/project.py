@@ -1,8 +1,8 @@
-"""Every head's own product, for the tokens that are real: of padding, the output stays as it is.
+"""A product per head, for real tokens only: outputs of padding tokens are not written.
 
-    queries ──▶ what meets latents         what heads found of latents ──▶ values
+    queries ──▶ absorbed queries         weighted latents ──▶ values
 
-Owns one batched product. How many tokens are real, only the device needs to know.
+Only the device needs to know how many tokens are real.
 """
 
 import torch
@@ -14,9 +14,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sightline.kernels.triton.numbers import product, warps_for
 
 _BLOCK = 64
-"""Inputs of a step of the product."""
+"""The number of inputs per iteration of the product."""
 _HELD = 32768
-"""Weights that a program holds at once."""
+"""The largest number of weights that a program holds at once."""
 
 
 def project_real(
@@ -29,19 +29,19 @@ def project_real(
     overlaps: bool = False,
     early: bool = False,
 ) -> None:
-    """Writes out [num_tokens, heads, n] of given [num_tokens, heads, k] with up [heads, n, k].
+    """Writes the products out [num_tokens, heads, n] of given [num_tokens, heads, k] and up [heads, n, k].
 
-    Only the first `num_real` [1] int64 tokens are written, and nothing of others comes into them. `beside` [num_tokens,
-    heads, m] is copied behind the product; `out` has room for both then. Of all but `up`, which may lie in memory
-    anyhow, the last dimension is contiguous. `overlaps` as in `DecodeConfig`. `early`: a launch of ours computes what
-    is given, and where it is little, weights are read meanwhile; no launch that may still run writes `up`.
+    Only the first `num_real` [1] int64 tokens are written, and other tokens do not affect them. `beside` [num_tokens,
+    heads, m], if given, is copied after the product in `out`. The last dimension of all tensors but `up` is contiguous.
+    `overlaps` is as in `DecodeConfig`. `early` promises that a launch of ours computes `given` and that no running
+    launch writes `up`: for few tokens the weights are then loaded while that launch runs.
     """
     num_tokens, num_heads, num_inputs = given.shape
     if num_tokens == 0:
         return
     num_outputs = up.shape[1]
     is_wide = given.dtype is torch.float32
-    # No tensor cores for what is wide: the product's operands live in registers.
+    # No tensor cores for fp32: the operands of the product are in registers.
     tokens = 16 if is_wide else min(64, max(16, triton.next_power_of_2(num_tokens)))
     whole = max(16, triton.next_power_of_2(num_inputs))
     outputs = min(max(16, triton.next_power_of_2(num_outputs)), 16 if is_wide else 64)
@@ -80,7 +80,7 @@ def _project_kernel(
     TOKENS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr, BESIDE_BLOCK: tl.constexpr,
     HOLDS: tl.constexpr, FEW: tl.constexpr, OVERLAPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Some tokens and outputs of one head."""
+    """A program computes some tokens and outputs of one head."""
     head = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * TOKENS
     output = tl.program_id(2) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
@@ -96,9 +96,9 @@ def _project_kernel(
     elif OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
-    # What is not real is read where it lies, and nothing comes of it: rows of a product do not meet.
+    # Padding tokens may be read: the rows of a product do not affect each other.
     real = tl.load(num_real)
-    read = real if INTERPRETED else num_tokens  # numpy warns of what overflows, even in rows that nobody keeps
+    read = real if INTERPRETED else num_tokens  # numpy would warn of overflows in padding rows
     if FEW or first < real:
         token = (first + tl.arange(0, TOKENS)).to(tl.int64)
         is_real, is_read = token < real, token < read
@@ -106,7 +106,7 @@ def _project_kernel(
         gathered = tl.zeros([TOKENS, OUTPUT_BLOCK], tl.float32)
         if HOLDS:
             a = tl.load(rows + dim[None, :], mask=is_read[:, None] & (dim < INPUTS)[None, :], other=0.0)
-            # A choice that takes what was waited for, or the weights would be waited for first, some after others.
+            # Makes the weights depend on `real`: otherwise the compiler would wait for their loads first, one by one.
             held = tl.where(real > 0, held, 0.0)
             gathered = product(a, held, gathered, INTERPRETED)
         else:
@@ -119,7 +119,7 @@ def _project_kernel(
                 gathered = product(a, b, gathered, INTERPRETED)
         place = out + head * out_head + token[:, None] * out_token
         tl.store(place + output[None, :], gathered.to(out.dtype.element_ty), mask=is_real[:, None] & is_output[None, :])
-        if BESIDE > 0:  # noqa: SIM102 - what is known when the kernel is compiled, then what is not
+        if BESIDE > 0:  # noqa: SIM102 - the outer condition is known at compile time
             if tl.program_id(2) == 0:
                 other = tl.arange(0, BESIDE_BLOCK)
                 copied = is_real[:, None] & (other < BESIDE)[None, :]

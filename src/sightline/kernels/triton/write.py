@@ -1,7 +1,6 @@
-"""Writing a step's new entries into a pool's planes, one launch for all of a layer's.
+"""Writes the new entries of a layer to the planes of a pool, in one launch.
 
-Owns how a value becomes a cache entry: copied, or divided by a scale and rounded to e4m3. Does not know pages: the
-caller says which slot each token goes to.
+A value is copied, or divided by a scale and rounded to e4m3. Does not know pages: the caller gives each token's slot.
 """
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from sightline.kernels.triton.numbers import as_stored, stored_view
 
 _BLOCK_ELEMENTS = 2048
-"""That a program writes to a plane, about."""
+"""The approximate number of elements that a program writes to a plane."""
 
 
 def write_keys_values(
@@ -24,11 +23,11 @@ def write_keys_values(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Writes k, v [n, kv_heads, head_dim] into `keys`, `values` [num_slots, kv_heads, head_dim] at `slots` [n] int64.
+    """Writes k, v [n, kv_heads, head_dim] to `keys`, `values` [num_slots, kv_heads, head_dim] at `slots` [n] int64.
 
     The last dimension of each is contiguous. Planes of float8_e4m3fn get `saturate(value / scale)`, rounded to the
-    nearest, ties to even; `k_scale` and `v_scale` are one fp32 number on the device each, given exactly for those.
-    Several tokens may go to the same slot, the padding slot: any one of them stays there.
+    nearest, ties to even; only they have `k_scale` and `v_scale`, one fp32 number each on the device. Several tokens
+    may have the same slot, the padding slot, which then holds any one of them.
     """
     num_tokens, num_heads, head_dim = k.shape
     if num_tokens == 0:
@@ -57,9 +56,9 @@ def write_keys_values(
 
 
 def write_latents(latent: Tensor, k_rope: Tensor, entries: Tensor, slots: Tensor, scale: Tensor | None = None) -> None:
-    """Writes rows [latent | rope] into `entries` [num_slots, latent_dim + rope_dim] at `slots` [n] int64.
+    """Writes rows [latent | rope] to `entries` [num_slots, latent_dim + rope_dim] at `slots` [n] int64.
 
-    latent [n, latent_dim] and k_rope [n, rope_dim], the last dimension of each contiguous; `scale` as in
+    The last dimension of latent [n, latent_dim] and k_rope [n, rope_dim] is contiguous. `scale` is as in
     `write_keys_values`, one for the whole row.
     """
     num_tokens, latent_dim = latent.shape
@@ -88,7 +87,7 @@ def write_latents(latent: Tensor, k_rope: Tensor, entries: Tensor, slots: Tensor
 
 
 def _require_scales(plane: Tensor, *scales: Tensor | None) -> bool:
-    """True for a plane of e4m3, which needs every scale; others must have none."""
+    """True if the plane is e4m3. Raises unless e4m3 planes have all scales and others none."""
     is_fp8 = plane.dtype is torch.float8_e4m3fn
     if any((scale is not None) != is_fp8 for scale in scales):
         given = [None if scale is None else tuple(scale.shape) for scale in scales]
@@ -120,7 +119,7 @@ def _write_keys_values(
     BLOCK_DIM: tl.constexpr,
     IS_FP8: tl.constexpr,
 ) -> None:
-    """A program writes some heads, of one token or of several."""
+    """A program writes some heads of one or several tokens."""
     token_head = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     is_head = token_head < num_token_heads
     token = (token_head // NUM_HEADS).to(tl.int64)
@@ -156,7 +155,7 @@ def _write_latents(
     BLOCK_ROPE: tl.constexpr,
     IS_FP8: tl.constexpr,
 ) -> None:
-    """A program writes some tokens' rows."""
+    """A program writes the rows of some tokens."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_token = token < num_tokens
     slot = tl.load(slots + token, mask=is_token, other=0)

@@ -1,6 +1,6 @@
-"""What the engine knows about a model on disk, whatever the file format.
+"""The interface of a model on disk, the same for every file format.
 
-Owns the contract. Does not know formats, nor which models can be run.
+Does not know formats, nor which models can be run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
 PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
-"""Stored types whose elements are the weights."""
+"""Stored types that are not quantised."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """What `Checkpoint.load` returns: the stored dtype, or the one that it is decoded to without loss."""
+    """The dtype that `Checkpoint.load` returns: the stored one, or one that holds the decoded values without loss."""
     stored_as: str
     """The format's own name of the stored type: "BF16", "Q4_1"."""
     blocks: CodeBits | None = None
-    """The width of its codes where `Checkpoint.load_blocks` returns it as blocks."""
+    """The width of its codes if `Checkpoint.load_blocks` supports it, otherwise None."""
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the file stores codes, and not the numbers themselves."""
+        """True if the file stores codes instead of the numbers themselves."""
         return not set(self.stored_as.split("+")) <= PLAIN_TYPES
 
 
 class Checkpoint(ABC):
-    """A model on disk. Names, layouts and config keys are those of Hugging Face for every format."""
+    """A model on disk. Names, layouts and config keys are those of Hugging Face, whatever the format."""
 
     def __init__(
         self,
@@ -51,23 +51,20 @@ class Checkpoint(ABC):
     ) -> None:
         self.location = location
         self.config = config
-        """As in a Hugging Face config.json."""
+        """The fields of a Hugging Face config.json."""
         self.tensors = tensors
         """By Hugging Face name, in file order."""
         self.generation = generation
 
     def load(self, name: str) -> torch.Tensor:
-        """The tensor `name` on the CPU, as `tensors[name]` describes it.
-
-        May share memory with the file's pages.
-        """
+        """The tensor `name` on the CPU, as `tensors[name]` describes it. May be mapped from the file."""
         self._check_name(name)
         return self._read(name)
 
     def load_blocks(self, name: str) -> BlockWeights:
-        """The tensor `name` on the CPU as the file quantises it, equal to `load` once it is dequantised.
+        """The quantised tensor `name` on the CPU, a copy that dequantises to what `load` returns.
 
-        For tensors with `TensorInfo.blocks`. Shares no memory with the file's pages.
+        Only for tensors with `TensorInfo.blocks`.
         """
         self._check_name(name)
         if self.tensors[name].blocks is None:
@@ -79,14 +76,14 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def load_tokenizer(self) -> Tokenizer:
-        """Builds the tokenizer that belongs to the model."""
+        """Builds the model's tokenizer."""
 
     @abstractmethod
     def _read(self, name: str) -> torch.Tensor:
-        """The tensor's data; `name` is one of `tensors`."""
+        """Reads one of `tensors`."""
 
     def _read_blocks(self, name: str) -> BlockWeights:
-        """The tensor's blocks; `name` is one of `tensors` that has them. Formats that have none need no more."""
+        """Reads the blocks of one of `tensors` that has blocks. Formats without blocks need not override this."""
         raise NotImplementedError(f"{type(self).__name__} describes {name!r} as blocks and cannot read them")
 
     def _check_name(self, name: str) -> None:

@@ -1,7 +1,4 @@
-"""A model of which there is only a config: enough to say what it would ask for, and nothing to run.
-
-Owns the reading of a config.json that stands alone. Does not know what the config means.
-"""
+"""A checkpoint that is only a config.json: enough to tell what a model would need, not to run it."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from sightline.text.tokenizers.tokenizer import Tokenizer
 
 
 class ConfigCheckpoint(Checkpoint):
-    """Has no tensors: what weights take of the memory is not known."""
+    """A config without tensors, so the memory that weights take is not known."""
 
     def __init__(self, path: Path) -> None:
         config, _ = read_config(path)

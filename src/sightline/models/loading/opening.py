@@ -1,7 +1,4 @@
-"""The way in: from a path or a Hugging Face id to a `Checkpoint`.
-
-Owns the choice between a path and an id, and of the format. Does not know any format, nor how files are fetched.
-"""
+"""Opens a model by its path or Hugging Face id, in any supported format."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ from sightline.models.loading.safetensors.folder import FolderCheckpoint
 
 
 def open_description(location: str | Path, ledger: Ledger) -> Checkpoint:
-    """As `open_checkpoint`, for whoever reads no weights: a config.json may stand alone."""
+    """Like `open_checkpoint`, for callers that read no weights: also accepts a config.json alone."""
     path = Path(location).expanduser()
     return ConfigCheckpoint(path) if path.is_file() and path.suffix == ".json" else open_checkpoint(location, ledger)
 
 
 def open_checkpoint(location: str | Path, ledger: Ledger) -> Checkpoint:
-    """Opens a Hugging Face folder, a `.gguf` file, or the model of a Hugging Face id; a path comes before an id.
+    """Opens a Hugging Face folder, a `.gguf` file or a Hugging Face id. An existing path takes precedence over an id.
 
-    What is ignored of the model is recorded in `ledger`.
+    Anything in the model's files that is ignored is recorded in `ledger`.
     """
     path = Path(location).expanduser()
     reference = parse_reference(location) if isinstance(location, str) and not path.exists() else None

@@ -1,4 +1,4 @@
-"""How an embedder's files say that the states of a text's tokens become one vector.
+"""How an embedding model turns the states of a text's tokens into one vector.
 
 Owns the reading of `modules.json`, `1_Pooling/config.json`, `sentence_bert_config.json` and
 `config_sentence_transformers.json`. Does not know networks.
@@ -21,27 +21,27 @@ PROMPTS_FILE = "config_sentence_transformers.json"
 
 
 class PoolingKind(Enum):
-    """Which states make a text's vector."""
+    """Which states are combined to a text's vector."""
 
     MEAN = "mean"
     CLS = "cls"
-    """The first token's."""
+    """The state of the first token."""
     LAST = "lasttoken"
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """From states to a vector."""
+    """How states become a vector."""
 
     kind: PoolingKind
     normalise: bool
-    """To length 1."""
+    """True if vectors are scaled to length 1."""
     max_tokens: int | None = None
-    """Of a text, as the model was trained; None where the files do not say."""
+    """The longest text that the model was trained on; None if the files do not say."""
 
 
 def read_pooling(location: Path, default: PoolingKind, ledger: Ledger) -> Pooling:
-    """What the files of a model's folder say; `default`, and a note in the ledger, where they say nothing."""
+    """Reads the pooling from a model's folder. If the files do not say, `default` is used and recorded."""
     modules = location / MODULES_FILE
     if not modules.is_file():
         ledger.degrade(
@@ -72,7 +72,7 @@ def read_pooling(location: Path, default: PoolingKind, ledger: Ledger) -> Poolin
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """The last part of each module's type, and its folder, in order."""
+    """The last part of each module's type, and its folder."""
     listed = read_json(path)
     if not isinstance(listed, list):
         raise CheckpointError(f"{path}: expected a list of modules, got {type(listed).__name__}. Get the file again.")
@@ -100,7 +100,7 @@ def _kind(path: Path) -> PoolingKind:
 
 
 def _asked(config: Mapping[str, object]) -> set[str]:
-    """The poolings that are switched on, in the file's newer or older form."""
+    """The kinds of pooling that are switched on, from the newer or older form of the file."""
     named = config.get("pooling_mode")
     if named is not None:
         return {str(name) for name in named} if isinstance(named, list) else {str(named)}
@@ -110,17 +110,17 @@ def _asked(config: Mapping[str, object]) -> set[str]:
 
 
 def _note_changes_of_text(location: Path, ledger: Ledger) -> None:
-    """What the files would have done to a text before its tokens are made, which is left to the caller."""
+    """Records changes to the text that the files ask for. They are left to the caller."""
     prompts = _read_optional(location / PROMPTS_FILE)
     default, texts = prompts.get("default_prompt_name"), prompts.get("prompts")
     if isinstance(default, str) and isinstance(texts, dict) and texts.get(default):
         ledger.degrade(
             "default prompt",
             f"{default!r} of {PROMPTS_FILE} is not put before texts: {str(texts[default])[:80]!r}",
-            "put it there, where the text is of that kind",
+            "put it before texts of that kind",
         )
     if _read_optional(location / LENGTH_FILE).get("do_lower_case") is True:
-        ledger.degrade("do_lower_case", f"of {LENGTH_FILE} is not done", "give texts in lower case")
+        ledger.degrade("do_lower_case", f"of {LENGTH_FILE} is not supported", "give texts in lower case")
 
 
 def _read_optional(path: Path) -> dict[str, object]:

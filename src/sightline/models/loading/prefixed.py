@@ -1,7 +1,7 @@
-"""Checkpoints of embedders that leave the decoder's prefix out of their tensors' names.
+"""Adds the prefix `model.` to the tensor names of checkpoints that lack it.
 
-A decoder that is saved without its output projection, as embedders are, has `layers.0…` where the whole model has
-`model.layers.0…`. Here both have the longer names.
+A decoder that was saved without its output projection, as embedding models are, has tensors `layers.0…` where the whole
+model has `model.layers.0…`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from sightline.text.tokenizers.tokenizer import Tokenizer
 
 PREFIX = "model."
 _TELLING = "embed_tokens.weight"
-"""A tensor that every decoder has."""
+"""A tensor that every decoder has: under this name if the prefix is missing."""
 
 
 class PrefixedCheckpoint(Checkpoint):
-    """Another checkpoint, with the prefix before every name."""
+    """A view of another checkpoint with the prefix before every name."""
 
     def __init__(self, bare: Checkpoint) -> None:
         self._bare = bare
@@ -38,5 +38,5 @@ class PrefixedCheckpoint(Checkpoint):
 
 
 def with_prefix(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint under the names of whole models."""
+    """The checkpoint, with the prefix if its names lack it."""
     return PrefixedCheckpoint(checkpoint) if _TELLING in checkpoint.tensors else checkpoint

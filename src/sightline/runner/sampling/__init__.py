@@ -1,1 +1,1 @@
-"""From logits to tokens."""
+"""Chooses tokens from logits."""

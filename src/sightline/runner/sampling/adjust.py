@@ -1,7 +1,7 @@
-"""What changes the logits of single tokens before one is chosen: bias, penalties, and ends that may not come yet.
+"""Changes to the logits of single tokens before one is chosen: bias, penalties, and end tokens before `min_tokens`.
 
-A sequence's part is index and count arrays that grow with its tokens, so a step costs what the tokens that a sequence
-holds cost, not what the vocabulary costs. The arithmetic runs over all rows at once.
+The state of a sequence is arrays of its distinct tokens and their counts, so the cost of a step depends on the length
+of the sequences and not on the vocabulary. The arithmetic runs over all rows at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TokenAdjustment:
         self.bias_tokens = numpy.array([token for token, _ in params.logit_bias], dtype=numpy.int64)
         self.bias_values = numpy.array([value for _, value in params.logit_bias], dtype=numpy.float32)
         self.end_tokens = numpy.array(sorted(params.eos_token_ids | params.stop_token_ids), dtype=numpy.int64)
-        # Only a repetition penalty looks at the prompt.
+        # Only the repetition penalty applies to tokens of the prompt.
         prompt = prompt_token_ids if params.repetition_penalty != 1.0 else ()
         self._tokens = numpy.unique(numpy.array(prompt, dtype=numpy.int64))
         self._amounts = numpy.zeros(len(self._tokens), dtype=numpy.float32)
@@ -33,22 +33,22 @@ class TokenAdjustment:
         self._slot = {token: slot for slot, token in enumerate(self._tokens.tolist())}
         self._times: dict[int, int] = {}
         self.num_counted = 0
-        """Generated tokens that were counted."""
+        """The number of generated tokens that were counted."""
         self.is_whole = True
-        """False where an interruption left some tokens counted and others not: make a new one."""
+        """False if an interruption left `count` half done: create a new one."""
 
     @property
     def tokens(self) -> NDArray[numpy.int64]:
-        """[num_distinct]: every token that a penalty looks at, once."""
+        """The distinct tokens that penalties apply to, [num_distinct]."""
         return self._tokens[: self._num_distinct]
 
     @property
     def amounts(self) -> NDArray[numpy.float32]:
-        """[num_distinct]: what presence and frequency penalty take from each; 0 for one of the prompt alone."""
+        """The presence and frequency penalty of each, [num_distinct]; 0 for tokens that are only in the prompt."""
         return self._amounts[: self._num_distinct]
 
     def count(self, generated: Sequence[int]) -> None:
-        """Counts generated tokens, those that follow the ones counted before."""
+        """Counts further generated tokens."""
         self.is_whole = False
         if self.params.counts_tokens:
             for token in generated:
@@ -71,10 +71,10 @@ class TokenAdjustment:
 
 @contextmanager
 def adjusted(logits: Tensor, rows: Sequence[tuple[int, TokenAdjustment]]) -> Iterator[Tensor]:
-    """The logits [num_rows, vocab_size] fp32 with the named rows' adjustments, in place; undone at the end.
+    """Adjusts the given rows of the logits [num_rows, vocab_size] fp32 in place, and undoes it at the end.
 
-    In the order of other engines: bias, repetition, frequency and presence penalties, then tokens that may not come
-    yet. In place because a copy costs more than all of it.
+    The order is that of other engines: bias, repetition, frequency and presence penalties, then forbidden tokens. It is
+    done in place because a copy would cost more than all adjustments.
     """
     if not rows:
         yield logits
@@ -106,7 +106,7 @@ def adjusted(logits: Tensor, rows: Sequence[tuple[int, TokenAdjustment]]) -> Ite
 
 def _penalised(old: Tensor, repetition: Tensor, amounts: Tensor) -> Tensor:
     repeated = torch.where(old > 0, old / repetition, old * repetition)
-    # Extreme logits stay finite: an infinity would leave nothing to choose from.
+    # Keep extreme logits finite: with an infinity nothing could be chosen.
     limit = torch.finfo(old.dtype).max
     return repeated.sub_(amounts).clamp_(-limit, limit)
 
@@ -139,7 +139,7 @@ def _forbidden(rows: Sequence[tuple[int, TokenAdjustment]], logits: Tensor) -> I
 
 
 def _places(tokens_by_row: Sequence[tuple[int, NDArray[numpy.int64]]], logits: Tensor) -> Tensor:
-    """Where the named tokens of the named rows lie in the flattened logits."""
+    """The indices of the given tokens of each row in the flattened logits."""
     lengths = [len(tokens) for _, tokens in tokens_by_row]
     starts = numpy.array([index for index, _ in tokens_by_row], dtype=numpy.int64) * logits.shape[1]
     places = numpy.repeat(starts, lengths) + numpy.concatenate([tokens for _, tokens in tokens_by_row])

@@ -1,14 +1,14 @@
 """Drawing a token from logits: temperature, top-k, top-p, min-p, then a race.
 
-In this order, as transformers applies them: top-p is a share of what top-k left. In the race every token that is left
-runs for a time E / weight, where E is exponential noise of its own; the shortest time wins, which is each token's as
-often as its share of the weights says. A change of one logit so changes the winner only where its token is the winner
-before or after it. The scores that are compared are logarithms: distance - log E, the larger the better.
+The order is that of transformers: top-p is a share of what top-k left. In the race every remaining token gets the time
+E / weight, where E is its own exponential noise, and the shortest time wins. Each token wins with a probability
+proportional to its weight. Changing one logit changes the winner only if its token wins before or after the change.
+Times are compared as logarithms: the largest distance - log E wins.
 
-    top-k    the likeliest few are sorted, and nothing else is looked at
-    open     nothing is sorted; the noise is coarse but for the few tokens that can still win
+    top-k    only the likeliest few are sorted and considered
+    open     nothing is sorted; the full noise is computed only for the few tokens that can still win
 
-Both are exact: how a row is drawn changes only the time that it takes.
+Both are exact: the way of drawing changes only the time that it takes.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from sightline.runner.sampling.nucleus import NUM_BUCKETS, outside_top_p
 from sightline.runner.sampling.positions import at_most, true_positions
 
 _FEW = (64, 1024)
-"""How many of the likeliest tokens are sorted for top-k, the first number that is enough."""
+"""How many of the likeliest tokens are sorted for top-k: the first of these numbers that is enough."""
 _REACH = 20.0
-"""Tokens of a row that are expected to run no longer than the time looked at. That none does, and all must be looked
-at, has the probability exp(-20)."""
+"""The time limit is set so that this many tokens of a row are expected within it. With probability exp(-20) there is
+none, and the whole row is computed."""
 _BLOCK_SIZE = 1 << 18
-"""Logits worked on at a time in open rows: as many as a core's cache holds."""
+"""The number of logits processed at a time in open rows: they fit in a core's cache."""
 _SLACK = 1e-4
-"""Relative, above any rounding of fp32 weights that matter."""
+"""A relative tolerance above the rounding errors of fp32 weights."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one row's token follows from, beside its logits."""
+    """What determines a row's token besides its logits."""
 
     params: EffectiveParams
     key: int
-    """Key of the row's noise: see `noise_key`."""
+    """The key of the row's noise: see `noise_key`."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class _Rows:
     """[num_rows, vocab_size] fp32."""
     params: Sequence[EffectiveParams]
     words: Tensor
-    """Keys of the noise: [num_rows, 4] int32."""
+    """The keys of the noise, [num_rows, 4] int32."""
 
     def at(self, indices: Sequence[int]) -> _Rows:
-        """Some of them, in ascending order; without a copy where they are neighbours."""
+        """A subset of the rows, by ascending indices; not copied if they are consecutive."""
         first, end = indices[0], indices[-1] + 1
         where = slice(first, end) if end - first == len(indices) else list(indices)
         return _Rows(self.logits[where], [self.params[index] for index in indices], self.words[where])
@@ -70,7 +70,7 @@ class _Rows:
 
 
 def draw(logits: Tensor, rows: Sequence[Choice]) -> list[int]:
-    """One token for each row of finite logits [num_rows, vocab_size] fp32; -inf is a token that cannot come."""
+    """One token for each row of logits [num_rows, vocab_size] fp32, which are finite or -inf for forbidden tokens."""
     every = _Rows(logits, [row.params for row in rows], key_words([row.key for row in rows], logits.device))
     vocab_size = logits.shape[1]
     waiting = [index for index, row in enumerate(rows) if 0 < row.params.top_k < vocab_size]
@@ -79,7 +79,7 @@ def draw(logits: Tensor, rows: Sequence[Choice]) -> list[int]:
     for index, token in zip(rest, _draw_open(every.at(rest)) if rest else [], strict=True):
         tokens[index] = token
     for count in (*(few for few in _FEW if few < vocab_size), vocab_size):
-        # One more than are kept tells whether the last that is kept has equals which are not.
+        # One more than top-k, to see if the last kept token ties with one that is not kept.
         indices = [index for index in waiting if rows[index].params.top_k < count or count == vocab_size]
         drawn = _draw_few(every.at(indices), count) if indices else []
         for index, winner in zip(indices, drawn, strict=True):
@@ -92,7 +92,7 @@ def draw(logits: Tensor, rows: Sequence[Choice]) -> list[int]:
 def truncated_probabilities(logits: Tensor, params: Sequence[EffectiveParams]) -> tuple[Tensor, Tensor]:
     """Tokens by falling probability, and their probabilities after temperature, top-k, top-p and min-p, not normalised.
 
-    Logits [num_rows, vocab_size] fp64. Equally likely tokens come in the order of their ids.
+    Logits are [num_rows, vocab_size] fp64. Equally likely tokens are in the order of their ids.
     """
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     rows = _Rows(logits, params, key_words([0] * len(params), logits.device))
@@ -100,7 +100,10 @@ def truncated_probabilities(logits: Tensor, params: Sequence[EffectiveParams]) -
 
 
 def _draw_few(rows: _Rows, count: int) -> list[int | None]:
-    """For rows whose top-k is below `count`, or of any where `count` is all; None where equals reach beyond them."""
+    """Draws from the `count` likeliest tokens, for rows with a smaller top-k, or any rows if `count` is all.
+
+    A row's token is None if a tie with the last kept token extends beyond those.
+    """
     found = rows.logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
     ordered, order = rows.logits.gather(1, found).double().sort(dim=-1, descending=True, stable=True)
     tokens = found.gather(1, order)
@@ -117,7 +120,7 @@ def _draw_few(rows: _Rows, count: int) -> list[int | None]:
 
 
 def _kept_probability(distance: Tensor, rows: _Rows) -> Tensor:
-    """Of tokens by falling logit, all or at least those that top-k keeps; 0 for one that is cut off."""
+    """The probabilities of tokens sorted by falling logit, of which top-k keeps no more; 0 for dropped ones."""
     rank = torch.arange(distance.shape[1], device=distance.device).unsqueeze(0)
     weight = distance.exp().masked_fill_(rank >= rows.column([each.top_k or torch.inf for each in rows.params]), 0.0)
     probability = weight / weight.sum(dim=-1, keepdim=True)
@@ -130,7 +133,7 @@ def _kept_probability(distance: Tensor, rows: _Rows) -> Tensor:
 
 
 def _draw_open(rows: _Rows) -> list[int]:
-    """For rows without top-k."""
+    """Draws for rows without top-k."""
     num_rows, vocab_size = rows.logits.shape
     of_tokens = token_words(vocab_size, rows.logits.device)
     block = max(1, _BLOCK_SIZE // max(vocab_size, NUM_BUCKETS))
@@ -150,15 +153,15 @@ def _draw_open(rows: _Rows) -> list[int]:
 
 
 def _finalists(rows: _Rows, of_tokens: Tensor, expected: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and tokens [num_finalists] that may run no longer than their row's reach, and the reaches [num_rows] fp64.
+    """Rows and tokens [num_finalists] whose time may be within their row's limit, and the limits [num_rows] fp64.
 
-    A reach is the time in which `expected` tokens of the row are expected. E is at least its noise, so that a token
-    runs no longer only if its noise is at most reach * weight. Where one does, the winner is among those, and only
-    they need noise in full. A weight that fp32 rounds to 0 could not win with the least noise that there is.
+    The limit, or reach, is the time within which `expected` tokens of the row are expected. E is at least the noise, so
+    a token's time can be within the limit only if its noise is at most reach * weight. If any is, the winner is among
+    these tokens, and only they need their full noise. A weight that fp32 rounds to 0 cannot win.
     """
     weight = _open_weight(rows)
     reach = expected / weight.sum(dim=-1, keepdim=True).double()
-    # fp32 rounds the coarse noise by no more than 128 of its 2^32 units.
+    # fp32 rounds the coarse noise by at most 128 of its 2^32 units.
     most = weight.mul((reach * (2.0**32 * (1 + _SLACK))).float()).add_(512.0 - 2.0**31)
     near, tokens = true_positions(at_most(coarse_noise(rows.words, of_tokens).float(), most))
     kept = weight[near, tokens] > 0.0
@@ -166,9 +169,9 @@ def _finalists(rows: _Rows, of_tokens: Tensor, expected: float) -> tuple[Tensor,
 
 
 def _open_weight(rows: _Rows) -> Tensor:
-    """[num_rows, vocab_size] fp32: 0 for a token that is cut off, by min-p only where it surely is."""
+    """Weights [num_rows, vocab_size] fp32; 0 for dropped tokens. Borderline cases of min-p are left to `_best`."""
     largest = rows.logits.amax(dim=-1, keepdim=True)
-    # A temperature that fp32 cannot hold is taken as higher: more tokens are looked at, none fewer.
+    # A temperature too small for fp32 is taken as higher: more tokens are considered, never fewer.
     smallest = torch.finfo(torch.float32).tiny
     weight = (rows.logits - largest).div_(rows.temperature.clamp(min=smallest).float()).exp_()
     nucleus = [index for index, each in enumerate(rows.params) if each.top_p < 1.0]
@@ -187,7 +190,7 @@ def _open_weight(rows: _Rows) -> Tensor:
 
 
 def _best(rows: _Rows, near: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The best score of each row and its token, out of `tokens` [num_listed] of the rows `near`; min-p is exact."""
+    """The best score of each row and its token, among `tokens` [num_listed] of the rows `near`; min-p is exact."""
     num_rows, vocab_size = rows.logits.shape
     largest = rows.logits.amax(dim=-1)
     distance = (rows.logits[near, tokens].double() - largest[near]) / rows.temperature[near, 0]
@@ -199,5 +202,5 @@ def _best(rows: _Rows, near: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_exponential(words: Tensor, tokens: Tensor) -> Tensor:
-    """The logarithm of each token's exponential noise, fp64."""
+    """The logarithm of each token's exponential noise, in fp64."""
     return noise(words, tokens).neg_().log1p_().neg_().log_()

@@ -1,7 +1,4 @@
-"""How likely the model itself held tokens to be.
-
-Of the raw logits, before temperature, penalties, bias and truncation: what the model says, not what was asked of it.
-"""
+"""Log probabilities of tokens under the raw logits: before temperature, penalties, bias and truncation."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of one position: the token that is there, then the likeliest, which may name it again."""
+    """The log probabilities at one position: of its token, then of the likeliest tokens, which may include it."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     ranks: tuple[int, ...]
-    """1 for the likeliest. The first token's counts all that are at least as likely."""
+    """The rank of each, 1 for the likeliest. The first token's rank counts all tokens that are at least as likely."""
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], num_best: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of logits [num_rows, vocab_size] fp32, its token and its `num_best` likeliest."""
+    """The log probabilities of each row's token and of its `num_best` likeliest; logits [num_rows, vocab_size] fp32."""
     if not tokens:
         return []
     there = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1)

@@ -1,7 +1,7 @@
-"""The noise that tokens race with: a pure function of (seed, place, token).
+"""The random noise for drawing tokens: a pure function of (seed, place, token).
 
-Owns the hash, and with it which token a seed gives. Knows no logits and no batch: a token's noise is the same whatever
-else is drawn, kept or computed beside it.
+Owns the hash, which decides the token that a seed gives. Does not know logits or batches: a token's noise does not
+depend on anything else that is drawn.
 
     (seed, place) -> key of 64 bits -> four words of 32;  (first two, token) -> 32 bits;  (last two, token) -> 20 more
 """
@@ -19,40 +19,40 @@ _SIGN = 1 << 31
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of a request's `index`-th continuation. The first keeps the request's own, whatever `n` is."""
+    """The seed of a request's `index`-th continuation. The first uses the request's own seed, whatever `n` is."""
     return seed if index == 0 else _mix(_mix(seed ^ _GOLDEN) + index * _GOLDEN)
 
 
 def noise_key(seed: int, place: int) -> int:
-    """64 bits that depend on (seed, place) alone: a counter run through a mixer."""
+    """A 64-bit hash of (seed, place)."""
     return _mix(_mix(seed) + (place + 1) * _GOLDEN)
 
 
 def key_words(keys: Sequence[int], device: torch.device) -> Tensor:
-    """Each key as four words: [num_keys, 4] int32."""
+    """Four words for each key, [num_keys, 4] int32."""
     both = [(key, _mix(key + _GOLDEN)) for key in keys]
     words = [[_signed(half >> shift) for half in pair for shift in (0, 32)] for pair in both]
     return torch.tensor(words, dtype=torch.int32, device=device).view(-1, 4)
 
 
 def token_words(vocab_size: int, device: torch.device) -> Tensor:
-    """What `coarse_noise` needs of every token: [vocab_size] int32."""
+    """A word for each token of the vocabulary, [vocab_size] int32, for `coarse_noise`."""
     return _scattered(torch.arange(vocab_size, dtype=torch.int32, device=device))
 
 
 def coarse_noise(words: Tensor, of_tokens: Tensor) -> Tensor:
-    """The first 32 bits of every token's noise, as signed integers: [num_rows, vocab_size] int32.
+    """The first 32 bits of every token's noise, [num_rows, vocab_size] int32. The smallest integer is the least noise.
 
-    `words` are [num_rows, 4] int32, `of_tokens` what `token_words` gives. The smallest integer is the smallest noise.
+    `words` are [num_rows, 4] int32, `of_tokens` the result of `token_words`.
     """
     return _hashed(of_tokens, words[:, 0:1], words[:, 1:2])
 
 
 def noise(words: Tensor, tokens: Tensor) -> Tensor:
-    """52 random bits for each token as a number above 0 and below 1: fp64, in the shape of `tokens` int64.
+    """A random number above 0 and below 1 of 52 bits for each token: fp64, in the shape of `tokens` int64.
 
-    `words` are [..., 4] int32 whose leading sizes broadcast with `tokens`. The bits are offset by half a unit, which
-    fp64 holds exactly, so that neither end is reached.
+    `words` are [..., 4] int32 whose leading dimensions broadcast with `tokens`. Half a unit is added to the bits, which
+    fp64 holds exactly, so that the result is never 0 or 1.
     """
     scattered = _scattered(tokens.to(torch.int32))
     high = _hashed(scattered, words[..., 0], words[..., 1]).to(torch.int64) + _SIGN
@@ -61,19 +61,19 @@ def noise(words: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _scattered(tokens: Tensor) -> Tensor:
-    """Token ids as words in which every bit depends on all bits of the id."""
+    """Hashes token ids to words in which every bit depends on all bits of the id."""
     word = _xor_shifted(tokens + _signed(0x9E3779B9), 16).mul_(_signed(0x85EBCA6B))
     return _xor_shifted(_xor_shifted(word, 13).mul_(_signed(0xC2B2AE35)), 16)
 
 
 def _hashed(scattered: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """A word for each token under a key of two words; int32 products wrap, which is what mixes."""
+    """Hashes each token with a key of two words. The int32 products are meant to overflow."""
     word = _xor_shifted((scattered ^ first).mul_(_signed(0x21F0AAAD)), 16).add_(second)
     return _xor_shifted(word.mul_(_signed(0xD35A2D97)), 15).mul_(_signed(0x735A2D97))
 
 
 def _xor_shifted(word: Tensor, by: int) -> Tensor:
-    """In place: the word with its upper bits folded into its lower ones. Shifts of int32 copy the sign: masked off."""
+    """word ^ (word >> by), in place. The mask removes the copies of the sign that int32 shifts make."""
     return word.bitwise_xor_((word >> by).bitwise_and_((1 << (32 - by)) - 1))
 
 

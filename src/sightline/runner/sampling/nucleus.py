@@ -1,10 +1,10 @@
-"""Which tokens top-p leaves out of a whole vocabulary, without sorting it.
+"""Finds the tokens that top-p drops, without sorting the vocabulary.
 
-Tokens are counted into buckets by how far they lie below the likeliest. The cut falls into one bucket, and only that
-one's tokens are put in order:
+Tokens are put into buckets by their distance to the likeliest. The cut falls into one bucket, and only its tokens are
+sorted:
 
     bucket    0    1    2  ...  crossing  ...   last
-              kept kept kept     ordered        left out
+              kept kept kept     sorted         dropped
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from sightline.runner.sampling.positions import true_positions
 
 NUM_BUCKETS = 4096
-"""Of each row."""
+"""The number of buckets per row."""
 _MAX_SPAN = 40.0
-"""What lies further below the likeliest, in units of the temperature, shares the last bucket."""
+"""Tokens that are further below the likeliest, in units of the temperature, share the last bucket."""
 
 
 def outside_top_p(distance: Tensor, logits: Tensor, top_p: Tensor) -> Tensor:
-    """True for tokens that top-p leaves out: [num_rows, vocab_size] bool.
+    """True for the tokens that top-p drops, [num_rows, vocab_size] bool.
 
-    `distance` [num_rows, vocab_size] fp64 is how far below the largest a logit lies, over the temperature: 0 or
-    negative. Tokens count by falling logit, equal ones in the order of their ids, until their share reaches `top_p`
-    [num_rows, 1]; the one that reaches it is kept, and so is the first.
+    `distance` [num_rows, vocab_size] fp64 is (logit - largest logit) / temperature. Tokens are kept by falling logit,
+    equal ones in the order of their ids, until their share reaches `top_p` [num_rows, 1]. The token that reaches it is
+    kept, and so is the first.
     """
     weight = distance.exp()
     span = distance.amin(dim=-1, keepdim=True).neg_().clamp_(1e-300, _MAX_SPAN)
@@ -43,10 +43,10 @@ def outside_top_p(distance: Tensor, logits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _beyond(rows: Tensor, logits: Tensor, weight: Tensor, room: Tensor) -> Tensor:
-    """Which of a list of tokens [num_listed], in the order of rows and ids, no longer fit into their row's room."""
+    """True for the tokens of a list [num_listed], sorted by row and id, that do not fit into their row's `room`."""
     counts = torch.bincount(rows, minlength=room.shape[0])
     column = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    # A line of its own for each row: sums that ran on from one row to the next would round by what is in the batch.
+    # A padded row each: one running sum over all rows would make the rounding depend on the batch.
     shape = (room.shape[0], int(counts.max()))
     values = logits.new_full(shape, -torch.inf).index_put_((rows, column), logits)
     weights = weight.new_zeros(shape).index_put_((rows, column), weight)

@@ -1,4 +1,4 @@
-"""Where a comparison holds. On the CPU numpy compares and lists in a tenth of the time that torch takes."""
+"""Comparisons, and the positions where they hold. On the CPU numpy takes a tenth of torch's time for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def true_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of what is true in a mask [num_rows, num_columns] bool, row by row: two of [num_true] int64."""
+    """The rows and columns, each [num_true] int64, where a mask [num_rows, num_columns] bool is true, row by row."""
     if mask.device.type == "cpu":
         flat = torch.from_numpy(numpy.flatnonzero(mask.numpy()))
         return flat // mask.shape[1], flat % mask.shape[1]

@@ -1,8 +1,8 @@
-"""From logits to tokens.
+"""Chooses tokens from logits.
 
-A token depends on its row's logits, its parameters, the tokens before it, its seed and its place in the output, and on
-nothing else: each token's noise is a function of (seed, place, token), so neither the batch nor a recomputation changes
-it, and a rounding of the logits changes a choice only where two tokens were about as good.
+A token depends only on its row's logits, its parameters, the tokens before it, its seed and its place in the output:
+the noise is a function of (seed, place, token), so neither the batch nor a recomputation changes it. Rounding of the
+logits changes a choice only if two tokens were about equally good.
 
     raw logits ─ bias, penalties, forbidden tokens ─ temperature ─ top-k ─ top-p ─ min-p ─ draw
 """
@@ -23,16 +23,13 @@ from sightline.runner.sampling.noise import noise_key
 
 @dataclass(eq=False, slots=True)
 class RowSampling:
-    """How one row chooses its next token.
-
-    Nobody sets its fields: it is made as often as `ScheduledRow`, and as that is.
-    """
+    """How one row chooses its next token. Treat as immutable; not frozen, because one is created per row per step."""
 
     params: EffectiveParams
     place: int
-    """Tokens that the sequence has generated before this one."""
+    """The number of tokens that the sequence has generated before this one."""
     adjustment: TokenAdjustment | None = None
-    """Its bias and token counts; there exactly where the parameters adjust logits."""
+    """The bias and token counts if the parameters adjust logits, otherwise None."""
 
     def __post_init__(self) -> None:
         if self.params.adjusts_logits != (self.adjustment is not None):
@@ -43,21 +40,21 @@ class RowSampling:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The choice for each row, on the device that made it: the next step can use it before anybody has read it."""
+    """The choice for each row, on the device, so that the next step can use it before the host reads it."""
 
     tokens: Tensor
     """[num_rows] int64."""
     finite: Tensor
-    """[num_rows] bool: False where the row's logits held a NaN or an infinity: its token means nothing."""
+    """[num_rows] bool: False if the row's logits held a NaN or an infinity. Its token is then meaningless."""
 
 
 def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Chosen:
-    """One token for each row of logits [num_rows, vocab_size] fp32, which are as before when it returns."""
+    """Chooses one token for each row of logits [num_rows, vocab_size] fp32. The logits are unchanged afterwards."""
     finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
     adjusting = [(index, row.adjustment) for index, row in enumerate(rows) if row.adjustment is not None]
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0]
     if drawn:
-        # A draw from what is no number has no end to look for.
+        # Skip rows with NaN or infinite logits: sampling them would not terminate.
         usable = finite.tolist()
         drawn = [index for index in drawn if usable[index]]
     with adjusted(logits, adjusting) as values:
@@ -70,7 +67,7 @@ def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Chosen:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    """The first of the largest, [num_rows] int64. On the CPU numpy's takes a tenth of the time of torch's."""
+    """The index of the first largest logit, [num_rows] int64. On the CPU numpy takes a tenth of torch's time."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(-1)

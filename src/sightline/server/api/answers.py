@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's shapes, from which the served OpenAPI document is made. Does not know what is asked."""
+"""Types of the bodies that clients receive, in OpenAI's shapes. The OpenAPI document is generated from them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 
 class PromptDetails(Struct, frozen=True):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
-    """Those that were in the cache already."""
+    """Tokens that were found in the prefix cache."""
 
 
 class Usage(Struct, frozen=True):
-    """What was read and written."""
+    """Numbers of tokens read and generated."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -24,7 +24,7 @@ class Usage(Struct, frozen=True):
 
 
 class TopLogprob(Struct, frozen=True):
-    """A token and how likely the model held it to be."""
+    """A token and its log probability."""
 
     token: str
     logprob: float
@@ -32,7 +32,7 @@ class TopLogprob(Struct, frozen=True):
 
 
 class ChatLogprob(Struct, frozen=True):
-    """A token of the answer, and its likeliest rivals."""
+    """A token of the answer, and the likeliest tokens at its position."""
 
     token: str
     logprob: float
@@ -57,7 +57,7 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 class PromptLogprob(Struct, frozen=True):
-    """Of a prompt's token."""
+    """The log probability of a token at a position of the prompt."""
 
     logprob: float
     rank: int
@@ -69,7 +69,7 @@ FinishReason: TypeAlias = Annotated[str, Meta(extra_json_schema={"enum": ["stop"
 
 
 class ChatAnswer(Struct, frozen=True):
-    """What the model says."""
+    """The assistant's message."""
 
     role: Literal["assistant"]
     content: str
@@ -99,14 +99,14 @@ class ChatCompletion(Struct, frozen=True):
 
 
 class ChatDelta(Struct, frozen=True, omit_defaults=True):
-    """What an answer gained."""
+    """A piece of an answer."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):
-    """What one answer gained."""
+    """A piece of one of the answers."""
 
     index: int
     delta: ChatDelta
@@ -127,7 +127,7 @@ class ChatChunk(Struct, frozen=True):
 
 
 class CompletionChoice(Struct, frozen=True):
-    """One continuation, or what it gained."""
+    """One continuation, or a piece of it."""
 
     index: int
     text: str
@@ -149,7 +149,7 @@ class Completion(Struct, frozen=True):
 
 
 class EmbeddingUsage(Struct, frozen=True):
-    """What was read."""
+    """Numbers of tokens read."""
 
     prompt_tokens: int
     total_tokens: int
@@ -173,7 +173,7 @@ class Embeddings(Struct, frozen=True):
 
 
 class TextScore(Struct, frozen=True):
-    """How near two texts are: the cosine of their vectors."""
+    """The similarity of two texts: the cosine of their vectors."""
 
     object: Literal["score"]
     index: int
@@ -181,7 +181,7 @@ class TextScore(Struct, frozen=True):
 
 
 class Scores(Struct, frozen=True):
-    """How near pairs of texts are."""
+    """The similarities of pairs of texts."""
 
     id: str
     object: Literal["list"]
@@ -198,7 +198,7 @@ class RankedText(Struct, frozen=True):
 
 
 class Ranked(Struct, frozen=True):
-    """A document's place."""
+    """A document with its score."""
 
     index: int
     relevance_score: float
@@ -206,7 +206,7 @@ class Ranked(Struct, frozen=True):
 
 
 class Ranking(Struct, frozen=True):
-    """Documents, the nearest first."""
+    """Documents, the most similar first."""
 
     id: str
     model: str
@@ -232,7 +232,7 @@ class Models(Struct, frozen=True):
 
 
 class Tokens(Struct, frozen=True):
-    """What a text is in tokens."""
+    """The tokens of a text."""
 
     tokens: list[int]
     count: int
@@ -241,13 +241,13 @@ class Tokens(Struct, frozen=True):
 
 
 class Detokenized(Struct, frozen=True):
-    """What tokens are as text."""
+    """The text of tokens."""
 
     prompt: str
 
 
 class Status(Struct, frozen=True):
-    """How the server is."""
+    """The state of the server."""
 
     status: str
 
@@ -259,15 +259,15 @@ class Version(Struct, frozen=True):
 
 
 class EngineState(Struct, frozen=True):
-    """The engine process."""
+    """The state of the engine process."""
 
     is_open: bool
     starts: int
-    """Times that it was started."""
+    """How often it was started."""
 
 
 class ServerInfo(Struct, frozen=True):
-    """What runs, as it was resolved."""
+    """The resolved configuration of the server and its engine."""
 
     version: str
     models: list[str]
@@ -277,13 +277,13 @@ class ServerInfo(Struct, frozen=True):
     limits: dict[str, str | int | float | bool | None]
     layers: list[str]
     degradations: list[str]
-    """What is not as asked. `--strict` refuses each."""
+    """Degradations: respects in which the server does less than was asked for. `--strict` refuses each."""
     notes: list[str]
-    """What is worth knowing although the result does not change."""
+    """Facts worth knowing that do not change results."""
 
 
 class Error(Struct, frozen=True):
-    """What is wrong."""
+    """The details of an error."""
 
     message: str
     type: str
@@ -292,6 +292,6 @@ class Error(Struct, frozen=True):
 
 
 class ErrorBody(Struct, frozen=True):
-    """An error."""
+    """The body of every error."""
 
     error: Error

@@ -1,4 +1,4 @@
-"""Chat completions: a conversation in, what the assistant says out."""
+"""Chat completions: a conversation in, the assistant's next message out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAX_CHARACTER_BYTES = 4
 
 
 class ChatCompleter(Completer[ChatRequest]):
-    """Goes on with conversations."""
+    """The handler for chat completions."""
 
     id_prefix = "chatcmpl-"
 
@@ -58,16 +58,16 @@ class ChatCompleter(Completer[ChatRequest]):
 
     def sampling(self, request: ChatRequest) -> dict[str, Any]:
         if request.response_format is not None and request.response_format.type != "text":
-            raise invalid("expected response_format of type text, got another: it is not there yet", "response_format")
+            raise invalid(f"response_format {request.response_format.type} is not supported yet", "response_format")
         if request.tools:
-            raise invalid("expected no tools, got some: they are not there yet", "tools")
+            raise invalid("tools is not supported yet", "tools")
         if request.tool_choice not in (None, "none", "auto"):
-            raise invalid("expected tool_choice none, got another: tools are not there yet", "tool_choice")
+            raise invalid("tool_choice is not supported yet; leave it out", "tool_choice")
         if request.top_logprobs is not None and not request.logprobs:
-            raise invalid("expected top_logprobs with logprobs: true, got it without", "top_logprobs")
+            raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
         asked, completion = request.max_tokens, request.max_completion_tokens
         if asked is not None and completion is not None and asked != completion:
-            raise invalid("expected max_tokens or max_completion_tokens, got both, and they differ", "max_tokens")
+            raise invalid("max_tokens and max_completion_tokens differ; send one of them", "max_tokens")
         return {
             "max_tokens": asked if completion is None else completion,
             "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
@@ -106,7 +106,7 @@ class ChatCompleter(Completer[ChatRequest]):
 
 
 class ChatChunks(Chunks):
-    """The events of a streamed conversation."""
+    """The events of a streamed chat completion."""
 
     def __init__(self, head: Head, num_logprobs: int | None, n: int, *, includes_usage: bool) -> None:
         super().__init__(head, includes_usage=includes_usage)
@@ -141,7 +141,7 @@ class ChatChunks(Chunks):
 
 
 def _logprobs(entries: Sequence[PositionLogprobs], count: int) -> ChatLogprobs:
-    """Of each token, and of its `count` likeliest rivals."""
+    """Log probabilities of each token and of the `count` likeliest tokens at its position."""
     told = []
     for entry in entries:
         text = chosen(entry).decoded_token or ""
@@ -151,5 +151,5 @@ def _logprobs(entries: Sequence[PositionLogprobs], count: int) -> ChatLogprobs:
 
 
 def _bytes(text: str) -> list[int] | None:
-    """None for a token that is a part of a character: its text does not tell its bytes."""
+    """The UTF-8 bytes of a token; None for a part of a character, whose bytes its text does not show."""
     return None if "\ufffd" in text else list(text.encode())

@@ -1,4 +1,4 @@
-"""Text completions: prompts in, what follows them out, in the older shape."""
+"""Text completions, OpenAI's older interface: prompts in, their continuations out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sightline.server.process.protocol import Delta
 
 
 class TextCompleter(Completer[CompletionRequest]):
-    """Continues prompts."""
+    """The handler for text completions."""
 
     id_prefix = "cmpl-"
 
@@ -55,11 +55,11 @@ class TextCompleter(Completer[CompletionRequest]):
 
     def sampling(self, request: CompletionRequest) -> dict[str, Any]:
         if request.suffix:
-            raise invalid("expected no suffix, got one: it is not there", "suffix")
+            raise invalid("suffix is not supported", "suffix")
         if request.best_of is not None and request.best_of != (request.n or 1):
-            raise invalid("expected best_of equal to n, got another: choosing among more is not there", "best_of")
+            raise invalid("best_of is not supported unless it equals n", "best_of")
         if request.echo and request.stream and request.logprobs is not None:
-            raise invalid("expected echo with logprobs without stream, got all three: a stream has no place", "echo")
+            raise invalid("echo with logprobs is not supported with stream", "echo")
         scored = request.logprobs if request.echo else None
         return {
             "logprobs": request.logprobs,
@@ -72,7 +72,7 @@ class TextCompleter(Completer[CompletionRequest]):
         choices = []
         for place, prompt in enumerate(prompts):
             scored = outcome.prompt_logprobs.get(place)
-            # Once for all continuations of a prompt: there may be many, and it long.
+            # Convert once for all continuations of a prompt: both can be many.
             told = UNSET if request.prompt_logprobs is None or scored is None else told_prompt_logprobs(scored)
             first = place * outcome.n
             for index, each in enumerate(outcome.continuations[first : first + outcome.n], first):
@@ -118,7 +118,7 @@ class TextCompleter(Completer[CompletionRequest]):
 
 
 class CompletionChunks(Chunks):
-    """The events of streamed continuations."""
+    """The events of streamed text completions."""
 
     def __init__(
         self,
@@ -129,12 +129,12 @@ class CompletionChunks(Chunks):
         *,
         includes_usage: bool,
     ) -> None:
-        """`echoed` are the texts that the continuations begin with, one for each, or none."""
+        """`echoed` has the text that each continuation begins with, or is empty."""
         super().__init__(head, includes_usage=includes_usage)
         self._num_logprobs = num_logprobs
         self._echoed = echoed
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(offsets)
-        """By continuation."""
+        """Offsets so far, by continuation."""
 
     def opening(self) -> Sequence[Completion]:
         return [self._event([CompletionChoice(index, text)]) for index, text in enumerate(self._echoed)]
@@ -164,14 +164,14 @@ class CompletionChunks(Chunks):
 
 
 def listed_texts(prompt: str | list[Any], param: str = "prompt") -> list[str | list[int]]:
-    """Texts, one or many: all as text, or all as tokens; `param` is the field that they came in."""
+    """The texts of a field, which holds one or many, as text or as tokens; `param` is the field's name."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(each) for each in prompt}
     if kinds == {int}:
         return [prompt]
     if kinds not in ({str}, {list}):
-        raise invalid(f"expected {param} as text, as token ids, or as a list of either, got them mixed", param)
+        raise invalid(f"expected {param} as text, as token ids, or as a list of either, got a mixture", param)
     if len(prompt) > MAX_PROMPTS:
         raise invalid(f"expected at most {MAX_PROMPTS} texts, got {len(prompt)}; send them in parts", param)
     return prompt
@@ -180,7 +180,7 @@ def listed_texts(prompt: str | list[Any], param: str = "prompt") -> list[str | l
 def _logprobs(
     entries: Sequence[PositionLogprobs | None], count: int, offsets: list[int], first: str = ""
 ) -> CompletionLogprobs:
-    """`first` is the text of a token that nothing predicts."""
+    """Log probabilities in the older shape; `first` is the text of a prompt's first token, which has none."""
     return CompletionLogprobs(
         [first if entry is None else chosen(entry).decoded_token or "" for entry in entries],
         [None if entry is None else chosen(entry).logprob for entry in entries],
@@ -190,7 +190,7 @@ def _logprobs(
 
 
 def _by_text(ranked: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Tokens that look alike, as parts of characters do, are told once: as the likeliest of them."""
+    """Log probabilities by text. Tokens with the same text, such as parts of characters, appear once: the likeliest."""
     told: dict[str, float] = {}
     for text, logprob in ranked:
         told.setdefault(text, logprob)

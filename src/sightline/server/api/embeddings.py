@@ -1,6 +1,6 @@
-"""Embeddings, and what follows from them: scores of pairs, and rankings.
+"""Handlers for embeddings, and for what is computed from them: scores of pairs, and rankings.
 
-Owns the shapes. A vector comes from the engine process as bytes; cosines are computed here, from vectors that it made.
+The engine process sends vectors as bytes; cosines are computed here.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from sightline.server.api.answers import (
 )
 from sightline.server.api.completion import listed_texts
 from sightline.server.api.schema import EmbeddingRequest, RerankRequest, ScoreRequest
-from sightline.server.http.errors import invalid, unavailable
+from sightline.server.http.errors import failed, invalid, unavailable
 from sightline.server.http.ingress import json_reply
 from sightline.server.http.limits import check_cost
 from sightline.server.http.routing import Call, Reply
-from sightline.server.process.port import EngineDownError, RefusedError
+from sightline.server.process.port import EngineDownError, RefusedError, RequestFailedError
 from sightline.server.service import RESTART_SECONDS, Service
 
 Vectors = npt.NDArray[np.float32]
@@ -78,7 +78,7 @@ class Vectorizer:
         tells = request.return_documents is not False
         results = [
             Ranked(int(index), float(scores[index]), *([RankedText(request.documents[index])] if tells else []))
-            # Of two that are equally near, the one that was sent first.
+            # A stable sort: of two documents with equal scores, the one that was sent first comes first.
             for index in np.argsort(-scores, kind="stable")[: request.top_n]
         ]
         return json_reply(Ranking(f"rerank-{secrets.token_hex(12)}", model, results, usage))
@@ -86,7 +86,7 @@ class Vectorizer:
     async def _vectors(
         self, call: Call[Any], texts: Sequence[str | list[int]], most: int | None, param: str
     ) -> tuple[Vectors, EmbeddingUsage]:
-        """[num_texts, vector_size], from the engine process."""
+        """Vectors of the texts, [num_texts, vector_size], cut to `most` tokens each; `param` is the texts' field."""
         service, opened = self._service, self._service.opened
         longest = max(len(text.encode()) if isinstance(text, str) else len(text) for text in texts)
         tokens = min(longest, opened.max_model_len)
@@ -104,26 +104,28 @@ class Vectorizer:
             call.facts["prompt_tokens"] = num_tokens
             try:
                 terms = Terms(caller=call.caller)
-                answers = service.port.embed([tuple(each) for each in found], terms, call.received_at)
+                answers = service.port.submit([tuple(each) for each in found], None, terms, call.received_at)
                 held.callback(service.port.cancel, answers)
                 async with asyncio.timeout(service.request_timeout):
                     vectors = await answers.vectors()
             except TimeoutError as error:
                 raise unavailable(
-                    f"expected vectors within {service.request_timeout:g} s, got none; send fewer texts",
+                    f"the texts were not embedded within {service.request_timeout:g} s; send fewer",
                     RESTART_SECONDS,
                 ) from error
             except EngineDownError as error:
                 raise unavailable(str(error), RESTART_SECONDS) from error
+            except RequestFailedError as error:
+                raise failed(f"the engine could not embed a text: {error}") from error
             except RefusedError as error:
-                raise invalid(str(error), param) from error
+                raise service.refusal(error, len(texts), param) from error
         joined = np.frombuffer(b"".join(vector.numbers for vector in vectors), dtype="<f4")
         return joined.reshape(len(vectors), -1), EmbeddingUsage(num_tokens, num_tokens)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
         size = self._service.opened.vector_size or 0
         if dimensions is not None and dimensions > size:
-            raise invalid(f"expected dimensions of at most {size}, what a vector has, got {dimensions}", "dimensions")
+            raise invalid(f"expected dimensions of at most {size}, the vector's size, got {dimensions}", "dimensions")
 
 
 def at_length_one(vectors: Vectors) -> Vectors:
@@ -132,7 +134,7 @@ def at_length_one(vectors: Vectors) -> Vectors:
 
 
 def cosines(first: Vectors, second: Vectors) -> Vectors:
-    """Pair by pair; one vector is paired with all."""
+    """The cosine of each pair; if `first` has one vector, it is paired with all of `second`."""
     return np.asarray((at_length_one(first) * at_length_one(second)).sum(-1), dtype=np.float32)
 
 

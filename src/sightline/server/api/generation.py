@@ -1,6 +1,6 @@
-"""Completions: from a body to prompts and sampling parameters, and from reports to answers, whole or streamed.
+"""The common part of chat and text completions: from a body to prompts and parameters, and from reports to answers.
 
-Owns what both kinds of completion share. `chat` and `completion` own their shapes.
+Does not know the shapes of bodies and answers: those belong to `chat` and `completion`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENCODER = msgspec.json.Encoder()
 
 @dataclass
 class Continuation:
-    """One of the answers, as far as it has come."""
+    """One of the answers, as far as it has been generated."""
 
     pieces: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
@@ -52,16 +52,16 @@ class Continuation:
 
 @dataclass
 class GenerationOutcome:
-    """What came of all of a client's prompts."""
+    """The continuations of all prompts of a request."""
 
     num_prompt_tokens: int
     n: int
-    """Continuations of each prompt."""
+    """Continuations per prompt."""
     continuations: list[Continuation]
-    """Prompt by prompt."""
+    """`n` of the first prompt, then `n` of the second, and so on."""
     num_cached: int = 0
     prompt_logprobs: dict[int, tuple[PositionLogprobs | None, ...]] = field(default_factory=dict)
-    """By the prompt's place."""
+    """Log probabilities of prompts, by the prompt's index."""
 
     def usage(self) -> Usage:
         generated = sum(each.num_tokens for each in self.continuations)
@@ -72,20 +72,20 @@ class GenerationOutcome:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a continuation follows."""
+    """A prompt as tokens, and what is needed to echo it."""
 
     token_ids: list[int]
     echoed: str = ""
-    """Its text, where the answer begins with it."""
+    """Its text, if the answer begins with it."""
     first_token: str = ""
-    """The text of its first token, where it is echoed: nothing predicts that one."""
+    """The text of its first token, if it is echoed: that token has no log probability of its own."""
     offsets: Sequence[int] = ()
-    """Where in `echoed` each of its tokens begins, where that is told."""
+    """The offset of each token in `echoed`, if the answer reports them."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What every body and every event of an answer begins with."""
+    """The fields that every body and every event of an answer begins with."""
 
     id: str
     created: int
@@ -93,7 +93,7 @@ class Head:
 
 
 class Completer(ABC, Generic[RequestT]):
-    """One kind of completion."""
+    """A handler for one kind of completion."""
 
     id_prefix: ClassVar[str]
 
@@ -101,7 +101,7 @@ class Completer(ABC, Generic[RequestT]):
         self._service = service
 
     async def handle(self, call: Call[RequestT]) -> Reply | Stream:
-        """From a checked body to its answer, or to the beginning of its stream."""
+        """Runs a request. Returns its answer, or its stream once the engine has accepted it."""
         request, service = call.body, self._service
         head = Head(self.id_prefix + call.request_id, int(time.time()), service.check_model(request.model))
         params, num_prompts = self._params(request), self.num_prompts(request)
@@ -109,7 +109,7 @@ class Completer(ABC, Generic[RequestT]):
         with ExitStack() as places:
             places.enter_context(service.admission.admitted(call.caller, num_prompts * params.n))
             prompts = await self.prompts(call)
-            # A template may write more than a conversation's texts.
+            # Check again with the real lengths: a template may add text to a conversation.
             self._check_cost(params, num_prompts, max(len(each.token_ids) for each in prompts))
             running = await service.start(call, [each.token_ids for each in prompts], params, places.pop_all())
         headers = (_sampling_header(running.params[0]),)
@@ -125,18 +125,18 @@ class Completer(ABC, Generic[RequestT]):
 
     @abstractmethod
     def num_prompts(self, request: RequestT) -> int:
-        """Before any of them is looked at."""
+        """The number of prompts; called before any of them is encoded."""
 
     @abstractmethod
     def num_prompt_bytes(self, request: RequestT) -> int:
-        """Of the texts of the longest prompt: no text has more tokens than bytes."""
+        """The size of the longest prompt's text in bytes, which bounds its number of tokens."""
 
     @abstractmethod
     async def prompts(self, call: Call[RequestT]) -> list[Prompt]: ...
 
     @abstractmethod
     def sampling(self, request: RequestT) -> dict[str, Any]:
-        """What this kind calls by other names. Raises for what is not there yet."""
+        """Sampling parameters that this kind has under other names. Raises `ApiError` for unsupported fields."""
 
     @abstractmethod
     def whole(self, request: RequestT, head: Head, prompts: Sequence[Prompt], outcome: GenerationOutcome) -> object:
@@ -144,15 +144,15 @@ class Completer(ABC, Generic[RequestT]):
 
     @abstractmethod
     def chunks(self, request: RequestT, head: Head, prompts: Sequence[Prompt], *, includes_usage: bool) -> Chunks:
-        """What makes a stream's events."""
+        """The maker of a stream's events."""
 
     def _params(self, request: RequestT) -> SamplingParams:
         given = {name: getattr(request, name) for name in SAMPLED}
         params = {name: value for name, value in given.items() if value is not None} | self.sampling(request)
         if request.stream and request.prompt_logprobs is not None:
-            raise invalid("expected prompt_logprobs without stream, got both: a stream has no place", "prompt_logprobs")
+            raise invalid("prompt_logprobs is not supported with stream", "prompt_logprobs")
         if request.stream_options is not None and not request.stream:
-            raise invalid("expected stream_options with stream: true, got it without", "stream_options")
+            raise invalid("stream_options needs stream: true", "stream_options")
         try:
             return SamplingParams(**params)
         except RequestError as error:
@@ -175,7 +175,7 @@ class Completer(ABC, Generic[RequestT]):
         )
 
     async def _finish(self, call: Call[RequestT], running: Running, outcome: GenerationOutcome) -> None:
-        """Takes everything in. Raises where a continuation failed."""
+        """Collects all reports. Raises `ApiError` if a continuation failed."""
         try:
             async for place, report in running.answers.reports():
                 _take(report, place, outcome)
@@ -186,7 +186,7 @@ class Completer(ABC, Generic[RequestT]):
     async def _events(
         self, call: Call[RequestT], running: Running, outcome: GenerationOutcome, chunks: Chunks
     ) -> AsyncGenerator[bytes, None]:
-        """The stream: chunks, usage where asked for, and the end. An error is an event too, and has no end after it."""
+        """The stream: chunks, usage if requested, and `[DONE]`. An error is the last event; no `[DONE]` follows it."""
         try:
             for chunk in chunks.opening():
                 yield _event(chunk)
@@ -212,25 +212,25 @@ class Chunks(ABC):
     """Makes the events of one stream."""
 
     def __init__(self, head: Head, *, includes_usage: bool) -> None:
-        """Where a stream tells usage at its end, every event before has a place for it."""
+        """If a stream ends with an event for usage, every event before it has a null `usage`."""
         self._head = head
         self.includes_usage = includes_usage
 
     @abstractmethod
     def opening(self) -> Sequence[object]:
-        """What is told before the first token."""
+        """Events before the first token."""
 
     @abstractmethod
     def chunk(self, index: int, delta: Delta) -> object | None:
-        """What a continuation gained; None where there is nothing to tell of it."""
+        """The event for a piece of a continuation; None if there is nothing to send."""
 
     @abstractmethod
     def closing(self, usage: Usage) -> object:
-        """The event that tells usage."""
+        """The event that reports usage."""
 
 
 def _take(report: Delta | Ended, place: int, outcome: GenerationOutcome) -> Delta | None:
-    """Takes a report in. Gives back what a stream can tell of it; raises where the prompt failed."""
+    """Adds a report to the outcome. Returns it if it is a piece of text; raises `ApiError` if the prompt failed."""
     first = place * outcome.n
     match report:
         case Delta(index=index):
@@ -244,12 +244,12 @@ def _take(report: Delta | Ended, place: int, outcome: GenerationOutcome) -> Delt
             if error is not None and "error" in {each.finish_reason for each in ended}:
                 raise failed(f"the engine could not finish the request: {error}")
             if error is not None and not any(each.num_tokens for each in ended):
-                raise unavailable(f"the request was not begun: {error}", RESTART_SECONDS)
+                raise unavailable(f"the request did not start: {error}", RESTART_SECONDS)
             return None
 
 
 def told_prompt_logprobs(entries: Sequence[PositionLogprobs | None]) -> PromptLogprobs:
-    """As they go into a body."""
+    """A prompt's log probabilities in the form of an answer's body."""
     return [
         None
         if entry is None
@@ -259,20 +259,20 @@ def told_prompt_logprobs(entries: Sequence[PositionLogprobs | None]) -> PromptLo
 
 
 def chosen(entry: PositionLogprobs) -> Logprob:
-    """Of the token that is there."""
+    """The log probability of the token at this position: the first of the entry."""
     return next(iter(entry.values()))
 
 
 def likeliest(entry: PositionLogprobs, count: int) -> list[tuple[str, float]]:
     """The text and log probability of a position's `count` likeliest tokens, the likeliest first."""
-    # The token that is there comes first; beyond the likeliest, it is one too many.
+    # The first token of an entry is the chosen one, which need not be among the likeliest.
     known = list(entry.items())[len(entry) > count :]
     ranked = sorted((each.rank, token) for token, each in known)
     return [(entry[token].decoded_token or "", entry[token].logprob) for _, token in ranked][:count]
 
 
 def _sampling_header(params: EffectiveParams) -> Header:
-    """What really applies, for whoever asks why."""
+    """The sampling parameters in effect, as a header."""
     shown = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in asdict(params).items()}
     for name in ("stop", "logit_bias", "eos_token_ids", "stop_token_ids"):
         shown.pop(name)
@@ -284,6 +284,6 @@ def _event(chunk: object) -> bytes:
 
 
 def _error_event(call: Call[Any], error: ApiError) -> bytes:
-    """An error in the middle of an answer whose status is told already."""
+    """An error as an event, for an answer whose status has been sent."""
     call.facts["error"] = error.code
     return b"data: " + error.body() + b"\n\n"

@@ -1,4 +1,4 @@
-"""What the server tells of itself and of its model: everything that generates nothing."""
+"""Handlers that report on the server and its model, and convert text to tokens and back."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from sightline.version import __version__
 
 @dataclass(frozen=True)
 class Patience:
-    """When the engine counts as working."""
+    """When the engine counts as ready."""
 
     ready_seconds: float
-    """A step that went through so long ago is proof enough; otherwise one is asked for."""
+    """A step that finished this recently is proof enough; otherwise one is requested."""
     probe_seconds: float
-    """In which that one must go through."""
+    """How long the requested step may take."""
 
 
 class Inspection:
-    """Handlers that only look."""
+    """Handlers that generate nothing."""
 
     def __init__(self, service: Service, supervisor: Supervisor, metrics: ServiceMetrics, patience: Patience) -> None:
         self._service = service
@@ -77,7 +77,7 @@ class Inspection:
         service.check_model(call.body.model)
         vocab_size, most = service.opened.vocab_size, service.opened.max_model_len
         if len(tokens) > most:
-            raise invalid(f"expected at most {most} tokens, what a context holds, got {len(tokens)}", "tokens")
+            raise invalid(f"expected at most {most} tokens, the size of the context, got {len(tokens)}", "tokens")
         if tokens and max(tokens) >= vocab_size:
             raise invalid(f"expected token ids from 0 to {vocab_size - 1}, got {max(tokens)}", "tokens")
         with service.admission.admitted(call.caller, 1):
@@ -89,15 +89,15 @@ class Inspection:
 
     async def ready(self, call: Call[None]) -> Reply:
         del call
-        port, admission = self._service.port, self._service.admission
-        if admission.is_draining:
+        port = self._service.port
+        if self._service.is_draining:
             raise unavailable("the server is shutting down", RESTART_SECONDS)
         if not port.is_open:
             raise unavailable("the engine process is starting", RESTART_SECONDS)
         patience = self._patience
         is_stale = time.monotonic() - port.heard_at > patience.ready_seconds
         if is_stale and not await port.probe(patience.probe_seconds):
-            raise unavailable(f"no forward pass went through in {patience.ready_seconds:g} s", RESTART_SECONDS)
+            raise unavailable(f"no forward pass finished in the last {patience.ready_seconds:g} s", RESTART_SECONDS)
         return json_reply(Status("ready"))
 
     async def metrics(self, call: Call[None]) -> Reply:

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table of routes and the types of their bodies: it cannot say what is not so."""
+"""The OpenAPI document, generated from the table of routes and the types of their bodies."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sightline.version import __version__
 
 _REFUSALS = {
     400: "The request cannot run as it is.",
-    401: "No API key, or one that is not known.",
-    404: "There is no such thing here.",
-    405: "The path is there, and not for this method.",
-    408: "The body did not come in time.",
+    401: "The API key is missing or unknown.",
+    404: "The model or the path does not exist.",
+    405: "The path does not support this method.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is no JSON.",
-    421: "The server does not go by this name.",
-    429: "As many requests wait as may; Retry-After says when to try again.",
-    500: "The engine began and could not finish.",
+    415: "The body is not JSON.",
+    421: "The Host header is not a name of this server.",
+    429: "The queue is full; Retry-After says when to try again.",
+    500: "The engine started the request and could not finish it.",
     503: "The engine is starting or the server is shutting down; Retry-After says when to try again.",
 }
 _ALWAYS = (400, 421)
@@ -31,7 +31,7 @@ _WITH_BODY = (408, 413, 415)
 
 
 def openapi_document(routes: Iterable[Route[Any]], *, needs_key: bool) -> bytes:
-    """`needs_key` where the server has keys."""
+    """The document as JSON; `needs_key` says that the server has keys."""
     listed = [route for route in routes if route.answer is not None or route.content_type.startswith("text/plain")]
     kinds = [ErrorBody, *(route.answer for route in listed if route.answer is not None)]
     kinds += [route.body for route in listed if route.body is not NO_BODY]
@@ -91,11 +91,11 @@ def _success(route: Route[Any]) -> dict[str, Any]:
         content[route.content_type.partition(";")[0]] = {"schema": {"type": "string"}}
     if route.event is not None:
         content[EVENTS] = {"schema": _event(route.event)}
-    return {"description": "As asked for.", "content": content}
+    return {"description": "Success.", "content": content}
 
 
 def _event(kind: Any) -> dict[str, Any]:
-    """One event of a stream: JSON, or what the last says. An error is an event too."""
+    """The schema of a stream's events: a chunk or an error in JSON, or the final `[DONE]`."""
     told = {"anyOf": [_reference(kind), _reference(ErrorBody)]}
     chunk = {"type": "string", "contentMediaType": JSON, "contentSchema": told}
     return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}}

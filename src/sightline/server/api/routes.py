@@ -1,8 +1,8 @@
-"""Every way into the server, who may take it, and what goes in and out."""
+"""The routes of the server: who may use each, and the types of its body and answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from sightline.core.config import Task
@@ -36,7 +36,7 @@ from sightline.server.api.schema import (
     TokenizeRequest,
 )
 from sightline.server.http.access import Access
-from sightline.server.http.routing import HTML, JSON, NO_BODY, PLAIN, Call, Reply, Route, RouteTable
+from sightline.server.http.routing import HTML, NO_BODY, PLAIN, Call, Handler, Reply, Route, RouteTable
 from sightline.server.page.pages import Page
 from sightline.server.service import Service
 
@@ -45,7 +45,7 @@ KEY, PUBLIC = Access.KEY, Access.PUBLIC
 
 
 def route_table(service: Service, inspection: Inspection, task: Task, *, needs_key: bool) -> RouteTable:
-    """`needs_key` where the server has keys."""
+    """All routes of a server for `task`; `needs_key` says that the server has keys."""
     embeds = task is Task.EMBED
     described = [
         *(_vectors(service) if embeds else _generation(service)),
@@ -53,135 +53,129 @@ def route_table(service: Service, inspection: Inspection, task: Task, *, needs_k
         *_server(inspection),
     ]
     document = openapi_document(described, needs_key=needs_key)
-    # There is nobody to talk to where texts are embedded.
-    return RouteTable([*described, *_pages(document, "docs.html" if embeds else "chat.html")])
+    # A model that only embeds cannot chat.
+    return RouteTable([*described, *_pages(document, "docs" if embeds else "chat")])
+
+
+def _queued(
+    tag: str,
+    path: str,
+    handler: Handler[Any],
+    summary: str,
+    body: type[Any],
+    answer: type[Any],
+    example: Mapping[str, Any],
+    event: type[Any] | None = None,
+    refusals: tuple[int, ...] = (404, 429, 500, 503),
+) -> Route[Any]:
+    """A route that needs a place in the queue."""
+    return Route(
+        "POST",
+        path,
+        KEY,
+        handler,
+        summary,
+        body,
+        answer,
+        event=event,
+        refusals=refusals,
+        tag=tag,
+        example=example,
+        holds_room=True,
+    )
 
 
 def _generation(service: Service) -> Routes:
-    for path, handler, summary, body, answer, event, example in (
-        (
-            "/v1/chat/completions",
-            ChatCompleter(service).handle,
-            "Go on with a conversation",
-            ChatRequest,
-            ChatCompletion,
-            ChatChunk,
-            {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64},
-        ),
-        (
-            "/v1/completions",
-            TextCompleter(service).handle,
-            "Continue prompts",
-            CompletionRequest,
-            Completion,
-            Completion,
-            {"prompt": "The capital of France is", "max_tokens": 16},
-        ),
-    ):
-        yield Route[Any](
-            "POST",
-            path,
-            KEY,
-            handler,
-            summary,
-            body,
-            answer,
-            event=event,
-            refusals=(404, 429, 500, 503),
-            tag="Generation",
-            example=example,
-            holds_room=True,
-        )
+    yield _queued(
+        "Generation",
+        "/v1/chat/completions",
+        ChatCompleter(service).handle,
+        "Continue a conversation",
+        ChatRequest,
+        ChatCompletion,
+        {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64},
+        ChatChunk,
+    )
+    yield _queued(
+        "Generation",
+        "/v1/completions",
+        TextCompleter(service).handle,
+        "Continue prompts",
+        CompletionRequest,
+        Completion,
+        {"prompt": "The capital of France is", "max_tokens": 16},
+        Completion,
+    )
+
+
+def _vectors(service: Service) -> Routes:
+    tag, vectorizer = "Embeddings", Vectorizer(service)
+    yield _queued(
+        tag,
+        "/v1/embeddings",
+        vectorizer.embed,
+        "Vectors of texts",
+        EmbeddingRequest,
+        Embeddings,
+        {"input": "Hello"},
+    )
+    yield _queued(
+        tag,
+        "/v1/score",
+        vectorizer.score,
+        "Similarity of texts",
+        ScoreRequest,
+        Scores,
+        {"text_1": "a cat", "text_2": ["a kitten", "a car"]},
+    )
+    yield _queued(
+        tag,
+        "/v1/rerank",
+        vectorizer.rerank,
+        "Documents by similarity to a query",
+        RerankRequest,
+        Ranking,
+        {"query": "a cat", "documents": ["a car", "a kitten"]},
+    )
 
 
 def _model(inspection: Inspection) -> Routes:
-    tag, loading = "Model", (503,)
+    tag, without_engine = "Model", (404, 429, 503)
     yield Route(
-        "GET", "/v1/models", KEY, inspection.models, "The served models", NO_BODY, Models, JSON, None, loading, tag
+        "GET", "/v1/models", KEY, inspection.models, "The served models", NO_BODY, Models, refusals=(503,), tag=tag
     )
-    yield Route(
-        "GET",
-        "/v1/models/{model}",
-        KEY,
-        inspection.model,
-        "One served model",
-        NO_BODY,
-        ModelCard,
-        refusals=(404, 503),
-        tag=tag,
-    )
-    yield Route(
-        "POST",
+    path, refusals = "/v1/models/{model}", (404, 503)
+    yield Route("GET", path, KEY, inspection.model, "One served model", NO_BODY, ModelCard, refusals=refusals, tag=tag)
+    yield _queued(
+        tag,
         "/tokenize",
-        KEY,
         inspection.tokenize,
-        "A text or a conversation as tokens",
+        "Tokens of a text or a conversation",
         TokenizeRequest,
         Tokens,
-        refusals=(404, 429, 503),
-        tag=tag,
-        example={"prompt": "Hello"},
-        holds_room=True,
+        {"prompt": "Hello"},
+        refusals=without_engine,
     )
-    yield Route(
-        "POST",
+    yield _queued(
+        tag,
         "/detokenize",
-        KEY,
         inspection.detokenize,
-        "Tokens as text",
+        "Text of tokens",
         DetokenizeRequest,
         Detokenized,
-        refusals=(404, 429, 503),
-        tag=tag,
-        example={"tokens": [1, 2, 3]},
-        holds_room=True,
+        {"tokens": [1, 2, 3]},
+        refusals=without_engine,
     )
 
 
 def _server(inspection: Inspection) -> Routes:
-    yield Route("GET", "/health", PUBLIC, inspection.health, "The front end is alive", NO_BODY, Status)
-    works = "The engine works: a forward pass went through lately"
+    yield Route("GET", "/health", PUBLIC, inspection.health, "Whether the front end runs", NO_BODY, Status)
+    works = "Whether the engine works: a forward pass finished recently"
     yield Route("GET", "/ready", PUBLIC, inspection.ready, works, NO_BODY, Status, refusals=(503,))
     yield Route("GET", "/metrics", KEY, inspection.metrics, "Prometheus metrics", NO_BODY, None, PLAIN)
     yield Route("GET", "/version", PUBLIC, inspection.version, "The server's version", NO_BODY, Version)
-    what = "What runs, as resolved"
+    what = "The resolved configuration"
     yield Route("GET", "/server_info", KEY, inspection.server_info, what, NO_BODY, ServerInfo, refusals=(503,))
-
-
-def _vectors(service: Service) -> Routes:
-    vectorizer = Vectorizer(service)
-    for path, handler, summary, body, answer, example in (
-        ("/v1/embeddings", vectorizer.embed, "Texts as vectors", EmbeddingRequest, Embeddings, {"input": "Hello"}),
-        (
-            "/v1/score",
-            vectorizer.score,
-            "How near texts are",
-            ScoreRequest,
-            Scores,
-            {"text_1": "a cat", "text_2": ["a kitten", "a car"]},
-        ),
-        (
-            "/v1/rerank",
-            vectorizer.rerank,
-            "Documents by how near they are to a query",
-            RerankRequest,
-            Ranking,
-            {"query": "a cat", "documents": ["a car", "a kitten"]},
-        ),
-    ):
-        yield Route[Any](
-            "POST",
-            path,
-            KEY,
-            handler,
-            summary,
-            body,
-            answer,
-            refusals=(404, 429, 500, 503),
-            tag="Embeddings",
-            example=example,
-            holds_room=True,
-        )
 
 
 def _pages(document: bytes, first: str) -> Routes:
@@ -191,4 +185,4 @@ def _pages(document: bytes, first: str) -> Routes:
 
     yield Route("GET", "/openapi.json", PUBLIC, openapi, "This document", NO_BODY, None)
     yield Route("GET", "/", PUBLIC, Page(first).show, "Chat", NO_BODY, None, HTML)
-    yield Route("GET", "/docs", PUBLIC, Page("docs.html").show, "Documentation", NO_BODY, None, HTML)
+    yield Route("GET", "/docs", PUBLIC, Page("docs").show, "Documentation", NO_BODY, None, HTML)

@@ -1,7 +1,7 @@
-"""What clients send: OpenAI's shapes, with ranges, from which the served OpenAPI document is made.
+"""Types of the bodies that clients send: OpenAI's shapes, with ranges. The OpenAPI document is generated from them.
 
-A number is finite and in its range before anything else sees it. A field that is not here is not used, and the answer
-says so. Does not know what a field does.
+Numbers are checked to be finite and in range before anything else sees them. Fields that are not listed here are
+ignored, and a header of the answer names them. Does not know what a field does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SHAPES: dict[str, Any] = {
 
 
 class StreamOptions(Struct, frozen=True):
-    """What a stream tells beside the text."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
@@ -76,11 +76,11 @@ else:
         frozen=True,
     )
 SAMPLED = tuple(field.name for field in fields(SampledFields))
-"""Fields that go to the engine under their own names."""
+"""Fields that are passed to the engine under their own names."""
 
 
 class GenerationFields(SampledFields, kw_only=True, frozen=True):
-    """What both kinds of completion take."""
+    """Fields of both kinds of completion."""
 
     model: Annotated[Name | None, Meta(description="The served model's name; may be left out.")] = None
     stream: Annotated[bool | None, Meta(description="Tell the answer as it comes, in server-sent events.")] = None
@@ -106,7 +106,7 @@ class Message(Struct, frozen=True):
 
     @property
     def num_characters(self) -> int:
-        """Of its content."""
+        """Number of characters of its content."""
         match self.content:
             case None:
                 return 0
@@ -117,14 +117,14 @@ class Message(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    """The form of the answer. Only text is there yet: the others are refused."""
+    """The form of the answer. Only `text` is supported yet; the others are refused."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
 
 class ChatRequest(GenerationFields, kw_only=True, frozen=True):
-    """A conversation to go on with."""
+    """A conversation to continue."""
 
     messages: Annotated[
         list[Message], Meta(min_length=1, max_length=MAX_MESSAGES, description="The conversation so far.")
@@ -134,10 +134,10 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     top_logprobs: Annotated[NumLogprobs | None, Meta(description="Tell so many of the likeliest tokens too.")] = None
     response_format: ResponseFormat | None = None
     tools: Annotated[
-        Annotated[list[dict[str, Any]], Meta(max_length=128)] | None, Meta(description="Not there yet: refused.")
+        Annotated[list[dict[str, Any]], Meta(max_length=128)] | None, Meta(description="Not supported yet: refused.")
     ] = None
     tool_choice: Annotated[
-        str | dict[str, Any] | None, Meta(description="Not there yet: refused unless none or auto.")
+        str | dict[str, Any] | None, Meta(description="Not supported yet: refused unless none or auto.")
     ] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
 
@@ -164,17 +164,17 @@ TextInput: TypeAlias = Annotated[
 
 
 class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
-    """Prompts to continue as they stand."""
+    """Prompts to continue, without a chat template."""
 
     prompt: Annotated[TextInput, Meta(description="Text, token ids, or a list of either.")]
     logprobs: Annotated[
         NumLogprobs | None, Meta(description="Tell the log probability of every token, and so many of the likeliest.")
     ] = None
     echo: Annotated[bool | None, Meta(description="Give the prompt back before the continuation.")] = None
-    suffix: Annotated[str | None, Meta(description="Not there: refused unless empty.")] = None
+    suffix: Annotated[str | None, Meta(description="Not supported: refused unless empty.")] = None
     best_of: Annotated[
         Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS)] | None,
-        Meta(description="Not there: refused unless equal to n."),
+        Meta(description="Not supported: refused unless equal to n."),
     ] = None
 
 
@@ -190,14 +190,14 @@ class EmbeddingRequest(Struct, kw_only=True, frozen=True):
     input: Annotated[TextInput, Meta(description="Text, token ids, or a list of either.")]
     model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[Count | None, Meta(description="Keep so many of a vector's first numbers, at length 1.")] = (
-        None
-    )
+    dimensions: Annotated[
+        Count | None, Meta(description="Keep this many of a vector's first numbers, normalised again.")
+    ] = None
     truncate_prompt_tokens: Truncation = None
 
 
 class ScoreRequest(Struct, kw_only=True, frozen=True):
-    """Texts to compare, one with many or pair by pair."""
+    """Texts to compare: one with many, or in pairs."""
 
     text_1: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
     text_2: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
@@ -206,12 +206,12 @@ class ScoreRequest(Struct, kw_only=True, frozen=True):
 
 
 class RerankRequest(Struct, kw_only=True, frozen=True):
-    """Documents to put into order by how near they are to a query."""
+    """Documents to sort by their similarity to a query."""
 
     query: str
     documents: Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
-    top_n: Annotated[Count | None, Meta(description="Tell only so many of the nearest.")] = None
-    return_documents: Annotated[bool | None, Meta(description="Tell their texts too; so unless false.")] = None
+    top_n: Annotated[Count | None, Meta(description="Return only this many of the most similar.")] = None
+    return_documents: Annotated[bool | None, Meta(description="Return their texts too; on unless false.")] = None
     model: Name | None = None
     truncate_prompt_tokens: Truncation = None
 
@@ -220,15 +220,17 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
     """A text, or a conversation, to turn into tokens."""
 
     model: Name | None = None
-    prompt: Annotated[str | None, Meta(description="A text.")] = None
+    prompt: Annotated[str | None, Meta(description="A text, instead of messages.")] = None
     messages: Annotated[
         Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None,
-        Meta(description="A conversation; in place of a text."),
+        Meta(description="A conversation, instead of a prompt."),
     ] = None
-    add_special_tokens: Annotated[bool | None, Meta(description="Add what the model wants around a prompt.")] = None
+    add_special_tokens: Annotated[bool | None, Meta(description="Add the model's special tokens to a prompt.")] = None
     add_generation_prompt: Annotated[bool | None, Meta(description="Open the assistant's turn.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
-    return_token_strs: Annotated[bool | None, Meta(description="Tell the vocabulary's writing of each token.")] = None
+    return_token_strs: Annotated[bool | None, Meta(description="Return the vocabulary's spelling of each token.")] = (
+        None
+    )
 
 
 class DetokenizeRequest(Struct, kw_only=True, frozen=True):

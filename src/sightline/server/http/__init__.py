@@ -1,1 +1,1 @@
-"""HTTP: the pipeline that every request passes, its limits, and who may ask."""
+"""HTTP: the pipeline that every request passes, its limits, and access control."""

@@ -1,7 +1,7 @@
-"""Who may ask: API keys, and the names under which the server may be addressed.
+"""Access control: API keys, and the host names that the server answers to.
 
-A key is kept as a digest and compared in constant time, with all of them, whichever fits. Does not know routes: each
-declares its own `Access`.
+Keys are kept as digests. A given key is compared with every one of them, each in constant time. Does not know routes:
+each declares its own `Access`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Access(Enum):
     """Who may use a route."""
 
     PUBLIC = "public"
-    """Everybody: nothing of any client, and nothing that costs anything."""
+    """Open to everybody; such a route shows no client's data and does no costly work."""
     KEY = "key"
-    """Whoever has a key; everybody where the server has no keys."""
+    """Needs a key; open to everybody if the server has no keys."""
 
 
 class Secret:
@@ -38,18 +38,18 @@ class Secret:
         self._digest = hashlib.sha256(value.encode("utf-8", "surrogateescape")).digest()
 
     def matches(self, given: bytes) -> bool:
-        """In the same time, whatever is given."""
+        """Whether `given` is the value; takes the same time for every input."""
         return hmac.compare_digest(self._digest, hashlib.sha256(given).digest())
 
     def __repr__(self) -> str:
         return "Secret(…)"
 
     def __reduce__(self) -> str:
-        raise TypeError("a Secret is not serialised")
+        raise TypeError("a Secret cannot be serialised")
 
 
 class Keyring:
-    """The keys that are accepted. Without any, everybody is the same caller."""
+    """The accepted keys. Without keys, everybody counts as the same caller."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         listed = list(dict.fromkeys(keys))
@@ -65,7 +65,7 @@ class Keyring:
         return len(self._secrets)
 
     def caller(self, authorization: bytes | None) -> str:
-        """Who asks, by the key's place in the list. Raises where no key fits."""
+        """The caller's name: the place of its key in the list. Raises `ApiError` if no key matches."""
         if not self._secrets:
             return ""
         scheme, _, given = (authorization or b"").partition(b" ")
@@ -74,7 +74,7 @@ class Keyring:
             raise ApiError(
                 401,
                 "expected an API key in the header 'Authorization: Bearer KEY', got "
-                + ("none" if authorization is None else "one that is not known"),
+                + ("none" if authorization is None else "an unknown one"),
                 code="invalid_api_key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )
@@ -82,10 +82,9 @@ class Keyring:
 
 
 class HostList:
-    """Names under which the server may be addressed.
+    """Host names that the server answers to.
 
-    A page of a stranger's whose name leads here can make a browser send requests with that name. An address in numbers
-    cannot be borrowed so: those are always good.
+    Guards against DNS rebinding. IP literals are always accepted.
     """
 
     def __init__(self, bound: str, allowed: Iterable[str] = ()) -> None:
@@ -106,7 +105,7 @@ class HostList:
 
 
 def host_name(host: str) -> str | None:
-    """The name in a Host header, without its port; None where it is none."""
+    """The name in a Host header, without its port; None if the header is malformed."""
     if host.startswith("["):
         name, bracket, port = host[1:].partition("]")
         if not bracket or (port and not port.startswith(":")):
@@ -128,7 +127,7 @@ def _is_address(name: str) -> bool:
 
 
 def first_header(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[bytes, bytes]:
-    """By name; a header that decides something and comes twice is an error, whichever would be taken."""
+    """Headers by name, the first of each. Raises `ApiError` if one of `SINGLE_HEADERS` is repeated."""
     found: dict[bytes, bytes] = {}
     for name, value in headers:
         if name in found and name in SINGLE_HEADERS:
@@ -138,3 +137,4 @@ def first_header(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[bytes, bytes
 
 
 SINGLE_HEADERS = frozenset({b"host", b"authorization", b"content-length", b"content-type", b"transfer-encoding"})
+"""Headers that decide how a request is treated: two of them would be ambiguous."""

@@ -1,4 +1,4 @@
-"""How much may be under way: a bounded number of sequences, and how long whoever finds no place should wait.
+"""Admission control: a bounded number of sequences under way, and `Retry-After` for requests that find no place.
 
 Refuses before anything is read or computed.
 """
@@ -11,39 +11,33 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sightline.server.http.errors import busy, invalid, unavailable
+from sightline.server.http.errors import busy, invalid
 from sightline.server.http.room import Room
 
 RATE_SECONDS = 30.0
-"""Over which the rate of ends is taken."""
+"""The window over which the rate of finished sequences is measured."""
 MAX_RETRY_AFTER = 60
 UNKNOWN_RETRY_AFTER = 5
-"""Where nothing has ended lately to tell a rate by."""
+"""Seconds to wait if nothing has finished within the window."""
 MAX_REMEMBERED_ENDS = 1024
 
 
 class AdmissionGate:
-    """Counts sequences between their admission and their end."""
+    """Counts sequences from their admission to their end."""
 
-    def __init__(self, *, shared: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """`shared` where there are several callers."""
-        self._shared = shared
+    def __init__(self, capacity: int, *, shared: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """`capacity` is the number of sequences; `shared` says that there are several callers."""
         self._clock = clock
-        self._room = Room(0, shared=shared)
+        self._room = Room(capacity, shared=shared)
         self._ends: deque[tuple[float, int]] = deque(maxlen=MAX_REMEMBERED_ENDS)
-        self.is_draining = False
 
     @property
     def num_held(self) -> int:
         return self._room.num_held
 
-    def open(self, capacity: int) -> None:
-        """From now on so many sequences may be under way."""
-        self._room = Room(capacity, shared=self._shared)
-
     @contextmanager
     def admitted(self, caller: str, count: int) -> Iterator[None]:
-        """Holds places for `count` sequences. Raises where there are too few."""
+        """Holds places for `count` sequences. Raises `ApiError` if there are too few."""
         self._check(caller, count)
         self._room.take(caller, count)
         try:
@@ -53,15 +47,11 @@ class AdmissionGate:
             self._ends.append((self._clock(), count))
 
     def check_room(self, caller: str) -> None:
-        """Raises where not even one sequence has a place: before its body is read."""
+        """Raises `ApiError` if there is no place for even one sequence; called before a body is read."""
         self._check(caller, 1)
 
     def _check(self, caller: str, count: int) -> None:
-        if self.is_draining:
-            raise unavailable("expected a server that goes on, got one that is shutting down; ask another", 5)
         most = self._room.most
-        if most == 0:
-            raise unavailable("expected a loaded model, got one that is still loading; try again soon", 2)
         if count > most:
             raise invalid(
                 f"expected at most {most} sequences in one request, got {count}; send fewer prompts, or lower n",
@@ -75,7 +65,7 @@ class AdmissionGate:
             )
 
     def retry_after(self, count: int) -> int:
-        """Seconds in which, at the present rate, so many places come free."""
+        """Seconds until `count` places come free at the present rate."""
         now = self._clock()
         while self._ends and self._ends[0][0] < now - RATE_SECONDS:
             self._ends.popleft()

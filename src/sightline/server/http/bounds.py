@@ -1,7 +1,10 @@
-"""The bounds of HTTP/1.1: how long heads may be and take, how many connections there are, how slowly a client may read.
+"""Limits at the level of connections: size and time of heads, number of connections, and how slowly a client may read.
 
-uvicorn's protocol on llhttp, with what it leaves open closed. One request at a time on a connection: what comes while
-an answer is under way is not listened to. Does not know requests' bodies: those are read, and bounded, by `ingress`.
+Extends uvicorn's protocol class for llhttp, which has none of these limits. A connection serves one request at a time;
+bytes that arrive while an answer is being sent are discarded. Does not know bodies: `ingress` reads and bounds them.
+
+uvicorn does not document this class as an interface. pyproject.toml bounds its version, and
+`tests/server/test_uvicorn_interface.py` names everything that is used here.
 """
 
 from __future__ import annotations
@@ -23,24 +26,24 @@ _STATUS_LINES = {
 
 
 class UnheardError(Exception):
-    """Raised in the parser: the rest of what came is of no interest."""
+    """Raised in a parser callback to discard the rest of the received bytes."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection."""
+    """A connection with limits."""
 
     max_connections: ClassVar[int] = min(4096, max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128))
-    """Fewer than there are descriptors: some are for the engine process and the log."""
+    """Below the limit on file descriptors, which the engine process and the log need too."""
     max_head_bytes: ClassVar[int] = 32 << 10
-    """Of the request line and all headers."""
+    """The most bytes of the request line and all headers together."""
     head_seconds: ClassVar[float] = 15.0
-    """From a connection's beginning, or a request's first byte, to the end of its headers."""
+    """The most time from the start of a connection, or from a request's first byte, to the end of its headers."""
     write_seconds: ClassVar[float] = 60.0
-    """In which a client must have taken what was sent, where it holds up what comes next."""
+    """How long a client may leave the write buffer full before the connection is aborted."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._num_head_bytes = 0
+        self._num_head_bytes = self._head_size = 0
         self._is_in_head = True
         self._is_deaf = False
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.head_seconds, self._head_is_late)
@@ -59,17 +62,16 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._is_in_head:
             self._num_head_bytes += len(data)
         super().data_received(data)
-        # A head that is still open has only itself to count.
+        # While the head is incomplete, all bytes counted belong to it.
         if self._is_in_head and self._num_head_bytes > self.max_head_bytes:
             self._reject(self._too_long())
 
     def on_message_begin(self) -> None:
         if self._is_answering:
-            # Only the latest request of several would be told that its client is gone.
+            # Refuse pipelining: uvicorn reports a disconnect only to the latest request of a connection.
             self._is_deaf, self.cycle.keep_alive = True, False
             raise UnheardError
-        self._num_head_bytes = 0
-        self._head_size = 0
+        self._num_head_bytes = self._head_size = 0
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
         super().on_message_begin()
@@ -80,7 +82,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._take_head(len(name) + len(value) + 4)
-        # A trailer comes after the body: by then it is decided who asks, and for what.
+        # Drop trailers: access was decided before the body was read.
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -88,6 +90,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_head_timer()
         super().on_headers_complete()
+        # uvicorn before 0.53 keeps the connection of an HTTP/0.9 request open, which could hide a second request.
+        self.cycle.keep_alive = self.cycle.keep_alive and self.parser.should_keep_alive()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -107,7 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
-        # What the client has not taken by now, it will not.
+        # Abort rather than close, which would wait for unread data to be sent.
         self.transport.abort()
 
     @property
@@ -116,7 +120,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return cycle is not None and not cycle.response_complete
 
     def _take_head(self, size: int) -> None:
-        """Counts what one read may have brought whole."""
+        """Counts a piece of the head, which may have arrived whole in a single read."""
         self._head_size += size
         if self._head_size > self.max_head_bytes:
             self._reject(self._too_long())
@@ -132,7 +136,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self._is_in_head and not self._is_answering:
-            message = f"expected whole headers within {self.head_seconds:g} s, got none"
+            message = f"expected complete headers within {self.head_seconds:g} s"
             self._reject(ApiError(408, message, code="bad_http"))
 
     def _stop_head_timer(self) -> None:
@@ -146,7 +150,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_timer = None
 
     def _reject(self, error: ApiError) -> None:
-        """An error body as everywhere, and the end of the connection."""
+        """Sends an error body and closes the connection."""
         if self.transport.is_closing():
             return
         self._is_deaf = True

@@ -1,4 +1,4 @@
-"""What a client is told when a request fails: OpenAI's error bodies, whatever went wrong and wherever."""
+"""Errors that are sent to clients, always in the form of OpenAI's error bodies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sightline.server.api.answers import Error, ErrorBody
 
 
 class ApiError(Exception):
-    """An answer other than the one asked for."""
+    """A request that fails, with the status and the body of its answer."""
 
     def __init__(
         self,
@@ -40,26 +40,26 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request can never run as it is."""
+    """A 400: the request cannot run as it is; sending it again does not help."""
     return ApiError(400, message, param=param, code=code)
 
 
 def field_named_in(message: str) -> str | None:
-    """The sampling parameter that an error is about: the first that it names."""
+    """The sampling parameter that an error is about: the first one that its message names."""
     names = {each.name for each in fields(SamplingParams)}
     return next((word for word in re.findall(r"\w+", message) if word in names), None)
 
 
 def busy(message: str, retry_after: int) -> ApiError:
-    """As many wait as may."""
+    """A 429: the queue is full."""
     return ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after=retry_after)
 
 
 def unavailable(message: str, retry_after: int) -> ApiError:
-    """Nothing can be run at the moment."""
+    """A 503: nothing can run at the moment."""
     return ApiError(503, message, kind="service_unavailable", code="engine_unavailable", retry_after=retry_after)
 
 
 def failed(message: str) -> ApiError:
-    """The engine began and could not end it."""
+    """A 500: the engine started the request and could not finish it."""
     return ApiError(500, message, kind="server_error", code="generation_failed")

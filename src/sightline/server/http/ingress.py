@@ -1,9 +1,9 @@
-"""The one pipeline that every request goes through: the ASGI application.
+"""The ASGI application: the one pipeline that every request goes through.
 
-    Host ─▶ route ─▶ key ─▶ room ─▶ bytes, as they come ─▶ JSON ─▶ handler ─▶ answer ─▶ log, metrics
+    Host ─▶ route ─▶ key ─▶ room ─▶ bytes, as they arrive ─▶ JSON ─▶ handler ─▶ answer ─▶ log, metrics
 
-A client that goes away cancels what was done for it. Whatever fails before an answer has begun ends in an
-error body. Does not know what routes do.
+If a client disconnects, its work is cancelled. A failure before the answer has begun is answered with an error body.
+Does not know what routes do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, TypeAlias
 import msgspec
 
 from sightline.server.http.access import Access, HostList, Keyring, first_header
-from sightline.server.http.admission import AdmissionGate
 from sightline.server.http.errors import ApiError, invalid
 from sightline.server.http.limits import BodyBudget, Limits, parse
 from sightline.server.http.routing import EVENTS, JSON, NO_BODY, Call, Header, Reply, Route, RouteTable, Stream
@@ -42,11 +41,11 @@ _FIXED_HEADERS: tuple[Header, ...] = (
 
 
 class DisconnectedError(Exception):
-    """The client is gone."""
+    """The client has disconnected."""
 
 
 class Ingress:
-    """Lets requests in, one way for all."""
+    """Checks every request in the same way before a handler sees it."""
 
     def __init__(
         self,
@@ -54,17 +53,17 @@ class Ingress:
         keys: Keyring,
         hosts: HostList,
         limits: Limits,
-        admission: AdmissionGate,
+        check_room: Callable[[str], None],
         metrics: ServiceMetrics,
         *,
         strict: bool,
     ) -> None:
-        """`strict` refuses a body with fields that are not used."""
+        """`check_room` raises `ApiError` if a caller has no place in the queue; `strict` refuses unused fields."""
         self._table = table
         self._keys = keys
         self._hosts = hosts
         self._limits = limits
-        self._admission = admission
+        self._check_room = check_room
         self._metrics = metrics
         self._strict = strict
         self._bodies = BodyBudget(limits.max_held_bytes, shared=len(keys) > 1)
@@ -103,32 +102,32 @@ class Ingress:
         except DisconnectedError:
             raise
         except Exception as error:
-            # Where it failed, and not what it said: that may be a client's text.
+            # Log where it failed but not the message, which may contain a client's text.
             where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in extract_tb(error.__traceback__)]
             fields = {"id": exchange.request_id, "error": type(error).__name__, "where": where}
             log(logger, logging.ERROR, "handler failed", fields)
             await exchange.refuse(
-                ApiError(500, f"the server failed at {exchange.request_id}; its log says why", kind="server_error")
+                ApiError(500, f"internal error; see the log for request {exchange.request_id}", kind="server_error")
             )
 
     async def _let_in(self, exchange: Exchange, held: ExitStack) -> tuple[Call[Any], Route[Any]]:
-        """Everything that must hold before a handler sees a request. `held` is closed when it is answered."""
+        """Makes every check that comes before the handler. `held` is closed once the request is answered."""
         headers = first_header(exchange.headers)
         self._hosts.check(headers.get(b"host"))
         try:
             route, tail = self._table.find(exchange.method, exchange.raw_path)
         except ApiError:
-            # What is not there is told to those who may ask.
+            # Only callers with a key learn which paths exist.
             self._keys.caller(headers.get(b"authorization"))
             raise
         exchange.take_route(route)
         caller = self._keys.caller(headers.get(b"authorization")) if route.access is Access.KEY else ""
         if route.holds_room:
-            self._admission.check_room(caller)
+            self._check_room(caller)
         body: Any = None
         if route.body is not NO_BODY:
             _check_content(headers)
-            # What is made of a body lives as long as its request does.
+            # Held until the request is answered: the parsed body lives that long.
             take = held.enter_context(self._bodies.held(caller))
             body, unused = parse(await exchange.read_body(headers, take), route.body)
             self._take_unused(exchange, unused)
@@ -139,7 +138,7 @@ class Ingress:
             return
         shown = ", ".join(unused[:16]) + (f" and {len(unused) - 16} more" if len(unused) > 16 else "")
         if self._strict:
-            raise invalid(f"expected only fields that are used, got {shown}; leave them out (--strict)", unused[0])
+            raise invalid(f"unknown fields: {shown}; leave them out (the server runs with --strict)", unused[0])
         exchange.more_headers.append((b"x-sightline-unused", shown.encode()))
 
     async def _answer(self, exchange: Exchange, route: Route[Any], call: Call[Any]) -> None:
@@ -170,7 +169,7 @@ class Exchange:
         self.request_id = secrets.token_hex(12)
         self.status = 0
         self.route_path = "none"
-        """Of the table: never what a client sent."""
+        """The path as written in the table of routes, never as a client sent it."""
         self.is_routine = False
         self.more_headers: list[Header] = [(b"x-request-id", self.request_id.encode())]
         self.facts: dict[str, object] = {}
@@ -188,7 +187,7 @@ class Exchange:
         self.is_routine = route.access is Access.PUBLIC
 
     async def read_body(self, headers: Mapping[bytes, bytes], take: Callable[[int], None]) -> bytes:
-        """Raises as soon as more comes than may, or when it does not come in time. `take` counts all bodies' bytes."""
+        """Reads the body. Raises `ApiError` as soon as it is too large or too late. `take` counts the bytes."""
         most = self._limits.max_body_bytes
         declared = headers.get(b"content-length", b"0")
         if not declared.isdigit() or len(declared) > 18 or int(declared) > most:
@@ -210,15 +209,15 @@ class Exchange:
         except TimeoutError as error:
             seconds = self._limits.body_seconds
             raise ApiError(
-                408, f"expected a whole body within {seconds:g} s, got a part of it", code="body_timeout"
+                408, f"expected the whole body within {seconds:g} s, got a part of it", code="body_timeout"
             ) from error
         return b"".join(pieces)
 
     async def while_connected(self, work: Awaitable[None]) -> None:
-        """Does the work, and cancels it when the client goes away, or sends a body without end."""
+        """Does the work, and cancels it if the client disconnects or keeps sending a body."""
         working = asyncio.ensure_future(work)
         leaving = asyncio.ensure_future(self._disconnected())
-        # Taken note of, also where the work ends at the same time and nobody asks for it.
+        # Retrieve the exception even if nobody awaits this task, so that asyncio does not log it.
         leaving.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +243,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def refuse(self, error: ApiError) -> None:
-        """The error's body; in the middle of an answer there is no place for one, and the connection just ends."""
+        """Sends the error's body. If an answer has begun, only closes the connection."""
         if self._has_begun:
             return
         await self.reply(Reply(error.body(), error.status, JSON, error.headers))
@@ -254,7 +253,7 @@ class Exchange:
         sized = [] if length is None else [(b"content-length", str(length).encode())]
         kind = (b"content-type", content_type.encode())
         if self._announces_body and not self._body_is_read:
-            # What is left of the body is of no interest, however long it goes on.
+            # Close the connection instead of reading the rest of the body.
             sized.append((b"connection", b"close"))
         await self._send(
             {
@@ -268,7 +267,7 @@ class Exchange:
         await self._send_event(event)
 
     async def _disconnected(self) -> None:
-        """Raises where more of a body comes meanwhile than may, though nobody wants it."""
+        """Returns when the client disconnects. Raises `ApiError` if it keeps sending a body that is too large."""
         size = 0
         while (event := await self._receive())["type"] != "http.disconnect":
             size += len(event.get("body", b""))
@@ -277,7 +276,7 @@ class Exchange:
 
 
 def _check_content(headers: Mapping[bytes, bytes]) -> None:
-    """A page of a stranger's can make a browser send other types unasked; JSON it cannot."""
+    """Guards against CSRF: a browser sends JSON to another site only after a preflight request, which is refused."""
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != JSON.encode():
         raise ApiError(
@@ -286,7 +285,7 @@ def _check_content(headers: Mapping[bytes, bytes]) -> None:
             code="unsupported_media_type",
         )
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-        raise ApiError(415, "expected a body without Content-Encoding, got one with it", code="unsupported_encoding")
+        raise ApiError(415, "Content-Encoding is not supported; send the body as it is", code="unsupported_encoding")
 
 
 def _too_large(most: int) -> ApiError:

@@ -1,6 +1,6 @@
-"""Bounds on what a client may send, checked before anything is made of it.
+"""Limits on requests, each checked before the next stage does any work.
 
-    bytes (while they come) ─▶ nesting ─▶ types and ranges ─▶ cost ─▶ work
+    bytes (while they arrive) ─▶ nesting ─▶ types and ranges ─▶ cost ─▶ work
 
 Does not know routes.
 """
@@ -22,17 +22,17 @@ from sightline.server.http.room import Room
 
 MAX_DEPTH = 64
 LOGPROB_COST = 4
-"""What a log probability costs, in tokens: it is made, sent and told beside its token."""
+"""The cost of one log probability, in tokens: it is computed, encoded and sent in addition to its token."""
 COST_IN_CONTEXTS = 128
-"""What a request may cost, in full contexts of tokens, unless a limit is set."""
+"""The default limit on a request's cost, in contexts of the model."""
 MAX_CONTAINERS = 1 << 15
-"""Objects and arrays in one body."""
+"""The most objects and arrays in one body."""
 MAX_ADJUSTMENTS = 1 << 20
 MAX_NAMED_FIELDS = 64
 MAX_SHOWN_BYTES = 40
-"""Of a wrong value, in an error."""
+"""The longest wrong value that an error message repeats."""
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-"""One without an end goes on to the body's: a search that began again at its next quote would take quadratic time."""
+"""An unterminated string matches up to the end of the body: restarting at each quote would take quadratic time."""
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _T = TypeVar("_T")
@@ -40,19 +40,19 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may be, and all of them together."""
+    """Limits on one request, and on all requests together."""
 
     max_body_bytes: int = 4 << 20
     max_cost: int | None = None
-    """Prompts × n × tokens × (1 + 4 × log probabilities), a bound on what one request can make; None: 128 contexts."""
+    """Limit on prompts × n × tokens × (1 + 4 × log probabilities) of one request; None: 128 contexts."""
     max_held_bytes: int = 64 << 20
-    """Of the bodies of all requests under way; what is made of one can take eight times its bytes."""
+    """Bytes of the bodies of all open requests; a parsed body can take eight times its bytes."""
     body_seconds: float = 30.0
-    """In which a body must have come."""
+    """The most time for a whole body to arrive."""
 
 
 def check_nesting(body: bytes) -> None:
-    """Raises for JSON that is nested too deep or has too many parts, in time linear in its length."""
+    """Raises `ApiError` for JSON that is nested too deep or has too many containers. Takes linear time."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     brackets = _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS)
@@ -66,12 +66,12 @@ def check_nesting(body: bytes) -> None:
 
 
 def parse(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
-    """A body as `kind`, and the fields in it that `kind` does not have."""
+    """Decodes a body as `kind`. Returns it with the names of fields that `kind` does not have."""
     check_nesting(body)
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"expected a body of JSON, got something else: {error}", code="invalid_json") from error
+        raise invalid(f"expected a JSON body, got invalid JSON: {error}", code="invalid_json") from error
     try:
         parsed = msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -80,7 +80,7 @@ def parse(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
 
 
 def unused_fields(raw: object, kind: Any) -> set[str]:
-    """Names of fields that a type does not have, with where they are; some of them, where they are many."""
+    """Paths of fields that the type does not have; if there are many, only some of them."""
     found: set[str] = set()
     pending: list[tuple[object, msgspec.inspect.Type, str]] = [(raw, _shape(kind), "")]
     while pending and len(found) < MAX_NAMED_FIELDS:
@@ -105,7 +105,7 @@ def unused_fields(raw: object, kind: Any) -> set[str]:
 
 
 def check_cost(*, prompts: int, n: int, tokens: int, logprobs: int, most: int) -> None:
-    """Raises where one request may make more than any may. `tokens` bounds one continuation with its prompt."""
+    """Raises `ApiError` if a request costs more than `most`. `tokens` bounds one continuation with its prompt."""
     cost = prompts * n * tokens * (1 + LOGPROB_COST * logprobs)
     if cost > most:
         raise invalid(
@@ -116,7 +116,7 @@ def check_cost(*, prompts: int, n: int, tokens: int, logprobs: int, most: int) -
 
 
 def check_adjustments(*, sequences: int, biases: int, stop_characters: int) -> None:
-    """Raises where what every sequence keeps of its own parameters is too much in all."""
+    """Raises `ApiError` if the parameters that every sequence keeps a copy of are too large in total."""
     kept = sequences * (biases + stop_characters)
     if kept > MAX_ADJUSTMENTS:
         raise invalid(
@@ -128,20 +128,20 @@ def check_adjustments(*, sequences: int, biases: int, stop_characters: int) -> N
 
 
 class BodyBudget:
-    """Bytes of the bodies of all requests under way, of all clients together."""
+    """Counts the bytes of the bodies of all open requests."""
 
     def __init__(self, most: int, *, shared: bool) -> None:
         self._room = Room(most, shared=shared)
 
     @contextmanager
     def held(self, caller: str) -> Iterator[Callable[[int], None]]:
-        """Gives a function that takes so many bytes more. Raises where there are none; all come back at the end."""
+        """Yields a function that reserves a number of bytes, or raises `ApiError`. All are released at the end."""
         taken = 0
 
         def take(count: int) -> None:
             nonlocal taken
             if count > self._room.left_for(caller):
-                raise unavailable("expected room for a body, got none: too many are being read; try again", 1)
+                raise unavailable("too many bodies are being read; try again", 1)
             self._room.take(caller, count)
             taken += count
 
@@ -181,12 +181,12 @@ def _fits(value: object, shape: msgspec.inspect.Type) -> bool:
 
 
 def _shown_name(path: str) -> str:
-    """A field's name as a header can carry it."""
+    """A field's path, restricted to characters that are safe in a header."""
     return re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", path.removeprefix("."))[:64]
 
 
 def _misfit(raw: object, said: str) -> ApiError:
-    """What a field should be, where it is, and what came."""
+    """The error for a field of the wrong type or range: where it is, what was expected, and what came."""
     match = _PLACE.match(said)
     what, path = (match["what"], match["path"] or "") if match is not None else (said, "")
     param = path.removeprefix(".").removesuffix("[...]") or None
@@ -196,7 +196,7 @@ def _misfit(raw: object, said: str) -> ApiError:
 
 
 def _got(raw: object, path: str) -> str:
-    """The value at a place, where it is short and has one."""
+    """The words ", got VALUE" for the value at a path; empty if there is none or it is long."""
     value = raw
     for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         match value:

@@ -1,7 +1,7 @@
 """A bounded amount of something, shared among callers.
 
-Where there are several callers, each may take as much as it leaves free: one alone fills half, and whoever comes next
-still finds some.
+With several callers, each may take as much as it leaves free: one caller alone can fill half of the room, and the next
+one still finds some.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections import Counter
 
 
 class Room:
-    """What there is, and who holds how much of it."""
+    """A capacity, and how much of it each caller holds."""
 
     def __init__(self, capacity: int, *, shared: bool) -> None:
-        """`shared` where there are several callers."""
+        """`shared` says that there are several callers."""
         self._capacity = capacity
         self._shared = shared
         self._held: Counter[str] = Counter()
 
     @property
     def most(self) -> int:
-        """That one caller may ever hold."""
+        """The most that one caller may ever hold."""
         return (self._capacity + 1) // 2 if self._shared else self._capacity
 
     @property
@@ -28,7 +28,7 @@ class Room:
         return self._held.total()
 
     def left_for(self, caller: str) -> int:
-        """What a caller may take now."""
+        """How much more a caller may take at present."""
         free = self._capacity - self.num_held
         return max(0, (free - self._held[caller] + 1) // 2) if self._shared else free
 

@@ -1,4 +1,4 @@
-"""The table of routes, and what goes in and out of a handler. A path is compared as it came, byte by byte."""
+"""The table of routes, and the types that handlers take and return. Paths are compared byte by byte, as received."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JSON, HTML, EVENTS, PLAIN = "application/json", "text/html; charset=utf-8", "tex
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer in one piece."""
+    """An answer that is sent as a whole."""
 
     body: bytes
     status: int = 200
@@ -28,7 +28,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Stream:
-    """An answer in events. Whoever sends it calls `close`, however it ends."""
+    """An answer of server-sent events. The sender must call `close`, however the stream ends."""
 
     events: AsyncGenerator[bytes, None]
     close: Callable[[], None]
@@ -37,18 +37,18 @@ class Stream:
 
 @dataclass(frozen=True)
 class Call(Generic[BodyT]):
-    """A request that was let in, as a handler sees it."""
+    """An admitted request, as a handler sees it."""
 
     body: BodyT
     caller: str
-    """Whose key it came with."""
+    """The name of the key that it came with."""
     request_id: str
-    """Ours: no client chooses one."""
+    """Chosen by the server, never by a client."""
     received_at: float
     tail: str = ""
-    """What the path has where the route's ends with a parameter."""
+    """The value of the parameter at the end of the route's path, if it has one."""
     facts: dict[str, object] = field(default_factory=dict)
-    """For the log: numbers, never texts."""
+    """Facts for the log: numbers and codes, never a client's text."""
 
 
 Handler: TypeAlias = Callable[[Call[BodyT]], Awaitable[Reply | Stream]]
@@ -56,36 +56,36 @@ Handler: TypeAlias = Callable[[Call[BodyT]], Awaitable[Reply | Stream]]
 
 @dataclass(frozen=True)
 class Route(Generic[BodyT]):
-    """One way in."""
+    """A method and a path, with their handler and what is documented about them."""
 
     method: str
     path: str
-    """Ends with `{name}` where it takes a parameter."""
+    """Ends with `{name}` if the route takes a parameter."""
     access: Access
     handler: Handler[BodyT]
     summary: str
     body: type[BodyT]
-    """What is read; `type(None)` reads nothing."""
+    """The type of the request's body; `NO_BODY` if none is read."""
     answer: Any
-    """The type of the answer's body, or None where it is no JSON."""
+    """The type of the answer's body, or None if it is not JSON."""
     content_type: str = JSON
     event: Any = None
-    """The type of a stream's events, where it can stream."""
+    """The type of the events, if the route can stream."""
     refusals: tuple[int, ...] = ()
-    """Status codes beside those that every route has."""
+    """Error status codes of this route, in addition to those of every route."""
     tag: str = "Server"
-    """Under what it stands in the documentation."""
+    """The section of the documentation that lists it."""
     example: Mapping[str, Any] | None = None
-    """A body to begin with."""
+    """An example of a body."""
     holds_room: bool = False
-    """Takes a place in the queue: refused before its body is read where there is none."""
+    """Whether it needs a place in the queue; without a free one it is refused before its body is read."""
 
 
 NO_BODY = type(None)
 
 
 class RouteTable:
-    """Every way in; there is no other."""
+    """All routes of the server."""
 
     def __init__(self, routes: Iterable[Route[Any]]) -> None:
         self.routes = tuple(routes)
@@ -101,11 +101,11 @@ class RouteTable:
             methods[route.method] = route
 
     def find(self, method: str, raw_path: bytes) -> tuple[Route[Any], str]:
-        """The route, and its parameter. Raises for what is not in the table."""
+        """The route and the value of its parameter. Raises `ApiError` if no route matches."""
         path = raw_path.decode("latin-1")
         methods, tail = self._find(path)
         if not methods:
-            raise ApiError(404, "expected the path of a route, got one that is not there; see /docs", code="not_found")
+            raise ApiError(404, "there is no such path; see /docs for those that exist", code="not_found")
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
             allowed = ", ".join(sorted({*methods, *(["HEAD"] if "GET" in methods else [])}))

@@ -1,4 +1,8 @@
-"""The pages for people: one file each, under a policy by which a browser runs nothing else and asks nobody else."""
+"""The pages for people, each served as one file.
+
+A content security policy restricts a page to its own script and style, named by their hashes, and to requests to its
+own server. The style and the script that both pages share are put into each page when the server starts.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,18 @@ from importlib.resources import files
 
 from sightline.server.http.routing import HTML, Call, Reply
 
+_SHARED = (("/* shared.css */\n", "shared.css"), ("// shared.js\n", "shared.js"))
+"""Lines of a page that stand for a file."""
+
 
 class Page:
-    """A static page."""
+    """A static page, by its name."""
 
     def __init__(self, name: str) -> None:
-        self._body = files("sightline.server.page").joinpath(name).read_bytes()
+        page = page_text(name)
+        self._body = page.encode()
         self._headers = (
-            (b"content-security-policy", _policy(self._body.decode())),
+            (b"content-security-policy", _policy(page)),
             (b"referrer-policy", b"no-referrer"),
             (b"x-frame-options", b"DENY"),
         )
@@ -26,8 +34,17 @@ class Page:
         return Reply(self._body, content_type=HTML, headers=self._headers)
 
 
+def page_text(name: str) -> str:
+    """The HTML of a page, with the shared parts in place."""
+    folder = files("sightline.server.page")
+    page = folder.joinpath(f"{name}.html").read_text("utf-8")
+    for line, shared in _SHARED:
+        page = page.replace(line, folder.joinpath(shared).read_text("utf-8"))
+    return page
+
+
 def _policy(page: str) -> bytes:
-    """Only the page's own script and style, told by their hashes, and requests to its own server."""
+    """Allows the page's own script and style, by their hashes, and requests to its own server; nothing else."""
     scripts, styles = (_hashes(page, tag) for tag in ("script", "style"))
     return (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:; "

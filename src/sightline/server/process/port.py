@@ -20,7 +20,6 @@ from sightline.server.process.protocol import (
     Cancel,
     Command,
     Delta,
-    Embed,
     Ended,
     Failed,
     Opened,
@@ -56,6 +55,10 @@ class RefusedError(Exception):
         self.is_full = is_full
 
 
+class RequestFailedError(Exception):
+    """The engine could not finish a request."""
+
+
 class Answers:
     """The requests that one client's request became, under way together. Their reports are read once, in order."""
 
@@ -74,11 +77,11 @@ class Answers:
         self._reports.put_nowait(report)
 
     async def accepted(self) -> list[EffectiveParams]:
-        """What each runs with. Raises `RefusedError` where one will not run, or `EngineDownError`."""
+        """The parameters that each runs with. Raises `RefusedError` if one will not run, or `EngineDownError`."""
         accepted: dict[int, EffectiveParams] = {}
         while len(accepted) < len(self.places):
             match await self._next():
-                case Accepted(number, params):
+                case Accepted(number, EffectiveParams() as params):
                     accepted[number] = params
                 case Refused(is_full=is_full, message=message):
                     raise RefusedError(message, is_full=is_full)
@@ -100,12 +103,23 @@ class Answers:
                     raise EngineDownError(f"expected what a request gained, got {type(report).__name__}")
 
     async def vectors(self) -> list[Vector]:
-        """Of every text, in order. Raises `RefusedError` where one cannot be embedded, or `EngineDownError`."""
+        """Every text's vector, in order.
+
+        Raises `RefusedError` if one will not be embedded, `RequestFailedError` if one could not be, or
+        `EngineDownError`.
+        """
         found: dict[int, Vector] = {}
-        while len(found) < len(self.places):
+        left = len(self.places)
+        while left > 0:
             match await self._next():
+                case Accepted():
+                    pass
                 case Vector() as vector:
                     found[self.places[vector.number]] = vector
+                case Ended(error=None):
+                    left -= 1
+                case Ended(error=error):
+                    raise RequestFailedError(error)
                 case Refused(is_full=is_full, message=message):
                     raise RefusedError(message, is_full=is_full)
                 case report:
@@ -162,20 +176,13 @@ class EnginePort:
         await self._open.wait()
 
     def submit(
-        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, terms: Terms, received_at: float
+        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams | None, terms: Terms, received_at: float
     ) -> Answers:
-        """Raises `EngineDownError` where there is no engine process."""
+        """Sends prompts to continue, or, without `params`, texts to embed. Raises `EngineDownError` if there is no
+        engine process."""
         numbered = {next(self._numbers): prompt for prompt in prompts}
-        return self._ask(Submit(numbered, params, terms), numbered, received_at)
-
-    def embed(self, texts: Sequence[tuple[int, ...]], terms: Terms, received_at: float) -> Answers:
-        """Raises `EngineDownError` where there is no engine process."""
-        numbered = {next(self._numbers): text for text in texts}
-        return self._ask(Embed(numbered, terms), numbered, received_at)
-
-    def _ask(self, command: Command, numbered: Mapping[int, tuple[int, ...]], received_at: float) -> Answers:
-        self._send([command])
-        answers = Answers({number: len(text) for number, text in numbered.items()}, received_at)
+        self._send([Submit(numbered, params, terms)])
+        answers = Answers({number: len(prompt) for number, prompt in numbered.items()}, received_at)
         self._answers |= dict.fromkeys(numbered, answers)
         return answers
 
@@ -224,9 +231,9 @@ class EnginePort:
 
     def _take(self, report: Report, now: float) -> None:
         match report:
-            case Accepted() | Delta():
+            case Accepted() | Delta() | Vector():
                 self._pass_on(report, self._answers.get(report.number), now)
-            case Ended() | Refused() | Vector():
+            case Ended() | Refused():
                 self._pass_on(report, self._answers.pop(report.number, None), now)
             case Progress(metrics):
                 self._meter.took_in(metrics)

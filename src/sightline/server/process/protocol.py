@@ -44,15 +44,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
 
     prompts: dict[int, tuple[int, ...]]
     """Token ids, by the request's number."""
-    params: SamplingParams
-    terms: Terms
-
-
-class Embed(msgspec.Struct, tag="embed", frozen=True):
-    """Turn texts into vectors."""
-
-    texts: dict[int, tuple[int, ...]]
-    """Token ids, by number."""
+    params: SamplingParams | None
+    """None asks for vectors."""
     terms: Terms
 
 
@@ -100,7 +93,8 @@ class Accepted(msgspec.Struct, tag="accepted", frozen=True):
     """A request is in the queue."""
 
     number: int
-    params: EffectiveParams
+    params: EffectiveParams | None
+    """What it runs with; None if it asks for a vector."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -135,12 +129,11 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
 
 
 class Vector(msgspec.Struct, tag="vector", frozen=True):
-    """The last of a text: what it is about."""
+    """A text's vector."""
 
     number: int
     numbers: bytes
     """Little-endian fp32."""
-    num_cached: int
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -149,7 +142,7 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     metrics: EngineMetrics
 
 
-Command: TypeAlias = Configure | Submit | Embed | Cancel | Probe | Stop
+Command: TypeAlias = Configure | Submit | Cancel | Probe | Stop
 Report: TypeAlias = Opened | Failed | Accepted | Refused | Delta | Ended | Vector | Progress
 
 

@@ -1,7 +1,7 @@
 """The engine process: builds what the front end asks for, and works until told to stop.
 
 Owns the way to the front end and the end of the process: when told to, when the front end is gone, and when the device
-has failed; whoever started it decides what then. In between it loops: `generating_loop` or `embedding_loop`.
+has failed; whoever started it decides what then. In between, `loop` works.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from sightline.runner.build import Runtime
 from sightline.runner.startup import startup_report
 from sightline.server.logs import log_as_json
 from sightline.server.process.channel import Channel, FrontEndGoneError
-from sightline.server.process.embedding_loop import EmbeddingWorker
-from sightline.server.process.generating_loop import Worker
+from sightline.server.process.loop import Embedding, Generating, Worker
 from sightline.server.process.protocol import Configure, Failed, Opened
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
@@ -82,9 +81,11 @@ def build(config: EngineConfig, channel: Channel) -> tuple[Opened, Callable[[], 
         texts = open_embedder(config)
         embedder = texts.embedder
         opened = describe(name, embedder.runtime, texts.tokenizer, texts.ledger, embedder.definition.state_size)
-        return opened, EmbeddingWorker(texts, channel).run
+        return opened, Worker(Embedding(embedder), channel).run
     engine = build_engine(config)
-    return describe(name, engine.runtime, engine.tokenizer, engine.ledger, None), Worker(engine, channel).run
+    return describe(name, engine.runtime, engine.tokenizer, engine.ledger, None), Worker(
+        Generating(engine), channel
+    ).run
 
 
 def work(run: Callable[[], None]) -> None:

@@ -1,8 +1,8 @@
-"""Running a case: its bench, the steps before and beside its own, every layer of one plan, and what the oracle says.
+"""Runs a case: builds its rig, runs the steps before and beside its own, and compares its layers with the oracle.
 
-The oracle is asked about some queries of long rows and some of many rows, those at borders first; all outputs must be
-numbers. So that one key among thousands is missed, queries look for those at borders: the first, the last, their own,
-and both sides of a window's edge. Does not know why a case is tried.
+The oracle is asked about some queries of long rows and about some of many rows, those at borders first; all other
+outputs must be finite. A single key among thousands has next to no weight. To notice a missing one, queries of long
+rows look for keys at borders: the first, the last, their own, and both sides of a window's edge.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from sightline.testing.conformance.trial import Trial
 
 _SECOND_LANE = Lane(1)
 _ALL_QUERIES = 16
-"""Up to so many new tokens of a row, all are asked about."""
+"""The oracle is asked about all new tokens of a row that has at most this many."""
 _SOME_QUERIES = 8
 _ALL_ROWS = 24
 _LONG = 48
-"""Keys from which on one alone may go unseen."""
+"""The number of keys above which a single one may go unnoticed."""
 
 
 def try_case(trial: Trial, case: Case) -> None:
-    """Raises `CheckFailed`, or whatever the backend raises."""
+    """Runs a case. Raises `CheckFailed`, or whatever the backend raises."""
     _Run(trial, case).run()
 
 
 class _Run:
-    """One case on a bench of its own."""
+    """One case on its own rig."""
 
     def __init__(self, trial: Trial, case: Case) -> None:
         dtypes = (dtype_named(case.name(dimension)) for dimension in (Dimension.DTYPE, Dimension.CACHE_DTYPE))
@@ -84,7 +84,7 @@ class _Run:
         if case.window is not None:
             changes["window"] = case.window
         if Feature.SOFTCAP.value in case.features:
-            # Scores among many keys must reach further than among few for one of them to be seen.
+            # Among many keys, a single one needs a higher score to be noticed.
             changes["softcap"] = 20.0 if case.main_len > _LONG else 1.5
         if Feature.SINKS.value in case.features:
             changes["sinks"] = True
@@ -124,7 +124,7 @@ class _Run:
         self._trial.hold(step, step.attend(planned), "a step before or beside it")
 
     def _steps(self) -> list[Step]:
-        """One for each layer that is run: the same rows, with inputs and contexts of its own."""
+        """Returns a step for each layer that is run: the same rows with other inputs and contexts."""
         case, steps = self._case, list[Step]()
         for layer in case.run_layers():
             steps.append(self._step(layer, steps[0].table_rows if steps else None))
@@ -147,7 +147,7 @@ class _Run:
         return step
 
     def _share(self, step: Step) -> None:
-        """Makes the contexts of rows that share pages begin alike."""
+        """Copies the main row's shared prefix into the contexts of all rows."""
         shared = self._case.shared_pages * self._case.number(Dimension.PAGE_SIZE)
         main = step.contexts[self._case.main_row]
         if shared:
@@ -156,7 +156,7 @@ class _Run:
                     plane[:shared] = first[:shared]
 
     def _look_closely(self, step: Step) -> None:
-        """Makes single keys of long rows weigh something, and a sink as much as they do."""
+        """Gives single keys of long rows, and sinks, enough weight to be noticed."""
         start, asked = 0, self._asked(step.layer)
         for number, row in enumerate(step.rows):
             tokens = slice(start, start + row.query_len)
@@ -169,7 +169,7 @@ class _Run:
             step.inputs.sinks.add_(torch.tensor(longest / _LONG).log().item())
 
     def _sought(self, row: Row, queries: Sequence[int]) -> list[int]:
-        """Keys at borders: ends of the row, of its context and of a page, and those that queries see last and first."""
+        """Returns keys at borders: of the row, its context and a page, and of what the queries see."""
         page, window = self._case.number(Dimension.PAGE_SIZE), self._case.window
         places = {0, page, row.context_len - 1, row.context_len, row.seq_len - 1}
         positions = row.positions or range(row.context_len, row.seq_len)
@@ -180,8 +180,10 @@ class _Run:
         return sorted(place for place in places if 0 <= place < row.seq_len)
 
     def _asked(self, layer: int) -> Asked:
-        """By row, the queries that are held against the oracle; of many rows some, others in each layer, all in the
-        last."""
+        """Returns the queries of each row that are compared with the oracle.
+
+        If there are many rows, each layer but the last compares some of them.
+        """
         case = self._case
         draw = random.Random(f"asked {case.seed} {layer}")
         rows = list(range(len(case.rows)))
@@ -197,7 +199,7 @@ class _Run:
         return sorted({0, last, *draw.sample(near, 3), *(draw.randint(1, last) for _ in range(3))})
 
     def _attend(self, steps: Sequence[Step], planned: PlannedBatch) -> None:
-        """Runs every layer, in order, and holds some of them against the oracle."""
+        """Runs every layer in order, and compares some of them with the oracle."""
         planned.prepare()
         num_tokens, compared = self._case.num_tokens, self._case.compared_layers()
         answers = {step.layer: step.attend(planned) for step in steps}
@@ -206,24 +208,24 @@ class _Run:
             if step.layer not in compared:
                 self._trial.require(
                     bool(answer.out[:num_tokens].isfinite().all()),
-                    f"expected numbers from layer {step.layer}, got some that are none",
+                    f"expected a finite output from layer {step.layer}, got NaN or infinity in it",
                 )
                 continue
             self._trial.hold(step, answer, f"layer {step.layer}", self._asked(step.layer))
             self._trial.require_lse(step, answer, wanted=bool(self._needs))
             self._trial.require(
                 bool(answer.out[num_tokens:].isnan().all()),
-                "expected the output of padding tokens to be left as it was, got numbers written there",
+                "expected the output of padding tokens to be unchanged, got numbers",
             )
 
     def _written_before(self, row: int) -> int:
-        """How much of a row's context the backend writes itself, in an earlier step."""
+        """Returns how many entries of a row's context the backend itself writes in an earlier step."""
         case = self._case
         shared = case.shared_pages * case.number(Dimension.PAGE_SIZE)
         return min(GOES_ON_BY, case.lengths[row][0] - shared) if case.goes_on else 0
 
     def _run_before(self, steps: Sequence[Step]) -> None:
-        """An earlier step of the same rows, in which the backend writes the ends of their contexts."""
+        """Runs an earlier step of the same rows, in which the backend writes the ends of their contexts."""
         written = {row: count for row in range(len(self._case.rows)) if (count := self._written_before(row))}
         earlier = [step.step_before(written) for step in steps]
         planned = earlier[0].plan(self._needs, self._lane)

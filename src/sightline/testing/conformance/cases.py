@@ -1,10 +1,10 @@
-"""Cases: a value for each dimension, the rows that follow from it, and what it costs to try.
+"""A case: one value for each dimension, and the rows, pool and estimated time that follow from them.
 
-    values ─▶ rows, table and pool ─▶ the point of `attention.coverage` that a pass is recorded as
-          └─▶ seconds, roughly: so that what is costly is tried with everything else small
+    values ─▶ rows, page table and pool ─▶ the point of `attention.coverage` that is recorded if the case passes
+          └─▶ estimated seconds, so that a costly value is tried with everything else small
 
-One row, the *main* one, has the case's context and new tokens; what stands beside it has as many at most. Knows numbers
-and names. Does not know how a case is run.
+The *main* row has the case's context and new tokens; the other rows have at most as many. Knows numbers and names. Does
+not know how a case is run.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ from sightline.attention.contract import CachePolicy
 from sightline.attention.dimensions import IN_ORDER, Company, Dimension, LaneUse, Padding, Point, Reuse, Sharing, Value
 from sightline.attention.spec import Feature, SpecKind
 from sightline.core.batch import CAUSAL, FULL, MaskKind
-from sightline.testing.conformance.rig import Row
-from sightline.testing.conformance.trees import tree_row
+from sightline.testing.conformance.rig import Row, tree_row
 
 TIGHT = 0
-"""As `POOL_SLOTS` of a case: as many as its rows need."""
+"""`POOL_SLOTS` of a case whose pool has only as many slots as its rows need."""
 OTHERS = (Row(9, 3), Row(0, 2))
-"""What is planned before a case's own step, or beside it."""
+"""The rows of steps that are planned before or beside a case's own step."""
 GOES_ON_BY = 2
-"""Entries of each context, at most, that an earlier step writes."""
+"""The most entries of each context that an earlier step of the backend writes."""
 _PADDINGS = ((2, 3), (0, 1), (7, 40))
 _COMPANY_NEW = (1, 1, 2, 5, 1, 3)
 _MANY_LAYERS = 8
 _LAYERS_SECONDS = 0.25
-"""Where all layers of a case would take longer, some of them are run."""
+"""If all layers of a case would take longer, only some of them are run."""
 _COMPOSED = frozenset({Feature.SOFTCAP.value, Feature.SINKS.value, Feature.LSE.value})
 MOST_POOL_BYTES = 9 << 30
-"""Of a pool, whose memory is touched only where rows use it."""
+"""The largest pool. Only the pages that rows use are touched."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One thing to try."""
+    """One combination of values to try."""
 
     values: Mapping[Dimension, Value]
-    """One for each dimension; `WINDOW` where there is one. `STEP_TOKENS` follows from the others, unless the rows
-    beside the main one have to make up for so many."""
+    """One value for each dimension, `WINDOW` only if there is one. `STEP_TOKENS` follows from the others, unless it is
+    given: the other rows then have enough new tokens to reach it."""
     seed: int = 0
     most_pool_bytes: int = MOST_POOL_BYTES
-    """Larger pools are taken to cost more than they are worth."""
+    """The estimated time of a case with a larger pool is very high."""
 
     def number(self, dimension: Dimension) -> int:
         return int(self.values[dimension])
@@ -72,43 +71,40 @@ class Case:
         return self.name(Dimension.POLICY) == CachePolicy.TRANSIENT.value
 
     @property
-    def is_padded(self) -> bool:
-        return self.name(Dimension.PADDING) == Padding.PADDED.value
-
-    @property
     def goes_on(self) -> bool:
         return self.name(Dimension.REUSE) == Reuse.GOES_ON.value
 
     @property
     def has_others(self) -> bool:
-        """Other steps are planned on the same backend."""
+        """True if other steps are planned on the same backend."""
         is_alone = self.name(Dimension.REUSE) in (Reuse.FIRST.value, Reuse.GOES_ON.value)
         return not is_alone or self.name(Dimension.LANE) == LaneUse.SECOND.value
 
     @property
     def padding(self) -> tuple[int, int]:
-        """Rows and tokens that belong to nobody."""
-        return _PADDINGS[self.seed % len(_PADDINGS)] if self.is_padded else (0, 0)
+        """The number of padding rows and padding tokens."""
+        is_padded = self.name(Dimension.PADDING) == Padding.PADDED.value
+        return _PADDINGS[self.seed % len(_PADDINGS)] if is_padded else (0, 0)
 
     @cached_property
     def main_row(self) -> int:
-        """The place of the main row among the rows."""
+        """The index of the main row."""
         return random.Random(f"main {self.seed}").randrange(self.number(Dimension.ROWS))
 
     @property
     def shared_pages(self) -> int:
-        """Pages of the main row's context that the others read too."""
+        """The number of pages of the main row's context that the other rows share."""
         if self.name(Dimension.SHARING) == Sharing.NONE.value:
             return 0
-        # What an earlier step of the row writes is its own.
+        # A row does not share the pages that an earlier step of its own writes.
         own = GOES_ON_BY if self.goes_on else 0
         pages = max(0, self.number(Dimension.CONTEXT) - own) // self.number(Dimension.PAGE_SIZE)
-        # Rows that are shorter share a part.
+        # Shorter rows share half of them.
         return pages if self.name(Dimension.COMPANY) == Company.SAME.value else -(-pages // 2)
 
     @cached_property
     def lengths(self) -> tuple[tuple[int, int], ...]:
-        """Context and new tokens of every row, the main one's at `main_row`."""
+        """(context, new tokens) of every row."""
         main, count = (self.number(Dimension.CONTEXT), self.number(Dimension.NEW_TOKENS)), self.number(Dimension.ROWS)
         if self.name(Dimension.COMPANY) == Company.SAME.value:
             return (main,) * count
@@ -117,7 +113,7 @@ class Case:
         return tuple(lengths)
 
     def _beside(self) -> list[tuple[int, int]]:
-        """Rows beside the main one, in turn, with as much context and as many new tokens at most."""
+        """(context, new tokens) of the other rows, to be repeated; at most as many as the main row has."""
         page, most, new = (self.number(each) for each in (Dimension.PAGE_SIZE, Dimension.CONTEXT, Dimension.NEW_TOKENS))
         shared = self.shared_pages * page
         contexts = [min(most, shared + more) for more in (0, page - 1, 1, page, page + 1, 7, 2 * page + 3)]
@@ -129,12 +125,12 @@ class Case:
 
     @cached_property
     def _alike(self) -> Counter[tuple[int, int]]:
-        """How many rows have the same lengths."""
+        """The number of rows with each pair of lengths."""
         return Counter(self.lengths)
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """The rows with their masks: beside the main one every other has the case's."""
+        """The rows with their masks. The main row and every second other row have the case's mask."""
         is_same = self.name(Dimension.COMPANY) == Company.SAME.value
         return tuple(
             self._masked(*lengths) if is_same or place % 2 or place == self.main_row else Row(*lengths)
@@ -147,7 +143,7 @@ class Case:
                 return Row(context_len, query_len, FULL)
             case MaskKind.TREE.value:
                 draw = random.Random(f"tree {self.seed} {query_len}")
-                # Of a long tree each token follows one of those just before it, so that it is deep.
+                # Each token follows one of the three before it, so that a long tree is deep.
                 return tree_row(
                     context_len, [draw.randint(max(-1, place - 3), place - 1) for place in range(query_len)]
                 )
@@ -156,7 +152,7 @@ class Case:
 
     @property
     def main_len(self) -> int:
-        """Keys of the main row."""
+        """The number of keys of the main row."""
         return self.number(Dimension.CONTEXT) + self.number(Dimension.NEW_TOKENS)
 
     @cached_property
@@ -165,14 +161,14 @@ class Case:
 
     @cached_property
     def needed_pages(self) -> int:
-        """Of each pool: what the rows need, those of other steps too, and the padding page."""
+        """The pages that the rows of all steps need in each pool, and the padding page."""
         page = self.number(Dimension.PAGE_SIZE)
         own = sum(count * -(-(context + new) // page) for (context, new), count in self._alike.items())
         return 1 + own + (2 * sum(-(-row.seq_len // page) for row in OTHERS) if self.has_others else 0)
 
     @property
     def num_pages(self) -> int:
-        """Of each pool: what is needed, or as many as the case asks for."""
+        """The pages of each pool: as many as the case asks for, but at least the needed ones."""
         return max(self.needed_pages, -(-self.number(Dimension.POOL_SLOTS) // self.number(Dimension.PAGE_SIZE)))
 
     @property
@@ -180,23 +176,23 @@ class Case:
         return self.number(Dimension.POOL_SLOTS) == TIGHT
 
     @property
-    def page_order(self) -> str:
-        """Of the main row: with two pages at most there is one."""
+    def _page_order(self) -> str:
+        """The order of the main row's pages. Up to two pages count as in order."""
         pages = -(-self.main_len // self.number(Dimension.PAGE_SIZE))
         return self.name(Dimension.PAGE_ORDER) if pages > 2 and not self.is_transient else IN_ORDER
 
     @property
     def _company(self) -> str:
-        """Of the rows as they are: those that shall be shorter may have the same lengths."""
+        """The company of the rows as they are: rows that should be shorter may turn out to have equal lengths."""
         is_same = len(self.lengths) > 1 and len(self._alike) == 1
         return Company.SAME.value if is_same else self.name(Dimension.COMPANY)
 
     def point(self) -> Point:
-        """What is covered where the case passes."""
+        """Returns the point that is covered if the case passes."""
         derived: dict[Dimension, Value] = {
             Dimension.STEP_TOKENS: self.num_tokens,
             Dimension.POOL_SLOTS: self.num_pages * self.number(Dimension.PAGE_SIZE),
-            Dimension.PAGE_ORDER: self.page_order,
+            Dimension.PAGE_ORDER: self._page_order,
             Dimension.SHARING: (Sharing.PREFIX if self.shared_pages else Sharing.NONE).value,
             Dimension.COMPANY: self._company,
         }
@@ -206,14 +202,14 @@ class Case:
         return point
 
     def run_layers(self) -> tuple[int, ...]:
-        """The layers that are run, in order: all, or of many where each is costly the first, the last and some."""
+        """The layers that are run, in order: all, or the first, the last and some others if they are many and slow."""
         count = self.number(Dimension.LAYERS)
         if count <= _MANY_LAYERS or count * self._layer_seconds <= _LAYERS_SECONDS:
             return tuple(range(count))
         return tuple(sorted({0, 1, 2, 4, count // 2, count - 2, count - 1}))
 
     def compared_layers(self) -> tuple[int, ...]:
-        """Those whose answers the oracle is asked for."""
+        """The layers whose output is compared with the oracle."""
         run = self.run_layers()
         within = random.Random(f"layer {self.seed}").choice(run)
         return tuple(sorted({run[0], run[1 % len(run)], within, run[-2 % len(run)], run[-1]}))
@@ -224,19 +220,19 @@ class Case:
 
     @property
     def _entry_size(self) -> int:
-        """Numbers that are cached of a token."""
+        """Elements that are cached per token."""
         planes = 2 if self.name(Dimension.KIND) == SpecKind.SOFTMAX.value else 1
         return planes * self.number(Dimension.KEY_HEADS) * self.number(Dimension.HEAD_DIM)
 
     @property
-    def pool_bytes(self) -> int:
-        """Of the pool, in numbers of four bytes."""
+    def _pool_bytes(self) -> int:
+        """The size of the pool with elements of four bytes."""
         slots = self.num_pages * self.number(Dimension.PAGE_SIZE)
         return 4 * slots * self._entry_size * self.number(Dimension.LAYERS)
 
     @property
     def _is_composed(self) -> bool:
-        """Backends that compute scores and weights one after the other take longer, and more memory."""
+        """True for features with which backends materialise scores, which takes more time."""
         return bool(self.features & _COMPOSED) or self.name(Dimension.MASK) == MaskKind.TREE.value
 
     @cached_property
@@ -245,7 +241,7 @@ class Case:
 
     @cached_property
     def _layer_seconds(self) -> float:
-        """Of one layer, without the oracle."""
+        """The estimated time of one layer, without the oracle."""
         size, heads = self.number(Dimension.HEAD_DIM), self.num_q_heads
         scores = sum(count * new * (context + new) for (context, new), count in self._alike.items())
         entries = self._num_entries
@@ -256,19 +252,16 @@ class Case:
 
     @cached_property
     def seconds(self) -> float:
-        """What the case takes on one core, roughly."""
+        """The estimated time on one core."""
         layers, compared = len(self.run_layers()), len(self.compared_layers())
         size, heads = self.number(Dimension.HEAD_DIM), self.num_q_heads
         made = 0.0
         if self.name(Dimension.KIND) == SpecKind.LATENT.value:
             made = 1e-10 * size * size * heads * self.main_len
         oracle = compared * (3e-9 * self._num_entries * heads * size + 1e-3 * min(len(self.lengths), 32) + made)
-        filled = self.pool_bytes * self.needed_pages // self.num_pages
-        pool = 2e-6 * self.num_pages + 1.5e-9 * filled + _too_large(self.pool_bytes, self.most_pool_bytes)
+        filled = self._pool_bytes * self.needed_pages // self.num_pages
+        # Added time keeps cases away from pools for which a machine may not have the memory.
+        too_large = self._pool_bytes / 1e8 if self._pool_bytes > self.most_pool_bytes else 0.0
+        pool = 2e-6 * self.num_pages + 1.5e-9 * filled + too_large
         steps = 1 + self.has_others + self.goes_on
         return 0.008 * steps + layers * self._layer_seconds * (1 + self.goes_on) + oracle * (1 + self.goes_on) + pool
-
-
-def _too_large(num_bytes: int, most: int) -> float:
-    """Keeps cases from pools that a machine may not have the memory for."""
-    return 0.0 if num_bytes <= most else num_bytes / 1e8

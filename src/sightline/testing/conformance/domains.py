@@ -1,8 +1,8 @@
-"""Domains: for each dimension of `attention.coverage`, the values that the kit draws its cases from.
+"""Domains: the values of each dimension of `attention.coverage` from which cases are made.
 
-A scale has a span. What matters of it are its two ends: a fault that begins at some value, or ends at one, shows at one
-of them. Every other dimension has a list of values, the plainest first. The domains of a capability row are as wide as
-the time of a run allows; those of a demand are what an engine can reach. Knows no case and no backend.
+A scale has a span. Its two ends matter: a fault that begins or ends at some value shows at one of them. Any other
+dimension has a list of values, the plainest first. The domains of a capability row are as wide as the time of a run
+allows; those of a demand are what an engine can reach. Knows no case and no backend.
 """
 
 from __future__ import annotations
@@ -45,35 +45,35 @@ _SPANS = {
     Dimension.POOL_SLOTS: Span(2048, 1 << 20),
 }
 _OF_SPEC = (Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.LSE)
-"""Features that make up `Dimension.FEATURES`; masks have a dimension of their own."""
+"""Features that make up `Dimension.FEATURES`; masks have their own dimension."""
 _MASKS = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE_MASK}
 _ANY_POOL = {DeviceKind.CPU: MOST_POOL_BYTES, DeviceKind.CUDA: 1 << 62}
-"""The largest pool of an engine's demand: on a GPU what is free was asked before, and memory costs no time."""
+"""The largest pool of an engine's demand. On a GPU the demand is already limited to the free memory."""
 _COMPILE_SECONDS = {DeviceKind.CPU: 0.0, DeviceKind.CUDA: 4.0}
 
 
 @dataclass(frozen=True)
 class Domains:
-    """What the cases of one kind of attention are drawn from."""
+    """The domains of one kind of attention."""
 
     kind: SpecKind
     scales: Mapping[Dimension, Span]
     values: Mapping[Dimension, tuple[Value, ...]]
-    """The plainest first; never none."""
+    """Not empty; the plainest first."""
     compile_seconds: float = 0.0
-    """What a backend may take for a spec that it has not seen: cases then share specs as far as they can."""
+    """Time that a backend may need to compile for a new spec. If it is not 0, cases share specs if they can."""
     most_pool_bytes: int = MOST_POOL_BYTES
 
     def __hash__(self) -> int:
         return hash((self.kind, tuple(self.scales.items()), tuple(self.values.items()), self.compile_seconds))
 
     def demand(self) -> Demand:
-        """Everything that lies within."""
+        """Returns everything within the domains as a demand."""
         return Demand(self.scales, {dimension: frozenset(values) for dimension, values in self.values.items()})
 
 
 def domains_of(subject: Subject, samples: Samples) -> Domains:
-    """The domains of a capability row, for the subject's kind of attention."""
+    """Returns the domains of a capability row, for the subject's kind of attention."""
     row, features = subject.capability, subject.features
     scales = dict(_SPANS)
     if subject.kind is SpecKind.LATENT:
@@ -104,9 +104,9 @@ def domains_of(subject: Subject, samples: Samples) -> Domains:
 
 
 def domains_of_demand(demand: Demand, subject: Subject, samples: Samples) -> Domains:
-    """The domains of a capability row, narrowed or widened to what an engine can reach.
+    """Returns the domains of a capability row, narrowed or widened to what an engine demands.
 
-    What the demand does not speak of is as for any engine.
+    Dimensions that the demand does not mention are unchanged.
     """
     usual = domains_of(subject, samples)
     values = dict(usual.values)
@@ -120,7 +120,7 @@ def domains_of_demand(demand: Demand, subject: Subject, samples: Samples) -> Dom
 
 
 def borders(span: Span, page_size: int = 16) -> tuple[int, ...]:
-    """Numbers of a span around which kernels switch: its ends, powers of two and pages, and those beside them."""
+    """Returns numbers of a span at which kernels tend to switch: its ends, powers of two, pages, and neighbours."""
     powers = [1 << power for power in range(span.high.bit_length())]
     pages = [page_size * count for count in (1, 2, 3)]
     near = {border + delta for border in (*powers, *pages) for delta in (-1, 0, 1)}
@@ -128,14 +128,14 @@ def borders(span: Span, page_size: int = 16) -> tuple[int, ...]:
 
 
 def _feature_sets(declared: Iterable[Feature]) -> list[str]:
-    """Every set of the declared features, the smaller ones first."""
+    """Returns every set of the declared features, the smaller ones first."""
     able = [feature.value for feature in _OF_SPEC if feature in set(declared)]
     sets = itertools.chain.from_iterable(itertools.combinations(able, size) for size in range(len(able) + 1))
     return [features_name(chosen) for chosen in sets]
 
 
 def _pool_span(kind: SpecKind, head_dim: int) -> Span:
-    """As large as a pool of the most layers, or of the most key heads, can be. The same on every machine."""
+    """Returns the sizes of pools that are possible with the most layers or the most key heads, on any machine."""
     planes, heads = (2, _SPANS[Dimension.KEY_HEADS].high) if kind is SpecKind.SOFTMAX else (1, 1)
     # Two key heads of the most layers, or two layers of the most key heads.
     entry_bytes = 4 * planes * head_dim * 2 * max(heads, _SPANS[Dimension.LAYERS].high)

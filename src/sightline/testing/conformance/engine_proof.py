@@ -1,10 +1,11 @@
-"""Proving an engine: every backend that it would use, tried on exactly what it would be asked for.
+"""Proves an engine: tries every backend that it would use on what the engine would ask of it.
 
     EngineConfig ─▶ Blueprint ─▶ duties: a capability row, a group of layers, the kinds of rows that it serves
                                    ├─▶ the checks, of the row narrowed to the engine's dtypes, sizes and features
                                    └─▶ for each kind of rows, cases over what the engine demands
 
-Opens a model without its weights, and decides as serving would. Prints nothing. Does not know how a case is run.
+Opens a model without its weights, and chooses backends as serving would. Prints nothing. Does not know how a case is
+run.
 """
 
 from __future__ import annotations
@@ -41,32 +42,31 @@ from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.checks.covering import cover
 from sightline.testing.conformance.domains import domains_of_demand
 from sightline.testing.conformance.generator import cases_for
-from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict, try_check, try_row
-from sightline.testing.conformance.proving import coverage, passed_checks
+from sightline.testing.conformance.kit import CheckResult, RowReport, try_check, try_row
+from sightline.testing.conformance.report import coverage, passed_checks
 from sightline.testing.conformance.rig import Subject
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import Check, Effort, Trial
 
 COVERING = "covering"
-"""The check of a whole row's domains, in place of which the engine's demands are tried."""
+"""The check that is replaced by cases over the engine's demands."""
 _MEMORY_SHARE = 0.8
-"""How much of the memory that is free a pool may take."""
-_DOES_NOT_FIT = (torch.OutOfMemoryError, MemoryError)
+"""The share of the free memory that a pool may take."""
 _NO_ROOM_ON_A_CPU = "can't allocate memory"
-"""How torch says so."""
+"""Part of torch's error message."""
 
 
 @dataclass(frozen=True)
 class Duty:
-    """What one capability row of a backend would serve for one group of layers."""
+    """One capability row of a backend, and what it would serve for one group of layers."""
 
     candidate: Candidate
     label: str
-    """Of the row."""
+    """The row's label."""
     capability: Capability
     group: LayerGroup
     needs: Mapping[Work, Requirement]
-    """By kind of rows that it serves."""
+    """What is required of it for each kind of rows that it serves."""
     identity: Identity
 
     @property
@@ -75,46 +75,46 @@ class Duty:
 
     @property
     def subject(self) -> Subject:
-        """The row as far as the engine uses it."""
+        """The row, narrowed to what the engine uses."""
         need = next(iter(self.needs.values()))
         return Subject(self.candidate.name, self.candidate.load(), narrowed(self.capability, need), need.device)
 
 
 @dataclass(frozen=True)
 class CoveredWork:
-    """What came of the cases of one kind of rows."""
+    """The result of the cases for one kind of rows."""
 
     work: Work
     result: CheckResult
     left_out: tuple[str, ...]
-    """Cases that were not tried, and why."""
+    """Why cases were not tried."""
 
     @property
     def num_cases(self) -> int:
-        """Cases that passed."""
+        """The number of cases that passed."""
         return len(self.result.points)
 
 
 @dataclass(frozen=True)
 class DutyReport:
-    """What came of one duty."""
+    """The result of one duty."""
 
     duty: Duty
     row: RowReport | None
-    """None: everything was proven before."""
+    """The results of the checks, then those of `works`; None if everything was proven before."""
     works: tuple[CoveredWork, ...]
     gaps: tuple[Gap, ...]
     """What the engine will ask for and no proof covers."""
     voided: bool = False
-    """An earlier proof of the row was removed, because this run failed."""
+    """True if this run failed and removed an earlier proof of the row."""
 
     @property
     def results(self) -> tuple[CheckResult, ...]:
-        return (*(() if self.row is None else self.row.results), *(work.result for work in self.works))
+        return () if self.row is None else self.row.results
 
     @property
     def failed(self) -> tuple[CheckResult, ...]:
-        return tuple(result for result in self.results if result.verdict is Verdict.FAILED)
+        return () if self.row is None else self.row.failed
 
     @property
     def is_proven(self) -> bool:
@@ -123,11 +123,11 @@ class DutyReport:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What came of a run for one engine."""
+    """The result of a run for one engine."""
 
     blueprint: Blueprint
     notes: tuple[str, ...]
-    """What was decided otherwise than asked, or could not be known."""
+    """Decisions that differ from the config, and what could not be known."""
     duties: tuple[DutyReport, ...]
 
     @property
@@ -135,7 +135,7 @@ class EngineReport:
         return all(report.is_proven for report in self.duties)
 
     def to_data(self) -> dict[str, Any]:
-        """In terms of JSON."""
+        """Returns the report as JSON data."""
         config = self.blueprint.config
         return {
             "command": ["sightline", *self.blueprint.prove_words],
@@ -149,20 +149,19 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class EngineWatch:
-    """Who is told while a run is on its way."""
+    """Callbacks that report the progress of a run."""
 
     on_duty: Callable[[Duty], None] = lambda _duty: None
     on_result: Callable[[CheckResult], None] = lambda _result: None
 
 
 def open_blueprint(config: EngineConfig, ledger: Ledger) -> Blueprint:
-    """What serving the config would run, decided as serving decides it. No weight is read."""
+    """Returns what serving the config would run, without reading weights."""
     checkpoint = open_description(default_model_path() if config.model is None else config.model, ledger)
     if isinstance(checkpoint, ConfigCheckpoint):
         ledger.degrade(
             "weights",
-            f"what they take of the memory is not known from {checkpoint.location.name} alone: the cache is taken to "
-            "have all of it",
+            f"their size is not known from {checkpoint.location.name} alone: the cache is assumed to have all memory",
             "name the folder of the model",
         )
     if Task(config.task) is Task.EMBED:
@@ -182,11 +181,11 @@ def prove_engine(
     seconds: float | None = None,
     watch: EngineWatch | None = None,
 ) -> EngineReport:
-    """Proves what serving the config would ask of attention, unless the book has a proof of it and not `again`.
+    """Proves what serving the config would ask of attention, unless `book` has a proof of it already and not `again`.
 
-    What passes is recorded in the book together with what was proven of the same row before; a failure voids it.
-    `checks` are tried beside the cases. Within `seconds`, the cases that cover most for their time are tried, and what
-    they leave is told.
+    A pass is recorded in the book and joined with earlier proofs of the same row; a failure removes them. `checks` are
+    tried besides the cases. Within `seconds`, the cases that cover most for their time are tried, and the report says
+    what they leave.
     """
     ledger = Ledger()
     blueprint = open_blueprint(replace(config, require_proof=False), ledger)
@@ -204,7 +203,7 @@ def prove_engine(
 
 
 def list_duties(blueprint: Blueprint, candidates: Sequence[Candidate]) -> tuple[Duty, ...]:
-    """Every capability row that would serve, with the group and the kinds of rows that it would serve."""
+    """Lists every capability row that would serve, with its group and the kinds of rows that it would serve."""
     config, usage = blueprint.config, blueprint.usage
     duties = []
     for group, selection in zip(blueprint.groups, blueprint.select(candidates), strict=True):
@@ -224,10 +223,10 @@ def list_duties(blueprint: Blueprint, candidates: Sequence[Candidate]) -> tuple[
 
 
 def narrowed(row: Capability, need: Requirement) -> Capability:
-    """The row as far as the need uses it: every check then tries just that."""
+    """Narrows a row to what is needed, so that every check tries just that."""
     dtypes = {need.cache_dtype}
     if row.cache_dtypes is ANY or need.dtype in row.cache_dtypes:
-        # Checks that are not about a narrow cache use a plain one.
+        # Checks that are not about the cache dtype use the compute dtype.
         dtypes.add(need.dtype)
     spec = need.spec
     return replace(
@@ -244,14 +243,14 @@ def narrowed(row: Capability, need: Requirement) -> Capability:
 
 
 def uncovered(covered: Coverage | None, demands: Iterable[Demand]) -> tuple[Gap, ...]:
-    """What the demands ask for and is not covered, each gap once."""
+    """Returns what the demands ask for and is not covered, each gap once."""
     known = Coverage.of(()) if covered is None else covered
     return tuple(dict.fromkeys(gap for demand in demands for gap in known.gaps(demand)))
 
 
 @dataclass(frozen=True)
 class _EngineRun:
-    """What all duties of a run have in common."""
+    """The settings that all duties of a run share."""
 
     config: ResolvedConfig
     book: ProofBook
@@ -264,32 +263,28 @@ class _EngineRun:
         if not self.again and before is not None and not uncovered(before.coverage, duty.demands):
             return DutyReport(duty, None, (), ())
         self.watch.on_duty(duty)
-        row = try_row(duty.subject, Effort.FULL, _samples(duty), self.checks, self.watch.on_result)
+        row = report = try_row(duty.subject, Effort.FULL, _samples(duty), self.checks, self.watch.on_result)
         works: list[CoveredWork] = []
         for work, need in duty.needs.items():
-            if any(result.verdict is Verdict.FAILED for result in (*row.results, *_results(works))):
+            if not report.passed:
                 break
-            # What one kind of rows was tried with at random need not be tried again with a part of it.
+            # The random cases need not be tried again for another kind of rows, so the best cases are enough.
             most = math.inf if works and seconds is None else seconds
             budget = None if most is None else most / len(duty.needs)
             works.append(_cover(duty, work, need, self.config, budget))
+            report = replace(report, results=(*report.results, works[-1].result))
             self.watch.on_result(works[-1].result)
-        report = replace(row, results=(*row.results, *_results(works)))
         if not report.passed:
-            return DutyReport(duty, row, tuple(works), uncovered(None, duty.demands), self.book.void(duty.identity))
-        # Of earlier runs, or of another group that the same row serves.
+            return DutyReport(duty, report, tuple(works), uncovered(None, duty.demands), self.book.void(duty.identity))
+        # The proof of earlier runs, or of another group that the same row serves.
         earlier = self._proof(duty)
         covered = coverage([report], earlier)
         checks = (*(() if earlier is None else earlier.checks), *passed_checks([row]))
         self.book.record(Proof(duty.identity, covered, tuple(dict.fromkeys(checks)), utc_now()))
-        return DutyReport(duty, row, tuple(works), uncovered(covered, duty.demands))
+        return DutyReport(duty, report, tuple(works), uncovered(covered, duty.demands))
 
     def _proof(self, duty: Duty) -> Proof | None:
         return self.book.find(duty.candidate, duty.capability, self.config.device)
-
-
-def _results(works: Sequence[CoveredWork]) -> tuple[CheckResult, ...]:
-    return tuple(work.result for work in works)
 
 
 def _samples(duty: Duty) -> Samples:
@@ -298,7 +293,7 @@ def _samples(duty: Duty) -> Samples:
 
 
 def _cover(duty: Duty, work: Work, need: Requirement, config: ResolvedConfig, seconds: float | None) -> CoveredWork:
-    """Tries cases over what one kind of rows will be asked for, as a check does."""
+    """Tries cases over the demands of one kind of rows, as a check would."""
     subject, samples = duty.subject, _samples(duty)
     left_out: list[str] = []
 
@@ -314,13 +309,13 @@ def _cover(duty: Duty, work: Work, need: Requirement, config: ResolvedConfig, se
             most = None if seconds is None else seconds / len(need.demands)
             cover(trial, cases_for(domains, most), domains, is_excused)
 
-    proves = f"every two ends and values of what {work.value} will be asked for"
+    proves = f"Every two ends and values of what {work.value} will be asked for work together"
     result = try_check(Check(f"{COVERING} {work.value}", proves, run), subject, Effort.FULL, samples)
     return CoveredWork(work, result, tuple(dict.fromkeys(left_out)))
 
 
 def _widened(demand: Demand, config: ResolvedConfig, group: LayerGroup) -> Demand:
-    """The demand with the largest pool that the engine could have here, whatever else takes memory when it starts."""
+    """Widens a demand to the largest pool that the engine could have on this device."""
     if Dimension.POOL_SLOTS not in demand.scales:
         return demand
     wanted = demand.scales[Dimension.POOL_SLOTS].high
@@ -331,7 +326,7 @@ def _widened(demand: Demand, config: ResolvedConfig, group: LayerGroup) -> Deman
 
 
 def _free_bytes(device: Device) -> int:
-    """What a pool can have. Pools of earlier cases count as free once nobody holds them."""
+    """Returns the free memory, after freeing the pools of earlier cases."""
     gc.collect()
     if device.kind is DeviceKind.CUDA:
         torch.cuda.empty_cache()
@@ -339,13 +334,13 @@ def _free_bytes(device: Device) -> int:
 
 
 def _slot_bytes(config: ResolvedConfig, group: LayerGroup) -> int:
-    """Of one token, over all layers of the group."""
+    """Returns the cache bytes of one token in all layers of the group."""
     pools = group.cache_spec(config.cache_dtype).pools
     return sum(pool.elements_per_token for pool in pools) * config.cache_dtype.itemsize
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, _DOES_NOT_FIT) or (isinstance(error, RuntimeError) and _NO_ROOM_ON_A_CPU in str(error))
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _NO_ROOM_ON_A_CPU in str(error)
 
 
 def _duty_data(report: DutyReport) -> dict[str, Any]:
@@ -362,11 +357,7 @@ def _duty_data(report: DutyReport) -> dict[str, Any]:
             for demand in duty.demands
         ],
         "status": "proven before" if report.row is None else "failed" if report.failed else "passed",
-        "checks": [
-            {name: value for name, value in vars(result).items() if name != "points"}
-            | {"verdict": result.verdict.value}
-            for result in report.results
-        ],
+        "checks": [result.to_data() for result in report.results],
         "cases": {work.work.value: work.num_cases for work in report.works},
         "left_out": [told for work in report.works for told in work.left_out],
         "not_covered": list(map(str, report.gaps)),

@@ -1,9 +1,9 @@
-"""Covering cases: as few as can be, so that every two ends of scales and every two values meet, cheap ones preferred.
+"""Generates few and cheap cases that reach every goal of some domains.
 
-What must meet are the *goals* of the domains, first with company and then without. A case is made around a goal that
-is not reached yet, dimension by dimension, each with the value that reaches most; of several such cases the one with
-most goals for its time is taken. Then random cases within the domains, for what is wrong in the middle of a scale.
-Deterministic. Knows numbers and names, and no backend.
+Goals are reached first with company, then without. A case is built around a goal that is not yet reached: dimension by
+dimension, it gets the value that reaches most further goals. Of several such cases, the one with most goals for its
+time is taken. Random cases follow, for faults in the middle of a scale. Deterministic. Knows numbers and names, and no
+backend.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sightline.testing.conformance.goals import DERIVED, HIGH, LEAST_WINDOW, LOW
 
 _TRIES = 3
 _MOST_TRIES = 8
-"""Around one goal: some find no case that reaches it in time."""
+"""Tries per goal: some cases do not reach the goal, or take too long."""
 _NUM_MIDDLE = 30
 """Random cases within the domains."""
 _CASE_SECONDS = 0.22
-"""What a case may take unless its goal alone takes more."""
+"""The time that a case may take, unless its goal alone takes more."""
 _MOST_SECONDS = 6.0
-"""What a case may take at most, unless its goal takes more with everything else as cheap as can be."""
+"""The most that a case may take, unless its goal takes more with everything else as cheap as possible."""
 _MIDDLE_SECONDS = 0.25
 _PLAIN_NUMBERS = {
     Dimension.ROWS: 2,
@@ -42,9 +42,9 @@ _PLAIN_NUMBERS = {
     Dimension.POOL_SLOTS: TIGHT,
 }
 _STAIRS = (2, 3, 4, 6, 8)
-"""New tokens of each of the most rows: steps of many tokens of which no row has many."""
+"""New tokens per row in steps with the most rows: many tokens in a step, few in a row."""
 _CROWD = 8
-"""Rows of the longest context, and by what the longest is divided for the most rows: steps of many keys."""
+"""Rows with the longest context, and the divisor of that context for the most rows: steps of many keys."""
 _COMPILED_FOR = (
     Dimension.HEAD_DIM,
     Dimension.GROUP_SIZE,
@@ -63,9 +63,9 @@ _COSTLY = frozenset(
         Dimension.REUSE,
     }
 )
-"""Dimensions whose values take different time."""
+"""Dimensions whose values differ in the time that a case takes."""
 _TURNS = (
-    # What decides what others may be comes first.
+    # Dimensions that restrict others come first.
     Dimension.POLICY,
     Dimension.COMPANY,
     Dimension.SHARING,
@@ -75,14 +75,14 @@ _TURNS = (
 
 
 def cases_for(domains: Domains, seconds: float | None = None, seed: int = 0) -> tuple[Case, ...]:
-    """Cases that reach every goal of the domains; within `seconds`, those that reach most for their time."""
+    """Returns cases that reach every goal of the domains, or within `seconds` those that reach most for their time."""
     goals, cases = _all_cases(domains, seed)
     return cases if seconds is None else tuple(_best(cases, goals, seconds))
 
 
 @lru_cache(8)
 def _all_cases(domains: Domains, seed: int) -> tuple[Goals, tuple[Case, ...]]:
-    """Kept, since it takes seconds, and shares of a check ask for the same."""
+    """Cached: it takes seconds, and every share of a check needs the same cases."""
     goals = Goals(domains)
     return goals, tuple(_Builder(goals, seed).cases())
 
@@ -98,11 +98,11 @@ _APART: frozenset[End] = frozenset(
         (Dimension.COMPANY, Company.ALONE.value),
     }
 )
-"""What leaves a case without company."""
+"""Values that leave a case without company."""
 
 
 class _Builder:
-    """Makes the cases of some domains."""
+    """Builds the cases of some domains."""
 
     def __init__(self, goals: Goals, seed: int) -> None:
         self._goals = goals
@@ -113,7 +113,7 @@ class _Builder:
 
     @cached_property
     def _free(self) -> tuple[Dimension, ...]:
-        """The dimensions that a case has a value of."""
+        """The dimensions whose values are chosen for a case."""
         return tuple(each for each in self._goals.dimensions if each not in DERIVED)
 
     @cached_property
@@ -126,13 +126,8 @@ class _Builder:
 
     @property
     def _has_one_key_head(self) -> bool:
-        """Heads beside each other are then those of one group."""
+        """If True, neighbouring heads belong to one group."""
         return self._domains.scales[Dimension.KEY_HEADS].high == 1
-
-    @property
-    def _apart(self) -> frozenset[End]:
-        """What leaves a case without company."""
-        return _APART | {(Dimension.GROUP_SIZE, 1)} if self._has_one_key_head else _APART
 
     def cases(self) -> list[Case]:
         for is_close in (True, False):
@@ -152,7 +147,7 @@ class _Builder:
         return [*self._without_needless(more), *more]
 
     def _without_needless(self, others: Sequence[Case]) -> list[Case]:
-        """The cases without those of which others reach every goal, the costliest looked at first."""
+        """Drops cases whose goals are all reached by other cases, the costliest first."""
         brought = {case: _both_ways(self._goals, case) for case in (*self._cases, *others)}
         counts = Counter(goal for goals in brought.values() for goal in goals)
         needless: set[Case] = set()
@@ -167,7 +162,7 @@ class _Builder:
         self._compiled.add(_compiled_for(case))
 
     def _best_around(self, goal: Goal, missing: set[Goal], reach: Reach, *, is_close: bool) -> Case | None:
-        """A case that reaches the goal, and others for little time; None where rows, pages and windows forbid it."""
+        """Returns a case that reaches the goal, and many others for its time, or None if there is none."""
         fixed = self._fixed(goal)
         if fixed is None:
             return None
@@ -183,11 +178,8 @@ class _Builder:
         return max(able, key=lambda each: each[0], default=(0.0, None))[1]
 
     def _worth(self, case: Case, goals: set[Goal]) -> float:
-        return len(goals) / (self._seconds(case) + 0.02)
-
-    def _seconds(self, case: Case) -> float:
         is_new = _compiled_for(case) not in self._compiled
-        return case.seconds + self._domains.compile_seconds * is_new
+        return len(goals) / (case.seconds + self._domains.compile_seconds * is_new + 0.02)
 
     def _around(self, fixed: Mapping[Dimension, Value], missing: set[Goal], number: int, *, is_close: bool) -> Case:
         chosen = self._seen(fixed) if is_close else dict(fixed)
@@ -197,7 +189,9 @@ class _Builder:
         turns = [each for each in self._free if each not in chosen]
         self._draw.shuffle(turns)
         turns.sort(key=lambda each: _TURNS.index(each) if each in _TURNS and number % 2 else len(_TURNS))
-        apart = self._apart if is_close else frozenset()
+        apart = _APART if is_close else frozenset()
+        if is_close and self._has_one_key_head:
+            apart |= {(Dimension.GROUP_SIZE, 1)}
         for dimension in turns:
             chosen[dimension] = self._chosen(dimension, chosen, missing, most, apart)
             if is_close:
@@ -205,7 +199,7 @@ class _Builder:
         return replace(self._completed(chosen), seed=1000 * number + len(self._cases))
 
     def _fixed(self, goal: Goal) -> dict[Dimension, Value] | None:
-        """What the goal asks of a case; None where that contradicts itself."""
+        """Returns the values that the goal requires, or None if they contradict each other."""
         fixed: dict[Dimension, Value] = {}
         ends = dict(self._goals.ends(goal))
         if needs_longer_rows(*self._goals.ends(goal)):
@@ -219,25 +213,21 @@ class _Builder:
                 number: Value = self._number(each, str(end), ends) if each.is_scale else end
                 if fixed.setdefault(each, number) != number:
                     return None
-        if ends.get(Dimension.STEP_TOKENS) == HIGH:
-            self._fill_step(fixed)
-        return fixed if self._is_allowed(fixed) else None
-
-    def _fill_step(self, fixed: dict[Dimension, Value]) -> None:
-        """Asks for the rows that the largest step takes, where one row alone cannot have all of its tokens."""
         most, longest = (self._domains.scales[each].high for each in (Dimension.STEP_TOKENS, Dimension.NEW_TOKENS))
-        if longest < most:
+        if ends.get(Dimension.STEP_TOKENS) == HIGH and longest < most:
+            # One row cannot have all tokens of the largest step.
             fixed[Dimension.STEP_TOKENS] = most
             fixed.setdefault(Dimension.ROWS, -(-most // longest))
+        return fixed if self._is_allowed(fixed) else None
 
     def _with_known_spec(self, chosen: dict[Dimension, Value]) -> dict[Dimension, Value]:
-        """What is chosen, with a spec that another case has, if one fits."""
+        """Adds the spec of another case to the chosen values, if one fits."""
         specs = [dict(zip(_COMPILED_FOR, values, strict=True)) for values in sorted(self._compiled, key=str)]
         fitting = [spec for spec in specs if all(spec.get(each, value) == value for each, value in chosen.items())]
         return {**chosen, **self._draw.choice(fitting)} if fitting else chosen
 
     def _number(self, scale: Dimension, end: str, beside: Mapping[Dimension, Value] | None = None) -> int:
-        """The number at an end of a scale: of what is possible with the values beside it."""
+        """Returns the number at an end of a scale, within what the other values allow."""
         if scale is Dimension.POOL_SLOTS and end == LOW:
             return TIGHT
         span = self._domains.scales[scale]
@@ -248,7 +238,7 @@ class _Builder:
 
     @staticmethod
     def _seen(chosen: Mapping[Dimension, Value]) -> dict[Dimension, Value]:
-        """What is chosen, with a window in which a query sees another key."""
+        """Widens a window of 1, in which a query sees only itself."""
         window = chosen.get(Dimension.WINDOW)
         return {**chosen, **({Dimension.WINDOW: LEAST_WINDOW} if window == 1 else {})}
 
@@ -260,7 +250,7 @@ class _Builder:
         most: float,
         apart: frozenset[End],
     ) -> Value:
-        """The value that brings most goals with what is chosen already, and is allowed; none that is `apart`."""
+        """Returns the allowed value that reaches most missing goals with those chosen, if possible not in `apart`."""
         options = list(self._options(dimension, chosen))
         self._draw.shuffle(options)
         allowed = [value for value in options if self._is_allowed({**chosen, dimension: value})]
@@ -271,18 +261,14 @@ class _Builder:
             return (ranked or options)[0]
         seconds = {}
         for value in ranked:
-            if self._is_cheap(dimension, value):
+            if value == self._cheapest.get(dimension) or (
+                dimension.is_scale and self._end(dimension, value)[1] != HIGH
+            ):
                 return value
             seconds[value] = self._completed({**chosen, dimension: value}).seconds
             if seconds[value] <= most:
                 return value
         return min(ranked, key=lambda value: seconds[value])
-
-    def _is_cheap(self, dimension: Dimension, value: Value) -> bool:
-        """Whether no other value takes less time, or not much less."""
-        if dimension.is_scale:
-            return self._end(dimension, value)[1] != HIGH
-        return value == self._cheapest[dimension]
 
     def _options(self, dimension: Dimension, chosen: Mapping[Dimension, Value]) -> Iterator[Value]:
         if not dimension.is_scale:
@@ -301,7 +287,7 @@ class _Builder:
         return plain if plain == TIGHT else min(max(plain, span.low), span.high)
 
     def _gain(self, chosen: End, beside: Sequence[int], missing: set[Goal]) -> int:
-        """How many missing goals a value brings with the ends beside it, which are given by number."""
+        """Counts the missing goals of a value with the ends `beside` it, which are given by number."""
         own, of_numbers = self._goals.number(self._end(*chosen)), self._goals.of_numbers
         return 0 if own < 0 else sum(of_numbers(own, other) in missing for other in beside)
 
@@ -314,7 +300,7 @@ class _Builder:
         return dimension, LOW if is_low else HIGH if int(value) >= span.high else "between"
 
     def _is_allowed(self, chosen: Mapping[Dimension, Value]) -> bool:
-        """Whether what is chosen so far can be in one case."""
+        """True if the chosen values can be in one case."""
         rows, context = chosen.get(Dimension.ROWS), chosen.get(Dimension.CONTEXT)
         company, sharing = chosen.get(Dimension.COMPANY), chosen.get(Dimension.SHARING)
         new, order = chosen.get(Dimension.NEW_TOKENS), chosen.get(Dimension.PAGE_ORDER)
@@ -334,7 +320,7 @@ class _Builder:
         return not any(wrong)
 
     def _completed(self, chosen: Mapping[Dimension, Value]) -> Case:
-        """A case of what is chosen, the rest as plain and as cheap as can be."""
+        """Returns a case with the chosen values and otherwise plain and cheap ones."""
         values = dict(chosen)
         page = self._domains.values[Dimension.PAGE_SIZE][0]
         values.setdefault(Dimension.PAGE_SIZE, page)
@@ -348,11 +334,7 @@ class _Builder:
         return Case(repaired(values), seed=len(self._cases), most_pool_bytes=self._domains.most_pool_bytes)
 
     def _crowd(self, rows: int, new: int, context: int) -> Case:
-        """Many rows that are alike, as far as the domains go, the rest plain."""
-        new, context = (
-            min(number, self._domains.scales[scale].high)
-            for scale, number in ((Dimension.NEW_TOKENS, new), (Dimension.CONTEXT, context))
-        )
+        """Returns a case of many equal rows, within the domains, and otherwise plain values."""
         plain = {each: values[0] for each, values in self._domains.values.items()}
         chosen: dict[Dimension, Value] = {
             Dimension.ROWS: rows,
@@ -363,9 +345,9 @@ class _Builder:
         return self._completed({**plain, **chosen})
 
     def _middle(self) -> list[Case]:
-        """Numbers drawn log-uniformly, at borders as often as between them; every other value as likely as any."""
+        """Draws random cases: numbers log-uniformly or at borders, other values uniformly."""
         found: list[Case] = []
-        # Of large models hardly any case is cheap.
+        # For large models hardly any case is cheap.
         for _ in range(20 * _NUM_MIDDLE):
             values: dict[Dimension, Value] = {
                 dimension: self._draw.choice(options) for dimension, options in self._domains.values.items()
@@ -396,12 +378,12 @@ def _has_window(features: Value) -> bool:
 
 
 def _cheapness(value: Value) -> tuple[int, int]:
-    """The smallest of numbers, the first of names."""
+    """A sort key by which the smallest number, or the first name, is the cheapest."""
     return (0, value) if isinstance(value, int) else (0, 0)
 
 
 def repaired(values: Mapping[Dimension, Value]) -> dict[Dimension, Value]:
-    """The values with what follows from others put right."""
+    """Returns the values with those corrected that follow from others."""
     fixed = dict(values)
     if fixed[Dimension.POLICY] == CachePolicy.TRANSIENT.value:
         fixed[Dimension.CONTEXT] = 0
@@ -424,13 +406,13 @@ def _compiled_for(case: Case) -> tuple[Value, ...]:
 
 
 def _both_ways(goals: Goals, case: Case) -> set[tuple[Goal, bool]]:
-    """What a case reaches, and once more what it reaches with company."""
+    """Returns the goals that a case reaches with company (True) and without (False)."""
     close = {(goal, True) for goal in goals.reached_closely(case)}
     return close | {(goal, False) for goal in goals.reached(case)}
 
 
 def _best(cases: Sequence[Case], goals: Goals, seconds: float) -> Iterator[Case]:
-    """The cases that bring most new goals for their time, as long as there is time."""
+    """Yields the cases that reach most new goals for their time, while time is left."""
     missing = {(goal, way) for goal in goals.all for way in (False, True)}
     left = {place: _both_ways(goals, case) for place, case in enumerate(cases)}
     while left:

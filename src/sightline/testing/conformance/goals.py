@@ -1,8 +1,8 @@
-"""Goals: everything in some domains that must meet in a case, and which of it a case brings together.
+"""Goals: the pairs of ends and values that must occur together in a case, and those that a given case reaches.
 
-They are those of `Coverage.gaps` for the whole of the domains: for two scales the four corners, for a value of any
-other dimension both ends of every scale, and every two values. A goal is a number, so that millions can be looked up.
-Knows numbers and names. Does not know how cases are made.
+As in `Coverage.gaps`: the four corners of every two scales, both ends of every scale with each value of another
+dimension, and every two values. A goal is an integer, so that millions can be looked up. Knows numbers and names. Does
+not know how cases are made.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from sightline.testing.conformance.domains import Domains
 
 LOW, HIGH = "low", "high"
 End: TypeAlias = tuple[Dimension, Value]
-"""A value of a dimension; of a scale, one of its two ends."""
+"""A value of a dimension, or LOW or HIGH of a scale."""
 Goal = NewType("Goal", int)
 
 DERIVED = frozenset({Dimension.STEP_TOKENS})
-"""Scales that a case has no number of its own of."""
+"""Scales whose number follows from the other values of a case."""
 WITHOUT_CONTEXT: frozenset[End] = frozenset({(Dimension.CONTEXT, LOW), (Dimension.POLICY, CachePolicy.TRANSIENT.value)})
 _ENTANGLED = ({Dimension.STEP_TOKENS, Dimension.ROWS}, {Dimension.STEP_TOKENS, Dimension.NEW_TOKENS})
-"""Pairs of which one follows from the other; only the largest step of the most rows is a goal of its own."""
+"""Pairs of scales that are no goals, except for the largest step with the most rows: one follows from the other."""
 _FULL_STEP: frozenset[End] = frozenset({(Dimension.ROWS, HIGH), (Dimension.STEP_TOKENS, HIGH)})
 _ALONE: frozenset[End] = frozenset(
     {(Dimension.ROWS, LOW), (Dimension.STEP_TOKENS, LOW), (Dimension.COMPANY, Company.ALONE.value)}
 )
 _MOST_ENDS = 1 << 12
 LEAST_WINDOW = 2
-"""In a smaller one a query sees itself alone: whatever is wrong with other keys shows nowhere."""
+"""In a smaller window a query sees only itself, which hides whatever is wrong with other keys."""
 
 
 class Goals:
@@ -58,34 +58,34 @@ class Goals:
         )
 
     def goal(self, one: End, two: End) -> Goal:
-        """Of two ends; their order is of no matter. Ends that the domains do not have are no goal: -1."""
+        """Returns the goal of two ends, in either order, or -1 if the domains do not have one of them."""
         a, b = self.number(one), self.number(two)
         return Goal(-1) if a < 0 or b < 0 else self.of_numbers(a, b)
 
     def number(self, end: End) -> int:
-        """Of an end, to look goals up by; -1 where the domains do not have it."""
+        """Returns the number of an end, or -1 if the domains do not have it."""
         return self._numbers.get(end, -1)
 
     @staticmethod
     def of_numbers(one: int, two: int) -> Goal:
-        """The goal of two ends, by their numbers."""
+        """Returns the goal of two ends, given their numbers."""
         return Goal(one * _MOST_ENDS + two if one < two else two * _MOST_ENDS + one)
 
     def ends(self, goal: Goal) -> tuple[End, End]:
         return self._ends[goal // _MOST_ENDS], self._ends[goal % _MOST_ENDS]
 
     def order(self, goal: Goal) -> tuple[int, int]:
-        """Corners first: they are what costs most, and what else a case reaches is free."""
+        """A sort key that puts corners first: they cost most, and whatever else their cases reach is free."""
         return -sum(dimension.is_scale for dimension, _ in self.ends(goal)), goal
 
     def reached(self, case: Case) -> set[Goal]:
-        """The goals that a case reaches."""
+        """Returns the goals that a case reaches."""
         return self._reached(case, (), self.domains.scales)
 
     def reached_closely(self, case: Case) -> set[Goal]:
-        """The goals that a case reaches with company: a second layer, row, head and key, and a cache.
+        """Returns the goals that a case reaches with company: a second layer, row, head and key, and a cache.
 
-        Some faults show only there: a neighbour's entries are read, a row gives what the row beside it does.
+        Some faults show only with company, such as reading a neighbour's entries.
         """
         if case.window is not None and case.window < LEAST_WINDOW:
             return set()
@@ -94,14 +94,14 @@ class Goals:
 
     @cached_property
     def _close_windows(self) -> dict[Dimension, Span]:
-        """The windows in which a query sees another key than its own."""
+        """The windows in which a query sees more than its own key."""
         window = self.domains.scales.get(Dimension.WINDOW)
         if window is None or window.high < LEAST_WINDOW:
             return {}
         return {Dimension.WINDOW: Span(max(window.low, LEAST_WINDOW), window.high)}
 
     def _reached(self, case: Case, must_have: Iterable[frozenset[End]], within: Mapping[Dimension, Span]) -> set[Goal]:
-        """What a case reaches of the ends of these spans; only goals that have one of the ends of each `must_have`."""
+        """Returns the goals that a case reaches for these spans, and that have an end of each `must_have`."""
         point, goal = case.point(), self.goal
         values: list[End] = [(dimension, value) for dimension, value in point.items() if not dimension.is_scale]
         scales = [scale for scale in self.domains.scales if scale in point]
@@ -129,7 +129,7 @@ class Goals:
             yield from ((dimension, value) for value in self.domains.values[dimension])
 
     def _is_possible(self, one: End, two: End) -> bool:
-        """Whether any case can have both."""
+        """True if a case can have both ends."""
         if one[0].is_scale and two[0].is_scale:
             return {one[0], two[0]} not in _ENTANGLED or {one, two} == _FULL_STEP
         if not one[0].is_scale and not two[0].is_scale:
@@ -140,14 +140,13 @@ class Goals:
             return False
         if value == (Dimension.COMPANY, Company.ALONE.value) and scale is Dimension.ROWS:
             return which == LOW
-        # Where the far end alone is asked for, both ends are the same number.
+        # If only the far end is possible, both ends are the same number.
         is_far_only = possible.low == possible.high != self.domains.scales[scale].low
         return not (is_far_only and which == LOW)
 
 
 def needs_longer_rows(one: End, two: End) -> bool:
-    """True for a large window: without a longer row it does nothing. Where rows cannot be longer it counts all the
-    same."""
+    """True for a large window, which has no effect without a longer row, unless the other end forbids longer rows."""
     return (Dimension.WINDOW, HIGH) in (one, two) and not {one, two} & WITHOUT_CONTEXT
 
 
@@ -157,7 +156,7 @@ def _ends_at(case: Case, scale: Dimension, number: int, span: Span) -> tuple[str
 
 
 def _lacking(case: Case) -> Iterator[tuple[bool, frozenset[End]]]:
-    """What a case may be without, and the ends with which it cannot be otherwise."""
+    """Yields whether a case lacks each kind of company, with the ends that make it impossible."""
     yield case.number(Dimension.LAYERS) < 2, frozenset({(Dimension.LAYERS, LOW)})
     yield case.number(Dimension.ROWS) < 2, _ALONE
     yield case.num_q_heads < 2, frozenset({(Dimension.KEY_HEADS, LOW), (Dimension.GROUP_SIZE, 1)})

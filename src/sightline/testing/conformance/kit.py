@@ -1,10 +1,10 @@
-"""Running the checks, each after those that it builds on, and what came of it.
+"""Runs the checks of a row, each after the checks that it builds on.
 
     built ─▶ cache-write ─▶ write-slots ─▶ first-read ─▶ causal ─▶ context ─▶ … ─▶ ragged ─┬▶ features ─▶ covering
                                                                                            ├▶ pages, lengths
                                                                                            └▶ plans, memory, numerics
 
-A check whose ground failed is blocked, not failed: what is reported as failed is where the fault is.
+If a check fails, those that build on it are blocked, not failed: the failed checks point at the fault.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from sightline.attention.capability import Capability
 from sightline.attention.dimensions import Point
@@ -25,38 +26,52 @@ from sightline.testing.conformance.trial import WHOLE, CaseShare, Check, CheckFa
 
 
 class Verdict(Enum):
-    """What came of a check."""
+    """The result of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
     BLOCKED = "blocked"
     """A check that it builds on failed."""
     EXCUSED = "excused"
-    """The row does not declare it, or the device cannot hold it."""
+    """The row does not declare it, or the device has no room for it."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What came of one check, and why."""
+    """The verdict on one check, and the reason."""
 
     check: str
     verdict: Verdict
     detail: str
-    """Why, for whatever did not pass."""
+    """The reason for any verdict but PASSED."""
     case: str
-    """What was being tried when it failed."""
+    """What was being tried when the check failed."""
     trace: str
-    """Of an error that was not expected."""
+    """The traceback of an unexpected error."""
     num_steps: int
     """Steps that were compared with the oracle."""
     seconds: float
     points: tuple[Point, ...] = ()
-    """The cases that passed, as coverage counts them."""
+    """The cases that passed, as points of `attention.coverage`."""
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns the result as JSON data, without the points, which are reported as coverage."""
+        data = vars(self) | {"verdict": self.verdict.value}
+        del data["points"]
+        return data
+
+    def lines(self, *, verbose: bool) -> Iterator[str]:
+        """Yields the detail, what was tried, and if `verbose` the traceback."""
+        yield from self.detail.splitlines()
+        if self.case:
+            yield f"tried: {self.case}"
+        if verbose:
+            yield from self.trace.splitlines()
 
 
 @dataclass(frozen=True)
 class RowReport:
-    """What came of one capability row."""
+    """The results of all checks of one capability row."""
 
     backend: str
     capability: Capability
@@ -64,23 +79,33 @@ class RowReport:
     samples: Samples
     results: tuple[CheckResult, ...]
 
+    def of(self, verdict: Verdict) -> tuple[CheckResult, ...]:
+        return tuple(result for result in self.results if result.verdict is verdict)
+
     @property
     def failed(self) -> tuple[CheckResult, ...]:
-        return tuple(result for result in self.results if result.verdict is Verdict.FAILED)
+        return self.of(Verdict.FAILED)
+
+    @property
+    def summary(self) -> str:
+        """For example `61 passed, 3 excused (2140 steps, 10.5 s)`."""
+        counts = ", ".join(f"{len(found)} {verdict.value}" for verdict in Verdict if (found := self.of(verdict)))
+        num_steps, seconds = (sum(vars(result)[name] for result in self.results) for name in ("num_steps", "seconds"))
+        return f"{counts or 'no checks'} ({num_steps} steps, {seconds:.1f} s)"
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """Every case that passed, as coverage counts them."""
+        """The cases of all checks that passed, as points of `attention.coverage`."""
         return tuple(point for result in self.results for point in result.points)
 
     @property
     def passed(self) -> bool:
-        """Nothing failed, so nothing is blocked either."""
+        """True if no check failed, and so none is blocked."""
         return not self.failed
 
 
 def checks_of(subject: Subject, checks: Sequence[Check] = CHECKS) -> tuple[Check, ...]:
-    """Those that are about its kind of attention."""
+    """The checks that apply to the subject's kind of attention."""
     return tuple(check for check in checks if subject.kind in check.kinds)
 
 
@@ -91,7 +116,7 @@ def try_row(
     checks: Sequence[Check] = CHECKS,
     on_result: Callable[[CheckResult], None] | None = None,
 ) -> RowReport:
-    """Every check of one capability row, in order."""
+    """Tries every check on one capability row, in order. Records no proof."""
     samples = samples or Samples().for_problem(subject.problem)
     results: dict[str, CheckResult] = {}
     for check in checks_of(subject, checks):
@@ -109,7 +134,7 @@ def try_check(
     earlier: Iterable[CheckResult] = (),
     share: CaseShare = WHOLE,
 ) -> CheckResult:
-    """One check or a share of it, unless it is excused or one that it builds on did not pass."""
+    """Tries one check, or a share of it, unless it is excused or one of the `earlier` results blocks it."""
     excuse = check.excused(subject)
     if excuse is not None:
         return CheckResult(check.name, Verdict.EXCUSED, excuse, "", "", 0, 0.0)
@@ -117,7 +142,7 @@ def try_check(
 
 
 def joined(shares: Sequence[CheckResult]) -> CheckResult:
-    """What comes of a check whose shares were tried apart: the first failure, if there is one."""
+    """Joins the results of all shares of a check: the first failure if there is one."""
     worst = next((share for share in shares if share.verdict is Verdict.FAILED), shares[0])
     return replace(
         worst,
@@ -128,7 +153,7 @@ def joined(shares: Sequence[CheckResult]) -> CheckResult:
 
 
 def settled(check: Check, tried: CheckResult, earlier: Iterable[CheckResult]) -> CheckResult:
-    """What comes of a check that was tried before those that it builds on were done: what `try_check` says after."""
+    """Corrects the result of a check that ran before those that it builds on: it is blocked if one of them failed."""
     return tried if tried.verdict is Verdict.EXCUSED else _blocked(check, earlier) or tried
 
 
@@ -150,7 +175,7 @@ def _run(check: Check, subject: Subject, effort: Effort, samples: Samples, share
         check.run(Trial(subject, effort, samples, progress=progress, share=share))
     except CheckFailed as failure:
         verdict, detail = Verdict.FAILED, str(failure)
-    except Exception as error:  # the border to other people's code: whatever it raises is its result
+    except Exception as error:  # whatever a backend raises fails the check
         verdict, detail = Verdict.FAILED, f"expected no error, got {_raised(error, subject)}"
         trace = "".join(traceback.format_exception(error))
     case = progress.case if verdict is Verdict.FAILED else ""
@@ -159,7 +184,7 @@ def _run(check: Check, subject: Subject, effort: Effort, samples: Samples, share
 
 
 def _raised(error: Exception, subject: Subject) -> str:
-    """An error, with the line of the backend's own that it came through last."""
+    """Describes an error, with the last line of the backend's own file in its traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == inspect.getfile(subject.backend)]
     place = own[-1] if own else frames[-1]

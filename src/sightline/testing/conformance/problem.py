@@ -1,9 +1,9 @@
-"""What the kit has to know about a kind of attention: its specs, its inputs, what it caches, and what the oracle says.
+"""What the kit needs to know about a kind of attention: its specs, inputs, cache entries, and the oracle's answer.
 
     spec ─▶ random inputs ─▶ entries, as they are cached ─▶ the oracle's answer for a row
-                   └─ what checks do to inputs: no weight on any key, scores that climb, values that are alike
+                   └─ changes that checks make to inputs: equal weights, climbing scores, equal values
 
-Benches, steps and checks speak of these alone. Knows no backend and no pages.
+Rigs, steps and checks use only this contract. Knows no backend and no pages.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from sightline.attention.contract import InputsT, SpecT
 from sightline.attention.spec import Feature, SpecKind
 
 Entries: TypeAlias = tuple[Tensor, ...]
-"""What is cached of some tokens, one tensor [num_entries, ...] for each plane of the pool, on the host."""
+"""Cache entries of some tokens: one tensor [num_entries, ...] for each plane of the pool, on the host."""
 Normal: TypeAlias = Callable[..., Tensor]
-"""Random numbers of a shape, in the dtype of the step."""
+"""A function from a shape to normally distributed random numbers, in the dtype of the step."""
 
 
 def needle_score(num_keys: int, num_places: int) -> float:
-    """How much higher the scores of some keys must be, so that they weigh as much as all others together.
+    """Returns how much higher the scores of some keys must be for them to weigh as much as all others together.
 
-    Scores of the others are about normal with a variance of 5, and the mean of their exponentials is e^2.5.
+    The other scores are roughly normal with variance 5, so that the mean of their exponentials is e^2.5.
     """
     return math.log(max(num_keys, 1) / max(num_places, 1)) + 2.5
 
@@ -38,85 +38,87 @@ class Problem(ABC, Generic[SpecT, InputsT]):
 
     kind: ClassVar[SpecKind]
     features: ClassVar[frozenset[Feature]]
-    """What a spec of this kind, or a step over it, can ask for."""
+    """Features that this kind of attention has."""
     per_token: ClassVar[tuple[str, ...]]
-    """The inputs' tensors that have a line for each token; others are the layer's."""
+    """Names of the input tensors with one row per token; the others belong to the layer."""
     more_head_dims: ClassVar[tuple[int, ...]]
-    """Head dimensions that are tried beside the usual ones where a row serves any."""
-    kv_heads: ClassVar[tuple[int, ...]]
-    """Numbers of key heads that are tried together with everything else."""
-
+    """Head dimensions to try besides the usual ones if a row serves any."""
+    query_names: ClassVar[tuple[str, ...]]
+    """Names of the inputs that are multiplied with keys. If all of them are 0, all keys weigh the same. The last one is
+    multiplied with cached entries as they are, with no rounding in between."""
+    key_name: ClassVar[str]
+    """The input from which the new tokens' scores come, or a part of them."""
+    value_name: ClassVar[str]
+    """The input from which the new tokens' values come."""
     roundings: ClassVar[int]
-    """How often numbers on the way to an output are rounded to the step's dtype; all but the last reach the scores."""
+    """How often numbers are rounded to the step's dtype before they are an output; all but the last affect scores."""
     half_slack: ClassVar[float]
-    """How much more the rarest outputs in half precision may be off."""
+    """Factor on the tolerance in half precision."""
 
     @abstractmethod
     def plain(self, head_dims: Sequence[int], group_sizes: Sequence[int]) -> SpecT:
-        """The plainest spec for a row that serves these; more than one head where it can be."""
+        """Returns the plainest spec for a row that serves these; with several heads if possible."""
 
     @abstractmethod
     def spec(self, head_dim: int, group_size: int, kv_heads: int) -> SpecT:
-        """A spec of that geometry, with the usual scale; `kv_heads` is of no matter where all heads share a key."""
+        """Returns a spec of that geometry with the usual scale. Latent attention ignores `kv_heads`."""
 
     @abstractmethod
     def describe(self, spec: SpecT) -> str:
-        """As a person would write it down."""
+        """Describes a spec in one line."""
 
     @abstractmethod
     def random_inputs(self, spec: SpecT, num_tokens: int, normal: Normal) -> InputsT:
-        """One layer's inputs."""
+        """Returns inputs for one layer."""
 
     @abstractmethod
     def entries(self, inputs: InputsT) -> Entries:
-        """What is cached of the inputs' tokens."""
+        """Returns the cache entries of the inputs' tokens."""
 
     @abstractmethod
     def put_entries(self, spec: SpecT, inputs: InputsT, entries: Entries) -> None:
-        """Changes the inputs so that these are cached of their tokens."""
+        """Changes the inputs so that their tokens have these cache entries."""
 
     @abstractmethod
     def answer(
         self, spec: SpecT, inputs: InputsT, tokens: slice | Tensor, entries: Entries, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The oracle's output and LSE for those tokens of a row; `entries` are all of the row's."""
+        """Returns the oracle's output and LSE for some tokens of a row; `entries` are all entries of the row."""
 
-    @abstractmethod
     def queries(self, inputs: InputsT) -> tuple[Tensor, ...]:
-        """What is multiplied with keys: where all of it is 0, all keys weigh the same."""
+        return tuple(vars(inputs)[name] for name in self.query_names)
 
-    @abstractmethod
     def exact_queries(self, inputs: InputsT) -> Tensor:
-        """The part of queries that meets what is cached as it stands, with nothing rounded between."""
+        return self.queries(inputs)[-1]
 
-    @abstractmethod
     def new_keys(self, inputs: InputsT) -> Tensor:
-        """[num_tokens, ...]: what the new tokens' scores come from, or a part of it."""
+        keys: Tensor = vars(inputs)[self.key_name]
+        return keys
 
-    @abstractmethod
     def new_values(self, inputs: InputsT) -> Tensor:
-        """[num_tokens, ...]: what the new tokens' values come from."""
+        values: Tensor = vars(inputs)[self.value_name]
+        return values
 
     @abstractmethod
     def values(self, spec: SpecT, entries: Entries) -> Tensor:
-        """The part of entries that values come from, to be changed in place."""
+        """Returns a view of the part of entries from which values come."""
 
     @abstractmethod
     def make_noticed(self, spec: SpecT, inputs: InputsT, entries: Entries, place: int) -> None:
-        """Changes an entry so that the first token's output becomes another."""
+        """Changes an entry so that the first token's output changes."""
 
     @abstractmethod
     def look_for(self, spec: SpecT, inputs: InputsT, tokens: slice, entries: Entries, places: Sequence[int]) -> None:
         """Changes a row so that its queries give the keys at `places` together as much weight as all others.
 
-        Of thousands of keys one alone weighs next to nothing, and could be missed unseen. `entries` are those of the
-        context; places from there on are new tokens.
+        Otherwise a single key among thousands would have next to no weight. `entries` are those of the context; places
+        beyond them are new tokens.
         """
 
     @abstractmethod
     def climbing(self, spec: SpecT, inputs: InputsT, entries: Entries, scores: Tensor) -> Entries:
-        """Entries whose scores with the first token are about `scores` [num_entries]."""
+        """Returns entries whose scores with the first token are about `scores` [num_entries]."""
 
     @abstractmethod
     def strided(self, inputs: InputsT, device: torch.device) -> Iterator[tuple[str, InputsT]]:
-        """The same numbers on the device, lying in memory otherwise, and how."""
+        """Yields inputs with the same numbers on the device but other strides, each with a description."""

@@ -1,14 +1,15 @@
-"""Conformance runs: which rows are tried and which are not, what came of each, and what is proven by it.
+"""Conformance runs: chooses the rows and checks, has them tried, records proofs, and reports the result of every row.
 
-Owns the way from backends' names to a report. Does not know the checks, and prints nothing.
+Does not know the checks, and prints nothing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from sightline.attention.backends import registry
@@ -20,40 +21,27 @@ from sightline.core.device import Device, detect_device
 from sightline.core.environment import proof_folder
 from sightline.core.errors import ConfigError
 from sightline.testing.conformance.checks import CHECKS
-from sightline.testing.conformance.crew import SideBySide
-from sightline.testing.conformance.errands import Brief
-from sightline.testing.conformance.kit import CheckResult, RowReport, Verdict
-from sightline.testing.conformance.proving import coverage, passed_checks
-from sightline.testing.conformance.rows import RowToTry, SkippedRow, list_rows
+from sightline.testing.conformance.crew import side_by_side
+from sightline.testing.conformance.kit import RowReport, Verdict, try_row
+from sightline.testing.conformance.rows import PreparedRow, RowToTry, SkippedRow, Watch, list_rows
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import Check, Effort
-from sightline.testing.conformance.trying import InTurn, PreparedRow, Trier, Watch
+from sightline.testing.conformance.worker import Brief
 
 
 @dataclass(frozen=True)
 class TriedRow:
-    """What came of one capability row, and what it means."""
+    """The results of one capability row, and what became of its proof."""
 
     backend: str
     label: str
     report: RowReport
     proof: Proof | None
-    """What was recorded: only of a full run that passed."""
+    """The recorded proof; None unless a full run passed."""
     voided: bool
-    """An earlier proof of the same was removed, because this run failed."""
+    """True if this run failed and removed an earlier proof."""
     not_listed: tuple[str, ...]
-    """Values that were asked for and that the row does not declare."""
-
-    @property
-    def num_steps(self) -> int:
-        return sum(result.num_steps for result in self.report.results)
-
-    @property
-    def seconds(self) -> float:
-        return sum(result.seconds for result in self.report.results)
-
-    def of(self, verdict: Verdict) -> tuple[CheckResult, ...]:
-        return tuple(result for result in self.report.results if result.verdict is verdict)
+    """Requested values that the row does not declare."""
 
 
 Outcome: TypeAlias = TriedRow | SkippedRow | Unloadable
@@ -61,17 +49,17 @@ Outcome: TypeAlias = TriedRow | SkippedRow | Unloadable
 
 @dataclass(frozen=True)
 class ConformanceReport:
-    """What came of a run, row by row."""
+    """The result of a run, row by row."""
 
     device: Device
     effort: Effort
     is_whole: bool
-    """No check was left out: a part of them proves nothing."""
+    """False if only some of the checks were requested, which proves nothing."""
     proves: dict[str, str]
-    """What each check proves, by name."""
+    """What each check proves, by the check's name."""
     outcomes: tuple[Outcome, ...]
     named: tuple[str, ...]
-    """Backends that were asked for; none where all that are installed were."""
+    """Backends that were requested by name; empty if all installed ones were tried."""
 
     @property
     def failed(self) -> bool:
@@ -82,13 +70,13 @@ class ConformanceReport:
 
     @property
     def tried(self) -> tuple[TriedRow, ...]:
-        """Rows that had a check to try."""
+        """Rows with at least one check."""
         rows = [outcome for outcome in self.outcomes if isinstance(outcome, TriedRow)]
         return tuple(row for row in rows if row.report.results)
 
     @property
     def untried(self) -> tuple[str, ...]:
-        """Backends, then checks, that were asked for by name and that no row was tried of: that is no success."""
+        """Backends, then checks, that were requested by name and not tried on any row. A run with any is no success."""
         done = [
             (row.backend, result.check)
             for row in self.tried
@@ -103,7 +91,7 @@ class ConformanceReport:
         )
 
     def to_data(self) -> dict[str, Any]:
-        """In terms of JSON."""
+        """Returns the report as JSON data."""
         device = {"kind": self.device.kind.value, "name": self.device.name}
         return {
             "device": device | {"compute_capability": self.device.compute_capability},
@@ -126,20 +114,11 @@ class ConformanceReport:
                     "status": "passed" if report.passed else "failed",
                     "declared": declared(report.capability),
                     "not_listed": list(outcome.not_listed),
-                    "checks": [
-                        _result_data(result) | {"proves": self.proves[result.check]} for result in report.results
-                    ],
+                    "checks": [result.to_data() | {"proves": self.proves[result.check]} for result in report.results],
                     "covered": Coverage.of(report.points).to_data(),
                     "proof": None if proof is None else proof.to_data(),
                     "voided": outcome.voided,
                 }
-
-
-def _result_data(result: CheckResult) -> dict[str, Any]:
-    """In terms of JSON; the points of all checks are told together, as coverage."""
-    data = asdict(replace(result, points=())) | {"verdict": result.verdict.value}
-    del data["points"]
-    return data
 
 
 def run_conformance(
@@ -155,13 +134,13 @@ def run_conformance(
     watch: Watch | None = None,
     jobs: int = 1,
 ) -> ConformanceReport:
-    """Every check of every row of the backends of these names, or of all that are installed, on one device.
+    """Tries every check on every row of the named backends, or of all installed ones, on one device.
 
-    A full run that passes is recorded as a proof in `book`, the user's own by default; one that fails voids the proof
-    that there was. A quick run, and one of `only` some checks, proves nothing; `checks` stand for the whole kit.
-    Above one, so many `jobs` are processes that try checks side by side, and the report is the same, but for which of
-    several failing cases of a check is told; `candidates` and `checks` must then be made of what other processes can
-    import.
+    A full run that passes is recorded as a proof in `book`, by default the user's own; one that fails removes an
+    earlier proof. A quick run, or a run of `only` some checks, proves nothing. `checks` replace the kit's own.
+
+    With `jobs` above 1, that many processes try checks in parallel. The report is the same, except that another of
+    several failing cases of a check may be reported. `candidates` and `checks` must then be importable by name.
     """
     if jobs < 1:
         raise ConfigError(f"expected at least 1 job, got {jobs}; 1 tries one check after the other")
@@ -176,21 +155,33 @@ def run_conformance(
         proofs.prepare()
     samples, watch = samples or Samples(), watch or Watch()
     tried = _chosen(CHECKS if checks is None else checks, only)
-    # Before anything is tried: a proof is of the sources that were there when the run began.
+    # Before anything is tried: a proof is of the sources at the beginning of the run.
     rows = [_prepared(row, samples, proofs) if isinstance(row, RowToTry) else row for row in list_rows(chosen, target)]
-    trier: Trier = InTurn(effort, tried, watch)
+    ready = [row for row in rows if isinstance(row, PreparedRow)]
+    reports = _in_turn(ready, effort, tried, watch)
     if jobs > 1:
-        ready = [row for row in rows if isinstance(row, PreparedRow)]
-        trier = SideBySide(Brief.of(target, effort, candidates, checks), ready, tried, jobs, watch)
+        own = None if all(check in CHECKS for check in tried) else tried
+        brief = Brief(target, effort, None if candidates is None else tuple(candidates), own)
+        reports = side_by_side(brief, ready, tried, jobs, watch)
     outcomes: list[Outcome] = []
-    with closing(trier):
+    with closing(reports):
         for row in rows:
             if isinstance(row, PreparedRow):
-                outcomes.append(_concluded(row, trier.report(row), proofs, _reports(row, outcomes)))
+                outcomes.append(_concluded(row, next(reports), proofs, _reports(row, outcomes)))
             else:
                 outcomes.append(row)
     proves = {check.name: check.proves for check in tried}
     return ConformanceReport(target, effort, not only, proves, tuple(outcomes), tuple(dict.fromkeys(backends)))
+
+
+def _in_turn(
+    rows: Sequence[PreparedRow], effort: Effort, checks: Sequence[Check], watch: Watch
+) -> Generator[RowReport, None, None]:
+    """Tries the rows in this process; `side_by_side` is the other way."""
+    for prepared in rows:
+        row = prepared.row
+        watch.on_row(row)
+        yield try_row(row.subject, effort, prepared.samples, checks, partial(watch.on_result, row))
 
 
 def _chosen(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
@@ -201,26 +192,15 @@ def _chosen(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
     return tuple(check for check in checks if not only or check.name in only)
 
 
-def more_samples(
-    head_dims: Sequence[int] = (), group_sizes: Sequence[int] = (), page_sizes: Sequence[int] = ()
-) -> Samples:
-    """The usual samples, and then these."""
-    return Samples().and_more(head_dims, group_sizes, page_sizes)
-
-
 def _prepared(row: RowToTry, samples: Samples, book: ProofBook | None) -> PreparedRow:
-    """`book` is where a proof would go, None where there can be none."""
+    """`book` is None if the run records no proofs."""
     subject = row.subject
-    not_listed = samples.not_listed(subject.capability)
-    samples = samples.for_problem(subject.problem)
-    if book is None:
-        return PreparedRow(row, samples, not_listed, None)
-    identity = book.identify(row.candidate, subject.capability, subject.device)
-    return PreparedRow(row, samples, not_listed, identity)
+    identity = None if book is None else book.identify(row.candidate, subject.capability, subject.device)
+    return PreparedRow(row, samples.for_problem(subject.problem), samples.not_listed(subject.capability), identity)
 
 
 def _reports(prepared: PreparedRow, outcomes: Sequence[Outcome]) -> tuple[RowReport, ...]:
-    """What came of the same row for other kinds of attention."""
+    """The reports of the same row for other kinds of attention."""
     return tuple(
         outcome.report
         for outcome in outcomes
@@ -231,7 +211,7 @@ def _reports(prepared: PreparedRow, outcomes: Sequence[Outcome]) -> tuple[RowRep
 def _concluded(
     prepared: PreparedRow, report: RowReport, book: ProofBook | None, others: Sequence[RowReport]
 ) -> TriedRow:
-    """Keeps or voids what a run proves; `others` are the row's for other kinds."""
+    """Records or removes the proof of a row. `others` are the row's reports for other kinds of attention."""
     row, identity = prepared.row, prepared.identity
     proof, voided = None, False
     if book is not None and identity is not None:
@@ -242,3 +222,17 @@ def _concluded(
             proof = Proof(identity, coverage((*others, report), book.read(identity)), passed, utc_now())
             book.record(proof)
     return TriedRow(row.candidate.name, row.label, report, proof, voided, prepared.not_listed)
+
+
+def passed_checks(reports: Sequence[RowReport]) -> tuple[str, ...]:
+    """The checks that passed for any kind of attention of a row; empty if any check failed."""
+    if not all(report.passed for report in reports):
+        return ()
+    results = [result for report in reports for result in report.results]
+    return tuple(dict.fromkeys(result.check for result in results if result.verdict is Verdict.PASSED))
+
+
+def coverage(reports: Sequence[RowReport], earlier: Proof | None) -> Coverage:
+    """What the reports cover, joined with an earlier proof of the same row and versions."""
+    tried = Coverage.of(point for report in reports for point in report.points)
+    return tried if earlier is None else earlier.coverage.joined(tried)

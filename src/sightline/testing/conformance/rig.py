@@ -1,4 +1,4 @@
-"""A planner over pools that are laid out to find faults: pages out of order, unused slots full of what would show.
+"""A planner over pools that are laid out to expose faults: pages out of order, and unused slots full of garbage.
 
 Builds what a runtime builds, for one backend and without a model. Does not know what is checked.
 """
@@ -22,7 +22,7 @@ from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.cache.pools import CacheLimits, CacheStore, Pool
 from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
-from sightline.core.batch import CAUSAL, Batch, RowMask, RowWork
+from sightline.core.batch import CAUSAL, Batch, MaskKind, RowMask, RowWork
 from sightline.core.device import Device
 from sightline.core.errors import ConfigError
 from sightline.runner.batching import assemble
@@ -32,7 +32,7 @@ from sightline.testing.conformance.problems import PROBLEMS
 
 @dataclass(frozen=True)
 class Subject:
-    """What is tried: one capability row of one backend, for one kind of attention, on one device."""
+    """The subject of a trial: one capability row of one backend, for one kind of attention, on one device."""
 
     name: str
     backend: type[AttentionBackend[Any, Any]]
@@ -40,7 +40,7 @@ class Subject:
     device: Device
     planner: type[Planner] = Planner
     named_kind: SpecKind | None = None
-    """Which of the row's kinds; None is the only one."""
+    """One of the row's kinds of attention; None if it has only one."""
 
     @property
     def kind(self) -> SpecKind:
@@ -56,7 +56,7 @@ class Subject:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What the row declares and the kind of attention can ask for."""
+        """Features that the row declares and the kind of attention has."""
         return self.capability.features & self.problem.features
 
 
@@ -68,47 +68,61 @@ class Row:
     query_len: int
     mask: RowMask = CAUSAL
     positions: tuple[int, ...] | None = None
-    """Of the new tokens, where they do not follow the context one by one."""
+    """Positions of the new tokens; None if they follow the context one by one."""
 
     @property
     def seq_len(self) -> int:
         return self.context_len + self.query_len
 
 
+def tree_row(context_len: int, parents: Sequence[int]) -> Row:
+    """Returns a row whose new tokens form a tree: each sees its ancestors, and its position is its depth.
+
+    `parents` has the index of each token's parent, or -1 for a token that follows the context.
+    """
+    count = len(parents)
+    tree, depths = torch.eye(count, dtype=torch.bool), [0] * count
+    for child, parent in enumerate(parents):
+        if parent >= 0:
+            tree[child] |= tree[parent]
+            depths[child] = depths[parent] + 1
+    return Row(context_len, count, RowMask(MaskKind.TREE, tree), tuple(context_len + depth for depth in depths))
+
+
 _NOISE_ENTRIES = 61
 _FILLED_BYTES = 96 << 20
-"""Of a pool: in a larger one only the pages of rows are filled, with NaN."""
+"""In a larger pool only the pages of rows are filled, with NaN."""
 GARBAGE_VALUE = 100.0
-"""The size of values in slots that nobody wrote: far from any that somebody did."""
+"""The magnitude of values in unused slots, far from all others."""
 
 
 PLAIN_SCALES = (1.0,)
 SCALES = (0.5, 0.25, 2.0, 0.125)
-"""Of the first layer's keys, its values, the second layer's keys, and so on in turn. Powers of two: whether a backend
-divides, or multiplies by the reciprocal, the same bits are stored."""
+"""Scales of the first layer's keys and values, the second layer's keys and values, and so on, repeated. Powers of two:
+dividing, and multiplying by the reciprocal, then store the same bits."""
 
 _GIVES_KEYS = ("k", "entry")
-"""Planes that scores come from: what is far from all others there may weigh nothing, and be read unseen."""
+"""Planes from which scores come. A key far from all others could have no weight, and reading it would go unnoticed."""
 
 
 class Unused(Enum):
-    """What stands in slots that nobody wrote."""
+    """The contents of slots that nobody wrote."""
 
     GARBAGE = "garbage"
-    """Numbers: they show where they are read with any weight."""
+    """Finite numbers, which show if they are read with a weight above 0."""
     NAN = "NaN"
-    """It shows where it is read at all, also where its weight is 0."""
+    """NaN, which shows if it is read at all, even with weight 0."""
 
 
 class Memory(Enum):
-    """What stands in leases that did not ask for zeros."""
+    """The contents of leases that did not ask for zeros."""
 
     ZEROS = "zeros"
     POISON = "poison"
 
 
 class _ZeroedWorkspace(Workspace):
-    """Gives zeros to everyone, so that only the check that is about them can find a backend that forgot to ask."""
+    """Zeroes every lease, so that a backend that forgot to ask for zeros fails only the check for that."""
 
     def lease(
         self, owner: str, name: str, lane: Lane, shape: Sequence[int], dtype: torch.dtype, *, zeroed: bool = False
@@ -119,14 +133,14 @@ class _ZeroedWorkspace(Workspace):
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything about a bench but its backend and its specs."""
+    """Everything about a rig except its backend and specs."""
 
     page_size: int = 16
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
-    """None is the compute dtype."""
+    """None for the compute dtype."""
     cache_scales: tuple[float, ...] = SCALES
-    """In turn, of a cache dtype that has scales."""
+    """Used in turn if the cache dtype has scales."""
     max_seq_len: int = 512
     max_rows: int = 16
     max_step_tokens: int = 512
@@ -136,9 +150,9 @@ class Setting:
     unused: Unused = Unused.NAN
     memory: Memory = Memory.POISON
     num_pages: int | None = None
-    """None is enough for all rows at their longest."""
+    """None for enough pages for all rows at their longest."""
     pages_passed_over: int = 0
-    """At the beginning of a pool, handed out last where pages lie in order."""
+    """Pages at the beginning of a pool that are allocated last if pages are in order."""
 
 
 class AttentionRig:
@@ -167,7 +181,7 @@ class AttentionRig:
         self.planner = self._make_planner(self.workspace)
 
     def _scales(self) -> ScalesByPlane:
-        """By plane, for each layer; two for each layer are used up, as keys and values need them."""
+        """The scales of each plane, by layer. Each layer takes the next two."""
         given = self.setting.cache_scales
         planes = {
             plane.name: place
@@ -180,7 +194,7 @@ class AttentionRig:
         }
 
     def another_planner(self) -> Planner:
-        """A planner with backends of its own over the same pools."""
+        """Returns a planner with its own backends over the same pools."""
         return self._make_planner(self._make_workspace())
 
     def _make_workspace(self) -> Workspace:
@@ -207,9 +221,9 @@ class AttentionRig:
         return planner
 
     def open_rows(self, rows: Sequence[Row], shared_pages: int = 0, owner: int = 0) -> list[int]:
-        """Page-table rows with pages for each row; shuffled ones grow in turns, so that their pages interleave.
+        """Opens page-table rows with pages for each row. If pages are shuffled, rows grow in turn, to interleave them.
 
-        All rows begin with the same `shared_pages`, those of row `owner`.
+        All rows begin with `shared_pages` pages of the row with index `owner`.
         """
         table_rows = [self.store.open_row() for _ in rows]
         if shared_pages:
@@ -224,7 +238,7 @@ class AttentionRig:
         return table_rows
 
     def _fill_pages(self, table_rows: Sequence[int]) -> None:
-        """Fills the pages of rows in a pool that is too large to be filled."""
+        """Fills the pages of rows with NaN, in pools that are too large to be filled."""
         for pool in self.store.pools:
             pages = sorted({page for row in table_rows for page in pool.table.owned(row)})
             slots = torch.tensor([page * pool.page_size + slot for page in pages for slot in range(pool.page_size)])
@@ -247,7 +261,7 @@ class AttentionRig:
         return assemble(row_work(rows, table_rows), self.store)
 
     def place_of(self, layer: int) -> tuple[Pool, int]:
-        """The pool of a layer, and the layer's number in it."""
+        """Returns the pool of a layer and the layer's index in it."""
         for group, cache in zip(self.groups, self.store.groups, strict=True):
             if layer in group.layers:
                 [pool] = cache.pools.values()
@@ -256,7 +270,7 @@ class AttentionRig:
 
 
 def row_work(rows: Sequence[Row], table_rows: Sequence[int]) -> list[RowWork]:
-    """What the engine would be told to compute."""
+    """Returns the rows as the runner's batching takes them."""
     return [
         RowWork(table_row, [1] * row.query_len, row.context_len, row.query_len > 0, row.mask, row.positions)
         for row, table_row in zip(rows, table_rows, strict=True)
@@ -272,7 +286,7 @@ def fill_pools(store: CacheStore, unused: Unused) -> None:
             if unused is Unused.NAN:
                 entries.fill_(torch.nan)
                 continue
-            # A few different entries are enough, repeated: whoever reads a wrong slot reads another.
+            # A few different entries, repeated, are enough to tell slots apart.
             noise = torch.randn(_NOISE_ENTRIES, *entries.shape[2:], generator=generator)
             noise = noise * 2 if plane.name in _GIVES_KEYS else noise.sign() * GARBAGE_VALUE
             chosen = torch.arange(entries.shape[1], device=entries.device) % _NOISE_ENTRIES
@@ -282,5 +296,5 @@ def fill_pools(store: CacheStore, unused: Unused) -> None:
 
 
 def as_bytes(plane: Tensor) -> Tensor:
-    """[num_slots, ...] as bytes, in place: what moves entries about need not know their dtype."""
+    """Returns a view of a plane as bytes, so that entries can be moved whatever their dtype."""
     return plane.view(torch.uint8)

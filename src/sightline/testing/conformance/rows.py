@@ -1,45 +1,78 @@
-"""The rows that there are to try: every capability row of every backend, once for each kind of attention.
+"""The rows of a run: every capability row of every backend, once for each kind of attention.
 
-Knows backends and a device. Does not know the checks, nor what came of them.
+Knows backends and a device. Does not know the checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from sightline.attention.declared_rows import Unloadable, not_here, row_labels
+from sightline.attention.proof import Identity
 from sightline.attention.selection import Candidate
 from sightline.attention.spec import SpecKind
 from sightline.core.device import Device
 from sightline.core.errors import ConfigError
 from sightline.testing.conformance.rig import Subject
+from sightline.testing.conformance.samples import Samples
+
+if TYPE_CHECKING:
+    from sightline.testing.conformance.kit import CheckResult
 
 
 @dataclass(frozen=True)
 class RowToTry:
-    """A capability row that can be tried here, for one kind of attention."""
+    """A capability row that can be tried on this device, for one kind of attention."""
 
     candidate: Candidate
     label: str
-    """Tells the row from the backend's others: its dtypes, and the kind where it has several."""
+    """Identifies the row among the backend's rows: its dtypes, and the kind of attention if it has several."""
     subject: Subject
     is_whole: bool = True
-    """No other kind of the row is tried after this one: what is proven is all of a row."""
+    """True for the last kind of the row: a proof needs all of them."""
 
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """A capability row that cannot be tried here: neither proven nor refuted."""
+    """A capability row that cannot be tried on this device. It is neither proven nor refuted."""
 
     backend: str
     label: str
     reasons: tuple[str, ...]
 
 
-def list_rows(candidates: Sequence[Candidate], device: Device) -> tuple[RowToTry | SkippedRow | Unloadable, ...]:
-    """Every row of every backend, each with why it cannot be tried on the device if it cannot."""
-    listed: list[RowToTry | SkippedRow | Unloadable] = []
+ListedRow: TypeAlias = RowToTry | SkippedRow | Unloadable
+
+
+@dataclass(frozen=True)
+class PreparedRow:
+    """A row, with what is fixed before the first check of a run."""
+
+    row: RowToTry
+    samples: Samples
+    """The requested samples and those of the kind of attention."""
+    not_listed: tuple[str, ...]
+    """Requested values that the row does not declare."""
+    identity: Identity | None
+    """The identity of the row's proof; None if the run records no proofs."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Callbacks that report the progress of a run."""
+
+    on_row: Callable[[RowToTry], None] = lambda _row: None
+    """The first check of a row begins."""
+    on_result: Callable[[RowToTry, CheckResult], None] = lambda _row, _result: None
+    """A check is done. With several jobs it may be done before those that it builds on: only the final report says
+    whether it is blocked."""
+
+
+def list_rows(candidates: Sequence[Candidate], device: Device) -> tuple[ListedRow, ...]:
+    """Lists every row of every backend; a row that cannot be tried on the device comes with the reasons."""
+    listed: list[ListedRow] = []
     for candidate in candidates:
         try:
             listed += _rows_of(candidate, device)
@@ -48,30 +81,20 @@ def list_rows(candidates: Sequence[Candidate], device: Device) -> tuple[RowToTry
     return tuple(listed)
 
 
-def _rows_of(candidate: Candidate, device: Device) -> list[RowToTry | SkippedRow | Unloadable]:
-    """A backend none of whose rows can be tried here is not loaded."""
+def _rows_of(candidate: Candidate, device: Device) -> list[ListedRow]:
+    """Imports the backend only if one of its rows can be tried."""
     rows = candidate.rows()
     if not rows:
         return [SkippedRow(candidate.name, "no row", ("declares no capability",))]
-    listed: list[RowToTry | SkippedRow | Unloadable] = []
+    listed: list[ListedRow] = []
     for label, capability in zip(row_labels(rows), rows, strict=True):
         reasons = not_here(capability, device)
         if reasons:
             listed.append(SkippedRow(candidate.name, label, reasons))
-        else:
-            listed += _each_kind(candidate, label, Subject(candidate.name, candidate.load(), capability, device))
+            continue
+        subject = Subject(candidate.name, candidate.load(), capability, device)
+        kinds = [kind for kind in SpecKind if kind in capability.spec_kinds]
+        for kind in kinds:
+            told = label if len(kinds) == 1 else f"{label} {kind.value}"
+            listed.append(RowToTry(candidate, told, replace(subject, named_kind=kind), kind is kinds[-1]))
     return listed
-
-
-def _each_kind(candidate: Candidate, label: str, subject: Subject) -> list[RowToTry]:
-    """A row is tried once for each kind of attention that it declares."""
-    kinds = [kind for kind in SpecKind if kind in subject.capability.spec_kinds]
-    return [
-        RowToTry(
-            candidate,
-            label if len(kinds) == 1 else f"{label} {kind.value}",
-            replace(subject, named_kind=kind),
-            is_whole=kind is kinds[-1],
-        )
-        for kind in kinds
-    ]

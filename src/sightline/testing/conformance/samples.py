@@ -1,4 +1,4 @@
-"""Samples: the values that stand for `ANY` in a capability row, which are those that a proof covers."""
+"""Samples: the values that are tried, and proven, for `ANY` in a capability row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sightline.testing.conformance.problem import Problem
 
 @dataclass(frozen=True)
 class Samples:
-    """What stands for `ANY` in a capability row."""
+    """The values to try for `ANY` in a capability row."""
 
     head_dims: tuple[int, ...] = (16, 64, 80, 96, 128, 192, 256)
     group_sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8, 16)
@@ -30,7 +30,7 @@ class Samples:
     def and_more(
         self, head_dims: Sequence[int] = (), group_sizes: Sequence[int] = (), page_sizes: Sequence[int] = ()
     ) -> Samples:
-        """These, and then those."""
+        """Returns these samples followed by others."""
         return Samples(
             _joined(self.head_dims, head_dims),
             _joined(self.group_sizes, group_sizes),
@@ -38,22 +38,21 @@ class Samples:
         )
 
     def for_problem(self, problem: Problem[Any, Any]) -> Samples:
-        """These, and what is usual for that kind of attention."""
+        """Returns these samples followed by those of a kind of attention."""
         return self.and_more(problem.more_head_dims)
 
     def not_listed(self, row: Capability) -> tuple[str, ...]:
-        """Values beyond the usual ones that the row does not declare, in words."""
-        usual = Samples()
-        columns: tuple[tuple[str, frozenset[int] | Wildcard, tuple[int, ...], tuple[int, ...]], ...] = (
-            ("head dimension", row.head_dims, self.head_dims, usual.head_dims),
-            ("group size", row.group_sizes, self.group_sizes, usual.group_sizes),
-            ("page size", row.page_sizes, self.page_sizes, usual.page_sizes),
+        """Describes the values, other than the usual ones, that the row does not declare."""
+        columns = (
+            ("head dimension", row.head_dims, self.head_dims, Samples.head_dims),
+            ("group size", row.group_sizes, self.group_sizes, Samples.group_sizes),
+            ("page size", row.page_sizes, self.page_sizes, Samples.page_sizes),
         )
         return tuple(
             f"{name} {value}"
             for name, listed, asked, known in columns
             for value in asked
-            if listed is not ANY and value not in listed and value not in known
+            if listed is not ANY and value not in (*listed, *known)
         )
 
 

@@ -1,8 +1,8 @@
-"""Shrinking: the smallest case that still fails, and which dimensions it fails for.
+"""Shrinks a failing case, and finds the dimensions that matter.
 
-Each dimension in turn is given its plain value; where the case still fails it keeps it, and where it does not the
-dimension matters. Of a scale that matters the border is then searched for between the two. Bounded in runs and in time,
-which only a backend that fails pays for. Knows cases, and a function that tries one.
+Gives each dimension its plain value in turn. If the case still fails, it keeps the plain value; if not, the dimension
+matters. For a scale that matters, the border is then found by bisection. Limited in runs and time. Knows cases, and a
+function that tries one.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _PLAIN = {
     Dimension.POOL_SLOTS: TIGHT,
 }
 _FIRST = (Dimension.LAYERS, Dimension.KEY_HEADS, Dimension.ROWS, Dimension.NEW_TOKENS, Dimension.CONTEXT)
-"""What costs most to run is made smaller first."""
+"""Shrunk first, because they make a case slow."""
 Fails: TypeAlias = Callable[[Case], bool]
 
 
 @dataclass
 class Shrunk:
-    """The smallest case that was found, and why it is the smallest."""
+    """The smallest failing case that was found, and the dimensions that matter."""
 
     case: Case
     matters: dict[Dimension, str] = field(default_factory=dict)
-    """By dimension: what it takes for the case to fail."""
+    """The condition on each dimension under which the case fails, in words."""
 
     def __str__(self) -> str:
         told = " and ".join(self.matters.values())
@@ -48,7 +48,7 @@ class Shrunk:
 
 
 def shrink(case: Case, domains: Domains, fails: Fails) -> Shrunk:
-    """`case` fails; so does what is returned."""
+    """Returns the smallest case that fails; `case` must fail."""
     bounded = _Bounded(fails)
     shrunk = Shrunk(case)
     passing: dict[Dimension, Value] = {}
@@ -61,9 +61,9 @@ def shrink(case: Case, domains: Domains, fails: Fails) -> Shrunk:
             shrunk.case = simpler
         else:
             passing[dimension] = plain
-    # The window first: a row must be longer for it to be seen.
+    # The window first: it has an effect only in a longer row.
     for dimension, plain in sorted(passing.items(), key=lambda each: each[0] is not Dimension.WINDOW):
-        # What mattered beside others may not matter alone.
+        # A dimension that mattered before others were shrunk may not matter any more.
         simpler = _with(shrunk.case, {dimension: plain})
         if dimension not in shrunk.case.values or simpler.values == shrunk.case.values:
             continue
@@ -75,7 +75,7 @@ def shrink(case: Case, domains: Domains, fails: Fails) -> Shrunk:
 
 
 class _Bounded:
-    """Tries cases as long as there is time; then nothing fails any more, so that nothing becomes smaller."""
+    """Tries cases within the limits, and then reports every case as passing, so that shrinking stops."""
 
     def __init__(self, fails: Fails) -> None:
         self._fails = fails
@@ -102,7 +102,7 @@ def _plain(dimension: Dimension, domains: Domains) -> Value:
 
 
 def _with(case: Case, changes: Mapping[Dimension, Value]) -> Case:
-    """The case with something changed, and with what follows from that."""
+    """Returns the case with changed values, and with others adapted to them."""
     values = {**case.values, **changes}
     if int(values[Dimension.ROWS]) > 1 and values[Dimension.COMPANY] == Company.ALONE.value:
         moved = Dimension.ROWS if Dimension.COMPANY in changes else Dimension.COMPANY
@@ -116,7 +116,7 @@ def _with(case: Case, changes: Mapping[Dimension, Value]) -> Case:
 
 
 def _told(shrunk: Shrunk, dimension: Dimension, plain: Value, fails: Fails) -> str:
-    """What it takes of a dimension, with the border of a scale, which the case is then moved to."""
+    """Describes how a dimension matters. For a scale, finds the border and moves the case to it."""
     if not dimension.is_scale:
         return f"with {dimension.value} {shrunk.case.values[dimension]}"
     bad, good = int(shrunk.case.values[dimension]), int(plain)

@@ -1,6 +1,6 @@
 """One step of one layer over random tensors, and the oracle's answer for dense copies of them.
 
-Inputs and answers live on the host, so that the device computes nothing but what is tried.
+Inputs and answers are on the host, so that the device computes only what is tried.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from sightline.testing.conformance.rig import AttentionRig, Row, as_bytes, row_w
 _Inputs = TypeVar("_Inputs", SoftmaxInputs, LatentInputs)
 _HOST = torch.device("cpu")
 Asked: TypeAlias = Mapping[int, Sequence[int]]
-"""By row, in order, the new tokens that the oracle is asked about."""
-
-
+"""For each row, in order, the new tokens that the oracle is asked about."""
 _NOISE_NUMBERS = 1_000_003
-"""More random numbers than these are these again, from some place on. A prime: no two entries of a row are alike."""
+"""Larger random tensors repeat this many numbers. A prime, so that no two entries of a row are alike."""
 
 
 @cache
@@ -44,7 +42,7 @@ def _noise() -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class HostOutput:
-    """What attention gives, on the host."""
+    """The output of attention, on the host."""
 
     out: Tensor
     """[num_tokens, num_q_heads, out_dim]."""
@@ -53,33 +51,32 @@ class HostOutput:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """As bytes, in which NaN equals NaN."""
+    """Returns a tensor as bytes, in which NaN equals NaN."""
     return tensor.contiguous().view(torch.uint8)
 
 
 def map_inputs(inputs: _Inputs, change: Callable[[Tensor], Tensor], names: Sequence[str] = ("q", "k", "v")) -> _Inputs:
-    """The inputs with some of their tensors changed alike: all that have a line for each token, where `names` are
-    their problem's `per_token`."""
+    """Returns the inputs with the named tensors changed in the same way."""
     return replace(inputs, **{name: change(vars(inputs)[name]) for name in names})
 
 
 def tensors_of(inputs: SoftmaxInputs | LatentInputs) -> dict[str, Tensor]:
-    """All that there are, by name."""
+    """Returns all tensors of the inputs, by name."""
     return {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
 
 
 def to_device(inputs: _Inputs, device: torch.device) -> _Inputs:
-    """A copy there, on a CPU too: a backend that changes its inputs must not change what the oracle is asked."""
+    """Copies the inputs, even to a CPU: a backend that changes its inputs must not change the oracle's."""
     return map_inputs(inputs, lambda tensor: tensor.to(device, copy=True), tuple(tensors_of(inputs)))
 
 
 def _positions(row: Row) -> Tensor:
-    """Of a row's new tokens, as they were asked for: a backend may have changed the batch's."""
+    """Returns the positions of a row's new tokens as requested: a backend may have changed the batch's."""
     return torch.tensor(list(row.positions or range(row.context_len, row.seq_len)), dtype=torch.int64)
 
 
 class Step:
-    """A batch over a bench, one layer's inputs for it, and contexts where earlier steps would have put them."""
+    """A batch on a rig, one layer's inputs for it, and contexts in the slots where earlier steps would put them."""
 
     def __init__(
         self,
@@ -93,19 +90,19 @@ class Step:
         contexts: Sequence[Entries] | None = None,
         writes: bool = True,
     ) -> None:
-        """Opens page-table rows, unless it is given some that have their pages; makes up contexts and writes them,
-        unless it is given what stands in the cache already, or told that they are written later."""
+        """Opens page-table rows unless `table_rows` are given. Draws contexts and writes them to the cache, unless
+        `contexts` are given, which are there already, or `writes` is False."""
         self.bench = bench
         self.rows = tuple(rows)
         self.layer = layer
         self.problem = bench.problem
         self.spec: Any = bench.specs[layer]
-        """Of the problem's kind."""
+        """A spec of the problem's kind."""
         self.pool, self.layer_in_group = bench.place_of(layer)
         self._generator = torch.Generator().manual_seed(seed)
         num_tokens = sum(row.query_len for row in rows)
         self.inputs: Any = self.problem.random_inputs(self.spec, num_tokens, self._normal)
-        """On the host, of the problem's kind."""
+        """Inputs of the problem's kind, on the host."""
         self.contexts: list[Entries] = (
             [tuple(self._normal(row.context_len, *plane.shape) for plane in self.planes) for row in rows]
             if contexts is None
@@ -124,11 +121,11 @@ class Step:
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
-        """Of the pool, in the order of entries."""
+        """The planes of the pool, in the order of entries."""
         return self.pool.spec.planes
 
     def next_step(self, query_len: int, *, seed: int) -> Step:
-        """The same rows go on, over what the backend itself left in the cache."""
+        """Returns the next step of the same rows, over what the backend itself left in the cache."""
         rows = [Row(row.seq_len, query_len) for row in self.rows]
         for following, table_row in zip(rows, self.table_rows, strict=True):
             self.bench.store.grow_row(table_row, following.seq_len)
@@ -136,7 +133,7 @@ class Step:
         return Step(self.bench, rows, seed=seed, layer=self.layer, table_rows=self.table_rows, contexts=contexts)
 
     def step_before(self, written: Mapping[int, int]) -> Step:
-        """A step of some of these rows, by the number of entries at the end of their contexts that it writes."""
+        """Returns an earlier step, which writes the last `written[row]` entries of the contexts of some rows."""
         rows = [Row(self.rows[row].context_len - count, count) for row, count in written.items()]
         step = Step(
             self.bench,
@@ -151,28 +148,28 @@ class Step:
         return step
 
     def pad(self, num_rows: int, num_tokens: int, value: float) -> None:
-        """Adds rows of no tokens, and tokens of no row whose inputs are all `value`."""
+        """Adds padding rows, and padding tokens whose inputs are all `value`."""
         self.batch = self.batch.pad(len(self.rows) + num_rows, self.batch.num_tokens + num_tokens)
         self.change_inputs(lambda tensor: torch.cat([tensor, tensor.new_full((num_tokens, *tensor.shape[1:]), value)]))
 
     def change_inputs(self, change: Callable[[Tensor], Tensor]) -> None:
-        """All that have a line for each token, alike."""
+        """Changes all inputs that have one row per token in the same way."""
         self.inputs = map_inputs(self.inputs, change, self.problem.per_token)
 
     def take_row(self, other: Step, place: slice) -> None:
-        """Another step's inputs, all of them, for these tokens, and its layer's weights."""
+        """Copies all inputs of another step to these tokens, and its layer's weights."""
         names = tensors_of(other.inputs)
         for name in self.problem.per_token:
             vars(self.inputs)[name][place] = names.pop(name)
         self.inputs = replace(self.inputs, **names)
 
     def weigh_alike(self) -> None:
-        """Every key weighs the same."""
+        """Sets queries to 0, so that every key weighs the same."""
         for queries in self.problem.queries(self.inputs):
             queries.zero_()
 
     def _whole_rows(self) -> Iterator[tuple[slice, Entries]]:
-        """Each row's tokens, and its entries: the context's and the new ones."""
+        """Yields each row's new tokens and all its entries, those of the context first."""
         new, start = self.problem.entries(self.inputs), 0
         for row, context in zip(self.rows, self.contexts, strict=True):
             tokens = slice(start, start + row.query_len)
@@ -188,7 +185,7 @@ class Step:
         return noise.repeat(-(-(start + count) // _NOISE_NUMBERS))[start : start + count].view(shape)
 
     def write_contexts(self, lengths: Sequence[int] | None = None) -> None:
-        """Puts each row's context where earlier steps would have: all of it, or its first entries."""
+        """Writes each row's context, or its first `lengths[row]` entries, to the slots of earlier steps."""
         lengths = lengths or [row.context_len for row in self.rows]
         for table_row, entries, length in zip(self.table_rows, self.contexts, lengths, strict=True):
             slots = torch.tensor(walk_slots(self.pool, table_row, length), dtype=torch.int64)
@@ -198,7 +195,7 @@ class Step:
                 target.index_copy_(0, slots.to(target.device), stored)
 
     def unwritten(self) -> str | None:
-        """What of which new token is not in its slot, in the step's layer; None where all of all is."""
+        """Describes a new entry that is not in its slot, or returns None if all are."""
         new, start = self.problem.entries(self.inputs), 0
         for row, table_row in zip(self.rows, self.table_rows, strict=True):
             slots = walk_slots(self.pool, table_row, row.seq_len)[row.context_len :]
@@ -216,7 +213,7 @@ class Step:
         return None
 
     def snap(self) -> None:
-        """Makes every entry one that the cache holds as it is: no rounding is in doubt, whatever the scales."""
+        """Rounds every entry to a number that the cache represents exactly, so that rounding does not matter."""
         self.contexts = [
             tuple(self.kept(plane, values).to(values.dtype) for plane, values in zip(self.planes, entries, strict=True))
             for entries in self.contexts
@@ -232,21 +229,21 @@ class Step:
         return self.pool.scales(plane.name)[self.layer_in_group]
 
     def stored(self, plane: PlaneSpec, values: Tensor) -> Tensor:
-        """Values as the cache holds them."""
+        """Returns values as the cache stores them."""
         return stored_entries(values, plane.dtype, self._scale(plane)).contiguous()
 
     def kept(self, plane: PlaneSpec, values: Tensor) -> Tensor:
-        """What is left of values that went through the cache, if the step has one."""
+        """Returns values as they are read back from the cache. A TRANSIENT step returns them unchanged."""
         return loaded_entries(self.stored(plane, values), self._scale(plane)) if self.batch.pools else values
 
     def places(self, asked: Asked) -> Tensor:
-        """The step's tokens that are asked about."""
+        """Returns the indices of the tokens that are asked about."""
         starts = [0, *itertools.accumulate(row.query_len for row in self.rows)]
         places = [starts[row] + query for row, queries in asked.items() for query in queries]
         return torch.tensor(places, dtype=torch.int64)
 
     def expected(self, asked: Asked | None = None) -> HostOutput:
-        """From dense tensors, row by row; nothing paged is touched. All tokens, or those that are asked about."""
+        """Returns the oracle's answer for all tokens, or for those that are asked about. Reads no page."""
         outs, lses = [], []
         for number, (row, (tokens, entries)) in enumerate(zip(self.rows, self._whole_rows(), strict=True)):
             queries = None if asked is None else asked.get(number, ())
@@ -268,7 +265,7 @@ class Step:
         return self.bench.planner.plan(self.batch, needs=needs, lane=lane)
 
     def attend(self, planned: PlannedBatch) -> HostOutput:
-        """Runs the step's own layer on a plan that was proven; what attention does not write stays NaN."""
+        """Runs the step's layer on a plan that `ensure` accepted. Output that attention does not write stays NaN."""
         inputs = to_device(self.inputs, self.bench.device)
         out = self.empty_out()
         with torch.inference_mode():
@@ -276,12 +273,12 @@ class Step:
         return HostOutput(out.to(_HOST), None if lse is None else lse.to(_HOST))
 
     def empty_out(self) -> Tensor:
-        """What attention is to write, on the device: NaN everywhere."""
+        """Returns an output tensor on the device, filled with NaN."""
         shape = (self.batch.num_tokens, self.spec.num_q_heads, self.spec.out_dim)
         return torch.full(shape, torch.nan, dtype=self.bench.setting.dtype, device=self.bench.device)
 
     def run(self, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> HostOutput:
-        """Plans, proves and runs."""
+        """Plans the step, checks the plan and runs it."""
         planned = self.bench.planner.ensure(self.plan(needs, lane))
         with torch.inference_mode():
             planned.prepare()

@@ -1,7 +1,7 @@
-"""What a check is, and what it works with: benches of the plainest kind, comparison with the oracle, a count of steps.
+"""`Check`, and the `Trial` that a check works with: rigs of the plainest kind, and comparison with the oracle.
 
-A check is about one thing. Everything else in its benches is as plain as can be, so that a backend that gets only
-that one thing wrong fails that check and no other.
+A check is about one thing. Everything else in its rigs is as plain as possible, so that a backend that gets only that
+one thing wrong fails that check and no other.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from sightline.testing.conformance.steps import Asked, HostOutput, Step
 
 _T = TypeVar("_T")
 _TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
-"""Absolute and relative: what rounding weights and outputs once may cost, and some."""
+"""Absolute and relative error that rounding weights and outputs once may cause, with a margin."""
 _LSE_TOLERANCE = 1e-4
-"""The LSE is in float32 whatever the inputs are in: only what reaches scores is rounded."""
+"""The LSE is float32 whatever the dtype of the inputs: only scores are rounded."""
 
 
 class CheckFailed(Exception):  # noqa: N818 - the name is the condition
@@ -48,32 +48,31 @@ class CheckFailed(Exception):  # noqa: N818 - the name is the condition
 
 
 class Effort(Enum):
-    """How many of the cases a check tries."""
+    """How many of its cases a check tries."""
 
     QUICK = "quick"
-    """A few: for the time while a backend is written. Proves nothing."""
+    """A few, for use while a backend is written. Proves nothing."""
     FULL = "full"
     """All of them."""
 
 
 @dataclass
 class CheckProgress:
-    """How far a check has come."""
+    """What a check has done so far."""
 
     num_steps: int = 0
     """Steps that were compared with the oracle."""
     case: str = ""
-    """What is being tried, for whoever has to find out why it failed."""
+    """A description of what is being tried, for the report of a failure."""
     points: list[Point] = field(default_factory=list)
-    """What passed, as coverage counts it."""
+    """The cases that passed, as points of `attention.coverage`."""
 
 
 @dataclass(frozen=True)
 class CaseShare:
-    """Every so many-th case of a check, so that several processes can try it together."""
+    """Every `count`-th case of a check, from case `number` on, so that several processes can divide a check."""
 
     number: int
-    """Counted from 0."""
     count: int
 
     def of(self, cases: Sequence[_T]) -> Sequence[_T]:
@@ -84,7 +83,7 @@ WHOLE = CaseShare(0, 1)
 
 
 class Trial:
-    """One check of one subject, or a share of it."""
+    """One check of one subject, or a share of its cases."""
 
     def __init__(
         self,
@@ -96,17 +95,17 @@ class Trial:
         progress: CheckProgress | None = None,
         share: CaseShare = WHOLE,
     ) -> None:
-        """In the row's first dtype, unless another is named; the cache is in the same where it can be."""
+        """By default in the row's first dtype, with a cache of the same dtype if the row declares it."""
         self.subject = subject
         self.row = subject.capability
         self.problem = subject.problem
         self.features = subject.features
-        """What the row declares and can be asked for here."""
+        """Features that the row declares and the kind of attention has."""
         self.effort = effort
         self.samples = samples
         self.progress = progress or CheckProgress()
         self.share = share
-        """Of the cases, for a check that can be shared out."""
+        """The cases that this trial tries, if the check can be divided."""
         caches, computed = cache_dtypes(self.row), compute_dtypes(self.row)
         if not caches or not computed:
             fail(f"expected a row with one of {_DTYPES} to compute in and to keep, got {self.row}")
@@ -114,28 +113,28 @@ class Trial:
         self.cache_dtype = cache_dtype or (self.dtype if self.dtype in caches else caches[0])
         rounded = self.problem.roundings * _TOLERANCE[self.dtype]
         self.tolerance = rounded * (self.problem.half_slack if self.dtype.itemsize == 2 else 1.0)
-        """Of outputs."""
+        """Absolute and relative, for outputs."""
         exact_scores = self.problem.roundings == 1
         self.lse_tolerance = _LSE_TOLERANCE if exact_scores else max(_LSE_TOLERANCE, rounded)
         self.page_size = samples.of_page_sizes(self.row)[0]
         self.plain: Any = self.problem.plain(samples.of_head_dims(self.row), samples.of_group_sizes(self.row))
-        """A spec of the problem's kind, as plain as the row allows."""
+        """The plainest spec that the row allows."""
 
     def sized(self, head_dim: int) -> Any:
-        """The plain spec with another head dimension, and the scale that is usual for it."""
+        """Returns the plain spec with another head dimension and the usual scale for it."""
         return self.problem.spec(head_dim, self.plain.group_size, 2)
 
     def in_dtype(self, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Trial:
-        """The same trial in another dtype; what it does counts here."""
+        """Returns the same trial in another dtype; its progress is counted here."""
         return Trial(self.subject, self.effort, self.samples, dtype, cache_dtype, self.progress, self.share)
 
     def some(self, values: Sequence[_T], quick: int = 2) -> tuple[_T, ...]:
-        """All of the values, or the first few."""
+        """Returns all values, or the first `quick` of them in a quick run."""
         return tuple(values if self.effort is Effort.FULL else values[:quick])
 
     @property
     def setting(self) -> Setting:
-        """As plain as can be: pages in order, memory that is zero, numbers in unused slots, scales of 1."""
+        """The plainest setting: pages in order, zeroed memory, finite numbers in unused slots, scales of 1."""
         return Setting(
             page_size=self.page_size,
             dtype=self.dtype,
@@ -154,25 +153,25 @@ class Trial:
         return AttentionRig(self.subject, specs, setting)
 
     def run(self, step: Step, needs: frozenset[Feature] = frozenset()) -> HostOutput:
-        """Runs a step, and says so."""
+        """Runs a step and notes it in the progress."""
         self.progress.case = describe_step(step)
         return step.run(needs)
 
     def try_step(self, step: Step, needs: frozenset[Feature] = frozenset()) -> HostOutput:
-        """Runs a step and holds it against the oracle."""
+        """Runs a step and compares its output, LSE and cache writes with the oracle."""
         answer = self.run(step, needs)
         self.hold(step, answer)
         self.require_lse(step, answer, wanted=Feature.LSE in needs)
         return answer
 
     def require_written(self, step: Step) -> None:
-        """What the step computed stands in the cache, if it has one."""
+        """Fails unless the step's new entries are in the cache. Does nothing for a TRANSIENT step."""
         unwritten = step.unwritten() if step.batch.pools else None
         if unwritten is not None:
             fail(unwritten)
 
     def require_lse(self, step: Step, answer: HostOutput, *, wanted: bool) -> None:
-        """There exactly where it was asked for, float32, one number for each token and head, padding included."""
+        """Fails unless the LSE is returned exactly if it is wanted, as float32 [num_tokens, num_q_heads]."""
         self.require((answer.lse is not None) == wanted, f"expected {'the' if wanted else 'no'} LSE, got {answer.lse}")
         if answer.lse is not None:
             got = (answer.lse.dtype, tuple(answer.lse.shape))
@@ -186,13 +185,13 @@ class Trial:
         setting: Setting | None = None,
         needs: frozenset[Feature] = frozenset(),
     ) -> None:
-        """Runs a step of these rows on a bench of its own."""
+        """Runs and compares one step with these rows on a new rig."""
         self.try_step(Step(self.bench(spec or self.plain, setting=setting), rows), needs)
 
     def hold(self, step: Step, answer: HostOutput, what: str = "", asked: Asked | None = None) -> None:
-        """Compares an answer with the oracle's, and what the step left in the cache with its inputs.
+        """Compares an answer with the oracle's, and the cache with the step's new entries.
 
-        Where only some tokens are asked about, the others' output must be numbers.
+        If only some tokens are `asked` about, the outputs of the others must be finite.
         """
         self.progress.num_steps += 1
         self.progress.case = describe_step(step)
@@ -204,7 +203,7 @@ class Trial:
         if asked is not None:
             self.require(
                 bool(answer.out[:num_tokens].isfinite().all()),
-                f"expected an output{subject} of numbers, got some that are none",
+                f"expected a finite output{subject}, got NaN or infinity in it",
             )
         if answer.lse is not None and expected.lse is not None:
             told = f"an LSE{subject}"
@@ -220,14 +219,16 @@ class Trial:
         tolerance: float | None = None,
         places: Tensor | None = None,
     ) -> None:
-        """Within what rounding costs; -inf equals -inf, NaN equals nothing. `places` are the step's tokens that the
-        numbers are of."""
+        """Fails unless the numbers agree within the tolerance. -inf equals -inf; NaN equals nothing.
+
+        `places` are the indices of the compared tokens in the step.
+        """
         if got.shape != expected.shape:
             fail(f"expected {what} of shape {tuple(expected.shape)}, got {tuple(got.shape)}")
         tolerance = tolerance or self.tolerance
         wanted = expected.float()
         error = torch.where(got.float() == wanted, 0.0, (got.float() - wanted).abs())
-        # Of what is infinite nothing is near: a tolerance relative to it would let anything pass.
+        # A tolerance relative to an infinite number would accept anything.
         wrong = ~(error <= tolerance * (1 + wanted.abs().masked_fill(wanted.isinf(), 0.0)))
         if wrong.any():
             first = tuple(int(index) for index in wrong.nonzero()[0])
@@ -239,7 +240,6 @@ class Trial:
             )
 
     def require(self, holds: bool, otherwise: str) -> None:
-        """Something that is not a number."""
         if not holds:
             fail(otherwise)
 
@@ -249,7 +249,7 @@ def fail(message: str) -> NoReturn:
 
 
 def _place(first: tuple[int, ...], wrong: Tensor, step: Step | None, places: Tensor | None) -> str:
-    """Where a wrong number is, and which rows have any."""
+    """Says where the first wrong number is, and which rows have any."""
     if step is None:
         return f"at {first}"
     ends = list(itertools.accumulate(row.query_len for row in step.rows))
@@ -268,15 +268,13 @@ def _place(first: tuple[int, ...], wrong: Tensor, step: Step | None, places: Ten
 
 
 def _told(got: float) -> str:
-    """A number, and whence it may come."""
-    hint = (
-        f" (values of slots that are not the row's are ±{GARBAGE_VALUE:g} here)" if abs(got) > GARBAGE_VALUE / 2 else ""
-    )
+    """Formats a number, with a hint if it looks like an unused slot's."""
+    hint = f" (values in slots of no row are ±{GARBAGE_VALUE:g} here)" if abs(got) > GARBAGE_VALUE / 2 else ""
     return f"{got:.6g}{hint}"
 
 
 def describe_step(step: Step) -> str:
-    """A step as a person would write it down."""
+    """Describes a step in one line."""
     rows = ", ".join(f"{row.context_len}+{row.query_len}" for row in step.rows)
     masks = {row.mask.kind.value for row in step.rows} - {MaskKind.CAUSAL.value}
     policy = "" if step.batch.pools else "TRANSIENT; "
@@ -286,7 +284,7 @@ def describe_step(step: Step) -> str:
 
 
 def describe(problem: Problem[Any, Any], setting: Setting, *specs: AttentionSpec) -> str:
-    """What a bench is built for."""
+    """Describes a rig in one line."""
     told = [problem.describe(spec) for spec in specs]
     cache_dtype = setting.cache_dtype or setting.dtype
     scales = f" scaled by {', '.join(map(str, setting.cache_scales))}" if cache_dtype in SCALED_DTYPES else ""
@@ -300,31 +298,45 @@ def _never(subject: Subject) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that is proved."""
+    """One property that the kit proves of a backend."""
 
     name: str
     proves: str
-    """In one sentence."""
+    """One sentence."""
     run: Callable[[Trial], None]
     """Raises `CheckFailed`."""
     after: tuple[str, ...] = ()
-    """Checks without which this one says nothing: where one of them fails, this one is not tried."""
+    """Checks that it builds on. If one of them fails, this one is blocked."""
     excused: Callable[[Subject], str | None] = _never
-    """Why a subject need not pass: it declares no such thing, or the device cannot hold it."""
+    """Returns why a subject need not pass (not declared, or no room on the device), or None."""
     kinds: frozenset[SpecKind] = frozenset(SpecKind)
-    """The kinds of attention that it is about: rows of others do not have it."""
+    """The kinds of attention that it applies to."""
     alone: bool = False
-    """It takes so much of a device that no other process may try anything on it meanwhile."""
+    """True if it needs so much device memory that no other process may use the device meanwhile."""
     num_shares: int = 1
-    """Into how many it can be cut: more than one where it asks the trial for its share of the cases."""
+    """How many processes can divide it. Above 1, it tries only the cases of `trial.share`."""
 
     def __post_init__(self) -> None:
         if self.num_shares < 1:
             raise ValueError(f"expected a check of at least one share, got {self.num_shares} of {self.name}")
 
 
+def check(*after: str, name: str | None = None, **options: Any) -> Callable[[Callable[[Trial], None]], Check]:
+    """Turns a function into a `Check` of the same name that proves what the function's docstring says.
+
+    Underscores of the name become hyphens. An item of `after` may name several checks, separated by spaces. `options`
+    are the other fields of `Check`.
+    """
+
+    def made(run: Callable[[Trial], None]) -> Check:
+        proves = " ".join((run.__doc__ or "").split()).removesuffix(".")
+        return Check(name or run.__name__.replace("_", "-"), proves, run, tuple(" ".join(after).split()), **options)
+
+    return made
+
+
 def needs_feature(feature: Feature) -> Callable[[Subject], str | None]:
-    """Excuses subjects that do not declare the feature, or whose kind of attention has no such thing."""
+    """Excuses subjects that do not declare the feature, or whose kind of attention does not have it."""
 
     def excused(subject: Subject) -> str | None:
         if feature not in subject.problem.features:
@@ -335,7 +347,7 @@ def needs_feature(feature: Feature) -> Callable[[Subject], str | None]:
 
 
 def ragged_rows(page: int) -> list[Row]:
-    """Contexts around a page's border, queries of one and many, in no order."""
+    """Rows with contexts around a page's border, and with one and several new tokens, in no order."""
     contexts = [0, 1, max(page - 1, 0), page, page + 1, 3 * page + 2]
     decode = [Row(context, 1) for context in contexts]
     prefill = [Row(page + 1, 7), Row(0, 11), Row(0, 1), Row(1, 5), Row(0, 11)]
@@ -343,5 +355,5 @@ def ragged_rows(page: int) -> list[Row]:
 
 
 def masked(rows: Sequence[Row], **changes: object) -> list[Row]:
-    """The rows with something changed alike."""
+    """Returns the rows with the same fields changed in each."""
     return [replace(row, **changes) for row in rows]  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Whether a request's answer is right: its tokens, its end, its log probabilities, what it found in the cache.
+"""Checks a request's answer: its tokens, its end, its log probabilities and its cached tokens.
 
-Knows what was asked and what came back. Does not know pages or the scheduler.
+Knows requests and outputs. Does not know pages or the scheduler.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sightline.testing.simulator.oracle import RAISING, SPOILING, expected_token
 from sightline.testing.simulator.scenario import ClientSubmits
 
 _FAILURES = {RAISING: UNBEARABLE, SPOILING: "NaN"}
-"""By token: what a request that holds it fails with."""
+"""The error of a request whose prompt has this token."""
 
 
 @dataclass(eq=False)
@@ -28,41 +28,41 @@ class Attempt:
     request_id: str
     params: EffectiveParams
     arrival: int
-    """How many were accepted before it."""
+    """How many requests were accepted before it."""
     deadline: float
-    """Of the virtual clock; infinity where there is none."""
+    """In seconds of the virtual clock; infinity if there is none."""
     num_tries: int
-    """Which try of the client it is, from 0."""
+    """The client's tries before this one."""
     is_cancelled: bool = False
     is_gone: bool = False
-    """Nobody will ask for what it produced."""
+    """The client disconnected, so nobody will ask for the output."""
     admitted_at: int | None = None
     """The step in which it first ran."""
     sequences: dict[int, SequenceState] = field(default_factory=dict)
-    """Its continuations that ever ran, by index."""
+    """Continuations that have run, by index."""
     streamed: dict[int, list[int]] = field(default_factory=dict)
-    """By continuation: the tokens that a stream gave out."""
+    """The streamed tokens of each continuation."""
     ended_streams: list[int] = field(default_factory=list)
-    """Continuations whose end a stream gave out."""
+    """Continuations whose end was streamed."""
 
     def goes_before(self, other: Attempt) -> bool:
-        """True where it is more urgent, or as urgent, of the same caller and earlier."""
+        """True if it is more urgent, or equally urgent and an earlier request of the same caller."""
         mine, theirs = self.asked, other.asked
         same_line = mine.priority == theirs.priority and mine.caller == theirs.caller
         return mine.priority < theirs.priority or (same_line and self.arrival < other.arrival)
 
     @property
     def failures(self) -> frozenset[str]:
-        """What may be said of it where it fails: it holds a token that no answer can come of."""
+        """The errors that the special tokens of its prompt allow."""
         return frozenset(_FAILURES[token] for token in self.asked.prompt if token in _FAILURES)
 
 
 def check_answer(
     attempt: Attempt, output: RequestOutput, *, may_abort: bool, failures: frozenset[str]
 ) -> Iterator[str]:
-    """Everything about an answer that is wrong, given whether it may have been cut short, and how it may have failed.
+    """Yields everything that is wrong about an answer.
 
-    A failure must say one of `failures`; where there are none, it must not fail.
+    A request that failed must name one of `failures`. `may_abort` is True for one that was cancelled or is late.
     """
     asked = attempt.asked
     if [answer.index for answer in output.outputs] != list(range(asked.n)):
@@ -84,7 +84,7 @@ def check_answer(
 
 
 def check_reuse(attempt: Attempt, num_cached: int, page_size: int, others: Sequence[Attempt]) -> Iterator[str]:
-    """What a request found in the cache, another of its caller had left there."""
+    """Yields an error unless the cached tokens of a request were left by another request of the same caller."""
     found = list(attempt.asked.prompt[:num_cached])
     if num_cached % page_size or num_cached >= len(attempt.asked.prompt):
         yield f"found {num_cached} tokens of {len(attempt.asked.prompt)}, in pages of {page_size}"
@@ -95,7 +95,7 @@ def check_reuse(attempt: Attempt, num_cached: int, page_size: int, others: Seque
         for sequence in other.sequences.values()
     )
     if num_cached and not any(tokens[:num_cached] == found for tokens in left):
-        yield f"found {num_cached} tokens in the cache that nobody of {attempt.asked.caller!r} had left"
+        yield f"found {num_cached} tokens in the cache that no request of {attempt.asked.caller!r} had left"
 
 
 def _check_tokens(attempt: Attempt, answer: CompletionOutput) -> Iterator[str]:
@@ -129,7 +129,7 @@ def _check_logprobs(prompt: Sequence[int], answer: CompletionOutput) -> Iterator
 def _check_positions(
     history: Sequence[int], told: Sequence[PositionLogprobs | None], followers: Sequence[int]
 ) -> Iterator[str]:
-    """The last tokens of a history, each with what was told of it."""
+    """Compares reported log probabilities with those of `followers`, the last tokens of a history."""
     if len(told) != len(followers):
         yield f"expected log probabilities of {len(followers)} tokens, got {len(told)}"
         return

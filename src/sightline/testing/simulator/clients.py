@@ -1,7 +1,6 @@
-"""The clients of a simulated engine: they ask, read, change their minds, hang up and ask again.
+"""The clients of a simulated engine: they submit, stream, cancel, disconnect and retry.
 
-Keeps what each asked and checks that each request ends once, in time, with a right answer, in its turn. Does not look
-at pages.
+Checks that each request ends once, in time, in its turn, and with the right answer. Does not look at pages.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from sightline.testing.simulator.scenario import ClientSubmits
 from sightline.testing.simulator.stage import Stage
 
 _PATIENCE = 3
-"""Steps that a client waits before it asks again."""
+"""Steps that a client waits before it retries."""
 
 
 @dataclass(frozen=True)
@@ -33,30 +32,30 @@ class _Retry:
 class _Moment:
     time: float
     num_refused: int
-    """Allocations, until then."""
+    """Refused allocations so far."""
     num_committed: int
-    """Steps, until then."""
+    """Committed steps so far."""
 
 
 class Clients:
-    """Everyone who asks one engine."""
+    """All clients of one engine."""
 
     def __init__(self, stage: Stage, counts: EventCounts) -> None:
         self._stage = stage
         self._engine = stage.engine
         self._counts = counts
         self._live: dict[str, Attempt] = {}
-        """By the engine's id: accepted, and not ended."""
+        """Requests that are accepted and have not ended, by the engine's id."""
         self._attempts: list[Attempt] = []
-        """All that were accepted, in order."""
+        """All accepted requests, in order."""
         self._by_name: dict[int, Attempt] = {}
         self._retries: list[_Retry] = []
         self._began = _Moment(0.0, 0, 0)
-        """When the step did."""
+        """The moment at which the step began."""
 
     @property
     def next_retry(self) -> int | None:
-        """The step before which somebody asks again."""
+        """The step before which the next client retries, or None."""
         return min((retry.at for retry in self._retries), default=None)
 
     @property
@@ -64,7 +63,7 @@ class Clients:
         return len(self._live)
 
     def before_step(self, step: int) -> Iterator[str]:
-        """Those who were refused ask again."""
+        """Submits the retries that are due. Yields what is wrong."""
         due = [retry for retry in self._retries if retry.at <= step]
         self._retries = [retry for retry in self._retries if retry.at > step]
         for retry in due:
@@ -73,7 +72,7 @@ class Clients:
         self._began = self._moment()
 
     def submit(self, step: int, asked: ClientSubmits, num_tries: int = 0) -> Iterator[str]:
-        """Accepted exactly where there is room in the queue."""
+        """Submits a request. Yields an error unless it is accepted exactly if the queue has room for it."""
         now, room = self._stage.faults.clock.now, self._stage.scene.max_queued - self._stage.scheduler.num_waiting
         try:
             request_id = self._engine.submit(asked.prompt, _params(asked), terms=_terms(asked))
@@ -104,7 +103,7 @@ class Clients:
             self._engine.cancel(attempt.request_id)
 
     def leave(self, name: int) -> None:
-        """The client of a request hangs up."""
+        """Disconnects the client of a request."""
         attempt = self._by_name.get(name)
         if attempt is not None and attempt.request_id in self._live:
             attempt.is_gone = True
@@ -112,7 +111,7 @@ class Clients:
             self._engine.abandon(attempt.request_id)
 
     def see_running(self, step: int) -> None:
-        """Takes note of who runs, just before a forward pass."""
+        """Records which sequences run, just before a forward pass."""
         for sequence in self._stage.scheduler.running:
             attempt = self._live.get(sequence.request.request_id)
             if attempt is not None:
@@ -121,9 +120,9 @@ class Clients:
                     attempt.admitted_at = step
 
     def after_step(self, step: int) -> Iterator[str]:
-        """Everything that is wrong about who has ended, how, and who has not."""
+        """Yields everything that is wrong about which requests have ended, and how."""
         yield from self._check_turns(step)
-        # Deadlines are looked at before a step is launched, and once more when one is committed.
+        # The engine checks deadlines before it launches a step, and again when it commits one.
         now = self._moment()
         looked = now.time if now.num_committed > self._began.num_committed else self._began.time
         for attempt in tuple(self._live.values()):
@@ -138,7 +137,7 @@ class Clients:
                 yield from self._check_unfinished(attempt, looked)
 
     def after_close(self) -> Iterator[str]:
-        """An engine that was closed has ended everything and takes nothing."""
+        """Yields an error unless a closed engine has ended every request and accepts no other."""
         for attempt in tuple(self._live.values()):
             try:
                 ended = self._engine.is_finished(attempt.request_id)
@@ -163,9 +162,9 @@ class Clients:
             self._retries.append(_Retry(step + _PATIENCE, asked, num_tries + 1))
 
     def _check_turns(self, step: int) -> Iterator[str]:
-        """Nobody first ran in this step while a more urgent one, or an earlier one of the same caller, did not.
+        """Yields an error if a request started before a more urgent one, or before an earlier one of its caller.
 
-        Callers of one urgency take turns as they like. An allocation that was refused is a reason to wait.
+        Callers of equal urgency may start in any order. A refused allocation is a reason to wait.
         """
         new = [attempt for attempt in self._attempts if attempt.admitted_at == step]
         if not new or self._stage.faults.num_refused > self._began.num_refused:
@@ -178,7 +177,7 @@ class Clients:
                     yield f"request {other.asked.name} was let in, and it was the turn of request {waiting.asked.name}"
 
     def _check_unfinished(self, attempt: Attempt, looked: float) -> Iterator[str]:
-        """`looked` is when deadlines were last looked at."""
+        """`looked` is the time at which the engine last checked deadlines."""
         if attempt.is_cancelled:
             yield f"request {attempt.asked.name} was cancelled and goes on"
         if attempt.deadline < looked:
@@ -193,7 +192,7 @@ class Clients:
                 attempt.ended_streams.append(delta.index)
 
     def _forget(self, attempt: Attempt) -> Iterator[str]:
-        """Nobody asks for it: the engine knows nothing of it, and it runs no further."""
+        """Yields an error unless the engine has forgotten a request whose client disconnected."""
         del self._live[attempt.request_id]
         try:
             self._engine.is_finished(attempt.request_id)
@@ -205,7 +204,7 @@ class Clients:
             yield f"request {attempt.asked.name} was abandoned and goes on"
 
     def _end(self, step: int, attempt: Attempt) -> Iterator[str]:
-        """Takes the answer, once."""
+        """Takes the answer and checks it."""
         del self._live[attempt.request_id]
         output = self._engine.pop_output(attempt.request_id)
         is_late = attempt.deadline < self._stage.faults.clock.now

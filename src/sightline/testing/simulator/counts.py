@@ -1,4 +1,4 @@
-"""What a run exercised, so that one which exercises nothing is seen."""
+"""Counts what a run exercised, so that a run which exercises nothing is noticed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass
 class EventCounts:
-    """How often each thing happened."""
+    """How often each event happened."""
 
     seeds: int = 0
     steps: int = 0
     forwards: int = 0
     requests: int = 0
-    """That the engine accepted."""
+    """Requests that the engine accepted."""
     finished: int = 0
-    """By their own length or a stop token."""
+    """Requests that ended by length or a stop token."""
     forks: int = 0
-    """Further continuations of a prompt that ran."""
+    """Continuations beyond the first that ran."""
     retractions: int = 0
     shared_rows: int = 0
-    """That a caller gave up to one that had none."""
+    """Rows that a caller gave up to one without a row."""
     cached_tokens: int = 0
     cancels: int = 0
-    """That ended a request, by its client's word."""
+    """Requests that ended because their client cancelled."""
     gone_clients: int = 0
     deadlines: int = 0
     refusals: int = 0
@@ -34,7 +34,7 @@ class EventCounts:
     spoilt_rows: int = 0
     slow_forwards: int = 0
     ended_in_flight: int = 0
-    """Steps after which a request that has ended is still in flight."""
+    """Steps after which an ended request was still in flight."""
     device_faults: int = 0
     closes: int = 0
 
@@ -45,7 +45,7 @@ class EventCounts:
         return tuple(asdict(self).values())
 
     def told(self) -> str:
-        """One line: `3 seeds, 1,200 steps, ...`."""
+        """Returns one line: `3 seeds, 1,200 steps, ...`."""
         return ", ".join(
             f"{value:,} {field.name.replace('_', ' ')}"
             for field, value in zip(fields(self), self.values(), strict=True)

@@ -1,6 +1,6 @@
-"""The weather: a clock that only the simulation moves, and the faults that it can ask for, at named points.
+"""A virtual clock, and the faults that a simulation can inject.
 
-Does not know when anything happens, nor what it leads to.
+Does not know when a fault is injected, nor what follows from it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from sightline.cache.pages import PageAllocator
 from sightline.core.errors import DeviceFaultError, OutOfPages
 
 TICK = 2.0**-10
-"""Seconds. Every time is a whole number of half ticks, which a float holds exactly."""
+"""Seconds. Every time is a whole number of half ticks, which a float represents exactly."""
 STEP_TICKS = 8
-"""What a forward pass costs, and a tick more for each of its tokens."""
+"""Duration of a forward pass, plus one tick per token."""
 UNBEARABLE = "the simulated forward pass cannot bear one of its rows"
 DEVICE_GONE = "the simulated device is gone"
 
 
 class PlannedFault(Exception):  # noqa: N818 - the name is the condition
-    """What a forward pass raises because the scenario says so."""
+    """The error that a forward pass raises because the scenario says so."""
 
 
 @dataclass
 class VirtualClock:
-    """Seconds since the simulation began."""
+    """A clock that only the simulation moves."""
 
     now: float = 0.0
+    """Seconds since the simulation began."""
 
     def __call__(self) -> float:
         return self.now
@@ -37,23 +38,23 @@ class VirtualClock:
 
 @dataclass
 class Faults:
-    """What is to go wrong next, and how often it did."""
+    """The faults to inject next, and counts of those that were injected."""
 
     clock: VirtualClock = field(default_factory=VirtualClock)
     num_refusals: int = 0
-    """Allocations still to be refused."""
+    """How many of the next allocations to refuse."""
     fails_next: bool = False
     next_seconds: float = 0.0
-    """What the next forward pass takes beyond its usual time."""
+    """Extra duration of the next forward pass."""
     device_is_gone: bool = False
     device_was_lost: bool = False
-    """A forward pass has met that."""
+    """True once a forward pass has raised because the device is gone."""
     num_refused: int = 0
     num_forwards: int = 0
     num_failed_forwards: int = 0
 
     def refuse(self) -> bool:
-        """Whether the allocation at hand fails."""
+        """Returns True if this allocation is to fail."""
         if self.num_refusals == 0:
             return False
         self.num_refusals -= 1
@@ -61,7 +62,7 @@ class Faults:
         return True
 
     def begin_forward(self, num_tokens: int) -> None:
-        """The time that a forward pass takes, and what it raises whoever is in it."""
+        """Moves the clock by the duration of a forward pass, and raises the injected fault if there is one."""
         self.num_forwards += 1
         self.clock.tick(STEP_TICKS + num_tokens)
         self.clock.now += self.next_seconds
@@ -74,13 +75,13 @@ class Faults:
             self.fail("the simulated forward pass failed this once")
 
     def fail(self, message: str) -> None:
-        """Raises out of a forward pass."""
+        """Counts and raises a fault of a forward pass."""
         self.num_failed_forwards += 1
         raise PlannedFault(message)
 
 
 class FaultyAllocator(PageAllocator):
-    """Refuses what it could give where the faults say so, and shows all its counts at once."""
+    """An allocator that refuses allocations on request, and exposes its state."""
 
     def __init__(self, num_pages: int, faults: Faults) -> None:
         super().__init__(num_pages)
@@ -92,5 +93,5 @@ class FaultyAllocator(PageAllocator):
         return super().allocate(count)
 
     def state(self) -> tuple[list[int], list[int]]:
-        """Copies of the reference counts by page, and of the free list."""
+        """Returns copies of the reference count of each page and of the free list."""
         return list(self._owners), list(self._free)

@@ -1,7 +1,6 @@
-"""What must hold of pages, rows and the prefix tree after every step, and of every batch before it runs.
+"""Invariants of pages, rows and the prefix tree after every step, and of every batch before it runs.
 
-All of it is exact: every page, every row and every node, each time. Knows the cache and the running sequences. Does
-not know requests' answers.
+Checks every page, row and node each time. Knows the cache and the running sequences. Does not know requests' answers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _FloatArray = NDArray[np.float64]
 
 
 class Invariants:
-    """Of one engine."""
+    """The invariants of one engine. Each method yields what does not hold."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -34,14 +33,14 @@ class Invariants:
         self._contents = [tuple(self._pages(pool, name) for name in ("k", "v")) for pool in self._store.pools]
         self._places = np.arange(self._size, dtype=np.float64)
         self._launched: dict[int, tuple[tuple[int, ...], ...]] = {}
-        """By page-table row: the pages, by pool, that its last batch was launched with."""
+        """For each page-table row, the pages in each pool with which its last batch was launched."""
 
     def _pages(self, pool: Pool, name: str) -> _FloatArray:
         pages: _FloatArray = pool.plane(name).view(-1, self._size).numpy()
         return pages
 
     def after_step(self) -> Iterator[str]:
-        """Everything that does not hold."""
+        """Checks everything that must hold between steps."""
         prefixes = self._stage.engine.prefixes
         nodes = [] if prefixes is None else list(prefixes.nodes())
         holders = self._stage.holders()
@@ -52,7 +51,7 @@ class Invariants:
         yield from self._holdings(nodes, holders)
 
     def before_forward(self, batch: Batch) -> Iterator[str]:
-        """Whether a batch writes only to pages that are its rows' alone, and takes none from a step in flight."""
+        """A batch writes only to pages that its rows do not share, and takes no page from a step in flight."""
         yield from self._in_flight()
         for pool in self._store.pools:
             pages = {slot // self._size for slot in batch.pools[pool.key].write_slots.tolist()}
@@ -63,7 +62,7 @@ class Invariants:
             self._launched[row] = tuple(pool.table.owned(row) for pool in self._store.pools)
 
     def at_rest(self) -> Iterator[str]:
-        """What must hold of an engine that was closed."""
+        """A closed engine has freed every page and row."""
         for pool in self._store.pools:
             if pool.allocator.num_free != pool.allocator.num_usable:
                 yield f"{pool.key} has {pool.allocator.num_free} free pages of {pool.allocator.num_usable} at the end"
@@ -71,7 +70,7 @@ class Invariants:
             yield f"{self._store.num_free_rows} rows are free of {self._store.limits.max_rows} at the end"
 
     def _owners(self, nodes: Sequence[PrefixNode]) -> Iterator[str]:
-        """Every page is free once, or has exactly its rows and its node as owners; the device's table says the same."""
+        """A page is in the free list once, or is owned by its rows and node; the device's page table agrees."""
         rows = range(self._store.limits.max_rows + 1)
         for index, (pool, allocator) in enumerate(zip(self._store.pools, self._stage.allocators, strict=True)):
             owned = [pool.table.owned(row) for row in rows]
@@ -88,7 +87,7 @@ class Invariants:
                     for page in range(len(owners))
                     if owners[page] != expected[page]
                 }
-                yield f"of {pool.key}, pages have other owners than their counts say (page: owners, count): {wrong}"
+                yield f"of {pool.key}, pages have other owners than their counts say (page: (owners, count)): {wrong}"
             if sorted(free) != [page for page, count in enumerate(expected) if not count and page >= PADDING_PAGES]:
                 yield f"of {pool.key}, the free list {sorted(free)} is not the pages without owners"
             width = pool.table.max_pages
@@ -96,7 +95,7 @@ class Invariants:
                 yield f"the device's page table of {pool.key} is not the host's"
 
     def _rows(self, holders: Sequence[SequenceState]) -> Iterator[str]:
-        """Each open row is one sequence's, and no closed row has pages."""
+        """Each open row belongs to one sequence, and no closed row has pages."""
         held = sorted(sequence.table_row for sequence in holders if sequence.table_row is not None)
         rows = range(1, self._store.limits.max_rows + 1)
         opened = [row for row in rows if self._store.is_open(row)]
@@ -107,7 +106,7 @@ class Invariants:
             yield f"rows {closed} are closed and have pages"
 
     def _in_flight(self) -> Iterator[str]:
-        """A row that was launched and not committed has the pages that it was launched with, and writes to its own."""
+        """A row in flight keeps the pages with which it was launched, and does not share those that it writes."""
         for step in self._stage.engine.in_flight:
             for row in step.rows:
                 first, stop = row.context_len // self._size, -(-(row.context_len + row.num_tokens) // self._size)
@@ -115,10 +114,10 @@ class Invariants:
                     if pool.table.owned(row.table_row)[:stop] != launched[:stop]:
                         yield f"row {row.table_row}, in flight, lost pages {launched[:stop]} of {pool.key}"
                     elif any(pool.allocator.owners(page) != 1 for page in launched[first:stop]):
-                        yield f"row {row.table_row}, in flight, writes to a page of {pool.key} that is not its alone"
+                        yield f"row {row.table_row}, in flight, writes to a page of {pool.key} that it shares"
 
     def _tree(self, nodes: Sequence[PrefixNode], holders: Sequence[SequenceState]) -> Iterator[str]:
-        """Children continue their parents; a node is locked by the sequences that run on it, and by nobody else."""
+        """Nodes continue their parents, and are locked exactly by the sequences that run on them."""
         locks: Counter[int] = Counter()
         known = {id(node) for node in nodes}
         for sequence in holders:
@@ -147,7 +146,7 @@ class Invariants:
             yield f"the tree counts {prefixes.num_evictable} pages to evict, and {unlocked} have no lock"
 
     def _holdings(self, nodes: Sequence[PrefixNode], holders: Sequence[SequenceState]) -> Iterator[str]:
-        """The pools hold the tokens and positions that the tree says, and those that running sequences computed."""
+        """The pools hold the tokens and positions of the tree's nodes and of the running sequences."""
         size = self._size
         depths: dict[int, int] = {}
         pages: list[list[int]] = [[] for _ in self._store.pools]
@@ -184,4 +183,4 @@ class Invariants:
 
 
 _ANY = 0xFFFFFFFF
-"""Stands for an entry that is not computed yet."""
+"""Stands for an entry that is not yet computed."""

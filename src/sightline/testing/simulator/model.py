@@ -1,9 +1,9 @@
-"""A model whose next token is a hash of the cache that it really read.
+"""A model whose next token is a hash of the cache entries that it reads.
 
-The cache holds, for each token, its id and its position. Attention reads a row's entries through its page table, in
-order, and hashes them; the hash says which tokens are likely. A page that is another's, stale, freed or out of order
-so gives other tokens than the sequence's own history does. Two tokens are special: a row that holds `RAISING` makes
-the forward pass raise, one that holds `SPOILING` has logits that are no numbers.
+The cache holds the id and position of each token. Attention reads a row's entries through its page table, in order, and
+hashes them; the hash decides which tokens are likely. A page that is stale, freed, out of order or another row's thus
+gives other tokens than the sequence's history. Two tokens are special: `RAISING` in a row makes the forward pass raise,
+and `SPOILING` makes the row's logits NaN.
 
 Knows batches and pools. Does not know requests.
 """
@@ -47,27 +47,27 @@ from sightline.testing.simulator.oracle import (
 )
 
 DTYPE = torch.float64
-"""Holds every hash exactly."""
+"""Represents every hash exactly."""
 SPECS = (SoftmaxSpec(1, 1, 1, 1.0), SoftmaxSpec(1, 1, 1, 2.0))
-"""Two groups, each with pools of its own."""
+"""Two groups, each with its own pools."""
 _MASK = np.uint64(MASK)
 _IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """Which entries the rows of a batch read, row after row."""
+    """The entries that the rows of a batch read, row after row."""
 
     rows: _IntArray
     """[num_entries]: the page-table row of each entry."""
     entries: _IntArray
-    """[num_entries]: its place in its row."""
+    """[num_entries]: its position in its row."""
     weights: NDArray[np.uint64]
-    """[num_entries]: what it counts in the hash."""
+    """[num_entries]: its factor in the hash."""
     starts: _IntArray
-    """[num_tokens]: where the row of each new token begins among all entries."""
+    """[num_tokens]: the first entry that each new token sees."""
     stops: _IntArray
-    """[num_tokens]: where the entries end that it sees."""
+    """[num_tokens]: the end of the entries that it sees."""
 
     @staticmethod
     def of(batch: Batch) -> Reading:
@@ -82,13 +82,13 @@ class Reading:
         return Reading(rows, entries, WEIGHTS[entries], starts.repeat(query_lens), stops)
 
     def slots(self, pages: _IntArray, page_size: int) -> _IntArray:
-        """[num_entries]: where a page table says that they lie."""
+        """[num_entries]: the slots of the entries according to a page table."""
         index, offset = np.divmod(self.entries, page_size)
         found: _IntArray = pages[self.rows, index] * page_size + offset
         return found
 
     def sums(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """[num_tokens]: of the values [num_entries], those that each new token sees, added up."""
+        """[num_tokens]: the sum of the values [num_entries] that each new token sees."""
         sums = np.zeros(len(values) + 1, dtype=np.uint64)
         values.cumsum(out=sums[1:])
         difference: NDArray[np.uint64] = sums[self.stops] - sums[self.starts]
@@ -96,16 +96,11 @@ class Reading:
 
 
 @dataclass(frozen=True, eq=False)
-class _Entries:
-    """What a pool holds of each token, by slot."""
-
-    tokens: NDArray[np.float64]
-    positions: NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
 class _ReadingPlan(AttentionPlan[SoftmaxInputs]):
-    held: _Entries
+    tokens: NDArray[np.float64]
+    """[num_slots]: the token ids in the pool."""
+    positions: NDArray[np.float64]
+    """[num_slots]: the positions in the pool."""
     write_slots: _IntArray
     read_slots: _IntArray
     reading: Reading
@@ -114,15 +109,14 @@ class _ReadingPlan(AttentionPlan[SoftmaxInputs]):
         """Nothing is shared between layers."""
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> None:
-        """Writes the new entries and hashes all that each can see.
+        """Writes the new entries, and hashes the entries that each new token sees.
 
-        NaN where one of them spoils the logits or was never written, infinity where one makes the pass raise.
+        A hash is NaN if an entry spoils the logits or was never written, and infinity if one makes the pass raise.
         """
         del layer
-        held = self.held
-        held.tokens[self.write_slots] = inputs.k.numpy().ravel()
-        held.positions[self.write_slots] = inputs.v.numpy().ravel()
-        tokens, positions = held.tokens[self.read_slots], held.positions[self.read_slots]
+        self.tokens[self.write_slots] = inputs.k.numpy().ravel()
+        self.positions[self.write_slots] = inputs.v.numpy().ravel()
+        tokens, positions = self.tokens[self.read_slots], self.positions[self.read_slots]
         spoilt = ~(tokens < NUM_ORDINARY)
         is_spoilt = spoilt.any()
         values = tokens * 64 + positions * 8192 + 1
@@ -136,7 +130,7 @@ class _ReadingPlan(AttentionPlan[SoftmaxInputs]):
 
 
 class ReadingBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
-    """Reads what the page table says, entry by entry."""
+    """Reads the entries that the page table names."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = (
         Capability(
@@ -156,20 +150,21 @@ class ReadingBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     def __init__(self, context: BackendContext[SoftmaxSpec]) -> None:
         self._pool = context.cache.pools["kv"]
         self._pages = self._pool.table.pages.numpy()
-        self._held = _Entries(*(self._pool.plane(name)[0].view(-1).numpy() for name in ("k", "v")))
+        self._tokens, self._positions = (self._pool.plane(name)[0].view(-1).numpy() for name in ("k", "v"))
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _ReadingPlan:
         del buffers
         reading = Reading.of(step.batch)
         slots = reading.slots(self._pages, self._pool.page_size)
-        return _ReadingPlan(self._held, step.batch.pools[self._pool.key].write_slots.numpy(), slots, reading)
+        write_slots = step.batch.pools[self._pool.key].write_slots.numpy()
+        return _ReadingPlan(self._tokens, self._positions, write_slots, slots, reading)
 
 
 class ReadingModel(Model):
-    """Two layers, of two groups, which must agree on what they read."""
+    """Two layers of two groups, which must read the same entries."""
 
     def __init__(self, faults: Faults, watch: Callable[[Batch], None]) -> None:
-        """`watch` sees every batch before anything of it is written."""
+        """Calls `watch` with every batch before anything is written."""
         self._faults = faults
         self._watch = watch
 
@@ -194,7 +189,7 @@ class ReadingModel(Model):
         return torch.from_numpy(self._logits(batch, read.view(len(SPECS), -1).numpy()))
 
     def _logits(self, batch: Batch, read: NDArray[np.float64]) -> NDArray[np.float32]:
-        """Groups that read differently, or what was never written, give no numbers."""
+        """Returns NaN for a token whose groups read different entries, or one that was never written."""
         if np.isposinf(read).any():
             self._faults.fail(UNBEARABLE)
         wanted = read[:, batch.logit_indices.numpy()]
@@ -204,11 +199,10 @@ class ReadingModel(Model):
 
 
 class ReadingDefinition(ModelDefinition):
-    """What the engine asks of a model before it is built."""
+    """What the engine asks about a model before it is built."""
 
-    def __init__(self, faults: Faults, watch: Callable[[Batch], None]) -> None:
-        self._faults = faults
-        self._watch = watch
+    def __init__(self, model: ReadingModel) -> None:
+        self._model = model
 
     @property
     def vocab_size(self) -> int:
@@ -223,4 +217,4 @@ class ReadingDefinition(ModelDefinition):
 
     def load(self, weights: WeightReader) -> Model:
         del weights
-        return ReadingModel(self._faults, self._watch)
+        return self._model

@@ -1,7 +1,7 @@
-"""Whether callers share the rows: one that waits without a row gets one, and none loses its only one to a caller.
+"""Checks that callers share the rows: a waiting caller without a row gets one, and none loses its only row to another.
 
-Looks at who runs before a decision and after it. Judges only where pages and tokens are no reason to wait. Does not
-know how the decision came about.
+Compares the running sequences before and after a scheduling decision. Judges only if pages and tokens are no reason to
+wait. Does not know how the decision was made.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.stage import Stage
 
 _PATIENCE = 3
-"""Decisions on end that may leave a caller without a row: one takes its own for somebody urgent, others find who must
-give way in flight."""
+"""Consecutive decisions that may leave a caller without a row: an urgent request may take its row, and the rows that
+should be given up may be in flight."""
 
 
 class RowShares:
-    """Of one engine."""
+    """The rows of one engine, by caller."""
 
     def __init__(self, stage: Stage, counts: EventCounts) -> None:
         self._stage = stage
         self._counts = counts
         self._ran: list[SequenceState] = []
-        """Before the decision, by rank."""
+        """Running sequences before the decision, by rank."""
         self._num_used = 0
-        """Pages that were held then."""
+        """Pages held before the decision."""
         self._num_refused = 0
-        """Allocations, until then."""
+        """Refused allocations before the decision."""
         self._last_step = -1
-        """Whose decision was looked at."""
+        """The last step whose decision was checked."""
         self._denied: Counter[str] = Counter()
-        """By caller: decisions on end that left it without a row."""
+        """For each caller, the consecutive decisions that left it without a row."""
 
     def before_step(self) -> None:
-        """Takes note of who runs."""
+        """Records the state before a decision."""
         self._ran = list(self._stage.scheduler.running)
         self._num_used = self._pages_of(self._stage.holders())
         self._num_refused = self._stage.faults.num_refused
 
     def after_decision(self, step: int, num_tokens: int) -> Iterator[str]:
-        """Everything that is wrong about who has a row in a step of so many tokens, before it is computed."""
+        """Yields everything that is wrong about which sequences have a row in a step of `num_tokens`."""
         if step == self._last_step:
             return
         self._last_step = step
         if self._stage.faults.num_refused > self._num_refused:
-            # Whoever was refused a page waits.
+            # A refused allocation is a reason to wait.
             self._denied.clear()
             return
         yield from self._taken()
@@ -58,7 +58,7 @@ class RowShares:
                 yield f"caller {caller!r} has no row, and another keeps two or more"
 
     def _taken(self) -> Iterator[str]:
-        """Rows that were taken for nobody who may have them, or from a caller that had no other."""
+        """Yields rows that were taken for no reason, or that were a caller's only one."""
         running = self._stage.scheduler.running
         held = Counter(sequence.caller for sequence in running)
         keeping = {sequence.caller for sequence in self._ran if sequence in running}
@@ -70,12 +70,12 @@ class RowShares:
             is_shared = any(other.rank[0] == victim.rank[0] and other.caller not in keeping for other in new)
             self._counts.shared_rows += is_shared
             if had_pages and not is_shared:
-                yield f"a row of caller {victim.caller!r} was taken for nobody who is more urgent or has none"
+                yield f"a row of caller {victim.caller!r} was taken, and no new row is more urgent or a caller's first"
             elif had_pages and not held[victim.caller]:
                 yield f"caller {victim.caller!r} lost its only row to one that is not more urgent"
 
     def _deprived(self, num_tokens: int) -> set[str]:
-        """Callers of the most urgent that wait who have no row, where another could give one up."""
+        """Returns the callers of the most urgent waiting sequences that have no row, if another could give one up."""
         running, waiting = self._stage.scheduler.running, self._stage.waiting()
         level = min((sequence.rank[0] for sequence in waiting), default=0)
         held = Counter(sequence.caller for sequence in running)
@@ -98,7 +98,7 @@ class RowShares:
         return set(heads)
 
     def _pages_of(self, sequences: Iterable[SequenceState]) -> int:
-        """How many pages they hold and need, of their own and in the prefix cache."""
+        """Counts the pages that sequences hold and need, including those in the prefix cache."""
         table, pages = self._stage.engine.runtime.store.pools[0].table, set[int]()
         for sequence in sequences:
             num_pages = -(-sequence.num_expected // self._stage.scene.page_size)
@@ -110,6 +110,6 @@ class RowShares:
         return len(pages)
 
     def _pages_for(self, sequences: Collection[SequenceState], new: Iterable[SequenceState]) -> int:
-        """How many pages more there must be for the new ones, and one for each to grow."""
+        """Counts the additional pages for the new sequences, and one for each sequence to grow."""
         size = self._stage.scene.page_size
         return len(sequences) + sum(-(-len(sequence.tokens) // size) for sequence in new)

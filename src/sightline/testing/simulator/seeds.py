@@ -1,14 +1,9 @@
-"""Many seeds, in one process or several, and what is said of one that fails.
-
-Knows seeds and scripts. Does not know terminals.
-"""
+"""Plays many seeds, in one process or several, and shortens the scenario of one that fails. Does not know terminals."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -22,14 +17,14 @@ from sightline.testing.simulator.simulation import Violation, play, simulate
 
 @dataclass(frozen=True)
 class SeedFailure:
-    """A seed in which something is wrong."""
+    """A seed in which something went wrong."""
 
     seed: int
     what: str
 
 
 def play_seeds(seeds: Sequence[int], num_steps: int, num_jobs: int) -> Iterator[EventCounts | SeedFailure]:
-    """One result for each seed, in order."""
+    """Yields one result for each seed, in order."""
     play_one = partial(_play_one, num_steps=num_steps)
     if num_jobs == 1:
         yield from map(play_one, seeds)
@@ -39,34 +34,22 @@ def play_seeds(seeds: Sequence[int], num_steps: int, num_jobs: int) -> Iterator[
 
 
 def shortened(scenario: Scenario) -> tuple[Scenario, Violation | None]:
-    """A short scenario in which the same thing is wrong as in this one, and what."""
+    """Returns a short scenario with the same violation as this one, and the violation."""
 
     def wrong_step(candidate: Scenario) -> int | None:
         violation = play(candidate)
         same = violation is not None and first is not None and violation.kind == first.kind
         return violation.step if violation is not None and same else None
 
-    with single_threaded(), unsaid():
+    with single_threaded():
         first = play(scenario)
         short = scenario if first is None else shrink(scenario, wrong_step)
         return short, play(short)
 
 
 def _play_one(seed: int, num_steps: int) -> EventCounts | SeedFailure:
-    with single_threaded(), unsaid():
+    with single_threaded():
         try:
             return simulate(seed, num_steps)
         except Violation as violation:
             return SeedFailure(seed, str(violation))
-
-
-@contextmanager
-def unsaid() -> Iterator[None]:
-    """What an engine logs of faults that were planned is no news."""
-    logger = logging.getLogger("sightline")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -1,44 +1,34 @@
-"""From a scenario in which something goes wrong to a short one in which something still does.
+"""Shortens a scenario in which something goes wrong, for as long as something still goes wrong.
 
-First fewer events, then simpler ones closer together, then a simpler scene. Knows scenarios. What "wrong" means is
-the caller's.
+Removes events, moves the others closer together, simplifies them, then simplifies the scene. Knows scenarios; the
+caller says what "wrong" means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+
+from msgspec import NODEFAULT
+from msgspec.structs import asdict, fields, replace
 
 from sightline.testing.simulator.scenario import ClientSubmits, Event, RefuseAllocations, Scenario, Scene, SlowForward
 
-_PLAIN: dict[str, object] = {
-    "n": 1,
-    "caller": "",
-    "priority": 0,
-    "timeout": None,
-    "stop_token_ids": (),
-    "temperature": 0.0,
-    "seed": 0,
-    "frequency_penalty": 0.0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "streams": False,
-    "retries": 0,
-}
-"""The fields of a request that it need not have, as those have them that do without."""
-
 
 def shrink(scenario: Scenario, wrong_step: Callable[[Scenario], int | None], max_replays: int = 300) -> Scenario:
-    """A scenario that is wrong too; `wrong_step` plays one and says at which step it is, or None where it is right."""
+    """Returns a short scenario that goes wrong too.
+
+    `wrong_step` plays a scenario and returns the step at which it goes wrong, or None.
+    """
     shrinking = _Shrinking(scenario, wrong_step, max_replays)
     shrinking.attempt(scenario)
-    length = -1
-    while length != shrinking.num_accepted:
-        length = shrinking.num_accepted
+    before = -1
+    while before != shrinking.num_accepted:
+        before = shrinking.num_accepted
         shrinking.drop_events()
         shrinking.draw_together()
-        shrinking.simplify_events()
-        shrinking.simplify_scene()
+        for index in range(len(shrinking.scenario.events)):
+            shrinking.simplify(lambda current, index=index: _with_simpler_event(current, index))  # type: ignore[misc]
+        shrinking.simplify(_with_simpler_scene)
     return shrinking.scenario
 
 
@@ -52,7 +42,7 @@ class _Shrinking:
         self._replays_left = max_replays
 
     def attempt(self, candidate: Scenario) -> bool:
-        """Takes a candidate that is wrong too, up to where it is, while there are replays left."""
+        """Accepts a candidate that goes wrong too, without the events after that step, while replays are left."""
         if self._replays_left == 0:
             return False
         self._replays_left -= 1
@@ -64,7 +54,7 @@ class _Shrinking:
         return True
 
     def drop_events(self) -> None:
-        """Runs of events, ever shorter ones, the last first: what comes late depends on what came before."""
+        """Removes ever shorter runs of events, the last ones first: late events depend on early ones."""
         size = len(self.scenario.events) // 2
         while size > 0:
             stop = len(self.scenario.events)
@@ -76,45 +66,38 @@ class _Shrinking:
             size //= 2
 
     def draw_together(self) -> None:
-        """Steps in which nothing happens, before an event and all after it."""
-        for index in range(len(self.scenario.events)):
-            if index >= len(self.scenario.events):
-                return
+        """Removes steps without events before each event."""
+        index = 0
+        while index < len(self.scenario.events):
             events = self.scenario.events
             gap = events[index].at - (events[index - 1].at if index else 0)
             for less in (gap, gap // 2, 1):
                 moved = tuple(replace(event, at=event.at - less) for event in events[index:])
                 if 0 < less <= gap and self.attempt(replace(self.scenario, events=events[:index] + moved)):
                     break
+            index += 1
 
-    def simplify_events(self) -> None:
-        for index in range(len(self.scenario.events)):
-            self._simplify_event(index)
+    def simplify(self, simpler: Callable[[Scenario], Iterable[Scenario]]) -> None:
+        """Replaces the scenario by a simpler one until none goes wrong too."""
+        while any(self.attempt(candidate) for candidate in simpler(self.scenario)):
+            pass
 
-    def _simplify_event(self, index: int) -> None:
-        """Until nothing simpler is wrong too."""
-        going = True
-        while going and index < len(self.scenario.events):
-            events = self.scenario.events
-            going = any(
-                self.attempt(replace(self.scenario, events=(*events[:index], event, *events[index + 1 :])))
-                for event in _simpler_events(events[index])
-            )
 
-    def simplify_scene(self) -> None:
-        going = True
-        while going:
-            going = any(self.attempt(replace(self.scenario, scene=scene)) for scene in _simpler_scenes(self.scenario))
+def _with_simpler_event(scenario: Scenario, index: int) -> Iterator[Scenario]:
+    events = scenario.events
+    for event in _simpler_events(events[index]) if index < len(events) else ():
+        yield replace(scenario, events=(*events[:index], event, *events[index + 1 :]))
 
 
 def _simpler_events(event: Event) -> Iterator[Event]:
     match event:
         case ClientSubmits():
-            plain = {name: value for name, value in _PLAIN.items() if vars(event)[name] != value}
+            defaults = {field.name: field.default for field in fields(event) if field.default is not NODEFAULT}
+            plain = {name: value for name, value in defaults.items() if asdict(event)[name] != value}
             if len(plain) > 1:
-                yield replace(event, **plain)  # type: ignore[arg-type]
+                yield replace(event, **plain)
             for name, value in plain.items():
-                yield replace(event, **{name: value})  # type: ignore[arg-type]
+                yield replace(event, **{name: value})
             if event.max_tokens > 1:
                 yield replace(event, max_tokens=event.max_tokens // 2)
                 yield replace(event, max_tokens=event.max_tokens - 1)
@@ -130,10 +113,15 @@ def _simpler_events(event: Event) -> Iterator[Event]:
             return
 
 
+def _with_simpler_scene(scenario: Scenario) -> Iterator[Scenario]:
+    for scene in _simpler_scenes(scenario):
+        yield replace(scenario, scene=scene)
+
+
 def _simpler_scenes(scenario: Scenario) -> Iterator[Scene]:
     scene = scenario.scene
     for name in ("paranoid", "async_scheduling", "prefix_caching"):
-        if vars(scene)[name]:
+        if asdict(scene)[name]:
             yield replace(scene, **{name: False})
     if scene.max_rows > 1:
         yield replace(scene, max_rows=scene.max_rows - 1)

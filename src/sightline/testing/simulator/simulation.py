@@ -1,6 +1,6 @@
-"""Plays a scenario on a real engine, event by event and step by step, and checks everything after each step.
+"""Plays a scenario on a real engine and checks every invariant after each step.
 
-The same scenario plays the same way, always: nothing depends on the time of day or on another run.
+Deterministic: a run depends on its scenario alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from sightline.core.batch import Batch
-from sightline.core.errors import DeviceFaultError
 from sightline.testing.simulator.clients import Clients
 from sightline.testing.simulator.counts import EventCounts
-from sightline.testing.simulator.faults import PlannedFault
 from sightline.testing.simulator.invariants import Invariants
 from sightline.testing.simulator.rows import RowShares
 from sightline.testing.simulator.scenario import (
@@ -35,19 +33,19 @@ from sightline.testing.simulator.stage import set_stage
 from sightline.testing.simulator.workload import draw_scenario
 
 _MOST_DRAINING = 20_000
-"""Steps in which everything that was submitted has ended, in any scene: there are few requests, and short ones."""
+"""Steps after the last event by which every request must have ended: requests are few and short."""
 
 
 class Violation(Exception):  # noqa: N818 - the name is the condition
-    """An invariant does not hold, or the engine raised what it should not."""
+    """An invariant does not hold, or the engine raised an unexpected error."""
 
     def __init__(self, step: int, what: str) -> None:
-        # An engine's own ids come of chance: without them, the same run says the same.
+        # The engine's request ids are random: without them, the same run gives the same message.
         what = re.sub(r"request-[0-9a-f]+", "request", what)
         super().__init__(f"step {step}: {what}")
         self.step = step
         self.kind = re.sub(r"[\d(),: ]+", " ", what.partition(";")[0])
-        """What it says first, without the numbers: the same for another instance of the same thing."""
+        """The first finding without its numbers, which is the same for violations of the same kind."""
 
 
 class Simulation:
@@ -55,7 +53,7 @@ class Simulation:
 
     def __init__(self, scenario: Scenario) -> None:
         self._events = list(reversed(scenario.events))
-        """The next one is the last."""
+        """In reverse: the next event is the last item."""
         self.counts = EventCounts(seeds=1)
         self._stage = set_stage(scenario.scene, self._watch)
         self._clients = Clients(self._stage, self.counts)
@@ -65,12 +63,12 @@ class Simulation:
         self._num_draining = 0
         self._is_open = True
         self._findings: list[str] = []
-        """What is wrong, found where an exception would be taken for the model's."""
+        """Violations found inside a forward pass, where an exception would be taken for the model's."""
 
     def run(self) -> EventCounts:
-        """To the end of everything. Raises `Violation`."""
+        """Plays until every event has happened and every request has ended. Raises `Violation`."""
         try:
-            with torch.inference_mode(), _without_planned_faults():
+            with torch.inference_mode(), _unlogged():
                 self._play()
         except Violation:
             raise
@@ -94,7 +92,7 @@ class Simulation:
             self._close()
 
     def _advance(self) -> bool:
-        """Goes on to the next step in which something happens; False where nothing will."""
+        """Moves on to the next step in which something happens. Returns False if nothing will."""
         if not self._is_open:
             return False
         if self._stage.engine.has_work:
@@ -108,7 +106,7 @@ class Simulation:
         return bool(coming)
 
     def _require_progress(self) -> None:
-        """Once nothing new happens, what is there ends."""
+        """Fails if requests are still open long after the last event."""
         if not self._events:
             self._num_draining += 1
             if self._num_draining > _MOST_DRAINING:
@@ -164,7 +162,7 @@ class Simulation:
         self._check(self._invariants.at_rest())
 
     def _watch(self, batch: Batch) -> None:
-        """Sees every batch just before its forward pass."""
+        """Checks a batch just before its forward pass."""
         self._clients.see_running(self._step)
         self._findings.extend(self._invariants.before_forward(batch))
         self._findings.extend(self._row_shares.after_decision(self._step, sum(batch.query_lens.exact())))
@@ -176,22 +174,19 @@ class Simulation:
 
 
 @contextmanager
-def _without_planned_faults() -> Iterator[None]:
-    """Keeps what the engine has to say of faults that the scenario asked for to itself."""
-
-    def is_news(record: logging.LogRecord) -> bool:
-        return record.exc_info is None or not isinstance(record.exc_info[1], (PlannedFault, DeviceFaultError))
-
+def _unlogged() -> Iterator[None]:
+    """Silences the engine's log: its errors are planned, or found as violations."""
     logger = logging.getLogger("sightline")
-    logger.addFilter(is_news)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.removeFilter(is_news)
+        logger.setLevel(level)
 
 
 def play(scenario: Scenario) -> Violation | None:
-    """What is wrong with the engine as far as a scenario shows."""
+    """Returns the violation that a scenario shows, or None."""
     try:
         Simulation(scenario).run()
     except Violation as violation:

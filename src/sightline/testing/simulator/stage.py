@@ -1,6 +1,6 @@
-"""A real engine over the simulated model: everything between a request and its tokens is the engine's own.
+"""Builds a real engine over the simulated model, and exposes the parts of it that the simulation looks at.
 
-Builds it, and names the parts of it that the simulation looks at. Checks nothing.
+Everything between a request and its tokens is the engine's own. Checks nothing.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from sightline.testing.simulator.scenario import Scene
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """An engine, and what can go wrong with it."""
+    """An engine, and the faults that can be injected into it."""
 
     scene: Scene
     engine: Engine
     faults: Faults
     allocators: tuple[FaultyAllocator, ...]
-    """By pool."""
+    """One per pool."""
 
     @property
     def scheduler(self) -> Scheduler:
         return self.engine._scheduler
 
     def holders(self) -> list[SequenceState]:
-        """The sequences that may hold a row: those that run, and those whose last step is not committed."""
+        """Returns the sequences that hold a row: running ones, and those whose last step is not committed."""
         found = {id(sequence): sequence for sequence in self.scheduler.running}
         for step in self.engine.in_flight:
             found.update((id(row.sequence), row.sequence) for row in step.rows)
         return [sequence for sequence in found.values() if sequence.table_row is not None]
 
     def waiting(self) -> list[SequenceState]:
-        """The sequences that wait for a row, and not for the first continuation of their request."""
+        """Returns the sequences that wait for a row rather than for the first continuation of their request."""
         return [
             sequence
             for sequence in self.scheduler._waiting
@@ -59,7 +59,7 @@ class Stage:
 
 
 def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
-    """`watch` sees every batch before its forward pass."""
+    """Builds the engine. Calls `watch` with every batch before its forward pass."""
     config = ResolvedConfig(
         device=detect_device("cpu"),
         dtype=DTYPE,
@@ -82,7 +82,8 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
         async_scheduling=scene.async_scheduling,
     )
     faults = Faults()
-    definition = ReadingDefinition(faults, watch)
+    model = ReadingModel(faults, watch)
+    definition = ReadingDefinition(model)
     groups = group_layers(definition.attention_specs())
     allocators: list[FaultyAllocator] = []
 
@@ -93,11 +94,10 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
     store = make_store(config, groups, make_allocator)
     for pool in store.pools:
         for plane in pool.spec.planes:
-            # What was never written is no number, and the same in every run.
+            # Entries that were never written are NaN, in every run.
             pool.plane(plane.name).fill_(torch.nan)
     candidate = Candidate.of("reading", ReadingBackend, "sightline", by_default=False)
     selection = dict.fromkeys(Work, Selection(candidate, ReadingBackend.capabilities[0], refused=(), forgone=()))
-    model = ReadingModel(faults, watch)
     runtime = assemble_runtime(config, definition, model, groups, [selection] * len(groups), store)
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock)
     return Stage(scene, engine, faults, tuple(allocators))

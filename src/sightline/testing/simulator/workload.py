@@ -1,6 +1,6 @@
-"""The scenario that a seed stands for: bursts of requests that begin alike, clients that give up, and faults.
+"""Draws a scenario from a seed: bursts of requests with common prefixes, clients that give up, and faults.
 
-Draws from the seed alone, so that nothing that the engine does changes what happens to it.
+Draws from the seed alone, so that nothing that the engine does changes the events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sightline.testing.simulator.scenario import (
 
 
 def draw_scenario(seed: int, num_steps: int) -> Scenario:
-    """So many steps of traffic; what is left then runs to its end, unless the engine ends first."""
+    """Draws `num_steps` steps of traffic; then the open requests run to their end, unless the engine ends first."""
     draw = random.Random(seed)
     workload = _Workload(draw, draw_scene(draw), draw.choice([0.07, 0.15, 0.3]), draw.random() < 0.15)
     for step in range(num_steps):
@@ -40,7 +40,7 @@ def draw_scenario(seed: int, num_steps: int) -> Scenario:
 
 
 def draw_scene(draw: random.Random) -> Scene:
-    """Small enough for everything to run out."""
+    """Draws a scene that is small enough for pages, rows and the queue to run out."""
     page_size = draw.choice([1, 2, 3, 4, 5, 8])
     max_len = draw.randint(12, 48)
     least = -(-max_len // page_size)
@@ -63,9 +63,9 @@ class _Workload:
     draw: random.Random
     scene: Scene
     rate: float
-    """Bursts a step."""
+    """Bursts per step."""
     samples: bool
-    """Some requests draw their tokens: continuations of one prompt then go their own ways."""
+    """True if some requests sample their tokens, so that continuations of one prompt differ."""
     events: list[Event] = field(default_factory=list)
     num_submitted: int = 0
 
@@ -73,7 +73,7 @@ class _Workload:
         self._beginnings = [self._tokens(self.draw.randint(0, self.scene.max_len // 2)) for _ in range(3)]
 
     def step(self, at: int) -> None:
-        """What happens before one step."""
+        """Draws the events before one step."""
         draw = self.draw
         if draw.random() < self.rate:
             for _ in range(draw.choice([1, 1, 2, 5])):

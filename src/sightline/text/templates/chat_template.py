@@ -1,8 +1,7 @@
-"""Rendering of a conversation to the prompt that a model was trained on.
+"""Renders a conversation to the prompt format that a model was trained on.
 
-Owns the checks on messages, and the form in which a template gets their contents. A template comes with the
-model's files and never with a request. Does not know tokens, nor how a template is kept within its limits:
-that is `template_sandbox`.
+Checks messages, and decides in which form a template gets their contents. A template comes with the model's files and
+never with a request. Does not know tokens, nor how a template is kept within its limits: that is `sandbox`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from sightline.text.templates.sandbox import SandboxedTemplate
 
 MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_SHOWN_CHARACTERS = 500
-"""Of what a template says when it refuses a conversation."""
+"""The longest part of a template's own error message that is passed on."""
 PROBE_SECONDS = 1.0
-"""For each of the renderings at load that find out which roles' content parts a template reads."""
+"""Time limit for each rendering at load that finds out which roles' content parts a template reads."""
 
 
 class ChatTemplate:
@@ -57,9 +56,9 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         **variables: object,
     ) -> str:
-        """The prompt for `messages`; `variables` are the template's own switches.
+        """The prompt for `messages`; `variables` are extra variables of the template.
 
-        `RequestError` if it refuses them.
+        Raises `RequestError` if the messages are malformed or the template refuses them.
         """
         checked = [self._in_form(message) for message in check_messages(messages)]
         context = {**variables, "tools": tools, "documents": variables.get("documents")}
@@ -85,16 +84,16 @@ class ChatTemplate:
             raise RequestError("the model's chat template ran out of memory or nested too deep") from error
 
     def _in_form(self, message: dict[str, object]) -> dict[str, object]:
-        """The message as the template can read it: most know only plain text."""
+        """The message in the form that the template reads: most templates read only plain text."""
         content = message.get("content")
         if not isinstance(content, list) or message["role"] in self._part_roles:
             return message
         return {**message, "content": "\n".join(part["text"] for part in content)}
 
     def _reads_parts(self, messages: Sequence[Mapping[str, object]]) -> bool:
-        """Whether the texts of the probe's parts come out, and nothing else of them.
+        """Whether a rendering contains the texts of the probe's parts, and nothing else of the parts.
 
-        A template that knows only plain text fails on a list, or writes out the whole of it.
+        A template that reads only plain text fails on a list, or writes all of it.
         """
         try:
             rendered = self._rendered(messages, _PROBE_VARIABLES, PROBE_SECONDS)
@@ -104,7 +103,7 @@ class ChatTemplate:
 
 
 def read_template(path: Path) -> str:
-    """A template's source from a file of its own."""
+    """The source of a template from its own file. Raises `ConfigError` if it cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(MAX_TEMPLATE_CHARACTERS + 1)
@@ -132,14 +131,11 @@ _PROBES: Mapping[str, list[dict[str, object]]] = MappingProxyType(
         ],
     }
 )
-"""By role, a conversation in which a message of that role has its content in parts."""
+"""For each role, a conversation in which a message of that role has its content in parts."""
 
 
 def check_messages(messages: object) -> list[dict[str, object]]:
-    """The messages, if they are a conversation: roles, and contents of text.
-
-    `RequestError` names what is not.
-    """
+    """Returns the messages as dicts. Raises `RequestError`, with the place, if one has no role or no text content."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"messages: expected a non-empty list, got {_shown(messages)}")
     return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]

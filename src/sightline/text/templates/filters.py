@@ -1,8 +1,7 @@
 """The filters and functions that a chat template may use.
 
-Owns the choice of Jinja's filters, the replacements for those whose result can be much larger than their
-input, and the functions that models' templates expect beside Jinja's own. Does not know how a template is
-compiled.
+Chooses among Jinja's filters, replaces those whose result can be much larger than their input, and adds the functions
+that models' templates expect. Does not know how a template is compiled.
 """
 
 from __future__ import annotations
@@ -28,51 +27,18 @@ MAX_DATE_LAYOUT = 256
 MAX_NAMES = 1000
 MAX_ROUND_DIGITS = 100
 
-_PLAIN = (
-    "abs",
-    "attr",
-    "capitalize",
-    "count",
-    "d",
-    "default",
-    "e",
-    "escape",
-    "first",
-    "float",
-    "int",
-    "items",
-    "last",
-    "length",
-    "lower",
-    "safe",
-    "truncate",
-    "upper",
-)
+_PLAIN = "abs attr capitalize count d default e escape first float int items last length lower safe truncate upper"
 """Filters whose result is at most a few times as large as their input."""
 
-_OVER_ELEMENTS = (
-    "dictsort",
-    "groupby",
-    "map",
-    "max",
-    "min",
-    "reject",
-    "rejectattr",
-    "select",
-    "selectattr",
-    "sort",
-    "title",
-    "unique",
-    "wordcount",
-)
-"""Filters that go over the elements of their input; a text counts as one element a character."""
+_OVER_ELEMENTS = "dictsort groupby map max min reject rejectattr select selectattr sort title unique wordcount"
+"""Filters that iterate over their input; a text has one element per character."""
 
 
 def template_filters() -> dict[str, Callable[..., Any]]:
-    """By name. A template that uses another filter is refused when it is compiled."""
+    """All filters by name. A template that uses any other filter is refused when it is compiled."""
     return {
-        **{name: FILTERS[name] for name in _PLAIN},
-        **{name: _with_bounded_texts(FILTERS[name]) for name in _OVER_ELEMENTS},
+        **{name: FILTERS[name] for name in _PLAIN.split()},
+        **{name: _with_bounded_texts(FILTERS[name]) for name in _OVER_ELEMENTS.split()},
         "format": _format,
         "indent": _indent,
         "join": _join,
@@ -156,7 +122,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML, which no model was trained on."""
+    """Replaces Jinja's filter, which escapes HTML: no model was trained on that."""
     limits.require_bounded(value)
     for width in (len(indent) if isinstance(indent, str) else indent or 0, *map(len, separators or ())):
         if width > MAX_JSON_INDENT:
@@ -168,9 +134,9 @@ def _tojson(
 
 
 class TemplateNamespace(Namespace):
-    """`namespace()` without underscored names, which could shadow Python's own attributes."""
+    """`namespace()` without names that start with an underscore, which could shadow attributes of Python objects."""
 
-    # Without a named `self`, so that a template may write namespace(self=...).
+    # `self` has no name here, so that a template may write namespace(self=...).
     def __init__(*arguments: Any, **attributes: Any) -> None:
         names = dict(*arguments[1:], **attributes)
         if len(names) > MAX_NAMES:
@@ -184,7 +150,7 @@ class TemplateNamespace(Namespace):
         super().__setitem__(name, value)
 
     def __repr__(self) -> str:
-        """Without the values: a namespace can hold others, and so its text would have no bound."""
+        """Leaves out the values: namespaces can hold one another, so that their text would have no bound."""
         return "<Namespace>"
 
 

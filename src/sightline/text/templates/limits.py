@@ -1,8 +1,8 @@
-"""Limits on what a chat template may compute: how long it runs, and how large each of its values may grow.
+"""Limits on what a chat template may compute: how long it runs, and how large its values may grow.
 
-Owns the meter of a rendering, the measure of values, and the checks on the string methods whose result can be
-much larger than what goes in. Each check is made before anything large exists. Does not know Jinja's syntax:
-`template_sandbox` decides where the checks stand.
+Has the meter of a rendering, the size of values, and checks for operations whose result can be much larger than their
+input. Each check is made before anything large exists. Does not know Jinja's syntax: `sandbox` decides where the checks
+are made.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from sightline.core.errors import RequestError
 RENDER_SECONDS = 10.0
 MAX_OUTPUT_CHARACTERS = 1 << 24
 MAX_VALUE = 1 << 24
-"""Size of one value, with all that it holds counted as often as it is held."""
+"""The largest size of one value. What it holds is counted as often as it is held."""
 MAX_TOTAL = 1 << 28
-"""Size of all values that one rendering makes. What it holds at any time cannot be more."""
+"""The largest total size of all values that one rendering makes, which bounds what it holds at any time."""
 VALUE_OVERHEAD = 64
-"""What a value costs beside its characters or elements: about the bytes of a small Python object."""
+"""The size of a value without its characters or elements: about the bytes of a small Python object."""
 MAX_PIECES = MAX_VALUE // VALUE_OVERHEAD
 MAX_INTEGER_BITS = 4096
 MAX_WIDTH = 1000
-"""Of a formatted field, in characters."""
+"""The widest formatted field, in characters."""
 MAX_PATTERN = 256
-"""Length of a text to search for from the end, or to strip: both take time by the product of two lengths."""
+"""The longest text to search for from the end, or to strip: both take time proportional to the product of two
+lengths."""
 
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _SEQUENCES: tuple[type[Any], ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.items()), type({}.values()))
 
 
 class RenderMeter:
-    """Counts what one rendering uses."""
+    """Counts the time and the values of one rendering."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -46,12 +47,12 @@ class RenderMeter:
         self._left = MAX_TOTAL
 
     def tick(self) -> None:
-        """Raises `RequestError` once the time is over."""
+        """Raises `RequestError` after the deadline."""
         if time.monotonic() > self._deadline:
-            raise RequestError(f"expected the model's chat template to finish within {self._seconds} s, got no end")
+            raise RequestError(f"the model's chat template did not finish within {self._seconds} s")
 
     def charge(self, size: int) -> None:
-        """Counts a value that was made."""
+        """Counts a new value. Raises `SecurityError` if all values together are too large."""
         self._left -= size
         if self._left < 0:
             raise SecurityError(f"expected a chat template whose values have a size of at most {MAX_TOTAL} together")
@@ -59,7 +60,7 @@ class RenderMeter:
 
 
 def require(size: int) -> None:
-    """Raises unless a value of this size may be made."""
+    """Raises `SecurityError` if a value of this size would be too large."""
     if size > MAX_VALUE:
         raise SecurityError(f"expected values of a size of at most {MAX_VALUE} in a chat template, got {size}")
 
@@ -73,9 +74,9 @@ def own_size(value: Any) -> int:
 
 
 def require_bounded(value: object) -> None:
-    """Raises if a value is too large with all that it holds.
+    """Raises `SecurityError` if a value is too large with everything that it holds, directly and indirectly.
 
-    A list that holds one other list twice, and so on, is small in memory; its text and its comparison are not.
+    A list that holds another list twice, and so on, is small in memory, but its text and its comparison are not.
     """
     if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
         raise SecurityError(f"expected integers of at most {MAX_INTEGER_BITS} bits in a chat template")
@@ -95,21 +96,21 @@ def require_bounded(value: object) -> None:
 
 
 def text_of(value: object) -> str:
-    """`str(value)`, of a value whose text is not too long."""
+    """`str(value)`. Raises `SecurityError` if the text would be too long."""
     if not isinstance(value, str):
         require_bounded(value)
     return str(value)
 
 
 def bounded_list(values: Iterable[Any]) -> list[Any]:
-    """`list(values)`, which must not be too long."""
+    """`list(values)`. Raises `SecurityError` if it would be too long."""
     found = list(islice(values, MAX_PIECES + 1))
     require(len(found) * VALUE_OVERHEAD)
     return found
 
 
 def check_product(left: object, right: object) -> None:
-    """Before `left * right`."""
+    """Raises `SecurityError` if `left * right` would be too large."""
     if isinstance(left, int) and isinstance(right, int):
         _require_bits(left.bit_length() + right.bit_length())
     for sequence, count in ((left, right), (right, left)):
@@ -118,7 +119,7 @@ def check_product(left: object, right: object) -> None:
 
 
 def check_power(left: object, right: object) -> None:
-    """Before `left ** right`."""
+    """Raises `SecurityError` if `left ** right` would be too large."""
     if isinstance(left, int) and isinstance(right, int):
         _require_bits(left.bit_length() * right)
 
@@ -129,7 +130,7 @@ def _require_bits(bits: int) -> None:
 
 
 def check_remainder(left: object, right: object) -> None:
-    """Before `left % right`, which formats where `left` is a text."""
+    """Raises `SecurityError` if `left % right` would format too long a text."""
     if not isinstance(left, str):
         return
     if "%(" in left:
@@ -144,13 +145,13 @@ def check_remainder(left: object, right: object) -> None:
 
 
 def check_width(width: str) -> None:
-    """Of a field in a format: the digits, which may be none."""
+    """Checks the digits of a width or precision in a format; they may be empty."""
     if width == "*" or len(width) > 4 or int(width or 0) > MAX_WIDTH:
         raise SecurityError(f"expected a width of at most {MAX_WIDTH} in a format, got {width[:20]}")
 
 
 def check_indent(text: str, indent: int | str) -> None:
-    """Before each line of `text` gets an indent: a width, or the text itself."""
+    """Raises `SecurityError` if indenting each line of `text` makes it too long; `indent` is a width or a text."""
     width = len(indent) if isinstance(indent, str) else indent
     require(len(text) + (_count_lines(text) + 1) * max(width, 0))
 
@@ -160,14 +161,14 @@ def _count_lines(text: str) -> int:
 
 
 def check_pattern(*patterns: object) -> None:
-    """Before a search that is slow for long patterns."""
+    """Raises `SecurityError` for a pattern whose search would be slow."""
     for pattern in patterns:
         if isinstance(pattern, str) and len(pattern) > MAX_PATTERN:
             raise SecurityError(f"expected a pattern of at most {MAX_PATTERN} characters, got {len(pattern)}")
 
 
 def replaced(text: str, old: str, new: str, count: int = -1) -> str:
-    """`text.replace(old, new, count)`."""
+    """`text.replace(old, new, count)`, with a limit on the result."""
     found = text.count(old)
     found = found if count < 0 else min(found, count)
     require(len(text) + found * max(len(new) - len(old), 0))
@@ -175,7 +176,7 @@ def replaced(text: str, old: str, new: str, count: int = -1) -> str:
 
 
 def joined(separator: str, values: Iterable[Any]) -> str:
-    """`separator.join(values)`."""
+    """`separator.join(values)`, with a limit on the result."""
     pieces: list[Any] = []
     size = 0
     for value in values:
@@ -195,7 +196,7 @@ def _rsplit(text: str, separator: str | None = None, maxsplit: int = -1) -> list
 
 
 def _cut(method: Callable[[str | None, int], list[str]], separator: str | None, maxsplit: int) -> list[str]:
-    """With fewer pieces than the limit, the limit did not matter."""
+    """Splits into at most `MAX_PIECES + 1` pieces, and raises `SecurityError` if there are more than allowed."""
     if 0 <= maxsplit < MAX_PIECES:
         return method(separator, maxsplit)
     pieces = method(separator, MAX_PIECES)
@@ -228,46 +229,19 @@ GUARDED_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         **{name: _with_short_pattern(name) for name in ("strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition")},
     }
 )
-"""String methods that can make or cost much, with a function of the text and the arguments for each."""
+"""Replacements for string methods whose result or cost can be large: functions of the text and the arguments."""
 
+_TEXT_METHODS = """
+    capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit isidentifier islower
+    isnumeric isprintable isspace istitle isupper lower partition removeprefix removesuffix startswith swapcase title
+    upper
+"""
 ALLOWED_METHODS: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = (
-    (
-        str,
-        frozenset(
-            {
-                "capitalize",
-                "casefold",
-                "count",
-                "endswith",
-                "find",
-                "index",
-                "isalnum",
-                "isalpha",
-                "isascii",
-                "isdecimal",
-                "isdigit",
-                "isidentifier",
-                "islower",
-                "isnumeric",
-                "isprintable",
-                "isspace",
-                "istitle",
-                "isupper",
-                "lower",
-                "partition",
-                "removeprefix",
-                "removesuffix",
-                "startswith",
-                "swapcase",
-                "title",
-                "upper",
-            }
-        ),
-    ),
+    (str, frozenset(_TEXT_METHODS.split())),
     (dict, frozenset({"copy", "get", "items", "keys", "values"})),
     (list, frozenset({"copy", "count", "index"})),
     (tuple, frozenset({"count", "index"})),
     ((bytes, bytearray, int, float, complex, set, frozenset, type), frozenset()),
 )
-"""What a template may call on built-in types beside `GUARDED_METHODS`: nothing whose result can be much larger
-than its input, and nothing that changes a value."""
+"""The attributes of built-in types that a template may use, besides `GUARDED_METHODS`. No method among them changes a
+value, or returns one that is much larger than its input."""

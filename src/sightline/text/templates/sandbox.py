@@ -1,9 +1,12 @@
 """The sandbox in which a model's chat template is compiled and run.
 
-Owns where the limits stand: compiled into each loop, macro and expression of the template, so that no part of
-it runs or grows without being counted. Does not know messages, nor the sizes of the limits.
+Compiles checks into each loop, macro and expression of the template, so that no part of it runs or grows without being
+counted. Does not know messages, nor the sizes of the limits. ADR 31 says why Jinja's own sandbox is not enough.
 
     template -- parser --> syntax tree -- MeteredCodeGenerator --> Python that calls MeteredContext
+
+Jinja does not document its code generator as an interface. pyproject.toml bounds its version, and
+`tests/text/templates/test_jinja_interface.py` names everything that is used here.
 """
 
 # ruff: noqa: N802 - Jinja names its visitors after its nodes
@@ -31,7 +34,7 @@ from sightline.text.templates.filters import TEMPLATE_GLOBALS, template_filters
 
 
 class MeteredContext(Context):
-    """The variables of one rendering, and its meter. Compiled templates call these methods."""
+    """The variables of one rendering, and its meter. Compiled templates call the methods below."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -44,21 +47,21 @@ class MeteredContext(Context):
         return context
 
     def charged(self, value: Any) -> Any:
-        """A value that holds no more than another one did."""
+        """Counts a new value that holds no more than an existing one."""
         self.meter.charge(limits.own_size(value))
         return value
 
     def weighed(self, value: Any) -> Any:
-        """A value that was made from others."""
+        """Checks and counts a new value that was made from others."""
         limits.require_bounded(value)
         return self.charged(value)
 
     def concatenated(self, pieces: Iterable[Any]) -> str:
-        """What `~` makes, and the output of a macro or block."""
+        """The result of `~`, or the output of a macro or block."""
         return str(self.charged(limits.joined("", map(limits.text_of, pieces))))
 
     def tick(self) -> bool:
-        """True, unless the time is over."""
+        """Returns True. Raises `RequestError` after the deadline."""
         self.meter.tick()
         return True
 
@@ -69,14 +72,14 @@ def _metered(context: Context) -> MeteredContext:
 
 
 class MeteredCodeGenerator(CodeGenerator):
-    """Jinja's compiler, with a call of the context around everything that makes a value or goes round."""
+    """Jinja's compiler, with a call of the context in every loop and around everything that makes a value."""
 
     def write_commons(self) -> None:
         super().write_commons()
         self.writeline("concat = context.concatenated")
 
     def blockvisit(self, body: Iterable[nodes.Node], frame: Frame) -> None:
-        """The body of a loop, macro, branch or block."""
+        """Compiles the body of a loop, macro, branch or block."""
         self.writeline("context.tick()")
         super().blockvisit(body, frame)
 
@@ -121,7 +124,7 @@ class MeteredCodeGenerator(CodeGenerator):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which every value is counted and only listed methods can be called."""
+    """Jinja's sandbox, in which every value is counted and only listed methods may be called."""
 
     code_generator_class = MeteredCodeGenerator
     context_class = MeteredContext
@@ -133,7 +136,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=[_GenerationBlock, loopcontrols],
             finalize=_written,
-            # Constants would be worked out when the template is compiled, where nothing is counted.
+            # The optimizer would compute constants when the template is compiled, where nothing is counted.
             optimized=False,
         )
         self.filters = template_filters()
@@ -160,7 +163,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         context: Context | None = None,
         eval_ctx: nodes.EvalContext | None = None,
     ) -> Any:
-        """For `map`, which takes a filter's name."""
+        """Called by `map`, which takes the name of a filter."""
         result = super().call_filter(name, value, args, kwargs, context, eval_ctx)
         return result if context is None else _metered(context).weighed(result)
 
@@ -173,7 +176,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         context: Context | None = None,
         eval_ctx: nodes.EvalContext | None = None,
     ) -> Any:
-        """For `select` and its kin, which take a test's name."""
+        """Called by `select`, `reject` and the like, which take the name of a test."""
         if context is not None:
             self.tick(context)
         return super().call_test(name, value, args, kwargs, context, eval_ctx)
@@ -185,7 +188,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., Any] | None:
-        """Jinja asks this of every attribute that a template reads; the answer takes the attribute's place."""
+        """Called by Jinja for every attribute that a template reads; a result replaces the attribute."""
         if not isinstance(value, MethodType | BuiltinMethodType) or not isinstance(value.__self__, str):
             return None
         text, name = value.__self__, value.__name__
@@ -198,14 +201,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return _BoundedFormatter(self).vformat(text, values, named)
 
     def rendered(self, template: jinja2.Template, variables: Mapping[str, object], seconds: float) -> Iterator[str]:
-        """The pieces of a rendering that must end within `seconds`."""
+        """Renders a template piece by piece, within `seconds`."""
         context = _metered(template.new_context(dict(variables)))
         context.meter = limits.RenderMeter(seconds)
         return template.root_render_func(context)
 
 
 class _BoundedFormatter(SandboxedFormatter):
-    """`str.format` with checked widths and a bound on all fields together."""
+    """`str.format` with limits on widths and on the length of all fields together."""
 
     _size = 0
 
@@ -224,17 +227,14 @@ class _BoundedFormatter(SandboxedFormatter):
 
 @pass_context
 def _written(context: Context, value: Any) -> str:
-    """What an expression writes: a text as it is, anything else as its text."""
+    """The text that an expression writes."""
     if isinstance(value, str):
         return value
     return str(_metered(context).charged(limits.text_of(value)))
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks, for training, what the assistant wrote.
-
-    Rendering just passes its body through.
-    """
+    """The block `{% generation %}`, which marks the assistant's text for training. Renders its body unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - declared as a plain set by jinja2
 
@@ -247,13 +247,13 @@ _ENVIRONMENT = TemplateEnvironment()
 
 
 class SandboxedTemplate:
-    """A compiled template. Each rendering is counted by itself, so several threads may render at once."""
+    """A compiled template. Each rendering has its own limits, and several threads may render at once."""
 
     def __init__(self, source: str) -> None:
         self._template = _ENVIRONMENT.from_string(source)
 
     def render(self, variables: Mapping[str, object], *, seconds: float, max_characters: int) -> str:
-        """The text, within the limits."""
+        """The rendered text. Raises `SecurityError` or `RequestError` if a limit is exceeded."""
         pieces: list[str] = []
         written = 0
         for piece in _ENVIRONMENT.rendered(self._template, variables, seconds):

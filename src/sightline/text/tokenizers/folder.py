@@ -1,7 +1,4 @@
-"""Building of a tokenizer from a Hugging Face folder.
-
-Owns the joining of tokenizer.json with the files beside it. Does not know models.
-"""
+"""Builds a tokenizer from a Hugging Face folder: tokenizer.json and the files beside it. Does not know models."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ TEMPLATE_JSON_FILE = "chat_template.json"
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder; a `CheckpointError` says what is missing from it."""
+    """The tokenizer of a folder. Raises `CheckpointError` if a file is missing or malformed."""
     backend = _read_backend(folder / TOKENIZER_FILE)
     config = _read_optional(folder / CONFIG_FILE)
     special = {**_read_optional(folder / SPECIAL_TOKENS_FILE), **config}
@@ -51,7 +48,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{path}: expected a tokenizer, got a fault: {error}. Get the file again.") from error
-    # Settings from training that would cut or fill up a prompt.
+    # Settings left over from training, which would truncate or pad a prompt.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -62,7 +59,7 @@ def _read_optional(path: Path) -> dict[str, object]:
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, object]) -> None:
-    """Adds what only the files beside tokenizer.json list, and checks that each gets the id they state."""
+    """Adds tokens that only the other files list, and checks that each gets the id that they state."""
     listed: dict[int, AddedToken] = {}
     for content, token_id in _read_optional(folder / ADDED_TOKENS_FILE).items():
         if isinstance(token_id, int):
@@ -111,10 +108,10 @@ def _token_id(backend: tokenizers.Tokenizer, token: str | None, name: str) -> in
 
 
 def _surrounding_tokens(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What tokenizer.json's post-processor puts before and after a prompt.
+    """The tokens that tokenizer.json's post-processor puts before and after a prompt.
 
-    The flags `add_bos_token` and `add_eos_token` beside it do not count, as in transformers: they told an older
-    library how to build that post-processor.
+    The flags `add_bos_token` and `add_eos_token` are ignored, as in transformers: they told an older library how to
+    build that post-processor.
     """
     probe, plain = _probe(backend)
     framed = backend.encode(probe, add_special_tokens=True).ids
@@ -129,7 +126,7 @@ def _surrounding_tokens(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...],
 def _probe(backend: tokenizers.Tokenizer) -> tuple[str, list[int]]:
     """A text that has tokens, none of them special, and those tokens.
 
-    A vocabulary of few characters drops the others without a trace, so its own tokens are tried too.
+    Tries the vocabulary's own tokens too: a vocabulary of few characters silently drops all others.
     """
     special = {token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
     for text in ("a", *backend.get_vocab()):

@@ -1,11 +1,10 @@
-"""Building of a tokenizer from the metadata of a GGUF file.
+"""Builds a tokenizer from the metadata of a GGUF file.
 
 Owns the meaning of the `tokenizer.*` keys. Does not know how the file is parsed.
 
-Two kinds of vocabulary exist. "gpt2" is byte-level BPE: tokens are spelled in the 256-letter byte alphabet,
-merges are listed, and `tokenizer.ggml.pre` names the rule that cuts text into words. "llama" is SentencePiece
-BPE: a space is spelled "▁", no merges are listed, and any two neighbours whose union is a token may merge,
-best score first.
+Two kinds of vocabulary exist. "gpt2" is byte-level BPE: tokens are spelled in the 256-letter byte alphabet, merges are
+listed, and `tokenizer.ggml.pre` names the rule that splits text into words. "llama" is SentencePiece BPE: a space is
+spelled "▁", no merges are listed, and any two neighbours whose union is a token may merge, best score first.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from sightline.text.tokenizers.tokenizer import PromptTokens, Tokenizer
 
 SPACE = "▁"
 MAX_TOKEN_CHARACTERS = 1 << 10
-"""Several times the longest token of any known vocabulary.
-
-The work on a token grows with the square of its length.
-"""
+"""A limit on the length of a token, several times that of any known vocabulary: the work grows with its square."""
 
 
 class TokenType(IntEnum):
@@ -44,18 +40,18 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class PreTokenizerRule:
-    """How one `tokenizer.ggml.pre` cuts text into words before merging."""
+    """How one `tokenizer.ggml.pre` splits text into words before merging."""
 
     pattern: str | None
     """None: the pattern of GPT-2, which the library has built in."""
     single_digits: bool = False
-    """Each digit is cut out first."""
+    """Whether each digit is split off first."""
     whole_words: bool = False
-    """A word that is a token is taken whole, even where no merges lead to it."""
+    """Whether a word that is a token is taken whole, even if no merges lead to it."""
     compose: bool = False
-    """Text is brought to NFC, as the model's own tokenizer does."""
+    """Whether text is normalised to NFC first."""
     adds_bos: bool = False
-    """Whether BOS is added where the file does not say."""
+    """Whether BOS is added if the file does not say."""
 
 
 _LLAMA3_PATTERN = (
@@ -68,7 +64,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cased_pattern(word_end: str, digits: str) -> str:
-    """Words break where lower case turns to upper case; a slash stays with the punctuation before it."""
+    """A pattern that splits words where lower case turns to upper case, and keeps a slash after punctuation with it."""
     start = r"[^\r\n\p{L}\p{N}]?"
     return (
         f"{start}[{_UPPER}]*[{_LOWER}]+{word_end}|{start}[{_UPPER}]+[{_LOWER}]*{word_end}|{digits}"
@@ -110,7 +106,7 @@ class _Vocabulary:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
-    """The tokenizer that a GGUF file describes; a `CheckpointError` says what is missing from it."""
+    """The tokenizer that a GGUF file describes. Raises `CheckpointError` if metadata is missing or malformed."""
     values = GgufMetadata(metadata)
     kind = values.required_text("tokenizer.ggml.model")
     vocabulary = _read_vocabulary(values)
@@ -129,14 +125,14 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 
 
 _TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|return|>", "<|call|>"})
-"""Control tokens that a model emits only to hand over.
+"""Control tokens that end a model's turn.
 
-Converters state one end token, and that of a chat model is often the end of a text, which no turn ends with.
+Converters state one end token, which for a chat model is often the end of a text instead of the end of a turn.
 """
 
 
 def end_token_ids(metadata: GgufMetadata) -> frozenset[int]:
-    """The tokens that end the model's turn: of the text, of the turn, of a message; stated or known by name."""
+    """The tokens that end a text, a turn or a message: those that the file states, and those known by name."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     stated = {_token_id(metadata, key) for key in keys} - {None}
     tokens = metadata.required_text_array("tokenizer.ggml.tokens")
@@ -281,10 +277,9 @@ def _sentence_piece(metadata: GgufMetadata, vocabulary: _Vocabulary) -> tokenize
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, ...]]:
-    """Every way to put a token together from two others, best score first and the longer left part first.
+    """Every way to build a token from two others: best score first, then the longer left part first.
 
-    Only normal tokens come from merging. Control and user-defined ones are matched whole, bytes are a
-    fallback.
+    Only normal tokens come from merging. Control and user-defined ones are matched whole, bytes are a fallback.
     """
     normal = {
         token: score

@@ -1,19 +1,20 @@
 """Typed access to the key-value metadata of a GGUF file.
 
-Owns the checks that a value has the type its reader needs. Does not know how the file is parsed, nor what the
-keys mean. It lives beside the tokenizer because that is the lowest package that reads metadata.
+Checks that a value has the type that its reader needs. Does not know how the file is parsed, nor what the keys mean.
+It is in this package because `text` is the lowest one that reads metadata.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sightline.core.errors import CheckpointError
 
 
 class GgufMetadata:
-    """Metadata values by key; a value of the wrong type is a `CheckpointError` that names the key."""
+    """Metadata values by key. Raises `CheckpointError`, with the key, for a value of the wrong type."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self._values = values
@@ -26,11 +27,11 @@ class GgufMetadata:
         return [key for key in self._values if key.startswith(prefix)]
 
     def raw(self, key: str) -> object:
-        """The value as it was parsed, or None where the key is absent."""
+        """The value as it was parsed, or None if the key is absent."""
         return self._values.get(key)
 
     def replaced(self, values: Mapping[str, object]) -> GgufMetadata:
-        """The metadata with other values for some keys."""
+        """A copy with other values for some keys."""
         return GgufMetadata({**self._values, **values})
 
     def integer(self, key: str) -> int | None:
@@ -74,12 +75,7 @@ class GgufMetadata:
         return value
 
     def text_array(self, key: str) -> list[str] | None:
-        value = self._values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not set(map(type, value)) <= {str}:
-            raise _wrong_type(key, "an array of strings", value)
-        return value
+        return self._array(key, "an array of strings", str)
 
     def required_text_array(self, key: str) -> list[str]:
         value = self.text_array(key)
@@ -88,20 +84,16 @@ class GgufMetadata:
         return value
 
     def integer_array(self, key: str) -> list[int] | None:
-        value = self._values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-            raise _wrong_type(key, "an array of integers", value)
-        return value
+        return self._array(key, "an array of integers", int)
 
     def number_array(self, key: str) -> list[float] | None:
+        return self._array(key, "an array of numbers", int, float)
+
+    def _array(self, key: str, expected: str, *kinds: type) -> list[Any] | None:
         value = self._values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not set(map(type, value)) <= {int, float}:
-            raise _wrong_type(key, "an array of numbers", value)
-        return value
+        if value is None or (isinstance(value, list) and set(map(type, value)) <= {*kinds}):
+            return value
+        raise _wrong_type(key, expected, value)
 
 
 def _missing(key: str, expected: str) -> CheckpointError:

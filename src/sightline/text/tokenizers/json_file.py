@@ -1,7 +1,7 @@
-"""Reading of the JSON files that describe a model.
+"""Reads the JSON files that describe a model.
 
-Owns the caps, refuses what parsers read differently (a key with two values, NaN), and turns every fault into a
-`CheckpointError`. Does not know what the files mean.
+Limits their size, refuses what parsers read differently (a key with two values, NaN), and raises `CheckpointError` for
+every fault. Does not know what the files mean.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from sightline.core.errors import CheckpointError
 
 MAX_JSON_BYTES = 1 << 26
-"""Larger than any index or tokenizer config; a vocabulary is not read with this."""
+"""A limit that is larger than any index or tokenizer config. Vocabularies are read by the `tokenizers` library."""
 
 
 def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
@@ -31,7 +31,7 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
 
 
 def read_json(path: Path) -> object:
-    """Whatever is at the top of a JSON file."""
+    """The value at the top of a JSON file."""
     text = read_text(path)
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_no_number)
@@ -40,7 +40,7 @@ def read_json(path: Path) -> object:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object whose keys have one value each: of two, Python's parser would drop the first in silence."""
+    """An object from its pairs. Raises `ValueError` for a key with two values: Python's parser would drop the first."""
     found = dict(pairs)
     for key, value in pairs if len(found) < len(pairs) else ():
         if found[key] != value:

@@ -1,7 +1,7 @@
-"""Text to token ids and back.
+"""Converts text to token ids and back.
 
-Owns the rules for the tokens around a prompt: which are added, and that none is added twice. Does not know
-where the vocabulary came from: `folder_tokenizer` and `gguf_tokenizer` build it.
+Owns the rules for the tokens around a prompt: which are added, and that none is added twice. Does not know where the
+vocabulary came from: `folder` and `gguf` build tokenizers.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class PromptTokens:
     eos_ids: frozenset[int]
     """Tokens that end the model's turn."""
     prefix: tuple[int, ...] = ()
-    """What the model wants before every prompt: nothing, or usually BOS."""
+    """Tokens before every prompt: usually BOS, or none."""
     suffix: tuple[int, ...] = ()
-    """What the model wants after a raw prompt; nothing for nearly all."""
+    """Tokens after a raw prompt; empty for nearly all models."""
 
 
 @dataclass(frozen=True)
 class TokenizerData:
-    """A tokenizer as plain values: another process builds the same one from them."""
+    """A tokenizer as plain values, from which another process builds the same one."""
 
     vocabulary: str
-    """As the tokenizers library writes it."""
+    """JSON of the `tokenizers` library."""
     prompt_tokens: PromptTokens
     template: str | None
     """The chat template's source."""
@@ -74,11 +74,11 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the vocabulary's longest entry, which no token stands for more of."""
+        """Length of the vocabulary's longest entry: the most characters that one token can stand for."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def with_template(self, source: str) -> Tokenizer:
-        """The same vocabulary under another chat template."""
+        """A tokenizer with the same vocabulary and another chat template."""
         bos, eos = self.bos_id, min(self.eos_ids, default=None)
         template = ChatTemplate(
             source,
@@ -97,7 +97,7 @@ class Tokenizer:
 
     @property
     def suffix(self) -> tuple[int, ...]:
-        """What the model wants after a raw prompt."""
+        """Tokens after a raw prompt."""
         return self._prompt_tokens.suffix
 
     @property
@@ -107,27 +107,27 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included. A model may have more rows than that, as padding."""
+        """Number of tokens, added ones included. A model's embedding may have more rows, as padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     def encode_prompt(self, text: str) -> list[int]:
-        """A raw prompt.
+        """Encodes a raw prompt.
 
-        Special tokens in the text are parsed; BOS comes once, also where the text has it already.
+        Special tokens in the text are parsed. BOS is added only if the text does not begin with it.
         """
         return self.encode_rendered(text) + list(self._prompt_tokens.suffix)
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """As `encode_prompt`, of many at once: on all cores, and without where in the text a token stands."""
+        """Encodes many prompts at once, as `encode_prompt` does: on all cores, and without computing offsets."""
         try:
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except (UnicodeEncodeError, TypeError):
-            # One by one, to say what is wrong.
+            # Encode one by one, for an error that names the fault.
             return [self.encode_prompt(text) for text in texts]
         return [self._after_prefix(each.ids) + list(self._prompt_tokens.suffix) for each in found]
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The output of a chat template: as a raw prompt, but nothing is added at the end."""
+        """Encodes the output of a chat template: like a raw prompt, but without the suffix."""
         return self._after_prefix(self.encode_text(text))
 
     def _after_prefix(self, ids: list[int]) -> list[int]:
@@ -135,28 +135,25 @@ class Tokenizer:
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def encode_text(self, text: str) -> list[int]:
-        """A text's own tokens, without anything around them."""
+        """Encodes a text without the tokens around a prompt."""
         try:
             return self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"expected text of valid Unicode, got a lone surrogate or no text: {error}") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`.
-
-        Ids beyond the vocabulary have no text. Spaces are left as the model wrote them.
-        """
+        """The text of `ids`. Ids beyond the vocabulary have no text; spaces are left as they are."""
         try:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             raise RequestError(f"expected token ids from 0, got {min(ids)} to {max(ids)}") from error
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token, or None beyond the vocabulary."""
+        """The vocabulary's spelling of a token, or None beyond the vocabulary."""
         return self._backend.id_to_token(token_id)
 
     @property
     def decoder_state(self) -> bytes:
-        """The decoder's settings as JSON, or `null` where the vocabulary has none."""
+        """The decoder's settings as JSON, or `null` if the vocabulary has none."""
         decoder = self._backend.decoder
         return b"null" if decoder is None else bytes(decoder.__getstate__())

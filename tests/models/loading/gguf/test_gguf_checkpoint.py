@@ -306,10 +306,10 @@ def test_more_tokens_than_the_embedding_has_rows_are_refused(tmp_path: Path) -> 
 def test_a_layer_count_is_checked_before_anything_is_sized_by_it(tmp_path: Path, layers: int) -> None:
     write_gemma3(tmp_path / "tiny.gguf", tiny_gemma3())
     rewrite(tmp_path / "tiny.gguf", tmp_path / "changed.gguf", {"gemma3.block_count": layers}, architecture="gemma3")
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match=f"block_count.*got {layers} for the tensors of 7 layers"):
         opened(tmp_path / "changed.gguf")
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def resave(folder: Path, changes: dict[str, Tensor | None]) -> None:
         ({f"{GATE_UP}_scales": random_bytes(6, 64, 3)}, r"expected .*gate_up_proj_blocks of shape"),
         ({f"{GATE_UP}_blocks": random_bytes(6, 64, 2, 8)}, r"expected .*gate_up_proj_blocks of shape"),
         ({f"{GATE_UP}_scales": torch.ones(6, 64, 2)}, "expected .*gate_up_proj_scales' in U8, got F32"),
-        ({GATE_UP: torch.ones(6, 64, 64)}, "as MXFP4 or as it is, got both"),
+        ({GATE_UP: torch.ones(6, 64, 64)}, "as MXFP4 or unquantised, got both"),
     ],
 )
 def test_a_broken_pair_is_refused(tmp_path: Path, changes: dict[str, Tensor | None], message: str) -> None:

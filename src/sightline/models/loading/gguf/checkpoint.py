@@ -1,6 +1,6 @@
-"""A model in one GGUF file, seen as a Hugging Face checkpoint.
+"""A model in one GGUF file, presented as a Hugging Face checkpoint.
 
-Owns the joining of container, names, config and decoding. Does not know any of them in detail.
+Combines the container, names, config and decoding. Does not know any of them in detail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class GgufCheckpoint(Checkpoint):
-    """Every weight is decoded to fp32 when it is loaded, unless it is asked for as blocks."""
+    """`load` decodes weights to fp32; `load_blocks` keeps them quantised."""
 
     def __init__(self, path: Path, ledger: Ledger) -> None:
         self._file = GgufFile(path)
@@ -73,7 +73,7 @@ class GgufCheckpoint(Checkpoint):
         tensor = self._file.tensors[name]
         shape = tensor.shape if expert is None else tensor.shape[1:]
         decoded = dequantise(self._raw(tensor, expert), tensor.storage, shape)
-        if tensor.storage.name != "F32":  # which shares its pages
+        if tensor.storage.name != "F32":  # decoded F32 still uses the mapped pages
             self._file.release(tensor)
         return decoded
 
@@ -123,11 +123,11 @@ def _counts(config: dict[str, object]) -> LayoutNumbers:
 
 
 def _record_what_is_missing(metadata: GgufMetadata, ledger: Ledger) -> None:
-    """What the model runs without, but not as it was made to."""
+    """Records missing metadata without which the model runs, but perhaps not as it was trained."""
     if metadata.text("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.pre" not in metadata:
         ledger.degrade(
             "GGUF metadata 'tokenizer.ggml.pre'",
-            "is missing: words are cut as GPT-2 cuts them, which may not be how the model was trained",
+            "is missing: words are split as for GPT-2, which may not be how the model was trained",
             "convert the model again with a current tool",
         )
     if not end_token_ids(metadata):

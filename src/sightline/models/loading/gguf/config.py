@@ -1,8 +1,8 @@
 """Translation of GGUF metadata to the keys of a Hugging Face config.json.
 
 Owns the rule that no key is dropped unseen: one that changes the result and is not supported is refused, one
-whose meaning is not known is recorded. Does not know what an architecture's keys mean (`gguf_families` does), and
-does not read bytes.
+whose meaning is not known is recorded. Does not know what an architecture's keys mean (`families` does), and does not
+read bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.field_effects import fields_without_effect
-from sightline.models.loading.gguf.config_values import TensorShapes
+from sightline.models.loading.gguf.config_values import ArchitectureKeys, TensorShapes
 from sightline.models.loading.gguf.families import CONFIG_READERS
 from sightline.text.tokenizers.gguf_metadata import GgufMetadata
 
@@ -40,7 +40,7 @@ def translate_config(metadata: GgufMetadata, shapes: TensorShapes, ledger: Ledge
             "is ignored: its meaning for this architecture is not known",
             "check the model's output against another engine, or convert the model again",
         )
-    config = reader.read(metadata, shapes)
+    config = reader.read(ArchitectureKeys(metadata, shapes, name))
     _account_for_idle_keys(metadata, shapes, ledger, name, config)
     return config
 
@@ -48,14 +48,14 @@ def translate_config(metadata: GgufMetadata, shapes: TensorShapes, ledger: Ledge
 def _account_for_idle_keys(
     metadata: GgufMetadata, shapes: TensorShapes, ledger: Ledger, name: str, config: dict[str, object]
 ) -> None:
-    """Puts known keys that `config` does not depend on into the ledger: that a reader looks at them proves nothing."""
+    """Records known keys that `config` does not depend on: that a reader looks at a key does not prove an effect."""
     reader = CONFIG_READERS[name]
     known = {f"{name}.{suffix}" for suffix in (reader.keys | _SHARED_KEYS) - _OF_TRAINING}
     stated = {key: metadata.raw(key) for key in metadata.keys_under(f"{name}.") if key in known}
 
     def read(changed: Mapping[str, object]) -> dict[str, object]:
         try:
-            return reader.read(metadata.replaced(changed), shapes)
+            return reader.read(ArchitectureKeys(metadata.replaced(changed), shapes, name))
         except CheckpointError as error:
             raise UnsupportedModelError(str(error)) from error
 
@@ -80,29 +80,13 @@ def _refuse_split_file(metadata: GgufMetadata) -> None:
         )
 
 
-_SHARED_KEYS = frozenset(
-    {
-        "embedding_length",
-        "block_count",
-        "feed_forward_length",
-        "context_length",
-        "vocab_size",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-        "attention.layer_norm_rms_epsilon",
-        "rope.freq_base",
-        "rope.dimension_count",
-        "rope.scaling.type",
-        "rope.scaling.factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "rope.scaling.finetuned",
-        "rope.scale_linear",
-    }
-)
+_SHARED = """
+    embedding_length block_count feed_forward_length context_length vocab_size attention.head_count
+    attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.freq_base
+    rope.dimension_count rope.scaling.type rope.scaling.factor rope.scaling.original_context_length
+    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.finetuned rope.scale_linear
+"""
+_SHARED_KEYS = frozenset(_SHARED.split())
 """Keys that every reader uses."""
 _OF_TRAINING = frozenset({"rope.scaling.finetuned"})
 """Keys that change nothing."""
@@ -112,35 +96,25 @@ _IDLE: Mapping[str, str] = MappingProxyType(
         "feed_forward_length": "every layer has experts, whose size is expert_feed_forward_length",
     }
 )
-"""By key, or group of keys: why it may have no effect beside the others."""
+"""The reason why a key, or a group of keys, may have no effect beside the others."""
 
+_OFF_AT_ZERO = """
+    expert_count expert_used_count expert_shared_count leading_dense_block_count attention.sliding_window
+    attention.clamp_kqv attention.max_alibi_bias attention.temperature_length attention.temperature_scale
+    attn_logit_softcapping final_logit_softcapping rope.scaling.yarn_log_multiplier pooling_type
+"""
+_OFF_AT_ONE = "logit_scale residual_scale embedding_scale rope.scaling.attn_factor rope.scaling.yarn_attn_factor"
 _UNSUPPORTED_UNLESS: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "expert_count": (0,),
-        "expert_used_count": (0,),
-        "expert_shared_count": (0,),
+        **dict.fromkeys(_OFF_AT_ZERO.split(), (0,)),
+        **dict.fromkeys(_OFF_AT_ONE.split(), (1,)),
         "expert_group_count": (0, 1),
         "expert_weights_scale": (0, 1),
         "expert_weights_norm": (True,),
-        "leading_dense_block_count": (0,),
-        "attention.sliding_window": (0,),
-        "attention.clamp_kqv": (0,),
-        "attention.max_alibi_bias": (0,),
         "attention.scale": (),
         "attention.causal": (True,),
-        "attention.temperature_length": (0,),
-        "attention.temperature_scale": (0,),
-        "attn_logit_softcapping": (0,),
-        "final_logit_softcapping": (0,),
-        "logit_scale": (1,),
-        "residual_scale": (1,),
-        "embedding_scale": (1,),
         "use_parallel_residual": (False,),
-        "rope.scaling.attn_factor": (1,),
-        "rope.scaling.yarn_attn_factor": (1,),
         "rope.scaling.yarn_ext_factor": (1, -1),
-        "rope.scaling.yarn_log_multiplier": (0,),
-        "pooling_type": (0,),
     }
 )
 """Keys that change the result, with the values under which they do not."""

@@ -1,6 +1,6 @@
-"""Numbers out of GGUF metadata, checked: what the config readers of all architectures share.
+"""Checked values from the metadata keys of one GGUF architecture.
 
-Owns the ranges of counts and the fields that mean the same everywhere. Does not know any one architecture, and
+Owns the allowed ranges, and the fields that every architecture states alike. Does not know any one architecture, and
 does not read bytes.
 """
 
@@ -19,211 +19,207 @@ _LAYER_NUMBER = re.compile("0|[1-9][0-9]*")
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 12
 MAX_COUNT = (1 << 31) - 1
-"""Of heads, positions and dimensions. What is sized by one of them is checked against the tensors elsewhere."""
+"""The limit for heads, positions and dimensions. Sizes that follow from them are checked against the tensors later."""
 
 _YARN_BETAS = (("beta_fast", 32.0), ("beta_slow", 1.0))
-"""With the values under which a file that does not state them was trained."""
+"""YaRN's parameters and their defaults."""
 
 
-def common_config(metadata: GgufMetadata, shapes: TensorShapes, prefix: str) -> dict[str, object]:
-    """The fields that every architecture states alike."""
-    hidden_size = positive(metadata, f"{prefix}.embedding_length")
-    num_heads, num_key_value_heads = _head_counts(metadata, prefix)
-    return {
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_layers(metadata, shapes, prefix),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_key_value_heads,
-        "intermediate_size": uniform(metadata, f"{prefix}.feed_forward_length"),
-        "vocab_size": _vocab_size(metadata, shapes, prefix, hidden_size),
-        "max_position_embeddings": positive(metadata, f"{prefix}.context_length"),
-        "rms_norm_eps": positive_number(metadata, f"{prefix}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": positive_number(metadata, f"{prefix}.rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(metadata, prefix),
-        "tie_word_embeddings": "output.weight" not in shapes,
-        "bos_token_id": metadata.integer("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.integer("tokenizer.ggml.eos_token_id"),
-    }
+class ArchitectureKeys:
+    """The metadata keys below one architecture's prefix, and the shapes of the file's tensors.
 
+    Methods take key names without the prefix.
+    """
 
-def num_layers(metadata: GgufMetadata, shapes: TensorShapes, prefix: str) -> int:
-    """The stated count, if it is that of the layers in the tensor directory."""
-    key = f"{prefix}.block_count"
-    stated = positive(metadata, key)
-    parts = (name.split(".", 2) for name in shapes)
-    named = {part[1] for part in parts if part[0] == "blk" and len(part) == 3 and _LAYER_NUMBER.fullmatch(part[1])}
-    if stated > MAX_LAYERS or len(named) != stated or named != {str(layer) for layer in range(stated)}:
-        raise CheckpointError(
-            f"GGUF metadata {key!r}: expected the number of layers that have tensors, at most {MAX_LAYERS} and "
-            f"numbered from 0, got {stated} for the tensors of {len(named)} layers. Convert the model again."
-        )
-    return stated
+    def __init__(self, metadata: GgufMetadata, shapes: TensorShapes, architecture: str) -> None:
+        self.shapes = shapes
+        self._metadata = metadata
+        self._architecture = architecture
 
+    def __contains__(self, name: str) -> bool:
+        return self._key(name) in self._metadata
 
-def expert_counts(metadata: GgufMetadata, prefix: str) -> tuple[int, int]:
-    """Of all experts of a layer, and of those that a token uses."""
-    count_key, used_key = f"{prefix}.expert_count", f"{prefix}.expert_used_count"
-    count, used = positive(metadata, count_key), positive(metadata, used_key)
-    if not used <= count <= MAX_EXPERTS:
-        raise CheckpointError(
-            f"GGUF metadata {count_key!r}: expected from {used_key} = {used} to {MAX_EXPERTS} experts, got {count}. "
-            "Convert the model again."
-        )
-    return count, used
+    def common_config(self) -> dict[str, object]:
+        """The Hugging Face config fields that every architecture states alike."""
+        hidden_size = self.positive("embedding_length")
+        num_heads, num_key_value_heads = self._head_counts()
+        return {
+            "hidden_size": hidden_size,
+            "num_hidden_layers": self.num_layers(),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "intermediate_size": self.uniform("feed_forward_length"),
+            "vocab_size": self._vocab_size(hidden_size),
+            "max_position_embeddings": self.positive("context_length"),
+            "rms_norm_eps": self.positive_number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self.positive_number("rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(),
+            "tie_word_embeddings": "output.weight" not in self.shapes,
+            "bos_token_id": self._metadata.integer("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._metadata.integer("tokenizer.ggml.eos_token_id"),
+        }
 
-
-def head_dim(metadata: GgufMetadata, prefix: str, default: int) -> int:
-    """The size of a head, of which rotary embeddings turn all."""
-    key_length = positive(metadata, f"{prefix}.attention.key_length", default)
-    value_length = positive(metadata, f"{prefix}.attention.value_length", key_length)
-    if key_length % 2:
-        raise UnsupportedModelError(
-            f"GGUF metadata '{prefix}.attention.key_length': expected an even head size, got {key_length}. "
-            "Rotary embeddings turn pairs of dimensions."
-        )
-    if key_length != value_length:
-        raise UnsupportedModelError(
-            f"GGUF metadata '{prefix}.attention.value_length': expected the key length {key_length}, "
-            f"got {value_length}. Heads of two sizes are not supported."
-        )
-    rotated = metadata.integer(f"{prefix}.rope.dimension_count")
-    if rotated not in (None, key_length):
-        raise UnsupportedModelError(
-            f"GGUF metadata '{prefix}.rope.dimension_count': expected the head size {key_length}, got {rotated}. "
-            "Rotary embeddings on a part of the head are not supported for this architecture."
-        )
-    return key_length
-
-
-def layer_types(metadata: GgufMetadata, prefix: str, layers: int, period: int) -> list[str]:
-    """Each `period`-th layer attends to everything and the others to a window, unless the file says otherwise."""
-    key = f"{prefix}.attention.sliding_window_pattern"
-    pattern = metadata.raw(key)
-    if isinstance(pattern, list):
-        if len(pattern) != layers or not set(map(type, pattern)) <= {bool}:
-            raise CheckpointError(
-                f"GGUF metadata {key!r}: expected {layers} booleans, got {len(pattern)} values. Convert it again."
+    def num_layers(self) -> int:
+        """The stated number of layers, which must equal the number of layers that have tensors."""
+        stated = self.positive("block_count")
+        parts = (name.split(".", 2) for name in self.shapes)
+        named = {part[1] for part in parts if part[0] == "blk" and len(part) == 3 and _LAYER_NUMBER.fullmatch(part[1])}
+        if stated > MAX_LAYERS or len(named) != stated or named != {str(layer) for layer in range(stated)}:
+            raise self._damaged(
+                "block_count",
+                f"expected the number of layers that have tensors, at most {MAX_LAYERS} and numbered from 0, got "
+                f"{stated} for the tensors of {len(named)} layers",
             )
-        windowed = [flag is True for flag in pattern]
-    else:
-        period = positive(metadata, key, period)
-        windowed = [(layer + 1) % period != 0 for layer in range(layers)]
-    return ["sliding_attention" if flag else "full_attention" for flag in windowed]
+        return stated
 
+    def expert_counts(self) -> tuple[int, int]:
+        """The number of experts per layer, and how many of them a token uses."""
+        count, used = self.positive("expert_count"), self.positive("expert_used_count")
+        if not used <= count <= MAX_EXPERTS:
+            raise self._damaged(
+                "expert_count", f"expected from expert_used_count = {used} to {MAX_EXPERTS} experts, got {count}"
+            )
+        return count, used
 
-def softcapping(metadata: GgufMetadata, key: str, default: float | None) -> float | None:
-    """A cap above 0; a stated 0 means none."""
-    stated = metadata.number(key)
-    if stated is None:
-        return default
-    return positive_number(metadata, key) if stated else None
+    def head_dim(self, default: int) -> int:
+        """The head size. Rotary embeddings must cover all of it."""
+        key_length = self.positive("attention.key_length", default)
+        value_length = self.positive("attention.value_length", key_length)
+        if key_length % 2:
+            raise self._unsupported(
+                "attention.key_length",
+                f"expected an even head size, got {key_length}. Rotary embeddings turn pairs of dimensions.",
+            )
+        if key_length != value_length:
+            raise self._unsupported(
+                "attention.value_length",
+                f"expected the key length {key_length}, got {value_length}. Heads of two sizes are not supported.",
+            )
+        rotated = self._metadata.integer(self._key("rope.dimension_count"))
+        if rotated not in (None, key_length):
+            raise self._unsupported(
+                "rope.dimension_count",
+                f"expected the head size {key_length}, got {rotated}. Rotary embeddings on a part of the head are not "
+                "supported for this architecture.",
+            )
+        return key_length
 
+    def layer_types(self, period: int) -> list[str]:
+        """The kind of each layer. By default every `period`-th has full attention and the others a window."""
+        name, layers = "attention.sliding_window_pattern", self.num_layers()
+        pattern = self._metadata.raw(self._key(name))
+        if isinstance(pattern, list):
+            if len(pattern) != layers or not set(map(type, pattern)) <= {bool}:
+                raise self._damaged(name, f"expected {layers} booleans, got {len(pattern)} values")
+            windowed = [flag is True for flag in pattern]
+        else:
+            period = self.positive(name, period)
+            windowed = [(layer + 1) % period != 0 for layer in range(layers)]
+        return ["sliding_attention" if flag else "full_attention" for flag in windowed]
 
-def positive(metadata: GgufMetadata, key: str, default: int | None = None) -> int:
-    """A count; without a default the key must be there."""
-    value = metadata.required_integer(key) if default is None or key in metadata else default
-    if not 1 <= value <= MAX_COUNT:
-        raise CheckpointError(
-            f"GGUF metadata {key!r}: expected a number from 1 to {MAX_COUNT}, got {value}. Convert the model again."
-        )
-    return value
+    def has_window(self) -> bool:
+        return bool(self._metadata.integer(self._key("attention.sliding_window")))
 
+    def softcapping(self, name: str, default: float | None) -> float | None:
+        """A cap above 0; a stated 0 means none."""
+        stated = self._metadata.number(self._key(name))
+        if stated is None:
+            return default
+        return self.positive_number(name) if stated else None
 
-def uniform(metadata: GgufMetadata, key: str) -> int:
-    """A number that may be stored once per layer; it must be the same for all."""
-    value = metadata.raw(key)
-    if not isinstance(value, list):
-        return positive(metadata, key)
-    distinct = set(metadata.integer_array(key) or ())
-    if len(distinct) != 1 or not 1 <= min(distinct) <= MAX_COUNT:
-        raise UnsupportedModelError(
-            f"GGUF metadata {key!r}: expected one number from 1 to {MAX_COUNT} for all layers, got "
-            f"{sorted(distinct)[:8]}. Use the model's folder of safetensors."
-        )
-    return distinct.pop()
+    def positive(self, name: str, default: int | None = None) -> int:
+        """A count. Without a default the key must be there."""
+        value = self._metadata.required_integer(self._key(name)) if default is None or name in self else default
+        if not 1 <= value <= MAX_COUNT:
+            raise self._damaged(name, f"expected a number from 1 to {MAX_COUNT}, got {value}")
+        return value
 
+    def uniform(self, name: str) -> int:
+        """A count that may be stored once per layer; it must be the same for all."""
+        key = self._key(name)
+        if not isinstance(self._metadata.raw(key), list):
+            return self.positive(name)
+        distinct = set(self._metadata.integer_array(key) or ())
+        if len(distinct) != 1 or not 1 <= min(distinct) <= MAX_COUNT:
+            raise self._unsupported(
+                name,
+                f"expected one number from 1 to {MAX_COUNT} for all layers, got {sorted(distinct)[:8]}. Use the "
+                "model's folder of safetensors.",
+            )
+        return distinct.pop()
 
-def positive_number(metadata: GgufMetadata, key: str, default: float | None = None) -> float:
-    """A finite number above 0; without a default the key must be there."""
-    stated = metadata.number(key)
-    value = default if stated is None else stated
-    if value is None or value <= 0:
-        found = "no such key" if value is None else value
-        raise CheckpointError(
-            f"GGUF metadata {key!r}: expected a number above 0, got {found}. Convert the model again."
-        )
-    return value
+    def positive_number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0. Without a default the key must be there."""
+        stated = self._metadata.number(self._key(name))
+        value = default if stated is None else stated
+        if value is None or value <= 0:
+            raise self._damaged(name, f"expected a number above 0, got {'no such key' if value is None else value}")
+        return value
+
+    def _head_counts(self) -> tuple[int, int]:
+        """The numbers of query heads and of key-value heads."""
+        num_heads, name = self.uniform("attention.head_count"), "attention.head_count_kv"
+        num_key_value_heads = self.uniform(name) if name in self else num_heads
+        if num_heads % num_key_value_heads:
+            raise self._damaged(name, f"expected a divisor of the {num_heads} query heads, got {num_key_value_heads}")
+        return num_heads, num_key_value_heads
+
+    def _rope_scaling(self) -> dict[str, object] | None:
+        kind = self._metadata.text(self._key("rope.scaling.type"))
+        factor = self._metadata.number(self._key("rope.scaling.factor"))
+        older = self._metadata.number(self._key("rope.scale_linear"))
+        if older is not None and factor not in (None, older):
+            raise self._damaged("rope.scale_linear", f"expected the scaling factor {factor}, got {older}")
+        factor = older if factor is None else factor
+        kind = "linear" if kind is None and factor else kind  # as in llama.cpp, where a factor of 0 is none
+        if kind in (None, "none"):
+            return None
+        if kind not in ("linear", "yarn"):
+            raise self._unsupported(
+                "rope.scaling.type",
+                f"expected 'none', 'linear' or 'yarn', got {kind!r}, which changes the result and is not supported. "
+                "Use the model's folder of safetensors.",
+            )
+        if factor is None or factor <= 0:
+            raise self._damaged("rope.scaling.factor", f"expected a positive number for {kind} scaling, got {factor}")
+        if kind == "yarn":
+            return self._yarn_scaling(factor)
+        return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+
+    def _yarn_scaling(self, factor: float) -> dict[str, object]:
+        trained = self.positive("context_length")
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": self.positive("rope.scaling.original_context_length", trained),
+            **{name: self.positive_number(f"rope.scaling.yarn_{name}", default) for name, default in _YARN_BETAS},
+        }
+
+    def _vocab_size(self, hidden_size: int) -> int:
+        shape = self.shapes.get("token_embd.weight")
+        if shape is None or len(shape) != 2 or shape[1] != hidden_size:
+            raise CheckpointError(
+                f"expected a tensor 'token_embd.weight' of shape [vocabulary, {hidden_size}], got {shape}. "
+                "Convert the model again."
+            )
+        stated = self._metadata.integer(self._key("vocab_size"))
+        if stated not in (None, shape[0]):
+            raise self._damaged("vocab_size", f"expected {shape[0]}, the rows of 'token_embd.weight', got {stated}")
+        return shape[0]
+
+    def _key(self, name: str) -> str:
+        return f"{self._architecture}.{name}"
+
+    def _damaged(self, name: str, what: str) -> CheckpointError:
+        return CheckpointError(f"GGUF metadata {self._key(name)!r}: {what}. Convert the model again.")
+
+    def _unsupported(self, name: str, what: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"GGUF metadata {self._key(name)!r}: {what}")
 
 
 def divided(config: Mapping[str, object], total_key: str, parts_key: str) -> int:
+    """The quotient of two integers of a config; it must be whole."""
     total, parts = config[total_key], config[parts_key]
     if not isinstance(total, int) or not isinstance(parts, int) or total % parts:
         raise CheckpointError(f"GGUF metadata: expected {total_key} {total} as a multiple of {parts_key} {parts}.")
     return total // parts
-
-
-def _head_counts(metadata: GgufMetadata, prefix: str) -> tuple[int, int]:
-    """Of queries, and of keys and values."""
-    num_heads = uniform(metadata, f"{prefix}.attention.head_count")
-    key = f"{prefix}.attention.head_count_kv"
-    num_key_value_heads = uniform(metadata, key) if key in metadata else num_heads
-    if num_heads % num_key_value_heads:
-        raise CheckpointError(
-            f"GGUF metadata {key!r}: expected a divisor of the {num_heads} query heads, got {num_key_value_heads}. "
-            "Convert the model again."
-        )
-    return num_heads, num_key_value_heads
-
-
-def _rope_scaling(metadata: GgufMetadata, prefix: str) -> dict[str, object] | None:
-    kind = metadata.text(f"{prefix}.rope.scaling.type")
-    factor = metadata.number(f"{prefix}.rope.scaling.factor")
-    older = metadata.number(f"{prefix}.rope.scale_linear")
-    if older is not None and factor not in (None, older):
-        raise CheckpointError(
-            f"GGUF metadata '{prefix}.rope.scale_linear': expected the scaling factor {factor}, got {older}. "
-            "Convert the model again."
-        )
-    factor = older if factor is None else factor
-    kind = "linear" if kind is None and factor else kind  # as in llama.cpp, where a factor of 0 is none
-    if kind in (None, "none"):
-        return None
-    if kind not in ("linear", "yarn"):
-        raise UnsupportedModelError(
-            f"GGUF metadata '{prefix}.rope.scaling.type': expected 'none', 'linear' or 'yarn', got {kind!r}, which "
-            "changes the result and is not supported. Use the model's folder of safetensors."
-        )
-    if factor is None or factor <= 0:
-        raise CheckpointError(
-            f"GGUF metadata '{prefix}.rope.scaling.factor': expected a positive number for {kind} scaling, "
-            f"got {factor}. Convert the model again."
-        )
-    if kind == "yarn":
-        return _yarn_scaling(metadata, prefix, factor)
-    return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
-
-
-def _yarn_scaling(metadata: GgufMetadata, prefix: str, factor: float) -> dict[str, object]:
-    scaling = f"{prefix}.rope.scaling"
-    trained = positive(metadata, f"{prefix}.context_length")
-    return {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": positive(metadata, f"{scaling}.original_context_length", trained),
-        **{name: positive_number(metadata, f"{scaling}.yarn_{name}", default) for name, default in _YARN_BETAS},
-    }
-
-
-def _vocab_size(metadata: GgufMetadata, shapes: TensorShapes, prefix: str, hidden_size: int) -> int:
-    shape = shapes.get("token_embd.weight")
-    if shape is None or len(shape) != 2 or shape[1] != hidden_size:
-        raise CheckpointError(
-            f"expected a tensor 'token_embd.weight' of shape [vocabulary, {hidden_size}], got {shape}. "
-            "Convert the model again."
-        )
-    stated = metadata.integer(f"{prefix}.vocab_size")
-    if stated not in (None, shape[0]):
-        raise CheckpointError(
-            f"GGUF metadata '{prefix}.vocab_size': expected {shape[0]}, the rows of 'token_embd.weight', got {stated}."
-        )
-    return shape[0]

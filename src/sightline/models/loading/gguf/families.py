@@ -1,7 +1,7 @@
-"""What the GGUF metadata of each architecture says, in the keys of its Hugging Face config.json.
+"""Translates the GGUF metadata of each architecture to the keys of a Hugging Face config.json.
 
-Owns one reader an architecture, with what converters leave out because llama.cpp knows it: layer patterns, query
-scales, gates. Does not know tensor layouts, nor which keys may be ignored.
+Owns one reader per architecture, and the facts that converters leave out because llama.cpp knows them: layer patterns,
+query scales, gates. Does not know tensor layouts, nor which keys may be ignored.
 """
 
 from __future__ import annotations
@@ -11,174 +11,120 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from sightline.core.errors import UnsupportedModelError
-from sightline.models.loading.gguf.config_values import (
-    TensorShapes,
-    common_config,
-    divided,
-    expert_counts,
-    head_dim,
-    layer_types,
-    num_layers,
-    positive,
-    positive_number,
-    softcapping,
-    uniform,
-)
-from sightline.text.tokenizers.gguf_metadata import GgufMetadata
+from sightline.models.loading.gguf.config_values import ArchitectureKeys, divided
+
+_Config = dict[str, object]
 
 
 @dataclass(frozen=True)
 class ArchitectureReader:
     """How one `general.architecture` states its config."""
 
-    read: Callable[[GgufMetadata, TensorShapes], dict[str, object]]
+    read: Callable[[ArchitectureKeys], _Config]
     keys: frozenset[str] = frozenset()
-    """Keys below the architecture's prefix that `read` uses, beside the ones that all architectures share."""
+    """Keys below the architecture's prefix that `read` uses, in addition to those that all architectures share."""
 
 
-def _llama(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, object]:
-    """Llama, and Mistral, which converters call "llama" as well: a sliding window is what tells it apart."""
-    config = common_config(metadata, shapes, "llama")
-    config.update(head_dim=_head_dim_or_share(metadata, config, "llama"), hidden_act="silu")
-    window = "llama.attention.sliding_window"
-    if not metadata.integer(window):
-        config.update(
-            architectures=["LlamaForCausalLM"],
-            model_type="llama",
-            attention_bias="blk.0.attn_q.bias" in shapes,
-            mlp_bias="blk.0.ffn_gate.bias" in shapes,
-        )
-        return config
-    foreign = [name for name in ("blk.0.attn_q.bias", "blk.0.ffn_gate.bias", "rope_freqs.weight") if name in shapes]
-    if foreign:
-        raise UnsupportedModelError(
-            f"expected no biases and no rope factors beside {window!r}, as in Mistral, got {foreign[0]!r}. "
-            "Use the model's folder of safetensors."
-        )
-    config.update(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=positive(metadata, window))
-    return config
+def _silu(keys: ArchitectureKeys, family: str, model_type: str) -> _Config:
+    """The fields of an architecture with SiLU gates. The head size may be left out: then it is the width per head."""
+    config = keys.common_config()
+    per_head = 0 if "attention.key_length" in keys else divided(config, "hidden_size", "num_attention_heads")
+    return config | {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": model_type,
+        "head_dim": keys.head_dim(per_head),
+        "hidden_act": "silu",
+    }
 
 
-def _qwen2(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, object]:
-    config = common_config(metadata, shapes, "qwen2")
-    config.update(
-        architectures=["Qwen2ForCausalLM"],
-        model_type="qwen2",
-        head_dim=_head_dim_or_share(metadata, config, "qwen2"),
-        hidden_act="silu",
-        use_sliding_window=False,
-    )
-    return config
+def _llama(keys: ArchitectureKeys) -> _Config:
+    """Llama, or Mistral: converters call both "llama", and only Mistral has a sliding window."""
+    if not keys.has_window():
+        return _silu(keys, "Llama", "llama") | {
+            "attention_bias": "blk.0.attn_q.bias" in keys.shapes,
+            "mlp_bias": "blk.0.ffn_gate.bias" in keys.shapes,
+        }
+    for foreign in ("blk.0.attn_q.bias", "blk.0.ffn_gate.bias", "rope_freqs.weight"):
+        if foreign in keys.shapes:
+            raise UnsupportedModelError(
+                "expected no biases and no rope factors beside 'llama.attention.sliding_window', as in Mistral, got "
+                f"{foreign!r}. Use the model's folder of safetensors."
+            )
+    return _silu(keys, "Mistral", "mistral") | {"sliding_window": keys.positive("attention.sliding_window")}
 
 
-def _qwen3(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, object]:
-    config = common_config(metadata, shapes, "qwen3")
-    config.update(
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
-        head_dim=_head_dim_or_share(metadata, config, "qwen3"),
-        hidden_act="silu",
-        attention_bias=False,
-        use_sliding_window=False,
-    )
-    return config
+def _qwen2(keys: ArchitectureKeys) -> _Config:
+    return _silu(keys, "Qwen2", "qwen2") | {"use_sliding_window": False}
 
 
-def _qwen3moe(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, object]:
-    config = common_config(metadata, shapes, "qwen3moe")
-    num_experts, num_used = expert_counts(metadata, "qwen3moe")
-    config.update(
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        head_dim=_head_dim_or_share(metadata, config, "qwen3moe"),
-        hidden_act="silu",
-        attention_bias=False,
-        use_sliding_window=False,
-        num_experts=num_experts,
-        num_experts_per_tok=num_used,
-        moe_intermediate_size=positive(metadata, "qwen3moe.expert_feed_forward_length"),
+def _qwen3(keys: ArchitectureKeys) -> _Config:
+    return _silu(keys, "Qwen3", "qwen3") | {"attention_bias": False, "use_sliding_window": False}
+
+
+def _qwen3moe(keys: ArchitectureKeys) -> _Config:
+    num_experts, num_used = keys.expert_counts()
+    return _silu(keys, "Qwen3Moe", "qwen3_moe") | {
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_used,
+        "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
         # The architecture has experts in every layer and always normalises the weights of those chosen.
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        norm_topk_prob=True,
-    )
-    return config
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
 
 
-def _gemma2(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, object]:
-    config = common_config(metadata, shapes, "gemma2")
-    size = head_dim(metadata, "gemma2", 256)
-    layers = num_layers(metadata, shapes, "gemma2")
-    config.update(
-        architectures=["Gemma2ForCausalLM"],
-        model_type="gemma2",
-        head_dim=size,
-        hidden_activation="gelu_pytorch_tanh",
-        # The converter stores no query scale. The 27B model, alone with 46 layers, scales by its width per head.
-        query_pre_attn_scalar=divided(config, "hidden_size", "num_attention_heads") if layers == 46 else size,
-        sliding_window=positive(metadata, "gemma2.attention.sliding_window", 4096),
-        layer_types=layer_types(metadata, "gemma2", layers, 2),
-        attention_bias=False,
-        attn_logit_softcapping=softcapping(metadata, "gemma2.attn_logit_softcapping", 50.0),
-        final_logit_softcapping=softcapping(metadata, "gemma2.final_logit_softcapping", 30.0),
-    )
-    return config
+def _gemma(keys: ArchitectureKeys, family: str, model_type: str, *, period: int, layers_of_27b: int) -> _Config:
+    config, size = keys.common_config(), keys.head_dim(256)
+    # The converter stores no query scale. Only the 27B model, told by its number of layers, scales by width per head.
+    is_27b = keys.num_layers() == layers_of_27b
+    return config | {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": model_type,
+        "head_dim": size,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": divided(config, "hidden_size", "num_attention_heads") if is_27b else size,
+        "layer_types": keys.layer_types(period),
+        "attention_bias": False,
+    }
 
 
-def _gemma3(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, object]:
-    config = common_config(metadata, shapes, "gemma3")
-    size = head_dim(metadata, "gemma3", 256)
-    layers = num_layers(metadata, shapes, "gemma3")
-    config.update(
-        architectures=["Gemma3ForCausalLM"],
-        model_type="gemma3_text",
-        head_dim=size,
-        hidden_activation="gelu_pytorch_tanh",
-        # As for Gemma 2; here the 27B model is the one of 62 layers.
-        query_pre_attn_scalar=divided(config, "hidden_size", "num_attention_heads") if layers == 62 else size,
-        sliding_window=positive(metadata, "gemma3.attention.sliding_window"),
-        layer_types=layer_types(metadata, "gemma3", layers, 6),
-        rope_theta=positive_number(metadata, "gemma3.rope.freq_base", 1_000_000.0),
-        rope_local_base_freq=positive_number(metadata, "gemma3.rope.freq_base_swa", 10_000.0),
-        attention_bias=False,
-        attn_logit_softcapping=None,
-        final_logit_softcapping=softcapping(metadata, "gemma3.final_logit_softcapping", None),
-    )
-    return config
+def _gemma2(keys: ArchitectureKeys) -> _Config:
+    return _gemma(keys, "Gemma2", "gemma2", period=2, layers_of_27b=46) | {
+        "sliding_window": keys.positive("attention.sliding_window", 4096),
+        "attn_logit_softcapping": keys.softcapping("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.softcapping("final_logit_softcapping", 30.0),
+    }
 
 
-def _gpt_oss(metadata: GgufMetadata, shapes: TensorShapes) -> dict[str, object]:
-    config = common_config(metadata, shapes, "gpt-oss")
-    num_experts, num_used = expert_counts(metadata, "gpt-oss")
-    feed_forward = uniform(metadata, "gpt-oss.feed_forward_length")
-    scaling = config["rope_scaling"]
-    config.update(
-        architectures=["GptOssForCausalLM"],
-        model_type="gpt_oss",
-        head_dim=_head_dim_or_share(metadata, config, "gpt-oss"),
-        hidden_act="silu",
-        intermediate_size=positive(metadata, "gpt-oss.expert_feed_forward_length", feed_forward),
-        num_local_experts=num_experts,
-        num_experts_per_tok=num_used,
-        sliding_window=positive(metadata, "gpt-oss.attention.sliding_window"),
-        layer_types=layer_types(metadata, "gpt-oss", num_layers(metadata, shapes, "gpt-oss"), 2),
-        # A missing scaling would mean YaRN to this model's config; its YaRN does not round the corrected range.
-        rope_scaling={"rope_type": "default"} if not isinstance(scaling, dict) else {**scaling, **_exact_yarn(scaling)},
-        attention_bias=True,
-        swiglu_limit=7.0,
-    )
-    return config
+def _gemma3(keys: ArchitectureKeys) -> _Config:
+    return _gemma(keys, "Gemma3", "gemma3_text", period=6, layers_of_27b=62) | {
+        "sliding_window": keys.positive("attention.sliding_window"),
+        "rope_theta": keys.positive_number("rope.freq_base", 1_000_000.0),
+        "rope_local_base_freq": keys.positive_number("rope.freq_base_swa", 10_000.0),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": keys.softcapping("final_logit_softcapping", None),
+    }
 
 
-def _exact_yarn(scaling: Mapping[str, object]) -> dict[str, object]:
-    return {"truncate": False} if scaling["rope_type"] == "yarn" else {}
-
-
-def _head_dim_or_share(metadata: GgufMetadata, config: Mapping[str, object], prefix: str) -> int:
-    """The stated head size, or else the width per head."""
-    if f"{prefix}.attention.key_length" in metadata:
-        return head_dim(metadata, prefix, 0)
-    return head_dim(metadata, prefix, divided(config, "hidden_size", "num_attention_heads"))
+def _gpt_oss(keys: ArchitectureKeys) -> _Config:
+    num_experts, num_used = keys.expert_counts()
+    config = _silu(keys, "GptOss", "gpt_oss")
+    # If this model's config had no scaling it would mean YaRN. The YaRN of this model does not round its range.
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    assert isinstance(scaling, dict)
+    return config | {
+        "intermediate_size": keys.positive("expert_feed_forward_length", keys.uniform("feed_forward_length")),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": num_used,
+        "sliding_window": keys.positive("attention.sliding_window"),
+        "layer_types": keys.layer_types(2),
+        "rope_scaling": scaling | ({"truncate": False} if scaling["rope_type"] == "yarn" else {}),
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+    }
 
 
 _WINDOW = frozenset({"attention.sliding_window", "attention.sliding_window_pattern"})

@@ -1,9 +1,8 @@
 """Reading of GGUF containers: header, metadata, tensor directory and raw tensor bytes.
 
-Every count, length, offset and dimension comes from a file that may be truncated or hostile, so each is
-checked against the bytes that are really there before anything is allocated. Owns the container format only:
-it does not know what the metadata means, what tensors are called elsewhere, nor how a quantised block is
-decoded.
+Every count, length, offset and dimension comes from a file that may be truncated or hostile, so each is checked against
+the actual size of the file before anything is allocated. Owns the container format only: it does not know what the
+metadata means, what tensors are called elsewhere, nor how a quantised block is decoded.
 
     | magic, version, counts | metadata | tensor directory | padding | tensor data ... |
 """
@@ -16,7 +15,6 @@ import struct
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -36,50 +34,20 @@ MAX_STRING_BYTES = 1 << 24
 MAX_METADATA_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_ARRAY_ELEMENTS = 1 << 23
-"""Over all arrays of a file together. The largest vocabularies have about a million tokens and merges.
+"""The limit for all arrays of a file together. The largest vocabularies have about a million tokens and merges.
 
 Parsed values take up to 60 bytes each, so this bounds memory to about half a gigabyte whatever the file claims.
 """
 
 _MIN_METADATA_BYTES = 8 + 4 + 1
-"""An empty key, a type and the smallest value."""
+"""The size of an empty key, a type and the smallest value."""
 _MIN_DIRECTORY_BYTES = 8 + 4 + 8 + 4 + 8
-"""An empty name, a dimension count, one dimension, a type and an offset."""
+"""The size of an empty name, a dimension count, one dimension, a type and an offset."""
 
 
-class ValueType(IntEnum):
-    """Type codes of metadata values."""
-
-    UINT8 = 0
-    INT8 = 1
-    UINT16 = 2
-    INT16 = 3
-    UINT32 = 4
-    INT32 = 5
-    FLOAT32 = 6
-    BOOL = 7
-    STRING = 8
-    ARRAY = 9
-    UINT64 = 10
-    INT64 = 11
-    FLOAT64 = 12
-
-
-_NUMBER_FORMATS: Mapping[ValueType, str] = MappingProxyType(
-    {
-        ValueType.UINT8: "B",
-        ValueType.INT8: "b",
-        ValueType.UINT16: "H",
-        ValueType.INT16: "h",
-        ValueType.UINT32: "I",
-        ValueType.INT32: "i",
-        ValueType.FLOAT32: "f",
-        ValueType.BOOL: "B",
-        ValueType.UINT64: "Q",
-        ValueType.INT64: "q",
-        ValueType.FLOAT64: "d",
-    }
-)
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_VALUE_FORMATS = ("B", "b", "H", "h", "I", "i", "f", "B", None, None, "Q", "q", "d")
+"""The `struct` format of each type of metadata values, by its code. Strings and arrays have none."""
 
 
 @dataclass(frozen=True)
@@ -202,38 +170,37 @@ class _HeaderParser:
             if key in metadata:
                 raise self.fault(f"expected each metadata key once, got {key!r} twice")
             value_type = self._value_type(key)
-            metadata[key] = self._array(key) if value_type is ValueType.ARRAY else self._value(value_type, key)
+            metadata[key] = self._array(key) if value_type == _ARRAY else self._value(value_type, key)
         return metadata
 
-    def _value_type(self, key: str) -> ValueType:
+    def _value_type(self, key: str) -> int:
         code = self._number("I", f"the type of {key!r}")
-        try:
-            return ValueType(code)
-        except ValueError as error:
-            raise self.fault(f"expected a value type from 0 to 12 for {key!r}, got {code}") from error
+        if code >= len(_VALUE_FORMATS):
+            raise self.fault(f"expected a value type from 0 to {len(_VALUE_FORMATS) - 1} for {key!r}, got {code}")
+        return code
 
-    def _value(self, value_type: ValueType, key: str) -> object:
-        if value_type is ValueType.STRING:
+    def _value(self, value_type: int, key: str) -> object:
+        if value_type == _STRING:
             return self._string(f"the value of {key!r}", MAX_STRING_BYTES)
         return self._numbers(value_type, 1, key)[0]
 
     def _array(self, key: str) -> list[object]:
         element_type = self._value_type(key)
-        if element_type is ValueType.ARRAY:
+        if element_type == _ARRAY:
             raise self.fault(f"expected an array of plain values under {key!r}, got an array of arrays")
         length = self._number("Q", f"the length of {key!r}")
         if length > self._elements_left:
             raise self.fault(f"expected at most {MAX_ARRAY_ELEMENTS} array elements in all, got more at {key!r}")
         self._elements_left -= length
-        if element_type is ValueType.STRING:
+        if element_type == _STRING:
             return self._strings(length, key)
         return self._numbers(element_type, length, key)
 
-    def _numbers(self, value_type: ValueType, length: int, key: str) -> list[object]:
-        layout = struct.Struct(f"<{length}{_NUMBER_FORMATS[value_type]}")
+    def _numbers(self, value_type: int, length: int, key: str) -> list[object]:
+        layout = struct.Struct(f"<{length}{_VALUE_FORMATS[value_type]}")
         self._need(layout.size, f"the value of {key!r}")
         values: list[object] = list(layout.unpack_from(self._data, self._position))
-        if value_type is ValueType.BOOL:
+        if value_type == _BOOL:
             if not set(values) <= {0, 1}:
                 raise self.fault(f"expected booleans stored as 0 or 1 under {key!r}")
             values = [value == 1 for value in values]

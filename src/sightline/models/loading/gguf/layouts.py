@@ -1,6 +1,6 @@
-"""What GGUF converters do to tensors, undone.
+"""Undoes the changes that GGUF converters make to the layout of tensors.
 
-Owns the arithmetic of layouts. Does not know names, metadata or storage types.
+Does not know names, metadata or storage types.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """From decoded tensors of the file to the one that Hugging Face stores."""
+    """A conversion from decoded tensors of the file to one tensor of Hugging Face."""
 
     apply: Callable[..., torch.Tensor]
     """Takes the sources in order. The result is contiguous."""
     shape: Callable[..., Shape | None] = lambda shape: shape
-    """The result's shape from those of the sources; None where they do not fit each other."""
+    """Computes the result's shape from those of the sources; None if they do not fit each other."""
     keeps_rows: bool = False
-    """Whether each row of one source comes out whole, if elsewhere: `apply` then takes anything with as many rows."""
+    """True if there is one source and `apply` only reorders its rows. It then works on any tensor with as many rows."""
 
 
 UNCHANGED = TensorLayout(lambda tensor: tensor, keeps_rows=True)
 
 MINUS_ONE = TensorLayout(lambda tensor: tensor - 1.0)
-"""Gemma scales by (1 + weight); its converter stores the sum so that a plain norm can read it."""
+"""Gemma's norms multiply by (1 + weight). The converter stores the sum, so that it works as a plain norm."""
 
 
 def split_pairs(num_heads: int) -> TensorLayout:
-    """Undoes the row order for rotary embeddings that rotate neighbouring rows.
+    """Undoes the row order that is made for rotary embeddings of neighbouring rows.
 
     Within each head, rows (0, half, 1, half + 1, ...) become (0, 1, ..., half, half + 1, ...).
     """

@@ -1,6 +1,6 @@
 """Translation of GGUF tensor names to those of Hugging Face.
 
-Owns which tensors of a file make up which of a checkpoint. A tensor that no rule names is refused, never dropped.
+Owns the rules that say which tensors of a file make up which Hugging Face tensor. A tensor without a rule is an error.
 Does not read bytes, does not decode them, and does not know metadata.
 """
 
@@ -24,7 +24,7 @@ from sightline.models.loading.gguf.layouts import (
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies, one per pair of dimensions.
 
-Converters store the llama3 rope scaling this way. It is part of the config, not a weight.
+Converters store the llama3 rope scaling as this tensor. Here it becomes part of the config.
 """
 
 
@@ -40,15 +40,15 @@ class LayoutNumbers:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where a Hugging Face tensor comes from."""
+    """The tensors of the file that make up one Hugging Face tensor."""
 
     names: tuple[str, ...]
-    """In the file, in the order in which `layout` takes them."""
+    """Names in the file, in the order in which `layout` takes them."""
     layout: TensorLayout
     shape: tuple[int, ...]
-    """As Hugging Face has it."""
+    """The shape of the Hugging Face tensor."""
     expert: int | None = None
-    """Only this index of the outermost dimension; None for the whole tensor."""
+    """If set, only this index of the outermost dimension is used."""
 
 
 def translate_tensors(architecture: str, shapes: TensorShapes, counts: LayoutNumbers) -> dict[str, TensorSource]:
@@ -73,7 +73,7 @@ class _Rule:
     """Hugging Face name; `{layer}` and `{expert}` stand for numbers."""
     layout: TensorLayout | Callable[[LayoutNumbers], TensorLayout] = UNCHANGED
     parts: tuple[str, ...] = ()
-    """The names below the layer of all tensors that make up this one, where they are several."""
+    """If several tensors make up this one: their names below the layer."""
 
 
 def _sources(
@@ -101,14 +101,6 @@ def _sources(
     yield rule.name.format(layer=layer), TensorSource(names, layout, result)
 
 
-def _query_rows(counts: LayoutNumbers) -> TensorLayout:
-    return split_pairs(counts.query_heads)
-
-
-def _key_rows(counts: LayoutNumbers) -> TensorLayout:
-    return split_pairs(counts.key_value_heads)
-
-
 def _rule(architecture: str, name: str) -> tuple[_Rule | None, str]:
     prefix, _, rest = name.partition(".")
     layer, _, suffix = rest.partition(".")
@@ -117,8 +109,15 @@ def _rule(architecture: str, name: str) -> tuple[_Rule | None, str]:
     return _OUTER_RULES[architecture].get(name), ""
 
 
-_LAYER = "model.layers.{layer}"
-_Rules = Mapping[str, _Rule]
+_LAYER = "model.layers.{layer}."
+_Rules = dict[str, _Rule]
+
+
+def _rules(
+    suffix: str, names: Mapping[str, str], layout: TensorLayout | Callable[[LayoutNumbers], TensorLayout] = UNCHANGED
+) -> _Rules:
+    """Rules for tensors whose names differ between the formats only before the `suffix`."""
+    return {f"{own}.{suffix}": _Rule(f"{_LAYER}{name}.{suffix}", layout) for own, name in names.items()}
 
 
 def _outer(norm: TensorLayout) -> _Rules:
@@ -136,97 +135,57 @@ _OUTER_RULES: Mapping[str, _Rules] = MappingProxyType(
     }
 )
 
-_PLAIN_NORMS: _Rules = {
-    "attn_norm.weight": _Rule(f"{_LAYER}.input_layernorm.weight"),
-    "ffn_norm.weight": _Rule(f"{_LAYER}.post_attention_layernorm.weight"),
+_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_SANDWICH_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
-_ATTENTION: _Rules = {
-    "attn_q.weight": _Rule(f"{_LAYER}.self_attn.q_proj.weight"),
-    "attn_k.weight": _Rule(f"{_LAYER}.self_attn.k_proj.weight"),
-    "attn_v.weight": _Rule(f"{_LAYER}.self_attn.v_proj.weight"),
-    "attn_output.weight": _Rule(f"{_LAYER}.self_attn.o_proj.weight"),
-}
-_QKV_BIASES: _Rules = {
-    "attn_q.bias": _Rule(f"{_LAYER}.self_attn.q_proj.bias"),
-    "attn_k.bias": _Rule(f"{_LAYER}.self_attn.k_proj.bias"),
-    "attn_v.bias": _Rule(f"{_LAYER}.self_attn.v_proj.bias"),
-}
-_OUTPUT_BIAS: _Rules = {"attn_output.bias": _Rule(f"{_LAYER}.self_attn.o_proj.bias")}
-_HEAD_NORMS: _Rules = {
-    "attn_q_norm.weight": _Rule(f"{_LAYER}.self_attn.q_norm.weight"),
-    "attn_k_norm.weight": _Rule(f"{_LAYER}.self_attn.k_norm.weight"),
-}
-_FEED_FORWARD: _Rules = {
-    "ffn_gate.weight": _Rule(f"{_LAYER}.mlp.gate_proj.weight"),
-    "ffn_up.weight": _Rule(f"{_LAYER}.mlp.up_proj.weight"),
-    "ffn_down.weight": _Rule(f"{_LAYER}.mlp.down_proj.weight"),
-}
-_SANDWICH_NORMS: _Rules = {
-    "attn_norm.weight": _Rule(f"{_LAYER}.input_layernorm.weight", MINUS_ONE),
-    "post_attention_norm.weight": _Rule(f"{_LAYER}.post_attention_layernorm.weight", MINUS_ONE),
-    "ffn_norm.weight": _Rule(f"{_LAYER}.pre_feedforward_layernorm.weight", MINUS_ONE),
-    "post_ffw_norm.weight": _Rule(f"{_LAYER}.post_feedforward_layernorm.weight", MINUS_ONE),
-}
-_LLAMA: _Rules = {
-    **_PLAIN_NORMS,
-    **_ATTENTION,
-    **_QKV_BIASES,
-    **_OUTPUT_BIAS,
-    **_FEED_FORWARD,
-    "attn_q.weight": _Rule(f"{_LAYER}.self_attn.q_proj.weight", _query_rows),
-    "attn_k.weight": _Rule(f"{_LAYER}.self_attn.k_proj.weight", _key_rows),
-    "attn_q.bias": _Rule(f"{_LAYER}.self_attn.q_proj.bias", _query_rows),
-    "attn_k.bias": _Rule(f"{_LAYER}.self_attn.k_proj.bias", _key_rows),
-    "ffn_gate.bias": _Rule(f"{_LAYER}.mlp.gate_proj.bias"),
-    "ffn_up.bias": _Rule(f"{_LAYER}.mlp.up_proj.bias"),
-    "ffn_down.bias": _Rule(f"{_LAYER}.mlp.down_proj.bias"),
-}
-_QWEN3MOE: _Rules = {
-    **_PLAIN_NORMS,
-    **_ATTENTION,
-    **_HEAD_NORMS,
-    "ffn_gate_inp.weight": _Rule(f"{_LAYER}.mlp.gate.weight"),
-    "ffn_gate_exps.weight": _Rule(f"{_LAYER}.mlp.experts.{{expert}}.gate_proj.weight"),
-    "ffn_up_exps.weight": _Rule(f"{_LAYER}.mlp.experts.{{expert}}.up_proj.weight"),
-    "ffn_down_exps.weight": _Rule(f"{_LAYER}.mlp.experts.{{expert}}.down_proj.weight"),
+_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_Q, _K, _V = {"attn_q": "self_attn.q_proj"}, {"attn_k": "self_attn.k_proj"}, {"attn_v": "self_attn.v_proj"}
+_ATTENTION = {**_Q, **_K, **_V, "attn_output": "self_attn.o_proj"}
+_FEED_FORWARD = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
 }
 
 
-def _gate_up(suffix: str, name: str) -> _Rules:
-    parts = (f"ffn_gate_exps.{suffix}", f"ffn_up_exps.{suffix}")
-    return dict.fromkeys(parts, _Rule(name, INTERLEAVED, parts))
+def _llama() -> _Rules:
+    rules = _rules("weight", _NORMS | _ATTENTION | _FEED_FORWARD) | _rules("bias", _ATTENTION | _FEED_FORWARD)
+    for suffix in ("weight", "bias"):
+        rules |= _rules(suffix, _Q, lambda counts: split_pairs(counts.query_heads))
+        rules |= _rules(suffix, _K, lambda counts: split_pairs(counts.key_value_heads))
+    return rules
 
 
-_GPT_OSS: _Rules = {
-    "attn_norm.weight": _Rule(f"{_LAYER}.input_layernorm.weight"),
-    "post_attention_norm.weight": _Rule(f"{_LAYER}.post_attention_layernorm.weight"),
-    **_ATTENTION,
-    **_QKV_BIASES,
-    **_OUTPUT_BIAS,
-    "attn_sinks.weight": _Rule(f"{_LAYER}.self_attn.sinks"),
-    "ffn_gate_inp.weight": _Rule(f"{_LAYER}.mlp.router.weight"),
-    "ffn_gate_inp.bias": _Rule(f"{_LAYER}.mlp.router.bias"),
-    **_gate_up("weight", f"{_LAYER}.mlp.experts.gate_up_proj"),
-    **_gate_up("bias", f"{_LAYER}.mlp.experts.gate_up_proj_bias"),
-    "ffn_down_exps.weight": _Rule(f"{_LAYER}.mlp.experts.down_proj", TRANSPOSED),
-    "ffn_down_exps.bias": _Rule(f"{_LAYER}.mlp.experts.down_proj_bias"),
-}
+def _gpt_oss() -> _Rules:
+    rules = _rules("weight", {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"})
+    for suffix, ending in (("weight", ""), ("bias", "_bias")):
+        rules |= _rules(suffix, _ATTENTION | {"ffn_gate_inp": "mlp.router"})
+        parts = (f"ffn_gate_exps.{suffix}", f"ffn_up_exps.{suffix}")
+        gate_up = _Rule(f"{_LAYER}mlp.experts.gate_up_proj{ending}", INTERLEAVED, parts)
+        rules |= dict.fromkeys(parts, gate_up)
+    return rules | {
+        "attn_sinks.weight": _Rule(f"{_LAYER}self_attn.sinks"),
+        "ffn_down_exps.weight": _Rule(f"{_LAYER}mlp.experts.down_proj", TRANSPOSED),
+        "ffn_down_exps.bias": _Rule(f"{_LAYER}mlp.experts.down_proj_bias"),
+    }
 
+
+_GEMMA = _rules("weight", _SANDWICH_NORMS, MINUS_ONE) | _rules("weight", _ATTENTION | _FEED_FORWARD)
 _LAYER_RULES: Mapping[str, _Rules] = MappingProxyType(
     {
-        "llama": _LLAMA,
-        "qwen2": {**_PLAIN_NORMS, **_ATTENTION, **_QKV_BIASES, **_FEED_FORWARD},
-        "qwen3": {**_PLAIN_NORMS, **_ATTENTION, **_HEAD_NORMS, **_FEED_FORWARD},
-        "qwen3moe": _QWEN3MOE,
-        "gemma2": {**_SANDWICH_NORMS, **_ATTENTION, **_FEED_FORWARD},
-        "gemma3": {
-            **_SANDWICH_NORMS,
-            **_ATTENTION,
-            **_FEED_FORWARD,
-            "attn_q_norm.weight": _Rule(f"{_LAYER}.self_attn.q_norm.weight", MINUS_ONE),
-            "attn_k_norm.weight": _Rule(f"{_LAYER}.self_attn.k_norm.weight", MINUS_ONE),
-        },
-        "gpt-oss": _GPT_OSS,
+        "llama": _llama(),
+        "qwen2": _rules("weight", _NORMS | _ATTENTION | _FEED_FORWARD) | _rules("bias", _Q | _K | _V),
+        "qwen3": _rules("weight", _NORMS | _ATTENTION | _HEAD_NORMS | _FEED_FORWARD),
+        "qwen3moe": _rules("weight", _NORMS | _ATTENTION | _HEAD_NORMS | _EXPERTS),
+        "gemma2": _GEMMA,
+        "gemma3": _GEMMA | _rules("weight", _HEAD_NORMS, MINUS_ONE),
+        "gpt-oss": _gpt_oss(),
     }
 )
 """By architecture and by the name below the layer."""

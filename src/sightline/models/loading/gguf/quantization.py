@@ -1,4 +1,4 @@
-"""Decoding of GGUF tensor bytes to fp32, and to block weights where a type is one of small integers.
+"""Decoding of GGUF tensor bytes: to fp32, or to block weights for the types that store small integers.
 
 Owns the arithmetic. The common types are decoded with torch, in the operation order of the reference decoder,
 so results are equal bit for bit; the rest go through the `gguf` package. Does not know files or tensor names.
@@ -22,25 +22,13 @@ from sightline.models.loading.gguf.types import StorageType
 def dequantise(raw: memoryview, storage: StorageType, shape: tuple[int, ...]) -> torch.Tensor:
     """The elements of a tensor as fp32, shape `shape`.
 
-    F32 input is not copied. The type is one `can_dequantise` takes.
+    F32 input is not copied. `can_dequantise` must be true for the type.
     """
     data = torch.frombuffer(raw, dtype=torch.uint8)
     decode = _DECODERS.get(storage.name)
     if decode is not None:
         return decode(data.view(-1, storage.block_bytes)).view(shape)
     return _decode_with_reference(data, storage, shape)
-
-
-def _decode_f32(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.view(torch.float32)
-
-
-def _decode_f16(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.view(torch.float16).float()
-
-
-def _decode_bf16(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks.view(torch.bfloat16).float()
 
 
 def _halves(blocks: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -70,9 +58,9 @@ def _decode_q4_1(blocks: torch.Tensor) -> torch.Tensor:
 
 _DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
-        "F32": _decode_f32,
-        "F16": _decode_f16,
-        "BF16": _decode_bf16,
+        "F32": lambda blocks: blocks.view(torch.float32),
+        "F16": lambda blocks: blocks.view(torch.float16).float(),
+        "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),
         "Q8_0": _decode_q8_0,
         "Q4_0": _decode_q4_0,
         "Q4_1": _decode_q4_1,
@@ -81,15 +69,15 @@ _DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyTy
 
 
 def block_bits(storage: StorageType) -> CodeBits | None:
-    """The width of the codes of a type that `read_blocks` takes: codes in blocks of 32 with a scale."""
+    """The width of a type's codes if `read_blocks` supports it (blocks of 32 codes with a scale), otherwise None."""
     reader = _BLOCK_READERS.get(storage.name)
     return None if reader is None else reader.bits
 
 
 def read_blocks(raw: memoryview, storage: StorageType, shape: tuple[int, ...]) -> BlockWeights:
-    """The elements of a tensor [out_features, in_features] as they are stored, copied out of `raw`.
+    """The stored codes of a tensor [out_features, in_features], copied out of `raw`.
 
-    The type is one with `block_bits`. Finite numbers are equal to those of `dequantise` once they are dequantised.
+    The type must have `block_bits`. Once dequantised, finite numbers equal those of `dequantise`.
     """
     reader = _BLOCK_READERS[storage.name]
     codes, scales, minima = reader.read(torch.frombuffer(raw, dtype=torch.uint8).view(-1, storage.block_bytes))
@@ -130,35 +118,16 @@ _BLOCK_READERS: Mapping[str, _BlockReader] = MappingProxyType(
 )
 
 
-_REFERENCE_ONLY = frozenset(
-    {
-        "Q5_0",
-        "Q5_1",
-        "Q2_K",
-        "Q3_K",
-        "Q4_K",
-        "Q5_K",
-        "Q6_K",
-        "IQ2_XXS",
-        "IQ2_XS",
-        "IQ2_S",
-        "IQ3_XXS",
-        "IQ3_S",
-        "IQ1_S",
-        "IQ1_M",
-        "IQ4_NL",
-        "IQ4_XS",
-        "TQ1_0",
-        "TQ2_0",
-        "MXFP4",
-        "NVFP4",
-    }
-)
+_REFERENCE = """
+    Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ1_S IQ1_M IQ4_NL IQ4_XS TQ1_0 TQ2_0
+    MXFP4 NVFP4
+"""
+_REFERENCE_ONLY = frozenset(_REFERENCE.split())
 """Types that the `gguf` package decodes."""
 
 
 def can_dequantise(storage: StorageType) -> bool:
-    """Whether `dequantise` has a decoder; integers and intermediate types of matrix products have none."""
+    """True if `dequantise` has a decoder. Integers and intermediate types of matrix products have none."""
     return storage.name in _DECODERS or storage.name in _REFERENCE_ONLY
 
 

@@ -1,7 +1,4 @@
-"""The storage types of GGUF tensors: their codes, names and block sizes.
-
-Owns the numbers of the format. Does not know how a block is decoded.
-"""
+"""The storage types of GGUF tensors: their codes, names and block sizes. Does not know how a block is decoded."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class StorageType:
-    """How tensor elements are stored: `block_elements` consecutive elements of a row take `block_bytes`."""
+    """A storage type: `block_elements` consecutive elements of a row take `block_bytes` bytes."""
 
     code: int
     name: str

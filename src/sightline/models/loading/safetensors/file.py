@@ -1,7 +1,6 @@
 """One safetensors file: the names, shapes and data of its tensors.
 
-Owns the typed face of the `safetensors` package, which checks the header against the file. Does not know
-folders.
+A typed wrapper of the `safetensors` package, which checks the header against the file. Does not know folders.
 """
 
 from __future__ import annotations
@@ -18,17 +17,9 @@ from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.models.loading.checkpoint import TensorInfo
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-    }
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
-"""By the name that the files use.
-
-Other types hold no weights, or weights that only a scale stored elsewhere makes sense of.
-"""
+"""By the name in the file. Other types hold no weights, or quantised weights whose scales are stored elsewhere."""
 
 
 class SafetensorsFile:
@@ -57,7 +48,7 @@ class SafetensorsFile:
         return TensorInfo(tuple(view.get_shape()), dtype, stored_as)
 
     def packed_shape(self, name: str, expected: str) -> tuple[int, ...]:
-        """The shape of a tensor that a quantisation format makes sense of; it must be stored in the expected type."""
+        """The shape of a part of a packed tensor, which must be stored in the `expected` type."""
         view = self._handle.get_slice(name)
         stored_as = str(view.get_dtype())
         if stored_as != expected:

@@ -1,24 +1,23 @@
 """A model in a Hugging Face folder: config.json, generation_config.json and safetensors files.
 
-Owns the finding of the files and the checks that they belong together. Does not know what the config means,
-and never unpickles.
+Finds the files and checks that they belong together. Does not know what the config means, and never unpickles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from sightline.core.errors import CheckpointError
+from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.generation import read_generation_defaults
+from sightline.models.loading.safetensors import fp8_blocks, mxfp4
 from sightline.models.loading.safetensors.file import SafetensorsFile
 from sightline.models.loading.safetensors.packed import PackedFormat, PackedTensor
-from sightline.models.loading.safetensors.quantization import read_format
 from sightline.text.tokenizers.folder import TOKENIZER_FILE, tokenizer_from_folder
 from sightline.text.tokenizers.json_file import read_json_object
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -29,13 +28,17 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 QUANTIZATION = "quantization_config"
 COUNTING_BUFFER = "embeddings.position_ids"
-"""Older encoders store the numbers from 0 on, which are no weights."""
+"""A tensor with the numbers 0, 1, 2, … that older encoders store. It is not a weight."""
+FORMATS: Mapping[str, Callable[[Mapping[str, object]], PackedFormat]] = MappingProxyType(
+    {mxfp4.METHOD: mxfp4.read_section, fp8_blocks.METHOD: fp8_blocks.read_section}
+)
+"""The supported quantisation formats, by their names in the config."""
 
 
 class FolderCheckpoint(Checkpoint):
-    """Tensors keep their stored dtype and share the pages of their memory-mapped file.
+    """A folder. Tensors keep their stored dtype and are mapped from their file.
 
-    Packed ones are decoded when they are read, and `config` and `tensors` are those of the unquantised model.
+    Packed tensors are decoded when they are read; `config` and `tensors` describe the unquantised model.
     """
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:
@@ -72,7 +75,7 @@ class FolderCheckpoint(Checkpoint):
 
 
 def read_config(path: Path) -> tuple[dict[str, object], PackedFormat | None]:
-    """What the file says of the unquantised model, and how its tensors are packed, if they are."""
+    """The config of the unquantised model, and the format of its packed tensors, if it has any."""
     if not path.is_file():
         raise CheckpointError(
             f"expected a folder with {CONFIG_FILE} and *.safetensors, got no {CONFIG_FILE} in {path.parent}. "
@@ -80,11 +83,23 @@ def read_config(path: Path) -> tuple[dict[str, object], PackedFormat | None]:
         )
     config = read_json_object(path)
     section = config.pop(QUANTIZATION, None)
-    return config, None if section is None else read_format(section)
+    return config, None if section is None else _read_format(section)
+
+
+def _read_format(section: object) -> PackedFormat:
+    """The format that a `quantization_config` describes. Raises if it is not supported."""
+    method = section.get("quant_method") if isinstance(section, Mapping) else section
+    if not isinstance(section, Mapping) or not isinstance(method, str) or method not in FORMATS:
+        raise UnsupportedModelError(
+            f"expected no 'quantization_config', or one of the method {' or '.join(map(repr, FORMATS))}, "
+            f"got the method {method!r}: the stored tensors are not the weights themselves. "
+            "Use the unquantised model, or a GGUF file."
+        )
+    return FORMATS[method](section)
 
 
 def _take_packed(packed_as: PackedFormat | None, owners: dict[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
-    """Takes the packed tensors out of `owners`."""
+    """Finds the packed tensors and removes their parts from `owners`."""
     packed = {} if packed_as is None else packed_as.pair_tensors(owners)
     for part in (part for tensor in packed.values() for part in tensor.parts):
         del owners[part]
@@ -92,7 +107,7 @@ def _take_packed(packed_as: PackedFormat | None, owners: dict[str, SafetensorsFi
 
 
 def _single_file(folder: Path) -> str:
-    """The one file of a folder without an index."""
+    """The file name of the only weights in a folder without an index."""
     if (folder / WEIGHTS_FILE).is_file():
         return WEIGHTS_FILE
     candidates = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -113,7 +128,7 @@ def _single_file(folder: Path) -> str:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """File by tensor name."""
+    """The file name of each tensor."""
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: expected an object 'weight_map' with entries, got none. Get the file again.")

@@ -1,10 +1,10 @@
 """fp8 tensors in safetensors files: 8-bit floats in rectangular blocks, each with its own fp32 factor.
 
-Owns the pairing of `*.weight` with `*.weight_scale_inv` and the decoding. Does not know models: a pair stands for one
-matrix in fp32, each element rounded once.
+Pairs `*.weight` with `*.weight_scale_inv` and decodes each pair to one fp32 matrix, rounding each element once. Does
+not know models.
 
     x.weight           [outputs, inputs]                        float8_e4m3fn
-    x.weight_scale_inv [ceil(outputs / 128), ceil(inputs / 128)] fp32, multiplied by; the last blocks may be smaller
+    x.weight_scale_inv [ceil(outputs / 128), ceil(inputs / 128)] fp32 factors; the last blocks may be smaller
 """
 
 from __future__ import annotations
@@ -27,52 +27,45 @@ from sightline.models.loading.safetensors.packed import (
 )
 
 METHOD = "fp8"
-"""As `quantization_config` names it."""
+"""The format's name in `quantization_config`."""
 SCALES = "_scale_inv"
 _CODES, _FACTORS = "F8_E4M3", "F32"
-"""As the files name the types of the two."""
+"""The stored types of the two, as the files name them."""
 _SETTINGS = frozenset({"quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt", UNCONVERTED})
-"""How activations would be rounded is of no use: they are not."""
+"""The settings for activations have no effect: activations are not quantised."""
 
 Block = tuple[int, int]
-"""Outputs and inputs."""
+"""The numbers of outputs and inputs of a block."""
 
 
 @dataclass(frozen=True)
 class Fp8Tensor(PackedTensor):
-    """A pair of stored tensors that stands for one."""
+    """A matrix stored as codes and a factor per block."""
 
-    name: str
     block: Block
-    codes: SafetensorsFile
-    factors: SafetensorsFile
-    """The file of each: a pair may lie in two parts of a model."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return self.name, self.name + SCALES
 
     def describe(self) -> TensorInfo:
-        shape = self.codes.packed_shape(self.name, _CODES)
-        scales = self.factors.packed_shape(self.name + SCALES, _FACTORS)
+        name, scales_name = self.parts
+        shape = self.codes.packed_shape(name, _CODES)
+        scales = self.scales.packed_shape(scales_name, _FACTORS)
         expected = tuple(-(-size // block) for size, block in zip(shape, self.block, strict=False))
         if len(shape) != 2 or scales != expected:
             raise CheckpointError(
-                f"expected {self.name} of shape [outputs, inputs] and {SCALES} with a factor for each block of "
+                f"expected {name} of shape [outputs, inputs] and {SCALES} with a factor for each block of "
                 f"{self.block[0]} x {self.block[1]}, got {shape} and {scales}. The file is damaged: get it again."
             )
         return TensorInfo(shape, torch.float32, _CODES)
 
     def read(self) -> Tensor:
-        return decode(self.codes.read(self.name), self.factors.read(self.name + SCALES), self.block)
+        name, scales_name = self.parts
+        return decode(self.codes.read(name), self.scales.read(scales_name), self.block)
 
 
 @dataclass(frozen=True)
 class Fp8Blocks(PackedFormat):
-    """The format with the size of its blocks, and the section that describes it."""
+    """The format with the size of its blocks."""
 
     block: Block
-    section: Mapping[str, object]
 
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
         scaled = sorted(name.removesuffix(SCALES) for name in owners if name.endswith(SCALES))
@@ -82,11 +75,13 @@ class Fp8Blocks(PackedFormat):
                 f"expected {alone[0]!r} beside its {SCALES}, got the factors alone. Get the missing part."
             )
         check_unconverted(METHOD, self.section, scaled)
-        return {name: Fp8Tensor(name, self.block, owners[name], owners[name + SCALES]) for name in scaled}
+        return {
+            name: Fp8Tensor((name, name + SCALES), owners[name], owners[name + SCALES], self.block) for name in scaled
+        }
 
 
 def read_section(section: Mapping[str, object]) -> Fp8Blocks:
-    """The format that a config's section describes; raises where it asks for more than this module does."""
+    """The format that a config's section describes. Raises if it uses an unsupported setting."""
     check_settings(METHOD, section, _SETTINGS)
     for name, known in {
         "fmt": (None, "e4m3"),
@@ -101,7 +96,7 @@ def read_section(section: Mapping[str, object]) -> Fp8Blocks:
     size = section.get("weight_block_size")
     match size:
         case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
-            return Fp8Blocks((outputs, inputs), section)
+            return Fp8Blocks(section, (outputs, inputs))
     raise UnsupportedModelError(
         f"expected 'quantization_config' of fp8 with a weight_block_size of two numbers above 0, got {size!r}: one "
         "factor for a whole tensor is another format. Use the unquantised model, or a GGUF file."
@@ -109,7 +104,7 @@ def read_section(section: Mapping[str, object]) -> Fp8Blocks:
 
 
 def decode(codes: Tensor, factors: Tensor, block: Block) -> Tensor:
-    """[outputs, inputs] float8_e4m3fn and a factor for each block to [outputs, inputs] fp32."""
+    """Decodes [outputs, inputs] float8_e4m3fn with a factor per block to [outputs, inputs] fp32."""
     outputs, inputs = block
     num_rows, num_columns = codes.shape
     decoded = codes.float()
@@ -117,5 +112,5 @@ def decode(codes: Tensor, factors: Tensor, block: Block) -> Tensor:
     num_whole = num_rows // outputs
     whole = decoded[: num_whole * outputs].view(num_whole, outputs, num_columns)
     whole.mul_(by_column[:num_whole].unsqueeze(1))
-    decoded[num_whole * outputs :].mul_(by_column[num_whole:])  # the last block, where it has fewer rows
+    decoded[num_whole * outputs :].mul_(by_column[num_whole:])  # the last block, if it has fewer rows
     return decoded

@@ -1,17 +1,16 @@
 """MXFP4 tensors in safetensors files: 4-bit floats in blocks of 32 that share a power of two.
 
-Owns the pairing of `*_blocks` with `*_scales` and the exact decoding. Does not know models: a pair stands for one
-tensor with the layout that Hugging Face gives the unquantised one.
+Pairs `*_blocks` with `*_scales` and decodes each pair exactly, to the layout of the unquantised tensor. Does not know
+models.
 
-    x_blocks [experts, outputs, inputs / 32, 16] uint8   two elements a byte, the lower bits first
+    x_blocks [experts, outputs, inputs / 32, 16] uint8   two elements per byte, the lower bits first
     x_scales [experts, outputs, inputs / 32]     uint8   exponents, 127 is 2^0
-    x        [experts, inputs, outputs]          bf16    in which every element is exact
+    x        [experts, inputs, outputs]          bf16    holds every element exactly
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,50 +27,38 @@ from sightline.models.loading.safetensors.packed import (
 )
 
 METHOD = "mxfp4"
-"""As `quantization_config` names it."""
+"""The format's name in `quantization_config`."""
 BLOCKS, SCALES = "_blocks", "_scales"
 _STORED = "U8"
-"""As the files name the type of both."""
+"""The stored type of both, as the files name it."""
 _BYTES = 16
-"""In a block."""
+"""The bytes of a block."""
 _SETTINGS = frozenset({"quant_method", UNCONVERTED, "dequantize"})
 """Tensors are always decoded, whatever `dequantize` says: the values are the same."""
 
 
-@dataclass(frozen=True)
 class Mxfp4Tensor(PackedTensor):
-    """A pair of stored tensors that stands for one."""
-
-    name: str
-    blocks: SafetensorsFile
-    scales: SafetensorsFile
-    """The file of each: a pair may lie in two parts of a model."""
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return self.name + BLOCKS, self.name + SCALES
+    """A tensor stored as blocks and scales."""
 
     def describe(self) -> TensorInfo:
-        blocks = self.blocks.packed_shape(self.name + BLOCKS, _STORED)
-        scales = self.scales.packed_shape(self.name + SCALES, _STORED)
+        name, scales_name = self.parts
+        blocks = self.codes.packed_shape(name, _STORED)
+        scales = self.scales.packed_shape(scales_name, _STORED)
         if len(blocks) != 4 or blocks[-1] != _BYTES or blocks[:-1] != scales:
             raise CheckpointError(
-                f"expected {self.name}{BLOCKS} of shape [experts, outputs, groups, {_BYTES}] and {SCALES} of the same "
+                f"expected {name} of shape [experts, outputs, groups, {_BYTES}] and {SCALES} of the same "
                 f"without the last, got {blocks} and {scales}. The file is damaged: get it again."
             )
         experts, outputs, groups, _ = blocks
         return TensorInfo((experts, groups * 2 * _BYTES, outputs), torch.bfloat16, "MXFP4")
 
     def read(self) -> Tensor:
-        decoded = decode(self.blocks.read(self.name + BLOCKS), self.scales.read(self.name + SCALES))
-        return decoded.transpose(1, 2)
+        name, scales_name = self.parts
+        return decode(self.codes.read(name), self.scales.read(scales_name)).transpose(1, 2)
 
 
-@dataclass(frozen=True)
 class Mxfp4(PackedFormat):
-    """The format, and the section that describes it."""
-
-    section: Mapping[str, object]
+    """The format."""
 
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
         halves = {suffix: {n.removesuffix(suffix) for n in owners if n.endswith(suffix)} for suffix in (BLOCKS, SCALES)}
@@ -84,16 +71,15 @@ class Mxfp4(PackedFormat):
         twice = halves[BLOCKS] & set(owners)
         if twice:
             raise CheckpointError(
-                f"expected {min(twice)!r} as MXFP4 or as it is, got both. Remove one from the files and their index."
+                f"expected {min(twice)!r} as MXFP4 or unquantised, got both. Remove one from the files and their index."
             )
         check_unconverted(METHOD, self.section, sorted(halves[BLOCKS]))
-        return {
-            name: Mxfp4Tensor(name, owners[name + BLOCKS], owners[name + SCALES]) for name in sorted(halves[BLOCKS])
-        }
+        parts = {name: (name + BLOCKS, name + SCALES) for name in sorted(halves[BLOCKS])}
+        return {name: Mxfp4Tensor(pair, *(owners[part] for part in pair)) for name, pair in parts.items()}
 
 
 def read_section(section: Mapping[str, object]) -> Mxfp4:
-    """The format; raises where a config's section asks for more than it."""
+    """The format that a config's section describes. Raises if it uses an unsupported setting."""
     check_settings(METHOD, section, _SETTINGS)
     if section.get("dequantize") not in (None, True, False):
         raise UnsupportedModelError(f"expected 'dequantize' to be true or false, got {section['dequantize']!r}.")
@@ -104,7 +90,7 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
     """[experts, outputs, groups, 16] and [experts, outputs, groups] uint8 to [experts, outputs, groups * 32] bf16."""
     pairs, powers = _byte_values(), _scale_values()
     decoded = torch.empty(*blocks.shape, 2, dtype=torch.bfloat16)
-    # One expert at a time: the indices take four bytes for every stored one.
+    # One expert at a time: the indices take four times the memory of the stored bytes.
     for target, expert_blocks, expert_scales in zip(decoded, blocks, scales, strict=True):
         elements = pairs.index_select(0, expert_blocks.flatten().int()).view(target.shape)
         power = powers.index_select(0, expert_scales.flatten().int()).view(*expert_scales.shape, 1, 1)
@@ -113,7 +99,7 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _byte_values() -> Tensor:
-    """[256, 2] bf16: the two elements of each byte. One bit of sign, two of exponent, one of mantissa."""
+    """The two elements of each byte, [256, 2] bf16: one bit of sign, two of exponent, one of mantissa."""
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     elements = torch.cat((magnitudes, -magnitudes))
     byte = torch.arange(256)
@@ -121,7 +107,7 @@ def _byte_values() -> Tensor:
 
 
 def _scale_values() -> Tensor:
-    """[256] bf16: the power of two of each scale; the last stands for no number."""
+    """The power of two of each scale, [256] bf16; the last is NaN."""
     powers = torch.pow(2.0, torch.arange(256, dtype=torch.float64) - 127)
     powers[255] = torch.nan
     return powers.bfloat16()

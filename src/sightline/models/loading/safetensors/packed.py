@@ -1,12 +1,13 @@
-"""What a quantisation format of safetensors folders has to give: the tensors that its stored ones stand for.
+"""The interface of quantisation formats of safetensors folders, where two stored tensors stand for one.
 
-Owns the contract. Does not know formats.
+Does not know formats.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import Tensor
@@ -16,33 +17,37 @@ from sightline.models.loading.checkpoint import TensorInfo
 from sightline.models.loading.safetensors.file import SafetensorsFile
 
 
+@dataclass(frozen=True)
 class PackedTensor(ABC):
-    """Stored tensors that stand for one."""
+    """A tensor that is stored as codes and scales, each in its own file of the model."""
 
-    @property
-    @abstractmethod
-    def parts(self) -> tuple[str, ...]:
-        """The names of the stored ones."""
+    parts: tuple[str, str]
+    """The names of the stored codes and scales."""
+    codes: SafetensorsFile
+    scales: SafetensorsFile
 
     @abstractmethod
     def describe(self) -> TensorInfo:
-        """The tensor that they stand for; raises where they do not fit each other."""
+        """Describes the decoded tensor. Raises if the stored ones do not fit each other."""
 
     @abstractmethod
     def read(self) -> Tensor:
-        """The tensor that they stand for."""
+        """Decodes the tensor."""
 
 
+@dataclass(frozen=True)
 class PackedFormat(ABC):
-    """A format with its settings, as a `quantization_config` gives them."""
+    """A format with its section of the config, `quantization_config`."""
+
+    section: Mapping[str, object]
 
     @abstractmethod
     def pair_tensors(self, owners: Mapping[str, SafetensorsFile]) -> Mapping[str, PackedTensor]:
-        """The tensors that some of the stored ones stand for, by name; a part without the others is an error."""
+        """Finds the packed tensors among the stored ones, by name. Raises if a part is missing."""
 
 
 UNCONVERTED = "modules_to_not_convert"
-"""The setting that lists modules whose tensors are stored as they are."""
+"""The setting that lists modules whose tensors are not packed."""
 
 
 def check_unconverted(method: str, section: Mapping[str, object], packed: Collection[str]) -> None:
@@ -63,12 +68,12 @@ def check_unconverted(method: str, section: Mapping[str, object], packed: Collec
 
 
 def _covers(listed: str, module: str) -> bool:
-    """A listed name stands for a module, for all within it, or for a module's last name; `*` for anything."""
+    """True if a listed name matches the module, a module around it, or its last part. `*` matches anything."""
     return fnmatchcase(module, listed) or fnmatchcase(module, f"{listed}.*") or module.endswith(f".{listed}")
 
 
 def check_settings(method: str, section: Mapping[str, object], known: Collection[str]) -> None:
-    """Raises where a section has settings that the format does not know."""
+    """Raises if a section has settings that the format does not know."""
     unknown = set(section) - set(known)
     if unknown:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Every check, in the order in which they build on each other."""
+"""Every check of the kit, each after those that it builds on."""
 
 from __future__ import annotations
 
@@ -18,35 +18,23 @@ from sightline.testing.conformance.checks import (
 )
 from sightline.testing.conformance.trial import Check
 
+_MODULES = (first, cache, latent, lengths, pages, features, numerics, scaled_cache, plans, memory, graphs, covering)
 
-def _ordered(checks: tuple[Check, ...]) -> tuple[Check, ...]:
-    """Each after those that it names, else as they stand."""
+
+def _ordered(checks: list[Check]) -> tuple[Check, ...]:
+    """Sorts checks after those that they build on, and otherwise keeps their order."""
     names = {check.name for check in checks}
     unknown = {name for check in checks for name in check.after} - names
     if len(names) != len(checks) or unknown:
         raise ValueError(f"expected checks of different names that build on known ones, got {sorted(unknown)}")
     done: dict[str, Check] = {}
-    left = list(checks)
-    while left:
-        ready = next(check for check in left if all(name in done for name in check.after))
+    while checks:
+        ready = next(check for check in checks if all(name in done for name in check.after))
         done[ready.name] = ready
-        left.remove(ready)
+        checks.remove(ready)
     return tuple(done.values())
 
 
 CHECKS: tuple[Check, ...] = _ordered(
-    (
-        *first.CHECKS,
-        *cache.CHECKS,
-        *latent.CHECKS,
-        *lengths.CHECKS,
-        *pages.CHECKS,
-        *features.CHECKS,
-        *numerics.CHECKS,
-        *scaled_cache.CHECKS,
-        *plans.CHECKS,
-        *memory.CHECKS,
-        *graphs.CHECKS,
-        *covering.CHECKS,
-    )
+    [each for module in _MODULES for each in vars(module).values() if isinstance(each, Check)]
 )

@@ -1,4 +1,4 @@
-"""The law of the cache: what a plan reads was committed before, or is written by it; and it writes nothing else."""
+"""The cache: a plan reads what was committed before or what it writes itself, and writes nothing else."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from sightline.cache.layout import Layout, walk_slots
 from sightline.testing.conformance.rig import AttentionRig, Row, Unused
 from sightline.testing.conformance.steps import Step, bits
-from sightline.testing.conformance.trial import Check, Trial, fail, ragged_rows
+from sightline.testing.conformance.trial import Trial, check, fail, ragged_rows
 
 
 def _snapshot(bench: AttentionRig) -> dict[str, Tensor]:
-    """Every plane of every pool, on the host."""
+    """Copies every plane of every pool to the host."""
     return {
         f"{pool.key}.{plane.name}": pool.plane(plane.name).detach().cpu().clone()
         for pool in bench.store.pools
@@ -22,14 +22,18 @@ def _snapshot(bench: AttentionRig) -> dict[str, Tensor]:
     }
 
 
+@check("built")
 def cache_write(trial: Trial) -> None:
+    """A PAGED plan writes the new keys and values to their slots."""
     for query_len in trial.some((trial.page_size, 1, 2)):
         step = Step(trial.bench(), [Row(0, query_len)])
         trial.run(step)
         trial.require_written(step)
 
 
+@check("cache-write")
 def write_slots(trial: Trial) -> None:
+    """A step writes its own slots, in its own layer, and nothing else."""
     page = trial.page_size
     rows = [Row(page, 1), Row(0, 2 * page + 1), Row(page - 1, 3), Row(2 * page + 1, page)]
     for padding in (0, 5):
@@ -44,7 +48,7 @@ def write_slots(trial: Trial) -> None:
             for row, table_row in zip(rows, step.table_rows, strict=True)
             for slot in walk_slots(step.pool, table_row, row.seq_len)[row.context_len :]
         }
-        # Padding tokens write to the padding page, which nobody reads.
+        # Padding tokens write to the padding page, which no row reads.
         allowed = [*written, *range(step.pool.page_size)]
         for name, after in _snapshot(bench).items():
             same = (bits(after) == bits(before[name])).view(*after.shape[:2], -1).all(-1)
@@ -52,12 +56,14 @@ def write_slots(trial: Trial) -> None:
             if not same.all():
                 layer, slot = (int(index) for index in (~same).nonzero()[0])
                 fail(
-                    f"expected a step of layer {step.layer_in_group} to write its {len(written)} slots alone, got a "
+                    f"expected a step of layer {step.layer_in_group} to write its {len(written)} slots only, got a "
                     f"change of {name} in layer {layer}, slot {slot}"
                 )
 
 
+@check("causal")
 def transient(trial: Trial) -> None:
+    """A TRANSIENT plan neither writes nor reads a pool."""
     for lengths in ((5,), (5, 1, 2 * trial.page_size + 3, 5)):
         bench = trial.bench(setting=replace(trial.setting, unused=Unused.NAN))
         before = _snapshot(bench)
@@ -69,7 +75,9 @@ def transient(trial: Trial) -> None:
             )
 
 
+@check("transient", "padding", "idle", "next-batch", "unused-slots")
 def transient_in_turn(trial: Trial) -> None:
+    """PAGED and TRANSIENT steps may alternate, padded and idle ones included."""
     bench = trial.bench()
     for seed in range(2):
         prompt = Step(bench, [Row(3, 5), Row(0, 4)], seed=seed)
@@ -78,7 +86,7 @@ def transient_in_turn(trial: Trial) -> None:
         step.pad(2, 3, torch.nan)
         answer = trial.try_step(step)
         trial.require(
-            bool(answer.out[9:].isnan().all()), "expected padding of a TRANSIENT step to be left, got numbers there"
+            bool(answer.out[9:].isnan().all()), "expected the output of padding tokens to be unchanged, got numbers"
         )
         idle = Step(bench, [], transient=True)
         idle.pad(seed, 2 * seed, torch.nan)
@@ -86,21 +94,25 @@ def transient_in_turn(trial: Trial) -> None:
         trial.try_step(prompt.next_step(2, seed=20 + seed))
 
 
+@check("page-order")
 def read_back(trial: Trial) -> None:
+    """The next step reads what is in the pool."""
     page = trial.page_size
     bench = trial.bench(setting=replace(trial.setting, layout=Layout.SHUFFLED))
     prompt = Step(bench, [Row(0, 2 * page + 3), Row(0, page)])
     trial.try_step(prompt)
     follow = prompt.next_step(1, seed=1)
     trial.try_step(follow)
-    # The pool is what counts: an entry that is changed there, by whoever, is read as changed.
+    # An entry that anyone changes in the pool is read as changed.
     changed = prompt.next_step(1, seed=1)
     trial.problem.make_noticed(changed.spec, changed.inputs, changed.contexts[0], page + 1)
     changed.write_contexts()
     trial.try_step(changed)
 
 
+@check("last-page")
 def prefix_tail(trial: Trial) -> None:
+    """One new token after a prefix of whole pages sees what the backend itself wrote."""
     page = trial.page_size
     for pages in trial.some((1, 2, 4)):
         trial.try_rows([Row(pages * page, 1)])
@@ -110,23 +122,3 @@ def prefix_tail(trial: Trial) -> None:
         trial.try_step(tail)
         trial.try_step(tail.next_step(1, seed=3))
     trial.try_rows(ragged_rows(page)[1:3])
-
-
-CHECKS = (
-    Check("cache-write", "a PAGED plan puts the new keys and values into their slots", cache_write, ("built",)),
-    Check("write-slots", "it writes those slots, in that layer, and nothing else", write_slots, ("cache-write",)),
-    Check("transient", "a TRANSIENT plan touches no pool, neither to write nor to read", transient, ("causal",)),
-    Check(
-        "prefix-tail",
-        "one new token after a prefix of whole pages, read from what the backend itself wrote",
-        prefix_tail,
-        ("last-page",),
-    ),
-    Check("read-back", "what the next step reads is what stands in the pool", read_back, ("page-order",)),
-    Check(
-        "transient-in-turn",
-        "PAGED and TRANSIENT steps in turn, padded and idle ones too",
-        transient_in_turn,
-        ("transient", "padding", "idle", "next-batch", "unused-slots"),
-    ),
-)

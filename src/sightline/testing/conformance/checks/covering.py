@@ -1,8 +1,8 @@
-"""Covering: every two ends of scales and every two values together, over everything that a row declares.
+"""The `covering` check: brings every two ends of scales, and every two values that a row declares, together in a case.
 
-A kernel is often wrong from some length on, for one dtype at one head dimension, or for one feature at one page size.
-The cases come from `generator`, and those that pass are what a proof covers. One that fails is made smaller first, so
-that the failure names what matters.
+Kernels are often wrong from some length on, for one dtype at one head dimension, or for one feature at one page size.
+The cases come from `generator`, and the ones that pass are recorded in the proof. A case that fails is shrunk first, so
+that the report names what matters.
 """
 
 from __future__ import annotations
@@ -16,20 +16,28 @@ from sightline.testing.conformance.cases import Case
 from sightline.testing.conformance.domains import Domains, domains_of
 from sightline.testing.conformance.generator import cases_for
 from sightline.testing.conformance.shrink import shrink
-from sightline.testing.conformance.trial import Check, CheckFailed, Effort, Trial, fail
+from sightline.testing.conformance.trial import CheckFailed, Effort, Trial, check, fail
 
 _SECONDS = {Effort.QUICK: 3.5, Effort.FULL: None}
-"""Of all cases together, as they are estimated; None is all of them."""
+"""The estimated time of the chosen cases; None for all cases."""
+_FOCUSED = (
+    "features-together grouped-heads heads ways-in-turn head-dims page-sizes cache-dtypes cache-scales "
+    "cache-saturation each-key-once accumulation large-scores many-rows limits prefix-tail read-back transient-in-turn "
+    "page-sharing layers lanes plan-buffers zeroed-leases filled-buffers empty-rows"
+)
+"""The checks of single things, which `covering` builds on."""
 
 
+@check(_FOCUSED, num_shares=8)
 def covering(trial: Trial) -> None:
+    """Every two declared values work together, and each with both ends of every length, size and count."""
     cover(trial, trial.share.of(covering_cases(trial)), domains_of(trial.subject, trial.samples))
 
 
 def cover(
     trial: Trial, cases: Sequence[Case], domains: Domains, is_excused: Callable[[Exception], bool] = lambda _: False
 ) -> None:
-    """Tries cases of the domains. One that raises what is excused is passed over, and is no point."""
+    """Tries cases of the domains, and records a point for each that passes. Skips cases whose error is excused."""
     for case in cases:
         try:
             try_case(trial, case)
@@ -38,7 +46,7 @@ def cover(
         except Exception as error:
             if is_excused(error):
                 continue
-            # After an illegal access nothing on a GPU can be tried again.
+            # After an illegal memory access the GPU cannot run anything more in this process.
             if trial.subject.device.kind is DeviceKind.CUDA:
                 raise
             _fail_smaller(trial, case, domains, f"{type(error).__name__}: {error}")
@@ -46,19 +54,19 @@ def cover(
 
 
 def covering_cases(trial: Trial) -> tuple[Case, ...]:
-    """The cases of a trial, in order."""
+    """Returns the cases of a trial, in order."""
     return cases_for(domains_of(trial.subject, trial.samples), _SECONDS[trial.effort])
 
 
 def _fail_smaller(trial: Trial, case: Case, domains: Domains, failure: str) -> NoReturn:
-    """Fails with the smallest case that does, and what matters of it."""
+    """Shrinks a failing case, then fails with the smallest one and the dimensions that matter."""
     reasons = [failure]
     num_steps, tried = trial.progress.num_steps, trial.progress.case
 
     def fails(smaller: Case) -> bool:
         try:
             try_case(trial, smaller)
-        except Exception as error:  # whatever the backend raises
+        except Exception as error:  # whatever a backend raises
             reasons.append(str(error))
             trial.progress.case = f"{trial.progress.case}; {told(smaller)}"
             return True
@@ -70,41 +78,5 @@ def _fail_smaller(trial: Trial, case: Case, domains: Domains, failure: str) -> N
 
 
 def told(case: Case) -> str:
-    """A case as a person would write it down."""
+    """Describes a case in one line."""
     return ", ".join(f"{dimension.value} {value}" for dimension, value in case.values.items())
-
-
-CHECKS = (
-    Check(
-        "covering",
-        "every two declared values together, and each at both ends of rows, lengths, layers, heads, windows and pools",
-        covering,
-        (
-            "features-together",
-            "grouped-heads",
-            "heads",
-            "ways-in-turn",
-            "head-dims",
-            "page-sizes",
-            "cache-dtypes",
-            "cache-scales",
-            "cache-saturation",
-            "each-key-once",
-            "accumulation",
-            "large-scores",
-            "many-rows",
-            "limits",
-            "prefix-tail",
-            "read-back",
-            "transient-in-turn",
-            "page-sharing",
-            "layers",
-            "lanes",
-            "plan-buffers",
-            "zeroed-leases",
-            "filled-buffers",
-            "empty-rows",
-        ),
-        num_shares=8,
-    ),
-)

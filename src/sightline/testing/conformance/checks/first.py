@@ -1,4 +1,4 @@
-"""First of all: the backend can be built for what it declares, and finds what it wrote."""
+"""The first checks: the backend can be built for what it declares, and reads back what it wrote."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import replace
 from sightline.attention.oracle.dtypes import compute_dtypes
 from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.steps import Step
-from sightline.testing.conformance.trial import Check, Trial
+from sightline.testing.conformance.trial import Trial, check
 
 
+@check()
 def built(trial: Trial) -> None:
+    """The backend can be built for every declared dtype, head geometry and page size."""
     small = replace(trial.setting, max_seq_len=trial.page_size, max_rows=1)
     for dtype in compute_dtypes(trial.row):
         for head_dim in trial.samples.of_head_dims(trial.row):
@@ -21,20 +23,11 @@ def built(trial: Trial) -> None:
         trial.bench(setting=replace(small, page_size=page_size))
 
 
+@check("write-slots")
 def first_read(trial: Trial) -> None:
-    # Of one key the weight is 1, whatever the score: the output is the value that was just written.
+    """A row of one token returns its own value: the slot that is read is the one that was written."""
+    # A single key has weight 1, whatever its score.
     trial.try_rows([Row(0, 1)])
     bench = trial.bench()
     Step(bench, [Row(3, 1)])
     trial.try_step(Step(bench, [Row(0, 1)], seed=1))
-
-
-CHECKS = (
-    Check("built", "it can be built for every declared dtype, head geometry and page size", built),
-    Check(
-        "first-read",
-        "a row of one token gives its own value: the slot that was written is the one that is read",
-        first_read,
-        ("write-slots",),
-    ),
-)

@@ -1,4 +1,4 @@
-"""Captured CUDA graphs: replayed after another plan, they give what that plan gives."""
+"""CUDA graphs: a captured step that is replayed after another plan computes that plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sightline.attention.workspace import MAIN_LANE
 from sightline.core.device import DeviceKind
 from sightline.testing.conformance.rig import Row, Subject
 from sightline.testing.conformance.steps import HostOutput, Step, tensors_of, to_device
-from sightline.testing.conformance.trial import Check, Trial
+from sightline.testing.conformance.trial import Trial, check
 
 _DECODED = [Row(5 * index, 1) for index in range(8)]
 _DECODED_LATER: tuple[Sequence[Row], ...] = (
@@ -22,7 +22,7 @@ _DECODED_LATER: tuple[Sequence[Row], ...] = (
     [Row(1, 1)],
     [],
 )
-"""Other rows, other lengths, within what was captured."""
+"""Other rows and lengths that fit in the captured step."""
 _MIXED = [Row(5 * index, 1 + index % 3) for index in range(8)]
 _MIXED_LATER: tuple[Sequence[Row], ...] = (
     [Row(40, 1), Row(3, 4), Row(0, 6), Row(17, 1), Row(33, 2)],
@@ -32,12 +32,35 @@ _MIXED_LATER: tuple[Sequence[Row], ...] = (
 )
 
 
+def _not_captured(levels: frozenset[GraphLevel]) -> Callable[[Subject], str | None]:
+    def excused(subject: Subject) -> str | None:
+        if subject.capability.graph not in levels:
+            return "the row declares that such steps cannot be captured"
+        if subject.device.kind is not DeviceKind.CUDA:
+            return "graphs are captured on CUDA devices only"
+        return None
+
+    return excused
+
+
+@check(
+    "stable-addresses",
+    "read-back",
+    "padding",
+    "idle",
+    "lse",
+    "host-bounds",
+    excused=_not_captured(frozenset({GraphLevel.DECODE, GraphLevel.FULL})),
+)
 def captured_decode(trial: Trial) -> None:
+    """A captured step with one new token per row, replayed with other rows and lengths, equals the oracle."""
     for needs in (frozenset(), frozenset({Feature.LSE}) & trial.features):
         _capture(trial, _DECODED, _DECODED_LATER, 1, needs)
 
 
+@check("captured-decode", excused=_not_captured(frozenset({GraphLevel.FULL})))
 def captured_replay(trial: Trial) -> None:
+    """A captured step with any rows does so too, and plan buffers keep their addresses."""
     num_tokens = sum(row.query_len for row in _MIXED)
     for needs in (frozenset(), frozenset({Feature.LSE}) & trial.features):
         _capture(trial, _MIXED, _MIXED_LATER, num_tokens, needs)
@@ -46,12 +69,12 @@ def captured_replay(trial: Trial) -> None:
 def _capture(
     trial: Trial, captured: Sequence[Row], later: Sequence[Sequence[Row]], longest: int, needs: frozenset[Feature]
 ) -> None:
-    """Captures a step of a bucket in which no row has more than `longest` new tokens, and replays others of it."""
+    """Captures a step in which no row has more than `longest` new tokens, and replays it for the `later` ones."""
     bench = trial.bench()
     num_rows, num_tokens = len(captured), sum(row.query_len for row in captured)
     bounds = (longest,) * num_rows
     step = Step(bench, captured)
-    # The bucket's own memory: what is captured reads from it, whatever is replayed is copied into it.
+    # The graph reads from this memory; each replayed step is copied into it.
     static = step.batch.bounded(bounds, step.batch.context_lens.bound, known=True)
     inputs = to_device(step.inputs, bench.device)
     out = step.empty_out()
@@ -77,10 +100,10 @@ def _capture(
         answer = HostOutput(out.cpu(), None if lse is None else lse.cpu())
         trial.hold(other, answer, "a captured step, replayed")
         trial.require(
-            bool(out[real:].isnan().all()), "expected replay to leave the output of padding tokens, got numbers"
+            bool(out[real:].isnan().all()), "expected the output of padding tokens to be unchanged, got numbers"
         )
         moved = addresses.items() ^ bench.planner.buffer_addresses(MAIN_LANE).items()
-        trial.require(not moved, f"expected plan buffers to stay where they were captured, got {sorted(moved)[:3]}")
+        trial.require(not moved, f"expected plan buffers at their captured addresses, got {sorted(moved)[:3]}")
         for table_row in other.table_rows:
             bench.store.close_row(table_row)
 
@@ -88,32 +111,3 @@ def _capture(
 def _copy_inputs(source: AttentionInputs, target: AttentionInputs) -> None:
     for name, tensor in tensors_of(target).items():
         tensor.copy_(tensors_of(source)[name])
-
-
-def _not_captured(levels: frozenset[GraphLevel]) -> Callable[[Subject], str | None]:
-    def excused(subject: Subject) -> str | None:
-        if subject.capability.graph not in levels:
-            return "it declares that such steps cannot be captured"
-        if subject.device.kind is not DeviceKind.CUDA:
-            return "graphs are captured on CUDA devices only"
-        return None
-
-    return excused
-
-
-CHECKS = (
-    Check(
-        "captured-decode",
-        "a captured step of rows of one new token, replayed with other rows and lengths, equals the oracle",
-        captured_decode,
-        ("stable-addresses", "read-back", "padding", "idle", "lse", "host-bounds"),
-        _not_captured(frozenset({GraphLevel.DECODE, GraphLevel.FULL})),
-    ),
-    Check(
-        "captured-replay",
-        "a captured step, replayed with other rows and lengths, equals the oracle; addresses stay",
-        captured_replay,
-        ("captured-decode",),
-        _not_captured(frozenset({GraphLevel.FULL})),
-    ),
-)

@@ -1,8 +1,8 @@
-"""Latent attention: every head makes keys and values of its own, and a row may be computed in more ways than one.
+"""Latent attention: each head makes its own keys and values, and a row may be computed in several ways.
 
-Which way a backend takes is its own choice, by lengths: so these try lengths at which a choice would fall otherwise.
-Few queries on many keys and many on few, prefixes that end at a border of chunks and beside it, rows of each beside
-rows of the others, and then again with other lengths.
+A backend chooses the way by lengths. These checks try lengths on both sides of likely choices: few queries on many keys
+and many on few, prefixes that end at a chunk's border and beside it, rows of different ways in one step, and other
+lengths in the next step.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from sightline.core.batch import FULL
 from sightline.testing.conformance.checks.features import LSE
 from sightline.testing.conformance.rig import Row, Setting
 from sightline.testing.conformance.steps import Step
-from sightline.testing.conformance.trial import Check, Trial
+from sightline.testing.conformance.trial import Trial, check
 
 _LATENT = frozenset({SpecKind.LATENT})
 _FIRST = ((300, 40), (320, 9), (319, 9), (321, 9), (0, 300), (600, 2))
-"""Context and new tokens: many of both, a border of chunks and both sides of it, no context, and few new tokens."""
+"""(context, new tokens): many of both, a chunk's border and both sides of it, no context, few new tokens."""
 _CONTEXTS = (0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 700)
 _NEW = (1, 2, 6, 24, 200)
 _ROOM_BYTES = 136 << 20
-"""Of keys and values: a row that would need as much is hardly ever made into them at once."""
+"""Size of keys and values that hardly any backend makes at once."""
 _TOGETHER = (Row(600, 20), Row(0, 270), Row(70, 9), Row(300, 1), Row(500, 12), Row(1, 30), Row(330, 33), Row(0, 40))
-"""A prompt that is fresh and long has no prefix at all, and its first tokens see next to nothing."""
+"""Rows of all ways. A long fresh prompt has no prefix, and its first tokens see hardly any keys."""
 _IN_TURN = (
     (Row(600, 20), Row(70, 20), Row(320, 20)),
     (Row(70, 20), Row(600, 20), Row(256, 20)),
     (Row(0, 20), Row(450, 20), Row(513, 20)),
     (Row(640, 1), Row(1, 39), Row(384, 20)),
 )
-"""Three rows and sixty tokens each time."""
+"""Steps of three rows and sixty new tokens each."""
 
 
+@check("ragged", kinds=_LATENT)
 def heads(trial: Trial) -> None:
+    """Every declared number of heads works, each with its own keys and values made from the one entry."""
     for count in trial.some(trial.samples.of_group_sizes(trial.row), 3):
         spec = trial.problem.spec(trial.plain.head_dim, count, 1)
         trial.try_rows([Row(20, 1), Row(3, 1), Row(0, 4), Row(7, 13)], spec)
@@ -48,7 +50,9 @@ def _roomy(trial: Trial) -> Setting:
     return replace(trial.setting, max_seq_len=1024, max_rows=8)
 
 
+@check("long-beside-short", "non-causal", "transient", "lse", kinds=_LATENT)
 def ways(trial: Trial) -> None:
+    """Rows of any length are right, whichever way they are computed, also at the borders of chunks."""
     cases = dict.fromkeys((*_FIRST, *itertools.product(_CONTEXTS, _NEW)))
     for context_len, query_len in trial.some(tuple(cases), len(_FIRST)):
         trial.try_rows([Row(context_len, query_len)], setting=_roomy(trial), needs=LSE & trial.features)
@@ -63,13 +67,15 @@ def ways(trial: Trial) -> None:
 
 
 def _too_long_for_one_piece(spec: LatentSpec, dtype: torch.dtype) -> Row:
-    """So many new tokens that to make keys is less work than to read entries, on more keys than there is room for."""
+    """A row whose many new tokens make it cheaper to compute keys than to read entries, with more keys than fit."""
     made = spec.nope_dim + spec.value_dim
     query_len = 2 + spec.latent_dim * made // max(1, 2 * spec.latent_dim - made)
     return Row(_ROOM_BYTES // (spec.num_q_heads * (made + spec.rope_dim) * dtype.itemsize), query_len)
 
 
+@check("ways", "page-order", kinds=_LATENT)
 def ways_together(trial: Trial) -> None:
+    """Rows of all ways may be in one step: prefixes that end in one chunk beside longer ones."""
     for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
         setting = replace(_roomy(trial), layout=layout)
         for rows in (_TOGETHER, _TOGETHER[::-1]):
@@ -78,7 +84,9 @@ def ways_together(trial: Trial) -> None:
         trial.try_rows([replace(row, mask=FULL) for row in _TOGETHER[:4]] + [*_TOGETHER[4:]], setting=_roomy(trial))
 
 
+@check("ways-together", "next-batch", kinds=_LATENT)
 def ways_in_turn(trial: Trial) -> None:
+    """The next step may have other prefixes with as many rows and tokens."""
     bench = trial.bench(setting=_roomy(trial))
     for seed, rows in enumerate(_IN_TURN):
         step = Step(bench, rows, seed=seed)
@@ -87,35 +95,3 @@ def ways_in_turn(trial: Trial) -> None:
         for table_row in step.table_rows:
             bench.store.close_row(table_row)
         trial.try_step(Step(bench, [Row(0, 300 + seed), Row(0, 20)], seed=20 + seed, transient=True))
-
-
-CHECKS = (
-    Check(
-        "heads",
-        "every declared number of heads, each with its own keys and values of the one entry",
-        heads,
-        ("ragged",),
-        kinds=_LATENT,
-    ),
-    Check(
-        "ways",
-        "a row of any length, whichever way it is computed: few and many queries, at the borders of chunks",
-        ways,
-        ("long-beside-short", "non-causal", "transient", "lse"),
-        kinds=_LATENT,
-    ),
-    Check(
-        "ways-together",
-        "rows of all ways in one step: prefixes that end in one chunk beside those that go on",
-        ways_together,
-        ("ways", "page-order"),
-        kinds=_LATENT,
-    ),
-    Check(
-        "ways-in-turn",
-        "other prefixes in the next step, of as many rows and tokens",
-        ways_in_turn,
-        ("ways-together", "next-batch"),
-        kinds=_LATENT,
-    ),
-)

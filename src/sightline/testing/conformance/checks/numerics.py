@@ -1,4 +1,4 @@
-"""Numbers: every dtype, sums over many keys, scores far from 0, and the same bits where they are declared."""
+"""Numerics: every dtype, sums over many keys, scores far from 0, and equal bits if they are declared."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
 from sightline.attention.spec import Feature
 from sightline.testing.conformance.rig import Row, Setting
 from sightline.testing.conformance.steps import HostOutput, Step
-from sightline.testing.conformance.trial import Check, Trial, needs_feature, ragged_rows
+from sightline.testing.conformance.trial import Trial, check, needs_feature, ragged_rows
 
 
+@check("ragged")
 def dtypes(trial: Trial) -> None:
+    """Every declared dtype works."""
     for dtype in compute_dtypes(trial.row)[1:]:
         other = trial.in_dtype(dtype)
         other.try_rows(ragged_rows(trial.page_size))
 
 
+@check("dtypes", name="cache-dtypes")
 def cache_dtype_pairs(trial: Trial) -> None:
+    """Every declared pair of compute and cache dtype works."""
     for cache_dtype in cache_dtypes(trial.row):
         for dtype in compute_dtypes(trial.row):
             other = trial.in_dtype(dtype, cache_dtype)
@@ -30,25 +34,29 @@ def _long(trial: Trial, longest: int) -> Setting:
     return replace(trial.setting, max_seq_len=longest + 64, max_rows=2)
 
 
+@check("ragged")
 def split_merge(trial: Trial) -> None:
+    """Rows of hundreds and thousands of keys are right, even if their parts have very different weights."""
     lengths = [border + delta for border in (256, 512, 1024, 2048) for delta in (-1, 0, 1)]
     for length in trial.some([1025, 300, *lengths]):
         for slope in (6.0, -6.0):
             step = Step(trial.bench(setting=_long(trial, length)), [Row(length - 1, 1)])
-            # Scores that climb or fall along the row: each part's maximum differs, and so do their weights.
+            # Scores that climb or fall along the row, so that the parts' maxima and weights differ.
             ramp = torch.linspace(0.0, slope, length - 1)
             step.contexts[0] = trial.problem.climbing(step.spec, step.inputs, step.contexts[0], ramp)
             step.write_contexts()
             trial.try_step(step)
 
 
+@check("each-key-once")
 def accumulation(trial: Trial) -> None:
+    """Sums over thousands of keys do not lose small terms."""
     length = 4096
     for dtype in compute_dtypes(trial.row):
         low = trial.in_dtype(dtype)
         for centre, spread in ((1.0, 0.1), (1.3, 0.0)):
             step = Step(low.bench(setting=_long(low, length)), [Row(length - 1, 1)])
-            # All keys weigh the same, and the values are alike: a sum that loses what is small loses most of it.
+            # All keys weigh the same and the values are alike: a sum that loses small terms loses most of it.
             step.weigh_alike()
             values = low.problem.values(step.spec, step.contexts[0])
             values.copy_(centre + spread * values.float())
@@ -57,7 +65,9 @@ def accumulation(trial: Trial) -> None:
             low.try_step(step)
 
 
+@check("features-together", "dtypes")
 def large_scores(trial: Trial) -> None:
+    """Scores of hundreds do not overflow."""
     declared = trial.features
     specs = [trial.plain]
     specs += [replace(trial.plain, sinks=True)] if Feature.SINKS in declared else []
@@ -75,8 +85,9 @@ def _long_rows(trial: Trial) -> Setting:
     return replace(trial.setting, max_rows=40, max_seq_len=2560)
 
 
+@check("next-batch", "split-merge", excused=needs_feature(Feature.DETERMINISTIC))
 def determinism(trial: Trial) -> None:
-    # Bits are compared with bits: whether they are right is for others to say.
+    """The same step gives the same bits."""
     rows = [*ragged_rows(trial.page_size), Row(300, 1), Row(200, 9), Row(2000, 1)]
     needs = frozenset({Feature.LSE}) & trial.features
     for dtype in trial.some(compute_dtypes(trial.row), 1):
@@ -100,7 +111,9 @@ def _same_bits(trial: Trial, one: HostOutput, two: HostOutput, what: str = "from
     trial.progress.num_steps += 1
 
 
+@check("determinism", "long-beside-short", excused=needs_feature(Feature.BATCH_INVARIANT))
 def batch_invariance(trial: Trial) -> None:
+    """A row gives the same bits alone and beside other rows."""
     for dtype in trial.some(compute_dtypes(trial.row), 1):
         _batch_invariance(trial.in_dtype(dtype))
 
@@ -128,9 +141,11 @@ def _batch_invariance(trial: Trial) -> None:
         bench.store.close_row(alone.table_rows[0])
 
 
+@check("long-beside-short", "dtypes")
 def each_key_once(trial: Trial) -> None:
-    # All keys weigh the same, and each number of a head looks for one: its value there is their count, or the largest
-    # that the cache holds, elsewhere 0.
+    """Each of a thousand keys is seen exactly once, in every dtype."""
+    # All keys weigh the same. Each element of a head looks for one key: its value is the number of keys (or the largest
+    # value that the cache can hold) there, and 0 elsewhere.
     length = 1100
     for dtype in compute_dtypes(trial.row):
         other = trial.in_dtype(dtype)
@@ -146,37 +161,3 @@ def each_key_once(trial: Trial) -> None:
                 values[key].view(-1)[place] = peak
             step.write_contexts()
             other.try_step(step)
-
-
-CHECKS = (
-    Check(
-        "each-key-once",
-        "of a thousand keys each is seen once, in every dtype",
-        each_key_once,
-        ("long-beside-short", "dtypes"),
-    ),
-    Check("dtypes", "every declared dtype", dtypes, ("ragged",)),
-    Check("cache-dtypes", "every declared pair of compute and cache dtype", cache_dtype_pairs, ("dtypes",)),
-    Check("large-scores", "scores of hundreds: nothing overflows", large_scores, ("features-together", "dtypes")),
-    Check(
-        "split-merge",
-        "rows of hundreds and thousands of keys whose parts weigh very differently",
-        split_merge,
-        ("ragged",),
-    ),
-    Check("accumulation", "sums over thousands of keys keep what is small", accumulation, ("each-key-once",)),
-    Check(
-        "determinism",
-        "the same step gives the same bits",
-        determinism,
-        ("next-batch", "split-merge"),
-        needs_feature(Feature.DETERMINISTIC),
-    ),
-    Check(
-        "batch-invariance",
-        "a row gives the same bits alone and beside others",
-        batch_invariance,
-        ("determinism", "long-beside-short"),
-        needs_feature(Feature.BATCH_INVARIANT),
-    ),
-)

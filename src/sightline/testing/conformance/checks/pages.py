@@ -1,4 +1,4 @@
-"""Pages: any order, any size, shared between rows, and full of what nobody wrote."""
+"""Pages: any order, any size, shared between rows, with garbage in unused slots."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from sightline.cache.layout import Layout
 from sightline.core.device import Device, DeviceKind, available_bytes
 from sightline.testing.conformance.rig import Row, Subject, Unused
 from sightline.testing.conformance.steps import Step
-from sightline.testing.conformance.trial import Check, Trial, ragged_rows
+from sightline.testing.conformance.trial import Trial, check, ragged_rows
 
 _THREE = ((Row(20, 1), Row(25, 1), Row(30, 1)), (Row(5, 9), Row(21, 6), Row(3, 4)))
-"""Rows of which the middle one shall hold NaN: decoded, and in chunks."""
+"""Rows whose middle one is filled with NaN: decode rows, then chunks."""
 _SIGNED, _UNSIGNED = 1 << 31, 1 << 32
-"""Numbers of a pool that 32 bits no longer count."""
+"""Element counts that signed and unsigned 32-bit offsets cannot reach."""
 
 
+@check("ragged")
 def page_order(trial: Trial) -> None:
+    """Pages may be shuffled, interleaved between rows, or descending."""
     for layout in (Layout.SHUFFLED, Layout.DESCENDING):
         setting = replace(trial.setting, layout=layout)
         trial.try_rows(ragged_rows(trial.page_size), setting=setting)
         trial.try_rows([Row(5 * trial.page_size + 1, 1)], setting=setting)
-    # In order, then not: looking at the first two pages finds nothing.
+    # Two pages in order, then the rest reversed: looking at the first two is not enough.
     bench = trial.bench()
     table_row = bench.store.open_row()
     for pool in bench.store.pools:
@@ -34,7 +36,9 @@ def page_order(trial: Trial) -> None:
     trial.try_step(Step(bench, [Row(4 * trial.page_size + 1, 2)], table_rows=[table_row]))
 
 
+@check("page-order")
 def page_sharing(trial: Trial) -> None:
+    """Rows may share the pages of a prefix."""
     page = trial.page_size
     for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
         bench = trial.bench(setting=replace(trial.setting, layout=layout))
@@ -52,7 +56,9 @@ def page_sharing(trial: Trial) -> None:
         trial.try_step(Step(bench, rows, seed=4, table_rows=table_rows, contexts=contexts))
 
 
+@check("page-order", "split-merge")
 def page_sizes(trial: Trial) -> None:
+    """Every declared page size works."""
     for page_size in trial.some([size for size in trial.samples.of_page_sizes(trial.row) if size != trial.page_size]):
         setting = replace(
             trial.setting, page_size=page_size, layout=Layout.SHUFFLED, max_seq_len=max(512, 8 * page_size)
@@ -60,11 +66,13 @@ def page_sizes(trial: Trial) -> None:
         trial.try_rows(ragged_rows(page_size), setting=setting)
 
 
+@check("page-order")
 def unused_slots(trial: Trial) -> None:
+    """NaN in unused slots, or in another row, does not reach the output."""
     for layout in (Layout.IN_ORDER, Layout.SHUFFLED):
         setting = replace(trial.setting, unused=Unused.NAN, layout=layout)
         trial.try_rows(ragged_rows(trial.page_size), setting=setting)
-    # What a row of another request holds is of no matter either.
+    # Another row's entries must not matter either.
     for rows in _THREE:
         step = Step(trial.bench(), rows)
         expected = step.expected()
@@ -78,12 +86,12 @@ def unused_slots(trial: Trial) -> None:
 
 
 def _pool_bytes(itemsize: int, numbers: int) -> int:
-    """Of keys and values, and room for the rest."""
+    """The bytes of a key plane and a value plane with that many elements, and of everything else."""
     return 2 * itemsize * numbers + (1 << 30)
 
 
 def _too_large(subject: Subject) -> str | None:
-    """Of the pool's memory only what is used is touched on a CPU; a GPU has to have it."""
+    """A CPU touches only the used part of a pool; a GPU must have room for all of it."""
     needed = _pool_bytes(_large_dtype(subject).itemsize, _SIGNED)
     if subject.device.kind is DeviceKind.CUDA and available_bytes(subject.device) < needed:
         return f"expected {needed >> 30} GiB free for a large pool, got {available_bytes(subject.device) >> 30}"
@@ -95,14 +103,15 @@ def _large_dtype(subject: Subject) -> torch.dtype:
 
 
 def large_numbers(device: Device, itemsize: int, free_bytes: int) -> int:
-    """How many numbers the pages in use shall lie beyond: 2^31 on a CPU, which may not even promise more memory, and on
-    a small GPU."""
+    """How many elements lie before the pages in use: 2^32 on a GPU with room for them, otherwise 2^31."""
     has_room = device.kind is DeviceKind.CUDA and free_bytes >= _pool_bytes(itemsize, _UNSIGNED)
     return _UNSIGNED if has_room else _SIGNED
 
 
+@check("covering", "page-sharing", "accumulation", excused=_too_large, alone=True)
 def large_pool(trial: Trial) -> None:
-    # The pages in use lie beyond what 32 bits, and page numbers beyond what 16 bits can count.
+    """The end of a pool of more than 2^31 numbers, or 2^32 on a GPU with room for it, is written and read."""
+    # The pages in use lie beyond the reach of 32-bit offsets and 16-bit page numbers.
     device, dtype = trial.subject.device, _large_dtype(trial.subject)
     numbers = large_numbers(device, dtype.itemsize, available_bytes(device))
     other = trial.in_dtype(dtype)
@@ -111,24 +120,3 @@ def large_pool(trial: Trial) -> None:
     num_pages = numbers // (math.prod(pool.planes[0].shape) * page) + 64
     setting = replace(other.setting, layout=Layout.DESCENDING, num_pages=num_pages, max_rows=4)
     other.try_rows([Row(3 * page + 2, 1), Row(0, page + 1), Row(page, 2)], spec, setting)
-
-
-CHECKS = (
-    Check("page-order", "pages shuffled, interleaved between rows, descending", page_order, ("ragged",)),
-    Check("page-sharing", "rows that share the pages of a prefix", page_sharing, ("page-order",)),
-    Check("page-sizes", "every declared page size", page_sizes, ("page-order", "split-merge")),
-    Check(
-        "unused-slots",
-        "NaN in slots that nobody wrote, and in another row, reaches no result",
-        unused_slots,
-        ("page-order",),
-    ),
-    Check(
-        "large-pool",
-        "pools of more than 2^31 numbers, on a GPU with room for it 2^32, at their end",
-        large_pool,
-        ("covering", "page-sharing", "accumulation"),
-        _too_large,
-        alone=True,
-    ),
-)

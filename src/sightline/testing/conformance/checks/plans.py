@@ -1,4 +1,4 @@
-"""Plans: each its own, for every layer and group, and none that runs when what it was made from has changed."""
+"""Plans: one per batch for all layers and groups, and none that runs after its batch or pages have changed."""
 
 from __future__ import annotations
 
@@ -18,53 +18,45 @@ from sightline.cache.layout import Layout
 from sightline.core.errors import StalePlanError
 from sightline.testing.conformance.rig import AttentionRig, Row
 from sightline.testing.conformance.steps import Step, bits, to_device
-from sightline.testing.conformance.trial import Check, Trial, fail, ragged_rows
+from sightline.testing.conformance.trial import Trial, check, fail, ragged_rows
 
 _ROWS = (Row(17, 1), Row(3, 4))
 _OTHERS = (Row(30, 1), Row(31, 2), Row(0, 5))
 
 
+@check("ragged")
 def layers(trial: Trial) -> None:
-    bench = trial.bench(trial.plain, trial.plain, trial.plain)
-    steps = [Step(bench, _ROWS, seed=0, layer=0)]
-    steps += [Step(bench, _ROWS, seed=layer, layer=layer, table_rows=steps[0].table_rows) for layer in (1, 2)]
+    """Each layer of a group has its own cache."""
+    _try_layers(trial, trial.bench(trial.plain, trial.plain, trial.plain), _ROWS)
+
+
+@check("layers", "window", "scale", "page-order", "head-dims", "grouped-heads", "heads")
+def groups(trial: Trial) -> None:
+    """In a hybrid model, every group of layers is planned with its own spec."""
+    # Each group has its own pages. If they are shuffled, no two page tables are the same.
+    setting = replace(trial.setting, layout=Layout.SHUFFLED)
+    change: dict[str, Any] = {"window": 6} if Feature.WINDOW in trial.features else {"scale": trial.plain.scale / 2}
+    head_dim, size = trial.samples.of_head_dims(trial.row)[-1], trial.samples.of_group_sizes(trial.row)[-1]
+    for other in (replace(trial.plain, **change), trial.problem.spec(head_dim, size, 1)):
+        bench = trial.bench(trial.plain, other, trial.plain, other, setting=setting)
+        for rows in (_ROWS, _OTHERS):
+            _try_layers(trial, bench, rows)
+
+
+def _try_layers(trial: Trial, bench: AttentionRig, rows: Sequence[Row]) -> None:
+    """Runs every layer of the rig on one plan."""
+    steps = [Step(bench, rows, seed=0, layer=0)]
+    for layer in range(1, len(bench.specs)):
+        steps.append(Step(bench, rows, seed=layer, layer=layer, table_rows=steps[0].table_rows))
     planned = steps[0].plan()
     planned.prepare()
     for step in steps:
         trial.hold(step, step.attend(planned), f"layer {step.layer}")
 
 
-def groups(trial: Trial) -> None:
-    # Each group has pages of its own: shuffled, no two tables are alike.
-    setting = replace(trial.setting, layout=Layout.SHUFFLED)
-    for other in _other_specs(trial):
-        _try_hybrid(trial, trial.bench(trial.plain, other, trial.plain, other, setting=setting))
-
-
-def _other_specs(trial: Trial) -> tuple[AttentionSpec, ...]:
-    """A second group: windowed or scaled otherwise, and of another geometry."""
-    head_dim, size = trial.samples.of_head_dims(trial.row)[-1], trial.samples.of_group_sizes(trial.row)[-1]
-    return _another_spec(trial), trial.problem.spec(head_dim, size, 1)
-
-
-def _try_hybrid(trial: Trial, bench: AttentionRig) -> None:
-    for rows in (_ROWS, _OTHERS):
-        steps = [Step(bench, rows, seed=0, layer=0)]
-        steps += [Step(bench, rows, seed=layer, layer=layer, table_rows=steps[0].table_rows) for layer in (1, 2, 3)]
-        planned = steps[0].plan()
-        planned.prepare()
-        for step in steps:
-            trial.hold(step, step.attend(planned), f"layer {step.layer} of a hybrid")
-
-
-def _another_spec(trial: Trial) -> Any:
-    """A second group: with a window where that is declared, else with another scale."""
-    if Feature.WINDOW in trial.features:
-        return replace(trial.plain, window=6)
-    return replace(trial.plain, scale=trial.plain.scale / 2)
-
-
+@check("ragged")
 def inputs_kept(trial: Trial) -> None:
+    """`run` leaves its inputs unchanged."""
     spec = replace(trial.plain, sinks=True) if Feature.SINKS in trial.features else trial.plain
     for dtype in compute_dtypes(trial.row):
         _inputs_kept(trial.in_dtype(dtype), spec)
@@ -82,7 +74,7 @@ def _inputs_kept(trial: Trial, spec: AttentionSpec) -> None:
         if before is not None:
             trial.require(
                 torch.equal(after.cpu(), before),
-                f"expected a step to leave what it is given as it is, got a changed {name}",
+                f"expected a step to leave its inputs unchanged, got a changed {name}",
             )
 
 
@@ -98,7 +90,9 @@ def _batch_tensors(step: Step) -> dict[str, Tensor]:
     }
 
 
+@check("ragged")
 def strided_inputs(trial: Trial) -> None:
+    """Queries, keys and values may be slices of one tensor."""
     for rows in (ragged_rows(trial.page_size), [Row(0, 6)], [Row(9, 1)]):
         step = Step(trial.bench(), rows)
         planned = step.plan()
@@ -111,7 +105,9 @@ def strided_inputs(trial: Trial) -> None:
         trial.progress.num_steps += 1
 
 
+@check("next-batch")
 def lanes(trial: Trial) -> None:
+    """Plans in two lanes may be used in turn."""
     bench = trial.bench(setting=replace(trial.setting, lanes=(MAIN_LANE, Lane(1))))
     first, second = Step(bench, _ROWS), Step(bench, _OTHERS, seed=1)
     plans = [bench.planner.plan(first.batch), bench.planner.plan(second.batch, lane=Lane(1))]
@@ -121,13 +117,15 @@ def lanes(trial: Trial) -> None:
         for step, planned in zip((first, second), plans, strict=True):
             trial.require(
                 bench.planner.ensure(planned) is planned,
-                "expected plans of two lanes to stay current, got one planned again",
+                "expected the plans of two lanes to stay valid, got one planned again",
             )
             others = bench.workspace.of_other_lanes(planned.plan.certificate.lane)
             before = {name: bits(tensor).clone() for name, tensor in others.items()}
             trial.hold(step, step.attend(planned), "two plans in two lanes")
             changed = [name for name, tensor in others.items() if not torch.equal(bits(tensor), before[name])]
-            trial.require(not changed, f"expected a step to leave another lane's leases, got a change of {changed}")
+            trial.require(
+                not changed, f"expected a step to leave another lane's leases unchanged, got a change of {changed}"
+            )
 
 
 _KINDS: tuple[Sequence[Row], ...] = (
@@ -135,10 +133,12 @@ _KINDS: tuple[Sequence[Row], ...] = (
     [Row(0, 12), Row(0, 5)],
     [Row(9, 1), Row(40, 1)],
 )
-"""Chunks, prompts and decode: a backend may plan each in memory that it keeps for that kind."""
+"""Chunks, prompts and decode rows: a backend may keep separate plan memory for each."""
 
 
+@check("next-batch")
 def plan_buffers(trial: Trial) -> None:
+    """The older of two plans in one lane is found stale, because all that a plan derives is in plan buffers."""
     pairs = [(_ROWS, _KINDS[0]), *itertools.permutations(_KINDS, 2)]
     for older, newer in trial.some(pairs):
         bench = trial.bench()
@@ -148,10 +148,12 @@ def plan_buffers(trial: Trial) -> None:
             for step, planned in ((second, late), (first, early)):
                 current = bench.planner.ensure(planned)
                 current.prepare()
-                trial.hold(step, step.attend(current), "two plans in one lane, of which the older is made again")
+                trial.hold(step, step.attend(current), "two plans in one lane, the older planned again")
 
 
+@check("next-batch", "long-beside-short")
 def filled_buffers(trial: Trial) -> None:
+    """A plan fills every buffer that it takes, and does not use the old contents."""
     bench = trial.bench(setting=replace(trial.setting, paranoid=True))
     for seed, rows in enumerate((_OTHERS, _ROWS, ragged_rows(trial.page_size))):
         trial.try_step(Step(bench, rows, seed=seed))
@@ -189,10 +191,12 @@ _REBUILT: dict[str, Callable[[Step, Step], PlannedBatch]] = {
     "another batch's plan under this batch's certificate": _forged,
     "another planner's plan": _of_another_planner,
 }
-"""Ways in which derived state goes stale: the plan is made again."""
+"""Stale plans that `ensure` must replace by a new plan."""
 
 
+@check("plan-buffers", "idle")
 def stale_plans(trial: Trial) -> None:
+    """A plan of another batch, or one whose batch or pages have changed, is planned again or refused."""
     setting = replace(trial.setting, lanes=(MAIN_LANE, Lane(1)))
     for way, make in _REBUILT.items():
         bench = trial.bench(setting=setting)
@@ -200,7 +204,7 @@ def stale_plans(trial: Trial) -> None:
         planned = make(step, other)
         current = bench.planner.ensure(planned)
         current.prepare()
-        trial.require(current.plan is not planned.plan, f"expected {way} to be made again, got it back as it was")
+        trial.require(current.plan is not planned.plan, f"expected {way} to be planned again, got it back unchanged")
         trial.hold(step, step.attend(current), way)
     bench = trial.bench(setting=setting)
     step = Step(bench, _ROWS)
@@ -217,7 +221,7 @@ def stale_plans(trial: Trial) -> None:
 
 
 def _reopen(bench: AttentionRig, step: Step) -> None:
-    """The same row, with pages for as many tokens, of another owner."""
+    """Closes a row and opens it for another owner, with pages for as many tokens."""
     bench.store.close_row(step.table_rows[0])
     row = bench.store.open_row()
     bench.store.grow_row(row, step.rows[0].seq_len)
@@ -231,35 +235,3 @@ def _must_raise(bench: AttentionRig, step: Step, way: str, change: Callable[[], 
     except StalePlanError:
         return
     fail(f"expected a StalePlanError for a plan over {way}, got a plan to run")
-
-
-CHECKS = (
-    Check("layers", "each layer of a group has a cache of its own", layers, ("ragged",)),
-    Check(
-        "groups",
-        "a hybrid: every group is planned, by its own spec",
-        groups,
-        ("layers", "window", "scale", "page-order", "head-dims", "grouped-heads", "heads"),
-    ),
-    Check("inputs-kept", "run reads its inputs and leaves them as they are", inputs_kept, ("ragged",)),
-    Check("strided-inputs", "queries, keys and values may be parts of one tensor", strided_inputs, ("ragged",)),
-    Check(
-        "filled-buffers",
-        "a plan fills what it takes: old contents are of no matter",
-        filled_buffers,
-        ("next-batch", "long-beside-short"),
-    ),
-    Check("lanes", "two live plans in two lanes do not disturb each other", lanes, ("next-batch",)),
-    Check(
-        "plan-buffers",
-        "of two plans in one lane the older is found stale, for all that a plan derives lies in plan buffers",
-        plan_buffers,
-        ("next-batch",),
-    ),
-    Check(
-        "stale-plans",
-        "a plan that is another's, or whose batch or pages changed since, is made again or refused",
-        stale_plans,
-        ("plan-buffers", "idle"),
-    ),
-)

@@ -1,4 +1,4 @@
-"""Caches of 8-bit floats: what is stored is value / scale, saturated, and what is read is stored * scale."""
+"""Caches of 8-bit floats: an entry is stored as value / scale, saturated, and read as stored * scale."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from sightline.attention.oracle.dtypes import compute_dtypes, scaled_dtypes
 from sightline.cache.layout import Layout, walk_slots
 from sightline.testing.conformance.rig import PLAIN_SCALES, SCALES, AttentionRig, Row, Subject, as_bytes
 from sightline.testing.conformance.steps import Step
-from sightline.testing.conformance.trial import Check, Trial, ragged_rows
+from sightline.testing.conformance.trial import Trial, check, ragged_rows
 
 _ANY_SCALES = (0.3, 0.07, 1.7, 0.011)
-"""No powers of two: a scale that is kept in fewer bits is another."""
+"""Not powers of two, so that a scale kept in fewer bits becomes another one."""
 _SMALL_SCALES = (2.0**-8,)
-"""The largest number that a cache holds is 1.75: many entries are beyond it."""
+"""With this scale a cache holds numbers up to 1.75; many entries are larger."""
+_GROUND = (
+    "cache-dtypes layers page-order split-merge long-beside-short accumulation next-batch prefix-tail read-back "
+    "transient ways-together"
+)
 _ROUNDING = 0.05
-"""How far an output may move by another scale: nothing but the smallest entries is rounded otherwise."""
+"""How much an output may change with the scale: only the smallest entries are rounded differently."""
+
+
+def _not_declared(subject: Subject) -> str | None:
+    return None if scaled_dtypes(subject.capability) else "no cache with scales is declared"
 
 
 def _trials(trial: Trial) -> Iterator[Trial]:
@@ -29,12 +37,14 @@ def _trials(trial: Trial) -> Iterator[Trial]:
 
 
 def _bench(trial: Trial, scales: tuple[float, ...], layout: Layout = Layout.IN_ORDER) -> AttentionRig:
-    """Two layers, whose scales differ where there are several."""
+    """Makes a rig with two layers, whose scales differ if there are several."""
     setting = replace(trial.setting, cache_scales=scales, layout=layout, max_rows=32, max_seq_len=1024)
     return trial.bench(trial.plain, trial.plain, setting=setting)
 
 
+@check(_GROUND, excused=_not_declared)
 def cache_scales(trial: Trial) -> None:
+    """Each layer's scales of keys and values are applied: they change the stored bytes, but not the output."""
     for other in _trials(trial):
         _stored_bytes_follow(other)
         for scales in (SCALES, _ANY_SCALES):
@@ -51,14 +61,14 @@ def cache_scales(trial: Trial) -> None:
 
 
 def _stored_bytes_follow(trial: Trial) -> None:
-    """Another scale, other bytes, and the same answer but for rounding."""
+    """Fails unless another scale changes the stored bytes, and the output only by rounding."""
     steps = [Step(_bench(trial, scales), [Row(0, trial.page_size + 1)]) for scales in (PLAIN_SCALES, SCALES)]
     plain, scaled = (trial.try_step(step) for step in steps)
     for plane in steps[0].planes:
         same = torch.equal(*(_row_bytes(step, plane.name) for step in steps))
         trial.require(
             not same,
-            f"expected other bytes of {plane.name} with a scale of {steps[1].pool.scales(plane.name)[0]} than with 1, "
+            f"expected a scale of {steps[1].pool.scales(plane.name)[0]} to store other bytes of {plane.name} than 1, "
             "got the same",
         )
     trial.compare(scaled.out, plain.out, "an output with another scale", steps[1], _ROUNDING)
@@ -69,42 +79,10 @@ def _row_bytes(step: Step, name: str) -> Tensor:
     return as_bytes(step.pool.plane(name)[step.layer_in_group])[slots].cpu()
 
 
+@check("cache-scales", excused=_not_declared)
 def cache_saturation(trial: Trial) -> None:
+    """Entries beyond the range of the cache dtype are stored as its largest value, not as NaN."""
     for other in _trials(trial):
         step = Step(_bench(other, _SMALL_SCALES), ragged_rows(trial.page_size))
         other.problem.new_values(step.inputs)[0] = 3e4
         other.try_step(step)
-
-
-def _not_declared(subject: Subject) -> str | None:
-    return None if scaled_dtypes(subject.capability) else "no cache with scales is declared"
-
-
-CHECKS = (
-    Check(
-        "cache-scales",
-        "each layer's scales of keys and of values are applied: they change what is stored and not what is read",
-        cache_scales,
-        (
-            "cache-dtypes",
-            "layers",
-            "page-order",
-            "split-merge",
-            "long-beside-short",
-            "accumulation",
-            "next-batch",
-            "prefix-tail",
-            "read-back",
-            "transient",
-            "ways-together",
-        ),
-        _not_declared,
-    ),
-    Check(
-        "cache-saturation",
-        "entries beyond what the cache can hold become the largest that it can, and no NaN",
-        cache_saturation,
-        ("cache-scales",),
-        _not_declared,
-    ),
-)

@@ -1,0 +1,444 @@
+"""The step loop: settle, schedule, launch, commit.
+
+    step()  settle what was cancelled or is late ─ schedule ─ launch ─┐
+                                                                      ▼
+            commit the step before, or this one ◀──────────── steps in flight
+
+A step is read and committed after it is launched; with `async_scheduling`, only after the next one is launched too, so
+that the host schedules and plans while the device computes. Both go the same way. Whatever ends a request in between
+ends it at once, and its pages come back when the last step launched with it is over.
+
+What a step is for is not known here: an `Outcome` turns a model's outputs into results (sampled tokens, log
+probabilities of a prompt, a pooled vector), and a `Life` takes a sequence's results in. `Engine` generates, `Embedder`
+embeds. Owns the life of requests from submission to their last result.
+
+Threads: a loop is its runtime's main lane. One thread at a time may submit, step, take results, forget or close; a
+second one gets `LaneBusyError`. Between two calls any thread may take over. Any thread may call `cancel`, `abandon`,
+`metrics` and what only reads at any time; while another thread steps, numbers may be of different moments.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from sightline.attention.lanes import Depth
+from sightline.attention.workspace import MAIN_LANE
+from sightline.cache.prefix import PrefixCache
+from sightline.core.batch import RowMask
+from sightline.core.device import device_faults
+from sightline.core.errors import DeviceFaultError, EngineClosedError, QueueFullError
+from sightline.core.interruption import uninterrupted
+from sightline.core.ledger import Ledger
+from sightline.core.metrics import EngineMetrics
+from sightline.core.request import FinishReason, Request, Terms
+from sightline.engine.launch import Consume, Launch, LaunchedStep, Launcher, LifeT
+from sightline.runner.build import Runtime
+from sightline.scheduler.scheduler import Scheduler
+from sightline.scheduler.sequence import RowResult, ScheduledRow
+
+logger = logging.getLogger("sightline")
+ParamsT = TypeVar("ParamsT")
+OutputT = TypeVar("OutputT")
+
+
+@dataclass(eq=False)
+class LiveRequest(Generic[LifeT]):
+    """A request in the loop."""
+
+    request: Request
+    sequences: tuple[LifeT, ...]
+    """Its continuations, by index."""
+    submitted_at: float
+    """In the loop's clock time."""
+    started_at: float | None = None
+    """When it first had a row in a step."""
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def error(self) -> str | None:
+        """Why the first of its continuations that failed did so."""
+        return next((sequence.error for sequence in self.sequences if sequence.error is not None), None)
+
+    def queue_seconds(self, now: float) -> float:
+        """Seconds from submission to the first step, or to `now` if there was none."""
+        return (now if self.started_at is None else self.started_at) - self.submitted_at
+
+
+class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
+    """Runs requests to their end, many at a time."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        consume: Consume[LifeT],
+        ledger: Ledger,
+        clock: Callable[[], float],
+        *,
+        mask: RowMask,
+        max_scored_tokens: int,
+        max_whole_tokens: int = 0,
+    ) -> None:
+        """`clock` tells seconds: deadlines go by it. `mask` is every row's; for the limits, see `Scheduler`."""
+        self.runtime = runtime
+        self.ledger = ledger
+        config = runtime.config
+        self.prefixes = PrefixCache(runtime.store) if config.prefix_caching else None
+        self._clock = clock
+        self._scheduler = Scheduler(
+            runtime.store,
+            self.prefixes,
+            max_step_tokens=config.max_step_tokens,
+            max_scored_tokens=max_scored_tokens,
+            max_whole_tokens=max_whole_tokens,
+        )
+        self._launcher = Launcher(runtime, consume, mask)
+        self._lanes = runtime.planner.lanes
+        self._in_flight: deque[LaunchedStep[LifeT]] = deque()
+        self._max_in_flight = 1 if config.async_scheduling else 0
+        """Launched steps that may be left when `step` returns."""
+        self._num_taken = 0
+        """Rows of the oldest step in flight that are committed."""
+        self._live: dict[str, LiveRequest[LifeT]] = {}
+        self._cancelled: deque[str] = deque()
+        self._abandoned: deque[str] = deque()
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap; a request that has ended is passed over."""
+        self._is_stepping = False
+        """True at the start of a step if the one before was interrupted."""
+        self._closed = False
+        self._fault: DeviceFaultError | None = None
+        self._counts: Counter[str] = Counter()
+        self._ends: Counter[str] = Counter()
+
+    @abstractmethod
+    def _start(
+        self, prompt_token_ids: Sequence[int], params: ParamsT, prompt: str | None, terms: Terms, now: float
+    ) -> LiveRequest[LifeT]:
+        """A request with its continuations, before their first step. Raises `RequestError` for one that cannot run."""
+
+    @abstractmethod
+    def _output(self, live: LiveRequest[LifeT], now: float) -> OutputT:
+        """The result of a finished request."""
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or bool(self._in_flight)
+
+    @property
+    def in_flight(self) -> tuple[LaunchedStep[LifeT], ...]:
+        """Steps that are launched and not committed, the oldest first."""
+        return tuple(self._in_flight)
+
+    @property
+    def fault(self) -> DeviceFaultError | None:
+        """The device error that ended the loop, or None."""
+        return self._fault
+
+    @property
+    def num_retractions(self) -> int:
+        """How often a running sequence had to give its pages back, and was computed again."""
+        return self._scheduler.num_retractions
+
+    def can_queue(self, count: int) -> bool:
+        """True if this many more sequences may wait."""
+        return self._scheduler.num_waiting + count <= self.runtime.config.max_queued
+
+    @property
+    def _is_wanted(self) -> bool:
+        """True while somebody waits for a step."""
+        return self._scheduler.num_waiting + self._scheduler.num_running > 0
+
+    def metrics(self) -> EngineMetrics:
+        """Counts so far. Thread-safe."""
+        scheduler, store, planner = self._scheduler, self.runtime.store, self.runtime.planner
+        evictable = 0 if self.prefixes is None else self.prefixes.num_evictable
+        in_use = store.num_usable_pages - store.num_free_pages - evictable
+        return EngineMetrics(
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=scheduler.num_waiting,
+            kv_cache_usage_perc=in_use / max(1, store.num_usable_pages),
+            prefix_cache_queries=scheduler.num_queried_tokens,
+            prefix_cache_hits=scheduler.num_hit_tokens,
+            prompt_tokens=self._counts["prompt_tokens"],
+            generation_tokens=self._counts["generation_tokens"],
+            num_preemptions=scheduler.num_retractions,
+            request_success=dict(self._ends),
+            requests_refused=self._counts["refused"],
+            steps=self._counts["steps"],
+            steps_cut=self._launcher.num_cut,
+            plans=planner.num_plans,
+            plan_seconds=planner.plan_seconds,
+            plans_rebuilt=planner.num_rebuilt,
+            degradations=len(self.ledger.degradations),
+        )
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: ParamsT,
+        prompt: str | None = None,
+        terms: Terms = Terms(),  # noqa: B008 - frozen
+    ) -> str:
+        """Queues a request and returns its id.
+
+        Raises `RequestError` for one that cannot run, `QueueFullError` if too many wait.
+        """
+        return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._submit, prompt_token_ids, params, prompt, terms)
+
+    def _submit(self, prompt_token_ids: Sequence[int], params: ParamsT, prompt: str | None, terms: Terms) -> str:
+        self._check_open()
+        live = self._start(prompt_token_ids, params, prompt, terms, self._clock())
+        request = live.request
+        if not self.can_queue(len(live.sequences)):
+            self._counts["refused"] += 1
+            raise QueueFullError(self._why_full(len(live.sequences)))
+        with uninterrupted():
+            self._live[request.request_id] = live
+            try:
+                for sequence in live.sequences:
+                    self._scheduler.submit(sequence.sequence)
+            except BaseException:
+                self._forget(request.request_id)
+                raise
+            self._remember(request.deadline, request.request_id)
+        self._counts["prompt_tokens"] += len(request.prompt_token_ids)
+        return request.request_id
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request before the next step; an unknown or finished id is no error. Any thread may call it."""
+        self._cancelled.append(request_id)
+
+    def abandon(self, request_id: str) -> None:
+        """As `cancel`, and nobody will ask for what it produced. Any thread, and a finaliser, may call it."""
+        self._abandoned.append(request_id)
+
+    def step(self) -> None:
+        """Launches a step over whatever can run, and commits the one that is due."""
+        self._lanes.run(MAIN_LANE, Depth.ENGINE, self._step)
+
+    def _step(self) -> None:
+        with self._ending_on_a_fault():
+            rows = self._schedule()
+            launch: Launch[LifeT] = Launch((), ())
+            if rows:
+                launch = self._launcher.launch(rows, [self._life(row) for row in rows], self._in_flight)
+            with uninterrupted():
+                self._take_off(launch)
+                # Without a step behind it, or with one that had to be cut, nothing is left in flight.
+                most = self._max_in_flight if len(launch.steps) == 1 else 0
+                while len(self._in_flight) > most or (self._in_flight and not self._is_wanted):
+                    self._commit(self._in_flight[0])
+                self._is_stepping = False
+
+    def is_finished(self, request_id: str) -> bool:
+        return self._find(request_id).is_finished
+
+    def pop_output(self, request_id: str) -> OutputT:
+        """The result of a finished request, which the loop then forgets."""
+        return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._pop_output, request_id)
+
+    def _pop_output(self, request_id: str) -> OutputT:
+        live = self._find(request_id)
+        if not live.is_finished:
+            raise ValueError(f"expected a finished request, got {request_id}, which is running")
+        self._forget(request_id)
+        return self._output(live, self._clock())
+
+    def forget(self, request_id: str) -> None:
+        """Ends a request if it runs, and drops what it produced."""
+        self._lanes.run(MAIN_LANE, Depth.ENGINE, self._forget, request_id)
+
+    def _forget(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is None:
+            return
+        with uninterrupted(), self._ending_on_a_fault():
+            for sequence in live.sequences:
+                if sequence.finish_reason is None and not sequence.sequence.is_out:
+                    self._ends[str(FinishReason.ABORT)] += 1
+                self._scheduler.remove(sequence.sequence)
+        self._live.pop(request_id, None)
+
+    def close(self) -> None:
+        """Ends everything and gives the pages back."""
+        self._lanes.run(MAIN_LANE, Depth.ENGINE, self._close)
+
+    def _close(self) -> None:
+        for request_id in tuple(self._live):
+            self._forget(request_id)
+        with uninterrupted(), self._ending_on_a_fault():
+            while self._in_flight:
+                self._scheduler.landed(self._in_flight.popleft().rows)
+            if self.prefixes is not None and self._fault is None:
+                self.prefixes.clear()
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("expected an open engine, got one that was closed; build a new one")
+        if self._fault is not None:
+            raise EngineClosedError(f"expected an engine that works, got one that ended: {self._fault}")
+
+    def _why_full(self, count: int) -> str:
+        most = self.runtime.config.max_queued
+        remedy = "lower n" if count > most else "try again later"
+        return (
+            f"expected at most {most} sequences to wait, got {count} more to the {self._scheduler.num_waiting} that "
+            f"do; {remedy}, or raise max_queued_requests"
+        )
+
+    def _remember(self, deadline: float | None, request_id: str) -> None:
+        if deadline is None:
+            return
+        # Deadlines of requests that have ended are dropped once they are the majority.
+        if len(self._deadlines) > 2 * len(self._live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline, request_id))
+
+    def _find(self, request_id: str) -> LiveRequest[LifeT]:
+        live = self._live.get(request_id)
+        if live is not None:
+            return live
+        if self._closed:
+            raise EngineClosedError(f"expected an open engine, got a closed one: {request_id} ended with it")
+        raise ValueError(f"expected a request that the engine knows, got {request_id}")
+
+    @contextmanager
+    def _ending_on_a_fault(self) -> Iterator[None]:
+        """Wherever the device fails, everybody is answered."""
+        try:
+            with device_faults():
+                yield
+        except DeviceFaultError as fault:
+            self._end_all(fault)
+
+    def _schedule(self) -> Sequence[ScheduledRow]:
+        """Ends what was cancelled or is late, and returns the rows of the next step."""
+        with uninterrupted():
+            if self._is_stepping:
+                self._scheduler.recount([row for step in self._in_flight for row in step.rows])
+            self._is_stepping = True
+            self._end_cancelled()
+            self._end_late()
+            return self._scheduler.schedule().rows
+
+    def _life(self, row: ScheduledRow) -> LifeT:
+        live = self._live[row.sequence.request.request_id]
+        if live.started_at is None:
+            live.started_at = self._clock()
+        return live.sequences[row.sequence.index]
+
+    def _take_off(self, launch: Launch[LifeT]) -> None:
+        """Records what was launched as in flight, and ends the rows that could not be."""
+        for step in launch.steps:
+            self._in_flight.append(step)
+            self._scheduler.launched(step.rows)
+        for live, error in launch.failures:
+            self._fail(live, error)
+        self._counts["steps"] += len(launch.steps) > 0
+
+    def _commit(self, step: LaunchedStep[LifeT]) -> None:
+        """Takes the oldest step's results in, row by row; after an interruption, from the row that it came in."""
+        results = step.outcome.results()
+        for index in range(self._num_taken, len(step.rows)):
+            row, live = step.rows[index], step.lives[index]
+            if not row.sequence.is_out:
+                try:
+                    self._take(row, live, results.take(index))
+                except (DeviceFaultError, torch.AcceleratorError):
+                    raise
+                except Exception as error:
+                    self._fail(live, error)
+            self._num_taken = index + 1
+        # In this order: to take a row once more changes nothing, to pass one over would.
+        self._num_taken = 0
+        self._in_flight.popleft()
+        self._scheduler.landed(step.rows)
+        self._end_late()
+
+    def _take(self, row: ScheduledRow, live: LifeT, result: RowResult) -> None:
+        """Commits one row's result."""
+        if live.error is not None:
+            self._finish(live, FinishReason.ERROR)
+            return
+        before = live.sequence.num_generated
+        self._scheduler.commit(row, result)
+        self._counts["generation_tokens"] += live.sequence.num_generated - before
+        if row.completes:
+            self._take_in(live)
+
+    def _take_in(self, live: LifeT) -> None:
+        reason = live.take_in()
+        if reason is not None:
+            self._finish(live, reason)
+
+    def _fail(self, live: LifeT, error: Exception) -> None:
+        """Ends one continuation with what it raised."""
+        logger.error("request %s failed: %s", live.sequence.request.request_id, error, exc_info=error)
+        live.error = f"{type(error).__name__}: {error}"
+        self._finish(live, FinishReason.ERROR)
+
+    def _finish(self, live: LifeT, reason: FinishReason) -> None:
+        if live.finish_reason is None:
+            try:
+                live.finish(reason)
+            except Exception as error:
+                # Its last output is lost. It ends all the same, and nobody else with it.
+                logger.error(
+                    "request %s could not be finished: %s", live.sequence.request.request_id, error, exc_info=error
+                )
+                live.break_off(f"{type(error).__name__}: {error}")
+            self._ends[str(live.finish_reason)] += 1
+        self._scheduler.remove(live.sequence)
+
+    def _end_cancelled(self) -> None:
+        """Ends what was cancelled. An id leaves its list once it is dealt with, so an interruption loses none."""
+        while self._cancelled:
+            self._abort(self._cancelled[0], None)
+            self._cancelled.popleft()
+        while self._abandoned:
+            self._forget(self._abandoned[0])
+            self._abandoned.popleft()
+
+    def _end_late(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            request = self._live.get(self._deadlines[0][1])
+            if request is not None:
+                timeout = request.request.terms.timeout
+                self._abort(
+                    request.request.request_id, f"expected an end within {timeout:g} s, got none; allow more time"
+                )
+            heapq.heappop(self._deadlines)
+
+    def _abort(self, request_id: str, why: str | None) -> None:
+        request = self._live.get(request_id)
+        for live in () if request is None else request.sequences:
+            if live.finish_reason is None:
+                live.error = why
+                self._finish(live, FinishReason.ABORT)
+            else:
+                self._scheduler.remove(live.sequence)
+
+    def _end_all(self, fault: DeviceFaultError) -> None:
+        """Answers everybody. The cache is lost, and nothing is asked of it."""
+        self._fault = fault
+        self._in_flight.clear()
+        self._scheduler.drop_all()
+        for request in self._live.values():
+            for live in request.sequences:
+                if live.finish_reason is None:
+                    live.error = str(fault)
+                    self._finish(live, FinishReason.ERROR)
