@@ -124,6 +124,7 @@ def test_tokens_are_those_of_the_models_own_tokenizer(llm: LLM, folder: Path, te
     assert len(set(lengths)) > 40
 
 
+@pytest.mark.prove
 def test_texts_in_batches_in_any_order(llm: LLM, texts: list[str], expected: Tensor) -> None:
     assert worst(embed(llm, texts), expected) <= TOLERANCE
     order = random.Random(0).sample(range(len(texts)), len(texts))

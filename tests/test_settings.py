@@ -117,8 +117,7 @@ def effective(**given: Any) -> EffectiveParams:
         has_tokenizer=True,
         seed=0,
     )
-    _, params = intake.request([1], SamplingParams(**given), "x", Terms(), 0.0)
-    return params
+    return intake.request([1], SamplingParams(**given), "x", Terms(), 0.0)[1]
 
 
 @pytest.mark.parametrize("name", stated(SamplingParams))

@@ -373,6 +373,7 @@ def test_an_unknown_backend_is_refused_by_name(proofs: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.prove
 def test_generation_that_asks_for_proof_is_refused_without_and_runs_with_it(proofs: Path) -> None:
     asked = ["generate", "The capital of France is", *QUICK, "--cache-tokens", "4k", "--require-proof"]
     refused = sightline(*asked)

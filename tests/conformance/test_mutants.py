@@ -67,9 +67,9 @@ def is_caught(mutant: Mutant | LatentMutant, subject: Subject) -> bool:
 
 
 def some_with_the_whole_kit() -> list[ParameterSet]:
-    """The whole kit takes seconds: a sixth of the mutants get it in every run, the others where tests may be slow."""
+    """The whole kit takes seconds: a tenth of the mutants get it in every run, the others where tests may be slow."""
     return [
-        pytest.param(mutant, id=mutant.name, marks=() if index % 6 == 0 else (pytest.mark.slow,))
+        pytest.param(mutant, id=mutant.name, marks=() if index % 10 == 0 else (pytest.mark.slow,))
         for index, mutant in enumerate(on_cpu())
     ]
 

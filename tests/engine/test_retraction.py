@@ -18,7 +18,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, top_k=20, seed=3, max_tokens=40, ignore_eos=True, repetition_penalty=1.2)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+# The hybrid has all that the plain model has, and windows: the plain one is a proof.
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.prove), "gemma3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(str(request.param))
     make_model(str(request.param)).save_pretrained(path)
@@ -86,6 +87,7 @@ def test_log_probabilities_survive_a_retraction(folder: Path) -> None:
         assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
 
 
+@pytest.mark.prove
 def test_cancelling_while_others_are_retracted_leaves_every_page_with_its_owner(folder: Path) -> None:
     small = tiny(folder, cache_tokens=72, max_model_len=64, max_num_seqs=4)
     for steps in range(2, 60, 9):

@@ -9,6 +9,7 @@ import torch
 
 from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
 from sightline.kernels.triton.numbers import WARP_GROUP_ROWS
+from support.case_marks import routine
 from support.decode_cases import DEVICE, FP8, Case, Paged, decode, make_scratch
 
 BF16 = torch.bfloat16
@@ -50,7 +51,27 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    routine(
+        CASES,
+        "page-7",
+        "page-64",
+        "pages-of-one-and-a-half-blocks",
+        "fewer-tiles-than-programs",
+        "more-tiles-than-programs",
+        "more-parts-than-are-merged-at-once",
+        "more-heads-than-a-unit-cut",
+        "window-1",
+        "window-over-blocks",
+        "everything",
+        "without-lse",
+        "bf16-everything",
+        "fp16",
+        "only-empty-rows",
+        "fp8-bf16-everything",
+    ),
+)
 def test_rows_of_one_new_token_equal_the_oracle(case: Case) -> None:
     decode(case).check()
 

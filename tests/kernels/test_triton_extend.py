@@ -16,6 +16,7 @@ from sightline.core.batch import MaskKind as RowKind
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, LaunchMask, ScoreRule
 from sightline.kernels.triton.extend_tiles import ExtendConfig, choose_config, prepare_ragged_tiles
+from support.case_marks import routine
 from support.extend_cases import (
     DEVICE,
     Case,
@@ -54,7 +55,21 @@ PAGED = {
 }
 
 
-@pytest.mark.parametrize("case", PAGED.values(), ids=PAGED.keys())
+@pytest.mark.parametrize(
+    "case",
+    routine(
+        PAGED,
+        "page-7",
+        "page-64",
+        "window-over-blocks",
+        "everything",
+        "bf16-everything",
+        "fp16",
+        "more-heads-than-a-tile",
+        "rows-of-one-token",
+        "only-empty-rows",
+    ),
+)
 def test_paged_rows_equal_the_oracle(case: Case) -> None:
     step = make_step(case)
     require_equal(step, run_paged(step), expected(step, step.k, step.v))
@@ -81,8 +96,8 @@ TREE = RowMask(
 DEPTHS = (0, 1, 1, 2, 2)
 
 
-@pytest.mark.parametrize("window", [None, 2, 3, 12])
-@pytest.mark.parametrize("context_len", [0, 9, 16, 37])
+@pytest.mark.parametrize("window", [None, 3, *(pytest.param(size, marks=pytest.mark.prove) for size in (2, 12))])
+@pytest.mark.parametrize("context_len", [0, 16, *(pytest.param(size, marks=pytest.mark.prove) for size in (9, 37))])
 def test_trees_stand_beside_other_rows(window: int | None, context_len: int) -> None:
     case = Case(
         (5, 0, 5, 18), (context_len, 0, 3, 2), masks=(TREE, CAUSAL, TREE, FULL), positions=(DEPTHS, DEPTHS),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sightline.kernels.triton.latent_decode import choose_latent_decode
+from support.case_marks import routine
 from support.decode_cases import FP8, Case, decode_latents
 
 BF16 = torch.bfloat16
@@ -32,7 +33,22 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    routine(
+        CASES,
+        "page-7",
+        "page-64",
+        "more-heads-than-a-unit",
+        "fewer-tiles-than-programs",
+        "more-parts-than-are-merged-at-once",
+        "without-lse",
+        "first-half-not-full",
+        "bf16",
+        "only-empty-rows",
+        "fp8",
+    ),
+)
 def test_rows_of_one_new_token_equal_the_oracle(case: Case) -> None:
     decode_latents(case).check()
 

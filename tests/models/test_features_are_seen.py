@@ -193,6 +193,7 @@ def test_every_family_has_features() -> None:
     assert set(FEATURES) == set(FAMILIES)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_unchanged_model_is_within_the_tolerance(models: Models, family: str) -> None:
     assert error_of(models, family, Change("nothing")) <= TOLERANCE

@@ -257,6 +257,7 @@ NARROWED: dict[str, Callable[[ResolvedConfig], ResolvedConfig]] = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("narrowed", NARROWED.values(), ids=NARROWED.keys())
 def test_a_demand_that_is_too_narrow_would_be_seen(
     monkeypatch: pytest.MonkeyPatch, folder: Path, narrowed: Callable[[ResolvedConfig], ResolvedConfig]

@@ -174,6 +174,7 @@ def test_an_answer_is_made_again_in_its_place(chat: Visit, site: StubServer) -> 
     assert site.bodies[0] == site.bodies[1]
 
 
+@pytest.mark.prove
 def test_an_answer_survives_a_failed_attempt_to_make_it_again(chat: Visit, site: StubServer) -> None:
     site.answers("first")
     site.answers(status=500, message="out of luck")
@@ -195,6 +196,7 @@ def test_the_last_question_can_be_edited_and_sent_again(chat: Visit, site: StubS
     assert site.bodies[-1]["messages"] == [{"role": "user", "content": "Spelt right"}]
 
 
+@pytest.mark.prove
 def test_a_conversation_survives_a_reload_until_a_new_one_starts_and_that_can_be_undone(
     chat: Visit, site: StubServer
 ) -> None:
@@ -217,6 +219,7 @@ def test_a_conversation_survives_a_reload_until_a_new_one_starts_and_that_can_be
     expect(chat.page.locator("#welcome")).to_be_visible()
 
 
+@pytest.mark.prove
 def test_an_answer_cut_by_a_reload_comes_back_as_broken_off(chat: Visit, site: StubServer) -> None:
     site.answers("half ", "whole", hold_after=1)
     chat.ask("Say")
@@ -226,6 +229,7 @@ def test_an_answer_cut_by_a_reload_comes_back_as_broken_off(chat: Visit, site: S
     expect(chat.page.locator(".trouble b")).to_have_text("The answer broke off")
 
 
+@pytest.mark.prove
 def test_a_full_storage_is_told_and_the_conversation_goes_on(chat: Visit, site: StubServer) -> None:
     chat.page.evaluate(
         """() => {
@@ -240,6 +244,7 @@ def test_a_full_storage_is_told_and_the_conversation_goes_on(chat: Visit, site: 
     assert answers(chat.page) == ["You said: one"]
 
 
+@pytest.mark.prove
 def test_a_conversation_too_long_to_keep_loses_its_oldest_part_and_says_so(chat: Visit, site: StubServer) -> None:
     long = "word " * 220_000
     for answer in (long, long, "short"):
@@ -287,6 +292,7 @@ def test_a_refusal_shows_the_servers_message_and_a_later_question_leaves_the_ref
     assert [message["content"] for message in site.bodies[-1]["messages"]] == ["short"]
 
 
+@pytest.mark.prove
 def test_a_busy_server_is_asked_again_only_after_its_wait(chat: Visit, site: StubServer) -> None:
     site.answers(status=429, message="The queue is full.", retry_after="2")
     chat.ask("Say")
@@ -417,6 +423,7 @@ def test_hostile_output_is_inert_while_it_streams_and_after(chat: Visit, site: S
         chat.page.reload()
 
 
+@pytest.mark.prove
 def test_markdown_is_drawn_the_same_however_it_is_cut(chat: Visit, site: StubServer) -> None:
     source = (
         "# Head\n\nSome **bold**, *slanted*, `co*d*e`, snake_case_name, 2 * 3 * 4 and **open.\nNext line\n\n"
@@ -443,6 +450,7 @@ def test_markdown_is_drawn_the_same_however_it_is_cut(chat: Visit, site: StubSer
     assert first.locator("pre code").all_text_contents() == ["if a:\n\n    b = `c`\n", "never closed\n"]
 
 
+@pytest.mark.prove
 def test_a_finished_part_is_drawn_once(chat: Visit, site: StubServer) -> None:
     """Drawing is linear: what is complete is not touched again, and what is still open has a bound."""
     lines = "".join(f"line {number}\n" for number in range(400))
@@ -469,6 +477,7 @@ def test_a_finished_part_is_drawn_once(chat: Visit, site: StubServer) -> None:
     assert chat.page.locator(".answer code").text_content() == lines
 
 
+@pytest.mark.prove
 def test_code_and_answers_can_be_copied(context: BrowserContext, chat: Visit, site: StubServer) -> None:
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     source = "Look:\n\n```python\nprint(1)\n```\n"
@@ -482,6 +491,7 @@ def test_code_and_answers_can_be_copied(context: BrowserContext, chat: Visit, si
         assert chat.page.evaluate("navigator.clipboard.readText()") == copied
 
 
+@pytest.mark.prove
 def test_events_may_be_cut_at_every_byte(chat: Visit, site: StubServer) -> None:
     message = "žluť 日本語 🙂 e\u0301"
     two_lines = b'data: {"choices": [{"delta":\ndata:{"content": "~"}}]}\n\n'
@@ -512,6 +522,7 @@ def test_events_may_be_cut_at_every_byte(chat: Visit, site: StubServer) -> None:
     assert result == [message + "~|end"]
 
 
+@pytest.mark.prove
 def test_a_stream_of_single_bytes_arrives_whole_over_the_network(chat: Visit, site: StubServer) -> None:
     message = "ž日🙂"
     body = raw_events(chunk(message)) + b"data: [DONE]\n\n"
@@ -521,6 +532,7 @@ def test_a_stream_of_single_bytes_arrives_whole_over_the_network(chat: Visit, si
     assert answers(chat.page) == [message]
 
 
+@pytest.mark.prove
 def test_the_page_follows_the_answer_only_while_the_reader_is_at_its_end(chat: Visit, site: StubServer) -> None:
     paragraphs = [f"Paragraph {number}\n\n" for number in range(80)]
     answer = site.answers(*paragraphs, hold_after=40)
@@ -540,6 +552,7 @@ def test_the_page_follows_the_answer_only_while_the_reader_is_at_its_end(chat: V
     expect(chat.page.get_by_text("Paragraph 79", exact=True)).to_be_in_viewport()
 
 
+@pytest.mark.prove
 def test_the_keyboard_alone_is_enough(chat: Visit, site: StubServer) -> None:
     page = chat.page
     name = "[document.activeElement].map((at) => at.getAttribute('aria-label') || at.innerText.trim() || at.id)[0]"
@@ -586,6 +599,7 @@ def test_the_keyboard_alone_is_enough(chat: Visit, site: StubServer) -> None:
     expect(page.locator("#open-settings")).to_be_focused()
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("system", ["light", "dark"])
 def test_the_theme_follows_the_system_until_the_reader_chooses_and_the_choice_lasts(
     browser: Browser, site: StubServer, system: str
@@ -609,6 +623,7 @@ def test_the_theme_follows_the_system_until_the_reader_chooses_and_the_choice_la
     context.close()
 
 
+@pytest.mark.prove
 def test_nothing_overflows_a_phone_and_the_question_box_stays_in_sight(browser: Browser, site: StubServer) -> None:
     context = browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True)
     opened = visit(context, site.url)
@@ -709,6 +724,7 @@ def test_a_page_is_one_file_that_a_strict_policy_can_describe(name: str) -> None
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)\w", html)
 
 
+@pytest.mark.prove
 def test_the_policy_would_be_seen_to_be_broken(context: BrowserContext, site: StubServer) -> None:
     """That the other tests hear of no violation means something."""
     opened = visit(context, site.url)

@@ -211,6 +211,7 @@ def test_a_body_that_does_not_come_is_given_up(guarded: ServedProcess) -> None:
         assert list(pool.map(trickle, wanted)) == [[408]] * len(wanted)
 
 
+@pytest.mark.prove
 def test_a_client_that_leaves_in_any_phase_leaves_nothing_behind(guarded: ServedProcess) -> None:
     def generate(stream: bool, n: int = 1) -> bytes:
         body = {"prompt": "One, two,", "max_tokens": 4_000, "ignore_eos": True, "stream": stream, "n": n}

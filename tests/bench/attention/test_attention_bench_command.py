@@ -154,6 +154,7 @@ def test_ctrl_c_while_a_result_is_told_keeps_it() -> None:
     assert report.is_interrupted
 
 
+@pytest.mark.prove
 def test_a_sweep_on_a_cpu_is_of_tiny_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Shape] = []
     measure = attention_bench.measure_shape

@@ -78,6 +78,7 @@ def test_the_winner_is_the_one_of_a_race_of_every_token(changes: dict[str, float
         assert draw(logits.expand(len(made), -1), made) == [race(logits, choice) for choice in made]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("scale", [PEAKED, FLAT])
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_each_token_comes_as_often_as_its_share_says(changes: dict[str, float], scale: float) -> None:

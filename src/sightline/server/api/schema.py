@@ -76,7 +76,7 @@ else:
         frozen=True,
     )
 SAMPLED = tuple(field.name for field in fields(SampledFields))
-"""Fields that are passed to the engine under their own names."""
+"""Fields that go to the engine under their own names."""
 
 
 class GenerationFields(SampledFields, kw_only=True, frozen=True):
@@ -180,7 +180,7 @@ class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
 
 Truncation: TypeAlias = Annotated[
     Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None,
-    Meta(description="Cut texts to so many tokens; -1 cuts to what the model takes. Left out: too long is an error."),
+    Meta(description="Cut texts to so many tokens; -1 cuts to the model's limit. Left out: a long text is an error."),
 ]
 
 

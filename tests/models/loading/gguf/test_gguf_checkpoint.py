@@ -50,6 +50,7 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
 
+@pytest.mark.prove
 def test_default_model_equals_the_transformers_loader_bit_for_bit(tmp_path: Path) -> None:
     path = default_model_path()
     checkpoint = opened(path)
