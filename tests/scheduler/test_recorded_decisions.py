@@ -34,7 +34,7 @@ def draw_sequences(draw: Random, name: str) -> list[SequenceState]:
     )
     first = draw.choice([0, 0, 0, 100, 200])
     terms = Terms(draw.choice("aaaabcd"), draw.choice([0, 0, 0, 0, 1, -1]))
-    leader = SequenceState(Request(name, None, tuple(range(first, first + prompt_len)), params, terms))
+    leader = SequenceState(Request(name, None, tuple(range(first, first + prompt_len)), params.needs, terms))
     count = draw.choice([1, 1, 1, 1, 2, 3])
     return [leader, *(SequenceState(leader.request, index, leader) for index in range(1, count))]
 
