@@ -107,6 +107,7 @@ def test_the_command_names_nothing_that_is_as_usual() -> None:
     ("words", "message"),
     [
         (["--max-model-len", "40"], "expected --max-model-len with --model alone, got it without"),
+        (["--context-length", "40"], "expected --context-length with --model alone, got it without"),
         (["--task", "embed"], "expected --task with --model alone"),
         (["--again"], "expected --again with --model alone"),
         (["--model", "m", "--backend", "torch"], "expected --backend without --model alone, got it with one"),

@@ -87,17 +87,19 @@ def collected(name: str, **options: Callable[[_CommandT], _CommandT]) -> Callabl
 
 
 def option_of(
-    owner: type, name: str, *, default: object = None, repeats: type | None = None
+    owner: type, name: str, *, default: object = None, repeats: type | None = None, note: str = ""
 ) -> Callable[[_CommandT], _CommandT]:
     """The option of a setting of `owner`, and a hidden one for each alias; those that are given must agree.
 
-    `default` replaces the setting's own. An option that `repeats` takes one value of that type at a time.
+    `default` replaces the setting's own. An option that `repeats` takes one value of that type at a time. `note` is
+    added to the help.
     """
     setting = stated(owner)[name]
     aliases = {other: alias for other, alias in aliases_of(owner).items() if alias.of == name}
     usual = setting.default if default is None else default
     is_pair = setting.kind is bool and usual is not False
     shape = _shape(setting) if repeats is None else {"type": repeats, "multiple": True}
+    also = f" Also {', '.join(map(flag, aliases))}." if aliases else ""
     options = [
         click.option(
             f"{flag(name)}/{flag(name, negated=True)}" if is_pair else flag(name),
@@ -105,7 +107,7 @@ def option_of(
             name,
             default=str(usual) if setting.kind is int and usual is not None else usual,
             show_default=bool(usual),
-            help=setting.help + (f" Also {', '.join(map(flag, aliases))}." if aliases else ""),
+            help=setting.help + also + (" May be repeated." if repeats else "") + note,
             callback=_agreeing(name, Alias(name)),
             **shape,
         )
@@ -178,6 +180,8 @@ sampling_options = collected(
         if name not in (*_REPORTED, "logit_bias")
     },
 )
-report_options = collected("reported", **{name: option_of(SamplingParams, name) for name in _REPORTED})
+report_options = collected(
+    "reported", **{name: option_of(SamplingParams, name, note=" Needs --json.") for name in _REPORTED}
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="Say nothing on standard error but errors.")
