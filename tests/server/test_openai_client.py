@@ -151,6 +151,7 @@ def test_without_a_seed_answers_differ(client: OpenAI) -> None:
     assert first != again
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("prompt", "presence", "frequency"),
     [(STORY, 2.0, 0.0), ("the the the the the", -2.0, 0.0), (NUMBERS, 0.0, 2.0), ("the the the the the", 0.0, -1.0)],
