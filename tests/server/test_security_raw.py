@@ -347,7 +347,9 @@ def _unsafe_imports(module: ast.Module) -> list[int]:
 
 def test_the_server_checks_nothing_by_assert_and_nothing_is_pickled() -> None:
     assert violations(_asserts, "server") == []
-    assert violations(_unsafe_imports, excepted=["testing/simulator/seeds.py"]) == []
+    # These speak over a pipe with processes that they started themselves; no server imports `testing`.
+    excepted = ["testing/simulator/seeds.py", "testing/conformance/worker.py", "testing/conformance/crew.py"]
+    assert violations(_unsafe_imports, excepted=excepted) == []
     assert _asserts(ast.parse("x = 1\nassert x")) == [2]
     assert _unsafe_imports(
         ast.parse("import os\nimport pickle as p\nfrom multiprocessing.connection import Client")
