@@ -83,13 +83,14 @@ def numbers(reports: list[Report]) -> list[int]:
 
 def test_vectors_are_those_of_the_model_and_one_text_that_cannot_be_is_refused_alone(front_end: FrontEnd) -> None:
     asked = texts(2, 9, 1)
+    prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in asked.values()]
+    expected = front_end.llm.embed(prompts, use_tqdm=False)
     front_end.start(Submit({**asked, 3: (10**6,)}, None, Terms()))
     reports = front_end.receive()
     assert [report.number for report in reports if isinstance(report, Refused)] == [3]
     found = {report.number: np.frombuffer(report.numbers, "<f4") for report in reports if isinstance(report, Vector)}
-    for number, tokens in asked.items():
-        [expected] = front_end.llm.embed(TokensPrompt(prompt_token_ids=tokens), use_tqdm=False)
-        np.testing.assert_allclose(found[number], expected.outputs.embedding, atol=1e-6)
+    for number, each in zip(asked, expected, strict=True):
+        np.testing.assert_allclose(found[number], each.outputs.embedding, atol=1e-6)
 
 
 def test_a_caller_with_one_text_does_not_wait_for_one_with_many(front_end: FrontEnd) -> None:

@@ -185,8 +185,8 @@ class Worker:
             self._probe, self._told_at = None, -PROGRESS_SECONDS
 
     def _tell_progress(self) -> None:
-        """Reports the engine's state now and then, and always before there is nothing left to do."""
-        now = time.monotonic()
-        if not self._engine.has_work or now - self._told_at >= PROGRESS_SECONDS:
+        """Reports the engine's state now and then, and always after the first and the last step of some work."""
+        now, is_idle = time.monotonic(), not self._engine.has_work
+        if is_idle or now - self._told_at >= PROGRESS_SECONDS:
             self._outgoing.append(Progress(self._engine.metrics()))
-            self._told_at = now
+            self._told_at = -PROGRESS_SECONDS if is_idle else now
