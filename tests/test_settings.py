@@ -209,6 +209,18 @@ def test_two_aliases_of_one_setting_must_agree_too() -> None:
     assert EngineKeywords(enable_prefix_caching=True, disable_radix_cache=False).prefix_caching is True
 
 
+@pytest.mark.parametrize("value", ["false", "no", 0, 1])
+@pytest.mark.parametrize("name", [name for name, alias in ALIASES.items() if alias.is_negated])
+def test_only_a_bool_has_an_opposite(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"expected {ALIASES[name].of} to be True or False, got {value!r}"):
+        EngineKeywords(**{name: value})
+
+
+def test_a_template_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected no chat_template with skip_tokenizer_init"):
+        EngineConfig(chat_template="template.jinja", skip_tokenizer_init=True)
+
+
 @pytest.mark.parametrize("given", [{"tensor_parallel_size": 2}, {"tp": 8}, {"tp_size": 4}], ids=str)
 def test_more_than_one_device_is_not_supported_yet(given: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"expected tensor_parallel_size 1, got \d: more is not supported yet"):
