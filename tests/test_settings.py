@@ -203,6 +203,12 @@ def test_a_setting_and_its_alias_with_different_values_are_refused_with_both_nam
     assert f"expected {flag(name)} or {flag(target)}, which are one setting" in " ".join(result.output.split())
 
 
+def test_a_value_that_equals_nothing_does_not_disagree_with_itself() -> None:
+    value = parsed("serve", "--mem-fraction-static", "nan")["memory_fraction"]
+    with pytest.raises(ConfigError, match="expected memory_fraction to be a finite number, got nan"):
+        EngineConfig(memory_fraction=value)
+
+
 def test_two_aliases_of_one_setting_must_agree_too() -> None:
     with pytest.raises(ConfigError, match="expected enable_prefix_caching or disable_radix_cache"):
         EngineKeywords(enable_prefix_caching=True, disable_radix_cache=True)

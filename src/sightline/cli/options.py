@@ -138,8 +138,8 @@ def _agreeing(name: str, alias: Alias) -> Callable[[click.Context, click.Paramet
         said: dict[str, object] = context.meta.setdefault(f"sightline.{name}", {})
         if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
             said[option.opts[0]] = alias.meaning(value)
-        first = next(iter(said.values()), value)
-        if any(other != first for other in said.values()):
+        first, *others = said.values() or [value]
+        if any(other != first for other in others):
             raise click.UsageError(
                 f"expected {' or '.join(said)}, which are one setting, got {' and '.join(map(str, said.values()))}; "
                 "leave one out"
