@@ -131,11 +131,17 @@ def _shape(setting: Setting) -> dict[str, Any]:
     return {} if number is None else {"type": number, "metavar": "NUMBER"}
 
 
+def options_given(context: click.Context, name: str) -> dict[str, object]:
+    """The options on the command line that gave a setting its value, aliases included, and what each means."""
+    given: dict[str, object] = context.meta.setdefault(f"sightline.{name}", {})
+    return given
+
+
 def _agreeing(name: str, alias: Alias) -> Callable[[click.Context, click.Parameter, object], object]:
     """A callback that gives a setting its value, whichever of its options it came by."""
 
     def agree(context: click.Context, option: click.Parameter, value: object) -> object:
-        said: dict[str, object] = context.meta.setdefault(f"sightline.{name}", {})
+        said = options_given(context, name)
         if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
             said[option.opts[0]] = alias.meaning(value)
         first, *others = said.values() or [value]
