@@ -217,7 +217,7 @@ def test_two_aliases_of_one_setting_must_agree_too() -> None:
 
 @pytest.mark.parametrize("value", ["false", "no", 0, 1])
 @pytest.mark.parametrize("name", [name for name, alias in ALIASES.items() if alias.is_negated])
-def test_only_a_bool_has_an_opposite(name: str, value: object) -> None:
+def test_only_a_bool_has_an_opposite(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"expected {ALIASES[name].of} to be True or False, got {value!r}"):
         EngineKeywords(**{name: value})
 

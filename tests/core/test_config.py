@@ -251,7 +251,7 @@ def test_a_cache_dtype_where_nothing_is_cached_is_told() -> None:
 def test_a_share_of_memory_for_a_cache_that_is_not_there_is_said_to_change_nothing() -> None:
     ledger = Ledger()
     resolve(EngineConfig(task="embed", memory_fraction=0.9), FACTS, CPU, ledger)
-    assert [(entry.subject, entry.outcome) for entry in ledger] == [
+    assert [(entry.subject, entry.outcome) for entry in ledger.degradations] == [
         ("memory_fraction", "0.9 changes nothing: texts are embedded without a cache")
     ]
     resolve(EngineConfig(task="embed", memory_fraction=0.5), FACTS, CPU, Ledger(strict=True))

@@ -100,7 +100,7 @@ def test_an_interruption_while_handlers_are_exchanged_loses_no_later_signal(
     exchange, calls = signal.signal, iter(range(4))
     previous = exchange(signal.SIGALRM, lambda number, _: ticks.append(number))
 
-    def interrupted(number: int, handler: Callable[[int, FrameType | None], object]) -> None:
+    def interrupted(number: int, handler: Callable[[int, FrameType | None], None]) -> None:
         exchange(number, handler)
         if next(calls, None) == call:
             raise KeyboardInterrupt
