@@ -203,10 +203,28 @@ def test_a_setting_and_its_alias_with_different_values_are_refused_with_both_nam
     assert f"expected {flag(name)} or {flag(target)}, which are one setting" in " ".join(result.output.split())
 
 
+def test_a_value_that_equals_nothing_does_not_disagree_with_itself() -> None:
+    value = parsed("serve", "--mem-fraction-static", "nan")["memory_fraction"]
+    with pytest.raises(ConfigError, match="expected memory_fraction to be a finite number, got nan"):
+        EngineConfig(memory_fraction=value)
+
+
 def test_two_aliases_of_one_setting_must_agree_too() -> None:
     with pytest.raises(ConfigError, match="expected enable_prefix_caching or disable_radix_cache"):
         EngineKeywords(enable_prefix_caching=True, disable_radix_cache=True)
     assert EngineKeywords(enable_prefix_caching=True, disable_radix_cache=False).prefix_caching is True
+
+
+@pytest.mark.parametrize("value", ["false", "no", 0, 1])
+@pytest.mark.parametrize("name", [name for name, alias in ALIASES.items() if alias.is_negated])
+def test_only_a_bool_has_an_opposite(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"expected {ALIASES[name].of} to be True or False, got {value!r}"):
+        EngineKeywords(**{name: value})
+
+
+def test_a_template_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected no chat_template with skip_tokenizer_init"):
+        EngineConfig(chat_template="template.jinja", skip_tokenizer_init=True)
 
 
 @pytest.mark.parametrize("given", [{"tensor_parallel_size": 2}, {"tp": 8}, {"tp_size": 4}], ids=str)

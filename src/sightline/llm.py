@@ -296,7 +296,8 @@ class LLM:
         *,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = _spread(sampling_params or SamplingParams(), len(inputs), "SamplingParams")
+        asked = SamplingParams() if sampling_params is None else sampling_params
+        params = _spread(asked, len(inputs), "SamplingParams")
         counts = [each.n for each in params]
         call = BatchCall(self._shared, self.engine, inputs, encode, params, terms, counts, refused_output)
         with _progress_bar(enabled=use_tqdm) as bar:

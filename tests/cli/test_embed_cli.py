@@ -268,7 +268,14 @@ def test_an_unknown_suffix_is_refused(folder: Path, tmp_path: Path) -> None:
     assert "say which with --input-format" in refused(embed(folder, "-i", tmp_path / "texts.json"))
 
 
-@pytest.mark.parametrize("flags", [["--page-size", "8"], ["--cache-tokens", "64"], ["--memory-fraction", "0.2"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["--page-size", "8"], ["--block-size", "8"], ["--cache-tokens", "64"]),
+        *(["--memory-fraction", "0.2"], ["--mem-fraction-static", "0.2"], ["--memory-fraction", "0.5"]),
+    ],
+    ids=" ".join,
+)
 def test_flags_of_a_cache_are_refused_where_there_is_none(folder: Path, flags: list[str]) -> None:
     assert f"expected no {flags[0]}, got it: {folder} embeds without a cache" in refused(embed(folder, "x", *flags))
 

@@ -248,6 +248,15 @@ def test_a_cache_dtype_where_nothing_is_cached_is_told() -> None:
     assert config.cache_dtype is config.dtype
 
 
+def test_a_share_of_memory_for_a_cache_that_is_not_there_is_said_to_change_nothing() -> None:
+    ledger = Ledger()
+    resolve(EngineConfig(task="embed", memory_fraction=0.9), FACTS, CPU, ledger)
+    assert [(entry.subject, entry.outcome) for entry in ledger.degradations] == [
+        ("memory_fraction", "0.9 changes nothing: texts are embedded without a cache")
+    ]
+    resolve(EngineConfig(task="embed", memory_fraction=0.5), FACTS, CPU, Ledger(strict=True))
+
+
 @pytest.mark.parametrize(("dtype", "told"), [("bfloat16", ["dtype"]), ("float32", []), ("auto", [])])
 def test_a_dtype_that_the_cpu_has_no_instructions_for_is_told(
     monkeypatch: pytest.MonkeyPatch, dtype: str, told: list[str]

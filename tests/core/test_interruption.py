@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import pytest
 
@@ -71,3 +72,47 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.default_int_handler]
+
+
+def test_a_signal_whose_handler_returns_does_not_swallow_the_one_behind_it() -> None:
+    ticks: list[int] = []
+    previous = signal.signal(signal.SIGALRM, lambda number, _: ticks.append(number))
+
+    def work() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGINT)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert ticks == [signal.SIGALRM]
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_an_interruption_while_handlers_are_exchanged_loses_no_later_signal(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`call` counts the exchanges: of SIGINT and SIGALRM at the beginning, and at the end."""
+    ticks: list[int] = []
+    exchange, calls = signal.signal, iter(range(4))
+    previous = exchange(signal.SIGALRM, lambda number, _: ticks.append(number))
+
+    def interrupted(number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+        exchange(number, handler)
+        if next(calls, None) == call:
+            raise KeyboardInterrupt
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", interrupted)
+            with pytest.raises(KeyboardInterrupt), uninterrupted():
+                pass
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGALRM)
+        assert ticks == [signal.SIGALRM]
+    finally:
+        exchange(signal.SIGALRM, previous)

@@ -111,6 +111,9 @@ def test_generate_takes_a_priority_for_all_or_one_for_each(folder: Path) -> None
         assert [output.outputs[0].token_ids for output in outputs] == expected
     with pytest.raises(RequestError, match="expected one priority or 3, one for each prompt, got 2"):
         llm.generate(prompts_of(3), GREEDY, priority=[1, 2])
+    with pytest.raises(RequestError, match="expected one SamplingParams or 3, one for each prompt, got 0"):
+        llm.generate(prompts_of(3), [])
+    assert llm.generate([], []) == []
 
 
 def test_an_urgent_request_pushes_back_what_runs_and_that_goes_on_later(folder: Path) -> None:

@@ -117,6 +117,14 @@ def test_a_text_is_cut_where_that_is_asked_for(embedding_server: ServedProcess, 
     np.testing.assert_allclose(told["data"][0]["embedding"], expected.outputs.embedding, atol=1e-6)
     _, answer, _ = embedding_server.post("/v1/embeddings", {"input": long, "truncate_prompt_tokens": 5})
     assert json.loads(answer)["usage"]["prompt_tokens"] == 5
+    ids = list(expected.prompt_token_ids)
+    for tokens, most, count in ((ids * 2, -1, 256), (ids, 5, 5), (ids, 300, 256)):
+        body = {"input": tokens, "truncate_prompt_tokens": most}
+        [cut] = offline.embed({"prompt_token_ids": tokens[:count]}, use_tqdm=False)
+        _, answer, _ = embedding_server.post("/v1/embeddings", body)
+        told = json.loads(answer)
+        assert told["usage"]["prompt_tokens"] == count
+        np.testing.assert_allclose(told["data"][0]["embedding"], cut.outputs.embedding, atol=1e-6)
 
 
 def test_scores_are_cosines_of_pairs_or_of_one_with_all(embedding_server: ServedProcess, offline: LLM) -> None:

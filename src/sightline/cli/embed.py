@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
-from click.core import ParameterSource
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 
@@ -20,13 +19,13 @@ from sightline.cli.options import (
     collected,
     count_option,
     embedding_options,
+    options_given,
     parse_positive_count,
     parse_target,
     prove_option,
     quiet_option,
 )
 from sightline.cli.signals import ended_by
-from sightline.core.command_line import flag
 from sightline.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -187,8 +186,7 @@ def _load(
     from sightline.offline.embedding_run import EmbeddingJob
 
     embedder = LLM(task="embed", **(prove_first(settings, task="embed") if prove else settings)).embedder
-    source = click.get_current_context().get_parameter_source
-    unused = [flag(name) for name in _OF_THE_CACHE if source(name) is ParameterSource.COMMANDLINE]
+    unused = [option for name in _OF_THE_CACHE for option in options_given(click.get_current_context(), name)]
     if unused and embedder.embedder.is_transient:
         raise ConfigError(
             f"expected no {', '.join(unused)}, got it: {settings['model']} embeds without a cache; leave it out"

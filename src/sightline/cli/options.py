@@ -131,15 +131,21 @@ def _shape(setting: Setting) -> dict[str, Any]:
     return {} if number is None else {"type": number, "metavar": "NUMBER"}
 
 
+def options_given(context: click.Context, name: str) -> dict[str, object]:
+    """The options on the command line that gave a setting its value, aliases included, and what each means."""
+    given: dict[str, object] = context.meta.setdefault(f"sightline.{name}", {})
+    return given
+
+
 def _agreeing(name: str, alias: Alias) -> Callable[[click.Context, click.Parameter, object], object]:
     """A callback that gives a setting its value, whichever of its options it came by."""
 
     def agree(context: click.Context, option: click.Parameter, value: object) -> object:
-        said: dict[str, object] = context.meta.setdefault(f"sightline.{name}", {})
+        said = options_given(context, name)
         if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
             said[option.opts[0]] = alias.meaning(value)
-        first = next(iter(said.values()), value)
-        if any(other != first for other in said.values()):
+        first, *others = said.values() or [value]
+        if any(other != first for other in others):
             raise click.UsageError(
                 f"expected {' or '.join(said)}, which are one setting, got {' and '.join(map(str, said.values()))}; "
                 "leave one out"

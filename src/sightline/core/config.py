@@ -137,6 +137,10 @@ class EngineConfig(KeptSettings):
             raise ConfigError(
                 f"expected tensor_parallel_size 1, got {self.tensor_parallel_size}: more is not supported yet"
             )
+        if self.skip_tokenizer_init and self.chat_template is not None:
+            raise ConfigError(
+                "expected no chat_template with skip_tokenizer_init, which has no use for it; leave one out"
+            )
         for name, each in stated(type(self)).items():
             if each.only_generates and self.task == Task.EMBED.value and vars(self)[name] != each.default:
                 raise ConfigError(f"expected no {name} with task embed, which has no use for it, got one; leave it out")

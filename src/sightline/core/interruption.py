@@ -25,12 +25,22 @@ def uninterrupted() -> Iterator[None]:
     found = {number: signal.getsignal(number) for number in _INTERRUPTING}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
     caught: list[tuple[int, FrameType | None]] = []
-    for number in handlers:
-        signal.signal(number, lambda *signalled: caught.append(signalled))
+    is_over = False
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        if is_over:
+            handlers[signal.Signals(number)](number, frame)
+        else:
+            caught.append((number, frame))
+
     try:
+        for number in handlers:
+            signal.signal(number, defer)
         yield
     finally:
+        # An interruption in here may leave `defer` installed: from this line on it only passes signals on.
+        is_over = True
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for signalled, frame in caught[:1]:
+        for signalled, frame in caught:
             handlers[signal.Signals(signalled)](signalled, frame)

@@ -25,6 +25,7 @@ from sightline.core.config import (
 from sightline.core.device import Device, DeviceKind, available_bytes, lacks_products
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
+from sightline.core.settings import stated
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
@@ -175,10 +176,11 @@ def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, ledge
     asked = {
         "cache_tokens": config.cache_tokens,
         "page_size": config.page_size,
-        "kv_cache_dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "memory_fraction": config.memory_fraction,
     }
     for setting, value in asked.items():
-        if value is not None:
+        if value != stated(EngineConfig)[setting].default:
             ledger.degrade(
                 setting,
                 f"{value} changes nothing: texts are embedded without a cache",

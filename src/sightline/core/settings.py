@@ -82,8 +82,8 @@ class Alias:
     """Says the opposite, as `disable_…` does."""
 
     def meaning(self, value: object) -> object:
-        """The setting's value."""
-        return not value if self.is_negated else value
+        """The setting's value. Only a bool has an opposite; the setting's own check refuses anything else."""
+        return not value if self.is_negated and isinstance(value, bool) else value
 
 
 def setting(default: _T, help: str, **facts: Any) -> _T:

@@ -148,8 +148,8 @@ class TextEmbedder:
 
     def check_dimensions(self, dimensions: int | None) -> None:
         size = self.embedder.definition.state_size
-        if dimensions is not None and not 1 <= dimensions <= size:
-            raise RequestError(f"expected dimensions from 1 to {size}, what a vector has, got {dimensions}")
+        if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= size):
+            raise RequestError(f"expected dimensions from 1 to {size}, what a vector has, got {dimensions!r}")
 
 
 def _refused(_index: int, _count: int, error: RequestError) -> TextResult:
@@ -187,6 +187,12 @@ def build_embedder(
     """Builds an embedder for an opened model, as its own files say."""
     config, pooling = embedder_config(config, checkpoint, ledger)
     runtime, definition = build_embedding_runtime(config, checkpoint, ledger, on_progress)
+    if runtime.config.prefix_caching and pooling.kind is not PoolingKind.LAST:
+        ledger.degrade(
+            "prefix_caching",
+            f"changes nothing: {pooling.kind.value} pooling needs the states of all tokens, which are not cached",
+            "leave it out",
+        )
     log_ledger(ledger)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
     return TextEmbedder(Embedder(runtime, definition, pooling, ledger), tokenizer, ledger)

@@ -95,7 +95,9 @@ class Vectorizer:
         with ExitStack() as held:
             held.enter_context(service.admission.admitted(call.caller, len(texts)))
             found = [
-                await service.desk.encode_text(call.caller, text, limit, param) if isinstance(text, str) else text
+                await service.desk.encode_text(call.caller, text, limit, param)
+                if isinstance(text, str)
+                else text[:limit]
                 for text in texts
             ]
             for each in found:
