@@ -12,7 +12,7 @@ from sightline.attention.contract import AttentionBackend
 from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.device import detect_device
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject
 from sightline.testing.conformance.steps import Step
 
 SPECS: dict[str, tuple[AttentionSpec, type[AttentionBackend[Any, Any]]]] = {
@@ -31,7 +31,7 @@ def test_a_chunk_beside_ever_more_long_rows_keeps_what_the_largest_step_needs(ki
     spec, backend = SPECS[kind]
 
     def make() -> AttentionRig:
-        setting = Setting(
+        setting = RigSetting(
             page_size=16, max_rows=64, max_seq_len=1536, max_step_tokens=512, layout=Layout.SHUFFLED, num_pages=6200
         )
         return AttentionRig(Subject("tried", backend, backend.capabilities[0], detect_device("cpu")), [spec], setting)

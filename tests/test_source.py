@@ -133,5 +133,14 @@ def test_files_and_functions_stay_readable() -> None:
     assert max(len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")) <= MAX_FILE_LINES
 
 
+def test_no_two_public_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
 def test_every_module_says_what_it_owns() -> None:
     assert [path for path, module in modules() if not ast.get_docstring(module)] == []

@@ -19,7 +19,7 @@ from sightline.attention.spec import SoftmaxSpec
 from sightline.core.batch import FULL
 from sightline.core.device import Device, DeviceKind, lacks_products
 from sightline.testing.conformance.kit import try_row
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Effort, Trial
@@ -100,7 +100,7 @@ def run_steps(spec: SoftmaxSpec, steps: Sequence[Sequence[Row]], page_size: int 
     tried = Subject("flash-attention", softmax_backend(), on_cpu(PLAIN), CPU)
     trial = Trial(tried, Effort.QUICK, Samples())
     for rows in steps:
-        setting = Setting(page_size=page_size, dtype=torch.bfloat16, max_rows=300, max_seq_len=256)
+        setting = RigSetting(page_size=page_size, dtype=torch.bfloat16, max_rows=300, max_seq_len=256)
         trial.try_step(Step(AttentionRig(tried, [spec], setting), rows))
 
 

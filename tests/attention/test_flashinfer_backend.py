@@ -35,7 +35,7 @@ from sightline.core.batch import RowWork
 from sightline.core.device import detect_device
 from sightline.runner.batching import assemble
 from sightline.testing.conformance.kit import try_row
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Effort
 from support import fake_flashinfer, torch_kernels
@@ -94,7 +94,7 @@ def spec(**changes: object) -> SoftmaxSpec:
 
 
 def bench(subject: Subject, *, layout: Layout = Layout.SHUFFLED) -> AttentionRig:
-    return AttentionRig(subject, [spec()], Setting(dtype=torch.bfloat16, layout=layout, max_seq_len=128))
+    return AttentionRig(subject, [spec()], RigSetting(dtype=torch.bfloat16, layout=layout, max_seq_len=128))
 
 
 def planned(step: Step) -> Any:
@@ -131,7 +131,7 @@ def test_a_latent_step_may_be_replayed_with_fewer_rows(modules: dict[str, Module
     """The launch is one of two, by the average of queries: rows that stand for nobody must not change it."""
     subject = latent_subject(modules, replace(LATENT_ROWS[0], group_sizes=frozenset({128})))
     latent = subject.problem.spec(576, 128, 1)
-    rig = AttentionRig(subject, [latent], Setting(dtype=torch.bfloat16, max_seq_len=64))
+    rig = AttentionRig(subject, [latent], RigSetting(dtype=torch.bfloat16, max_seq_len=64))
     for rows in ([Row(3, 1)] * 4, [Row(20, 1)], [], [Row(5, 0), Row(7, 1)]):
         step = Step(rig, rows)
         real = step.batch.num_tokens

@@ -16,7 +16,7 @@ from sightline.attention.spec import AttentionSpec, Feature, SoftmaxSpec
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.core.device import detect_device
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject, Unused
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject, Unused
 from sightline.testing.conformance.steps import Step, to_device
 
 pytestmark = [
@@ -43,7 +43,7 @@ def subject(name: str) -> Subject:
 
 
 def bench(name: str, spec: AttentionSpec, **changes: Any) -> AttentionRig:
-    setting = Setting(
+    setting = RigSetting(
         page_size=64, dtype=torch.bfloat16, layout=Layout.SHUFFLED, unused=Unused.NAN, max_seq_len=2048, max_rows=16
     )
     return AttentionRig(subject(name), [spec], replace(setting, **changes))

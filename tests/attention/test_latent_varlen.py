@@ -38,7 +38,7 @@ from sightline.kernels.softmax_attention import composed_attention
 from sightline.runner.batching import assemble
 from sightline.testing.conformance.kit import try_row
 from sightline.testing.conformance.problems import PROBLEMS
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Effort, Trial
@@ -179,7 +179,7 @@ SPEC = LatentSpec(num_q_heads=3, latent_dim=16, rope_dim=4, nope_dim=8, value_di
 def run_step(rows: Sequence[Row], room: int) -> list[TorchVarlenCall]:
     """Holds a step against the oracle, and tells the calls that it took."""
     tried = subject(room)
-    bench = AttentionRig(tried, [SPEC], Setting(page_size=4, max_seq_len=128, max_step_tokens=128))
+    bench = AttentionRig(tried, [SPEC], RigSetting(page_size=4, max_seq_len=128, max_step_tokens=128))
     trial = Trial(tried, Effort.QUICK, Samples())
     trial.try_step(Step(bench, rows), frozenset({Feature.LSE}))
     assert issubclass(tried.backend, VarlenBackend)

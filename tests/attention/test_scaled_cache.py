@@ -14,7 +14,7 @@ from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.spec import LatentSpec, SoftmaxSpec, group_layers
 from sightline.cache.layout import walk_slots
 from sightline.core.device import detect_device
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject, as_bytes
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject, as_bytes
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 
@@ -42,7 +42,7 @@ def test_the_oracle_of_a_wide_cache_casts_and_no_more() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_one_backend_writes_in_8_bits_another_reads(writer: str, reader: str, dtype: torch.dtype) -> None:
     specs = [SPEC, WINDOWED, SPEC]
-    setting = Setting(dtype=dtype, cache_dtype=FP8)
+    setting = RigSetting(dtype=dtype, cache_dtype=FP8)
     bench = AttentionRig(cases.subject_for(writer, dtype), specs, setting)
     other = AttentionRig(cases.subject_for(reader, dtype), specs, setting)
     other.store = bench.store
@@ -66,7 +66,7 @@ def test_a_wide_cache_goes_through_planes_that_do_nothing_more() -> None:
 
 
 def test_a_long_row_whose_pages_lie_side_by_side_is_converted_all_the_same() -> None:
-    bench = cases.bench([SPEC], cache_dtype=FP8, layout=Setting().layout.IN_ORDER, max_seq_len=4096)
+    bench = cases.bench([SPEC], cache_dtype=FP8, layout=RigSetting().layout.IN_ORDER, max_seq_len=4096)
     step = Step(bench, [Row(3000, 1), Row(2000, 2)])
     torch.testing.assert_close(step.run().out, step.expected().out, atol=3e-5, rtol=3e-5)
 
@@ -93,7 +93,7 @@ def forced(way: Way, room: int) -> type[TorchLatentBackend]:
 def test_every_way_of_latent_attention_reads_8_bits(way: Way, room: int) -> None:
     backend = forced(way, room)
     subject = Subject("forced", backend, backend.capabilities[0], detect_device("cpu"))
-    bench = AttentionRig(subject, [LATENT, LATENT], Setting(cache_dtype=FP8))
+    bench = AttentionRig(subject, [LATENT, LATENT], RigSetting(cache_dtype=FP8))
     for layer in range(2):
         step = Step(bench, ROWS, layer=layer, seed=layer)
         torch.testing.assert_close(step.run().out, step.expected().out, atol=1e-4, rtol=1e-4)

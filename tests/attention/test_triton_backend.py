@@ -22,7 +22,7 @@ from sightline.attention.spec import AttentionSpec, LatentSpec, SoftmaxSpec
 from sightline.core.device import Device, DeviceKind
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.kit import Verdict, try_row
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting, Subject
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Check, Effort
 
@@ -107,7 +107,7 @@ KINDS = pytest.mark.parametrize("kind", [TritonBackend, TritonLatentBackend], id
 
 
 def many_rows(kind: Kind, count: int) -> Step:
-    setting = Setting(max_rows=count, max_seq_len=64, max_step_tokens=count)
+    setting = RigSetting(max_rows=count, max_seq_len=64, max_step_tokens=count)
     bench = AttentionRig(narrowed(kind, FP32, 24, {2}, {16}), [SPECS[kind]], setting)
     return Step(bench, [Row(index % 40, 1) for index in range(count)])
 

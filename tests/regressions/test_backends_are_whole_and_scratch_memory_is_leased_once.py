@@ -35,7 +35,7 @@ from sightline.attention.workspace import MAIN_LANE, Lane, LeaseEntry, Workspace
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
 from sightline.core.config import EngineConfig
 from sightline.core.errors import PlanError
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.attention_cases import BACKENDS, CPU
@@ -221,7 +221,7 @@ class LateBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
 def test_a_backend_that_leases_during_a_step_is_stopped() -> None:
     subject = replace(cases.subject_for("torch", torch.float32), backend=LateBackend)
-    step = Step(AttentionRig(subject, [PLAIN], Setting()), [Row(0, 1)])
+    step = Step(AttentionRig(subject, [PLAIN], RigSetting()), [Row(0, 1)])
     with pytest.raises(PlanError, match=r"before the first step, got group0\.late"):
         step.plan()
 

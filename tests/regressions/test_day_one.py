@@ -31,7 +31,7 @@ from sightline.core.ledger import Ledger
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.attention_cases import BACKENDS
@@ -113,7 +113,7 @@ def test_what_one_backend_writes_another_reads_whatever_the_page_size(writer: st
         first = Step(bench, [Row(0, 21), Row(5, 12), Row(0, page_size)], layer=layer)
         first.run()
         second = first.next_step(3, seed=1)
-        other = AttentionRig(cases.subject_for(reader, torch.float32), HYBRID, Setting(page_size=page_size))
+        other = AttentionRig(cases.subject_for(reader, torch.float32), HYBRID, RigSetting(page_size=page_size))
         other.store = bench.store
         planned = other.another_planner().plan(second.batch)
         planned.prepare()

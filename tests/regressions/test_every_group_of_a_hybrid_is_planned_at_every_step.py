@@ -20,7 +20,7 @@ from sightline import LLM, SamplingParams
 from sightline.attention.contract import AttentionBackend, AttentionPlan
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
-from sightline.testing.conformance.rig import AttentionRig, Row, Setting
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.one_layer import check_forward
@@ -34,7 +34,7 @@ NUM_GROUPS = 3
 
 def recording_bench(**setting: Any) -> AttentionRig:
     subject = replace(cases.subject_for("torch", torch.float32), backend=RecordingBackend)
-    return AttentionRig(subject, HYBRID, Setting(**setting))
+    return AttentionRig(subject, HYBRID, RigSetting(**setting))
 
 
 def records(bench: AttentionRig) -> list[list[Record]]:

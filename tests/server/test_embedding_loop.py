@@ -17,7 +17,7 @@ from sightline.attention.planner import PlannedBatch
 from sightline.core.request import Terms
 from sightline.llm import TokensPrompt
 from sightline.server.process.channel import Channel
-from sightline.server.process.loop import Embedding, Worker
+from sightline.server.process.loop import EmbeddingPurpose, Worker
 from sightline.server.process.protocol import (
     LENGTH_BYTES,
     Cancel,
@@ -45,7 +45,9 @@ class FrontEnd:
         self.llm = llm
         self._socket, self._other = socket.socketpair()
         self._socket.settimeout(20)
-        self._thread = Thread(target=Worker(Embedding(llm.embedder.embedder), Channel(self._other, lambda: None)).run)
+        self._thread = Thread(
+            target=Worker(EmbeddingPurpose(llm.embedder.embedder), Channel(self._other, lambda: None)).run
+        )
 
     def start(self, *commands: Command) -> None:
         self._socket.sendall(command_codec().encode(commands))

@@ -21,7 +21,7 @@ from threading import Thread
 import pytest
 
 from sightline.bench.serving.http_stream import Address, Client
-from sightline.bench.serving.load import LoadResult, Outcome, Record, run_load
+from sightline.bench.serving.load import LoadResult, Record, RequestOutcome, run_load
 from sightline.bench.serving.work import Arrivals, Ask, Sampling
 from support.serving import ONE_THREAD, ServedProcess, fake_serving, serving
 
@@ -65,7 +65,7 @@ def rate_between(result: LoadResult, start: float, stop: float) -> float:
     """Tokens a second that came in a part of the time, of requests that were completed: no ramp up, no last ones."""
     tokens = 0.0
     for record in result.records:
-        if record.outcome is Outcome.COMPLETED and record.usage is not None and record.text_times:
+        if record.outcome is RequestOutcome.COMPLETED and record.usage is not None and record.text_times:
             inside = sum(start <= at < stop for at in record.text_times)
             tokens += record.usage.output_tokens * inside / len(record.text_times)
     return tokens / (stop - start)
@@ -92,7 +92,7 @@ def test_many_streams_are_whole_in_order_and_nobody_elses() -> None:
         random = Random(0)
         asks = [Ask("x" * random.randint(1, 20), random.randint(1, 200)) for _ in range(128)]
         result = load(server, asks, model="fake")
-        assert [record.outcome for record in result.records] == [Outcome.COMPLETED] * len(asks)
+        assert [record.outcome for record in result.records] == [RequestOutcome.COMPLETED] * len(asks)
         for ask, record in zip(asks, result.records, strict=True):
             assert record.text == "".join(f"{number} " for number in range(ask.max_tokens))
             assert record.usage is not None
@@ -105,11 +105,11 @@ def test_too_many_are_refused_with_an_answer_and_the_rest_are_served_whole() -> 
         result = load(server, [Ask("x", 10)] * 200, model="fake", arrivals=Arrivals(request_rate=400.0, seed=1))
         outcomes = Counter(record.outcome for record in result.records)
         assert len(result.records) == 200
-        assert outcomes[Outcome.COMPLETED] + outcomes[Outcome.REFUSED] == 200
-        assert outcomes[Outcome.REFUSED] > 0
-        assert outcomes[Outcome.COMPLETED] > 4
-        assert {record.status for record in result.records if record.outcome is Outcome.REFUSED} == {429}
-        assert {record.text for record in result.records if record.outcome is Outcome.COMPLETED} == {
+        assert outcomes[RequestOutcome.COMPLETED] + outcomes[RequestOutcome.REFUSED] == 200
+        assert outcomes[RequestOutcome.REFUSED] > 0
+        assert outcomes[RequestOutcome.COMPLETED] > 4
+        assert {record.status for record in result.records if record.outcome is RequestOutcome.REFUSED} == {429}
+        assert {record.text for record in result.records if record.outcome is RequestOutcome.COMPLETED} == {
             "0 1 2 3 4 5 6 7 8 9 "
         }
 
@@ -123,7 +123,7 @@ def keeps_up(
     for number in range(rounds):
         alone, texts = offline(asks, environment)
         result = load(server, asks, model=model)
-        assert [record.outcome for record in result.records] == [Outcome.COMPLETED] * len(asks)
+        assert [record.outcome for record in result.records] == [RequestOutcome.COMPLETED] * len(asks)
         assert [record.usage and record.usage.output_tokens for record in result.records] == [
             ask.max_tokens for ask in asks
         ]
@@ -192,7 +192,7 @@ def test_ten_times_too_much_for_a_minute_costs_little_and_leaks_nothing() -> Non
             f"{memory[10][1] / 2**20:.0f} MiB, at the end {memory[-1][1] / 2**20:.0f} MiB"
         )
         assert len(result.records) == len(asks)
-        assert outcomes[Outcome.COMPLETED] + outcomes[Outcome.REFUSED] == len(asks)
+        assert outcomes[RequestOutcome.COMPLETED] + outcomes[RequestOutcome.REFUSED] == len(asks)
         assert achieved >= 0.9 * peak
         assert memory[-1][1] <= 1.05 * memory[10][1]
 
@@ -219,7 +219,7 @@ def survives_kills(server: ServedProcess, kills: int, clients: int) -> list[floa
         [result] = results
         assert len(result.records) == clients
         assert all(is_answered(record) for record in result.records), [record.error for record in result.records]
-        while load(server, random_asks(1, 4, 1, 0), model=model).records[0].outcome is not Outcome.COMPLETED:
+        while load(server, random_asks(1, 4, 1, 0), model=model).records[0].outcome is not RequestOutcome.COMPLETED:
             assert time.monotonic() - killed < 120.0, "the service does not come back"
             time.sleep(0.05)
         seconds.append(time.monotonic() - killed)
@@ -229,9 +229,9 @@ def survives_kills(server: ServedProcess, kills: int, clients: int) -> list[floa
 
 def is_answered(record: Record) -> bool:
     """A whole answer, a refusal, or an error that the server told in the stream."""
-    if record.outcome in (Outcome.COMPLETED, Outcome.REFUSED):
+    if record.outcome in (RequestOutcome.COMPLETED, RequestOutcome.REFUSED):
         return True
-    return record.outcome is Outcome.FAILED and "engine process" in (record.error or "")
+    return record.outcome is RequestOutcome.FAILED and "engine process" in (record.error or "")
 
 
 @pytest.mark.prove
@@ -248,7 +248,7 @@ def test_twenty_kills_under_load() -> None:
         print(f"20 kills: back after {min(seconds):.1f} to {max(seconds):.1f} s")
 
 
-def drains_under_load(seed: int, environment: Mapping[str, str]) -> Counter[Outcome]:
+def drains_under_load(seed: int, environment: Mapping[str, str]) -> Counter[RequestOutcome]:
     """Ends a server at a random moment under load; what became of the requests."""
     with serving("--drain-timeout", "60", environment=environment) as server:
         model = served_model(server)
@@ -263,11 +263,11 @@ def drains_under_load(seed: int, environment: Mapping[str, str]) -> Counter[Outc
         [result] = results
         accepted = [event for event in server.events if event.get("route") == "/v1/completions"]
         assert {event["status"] for event in accepted} <= {200, 503}
-        completed = [record for record in result.records if record.outcome is Outcome.COMPLETED]
+        completed = [record for record in result.records if record.outcome is RequestOutcome.COMPLETED]
         assert len(completed) == sum(event["status"] == 200 for event in accepted)
         assert all(record.usage and record.usage.output_tokens == 8 for record in completed)
         assert all(
-            record.outcome is Outcome.REFUSED or record.status is None or record in completed
+            record.outcome is RequestOutcome.REFUSED or record.status is None or record in completed
             for record in result.records
         ), [record.error for record in result.records]
         return Counter(record.outcome for record in result.records)
@@ -281,7 +281,7 @@ def test_no_accepted_request_is_lost_at_the_end() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_fifty_ends_under_load() -> None:
-    outcomes: Counter[Outcome] = Counter()
+    outcomes: Counter[RequestOutcome] = Counter()
     for seed in range(50):
         outcomes += drains_under_load(seed, ALL_THREADS)
     print(f"50 ends: { ({outcome.value: count for outcome, count in outcomes.items()}) }")

@@ -18,7 +18,7 @@ from sightline.core.errors import DeviceFaultError
 from sightline.core.request import Terms
 from sightline.server.process import worker
 from sightline.server.process.channel import Channel, FrontEndGoneError
-from sightline.server.process.loop import Generating, Worker
+from sightline.server.process.loop import GeneratingPurpose, Worker
 from sightline.server.process.protocol import (
     LENGTH_BYTES,
     Accepted,
@@ -52,7 +52,7 @@ class FrontEnd:
         self.llm = llm
         self._socket, self._other = socket.socketpair()
         self._socket.settimeout(20)
-        self._worker = Worker(Generating(llm.engine), Channel(self._other, lambda: None))
+        self._worker = Worker(GeneratingPurpose(llm.engine), Channel(self._other, lambda: None))
         self.raised: list[BaseException] = []
         self._thread = Thread(target=self._run)
         self._thread.start()

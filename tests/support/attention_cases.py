@@ -9,7 +9,7 @@ import torch
 from sightline.attention.backends.registry import BUILT_IN
 from sightline.attention.spec import SoftmaxSpec, SpecKind
 from sightline.core.device import Device, DeviceKind
-from sightline.testing.conformance.rig import AttentionRig, Setting, Subject
+from sightline.testing.conformance.rig import AttentionRig, RigSetting, Subject
 
 CPU = torch.device("cpu")
 CPU_DEVICE = Device(DeviceKind.CPU, CPU, "cpu", None)
@@ -29,5 +29,5 @@ def subject_for(backend: str, dtype: torch.dtype) -> Subject:
 
 def bench(specs: Sequence[SoftmaxSpec], backend: str = "torch", **setting: object) -> AttentionRig:
     """Shuffled pages, NaN in unused slots and poison in leases, unless the setting says otherwise."""
-    chosen = Setting(**setting)  # type: ignore[arg-type]
+    chosen = RigSetting(**setting)  # type: ignore[arg-type]
     return AttentionRig(subject_for(backend, chosen.dtype), specs, chosen)

@@ -10,7 +10,7 @@ from sightline.attention.contract import AttentionBackend, BackendContext, StepL
 from sightline.attention.planner import GroupBinding, PartBackend, Planner
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Workspace
-from sightline.testing.conformance.rig import AttentionRig, Setting
+from sightline.testing.conformance.rig import AttentionRig, RigSetting
 from support.attention_cases import subject_for
 
 Serving = Mapping[Work, type[AttentionBackend[Any, Any]]]
@@ -26,7 +26,7 @@ class ServedBench(AttentionRig):
 
     def __init__(self, specs: Sequence[SoftmaxSpec], serving: Serving, **setting: object) -> None:
         self.serving = serving
-        chosen = Setting(**setting)  # type: ignore[arg-type]
+        chosen = RigSetting(**setting)  # type: ignore[arg-type]
         self.bindings: list[GroupBinding] = []
         super().__init__(subject_for("torch", chosen.dtype), specs, chosen)
 

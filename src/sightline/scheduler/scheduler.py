@@ -27,7 +27,7 @@ from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.running import RunningRows
 from sightline.scheduler.sequence import RowResult, Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
-from sightline.scheduler.supply import Reuse, Supply
+from sightline.scheduler.supply import PrefixReuse, Supply
 from sightline.scheduler.whole import WholeQueue
 
 
@@ -108,7 +108,7 @@ class Scheduler:
             self._whole_is_next = False
             return self._whole.next_step(self._shares)
         self._whole_is_next = True
-        state, reuses = self._state(), dict[int, Reuse]()
+        state, reuses = self._state(), dict[int, PrefixReuse]()
         while isinstance(outcome := decide(state), Inquiry):
             state = self._answer(outcome, state, reuses)
         return self._carry_out(outcome, state, reuses)
@@ -247,7 +247,7 @@ class Scheduler:
         shares = {caller: self._shares.of(caller) for caller in self._waiting.urgencies}
         return WaitingLines(self._waiting.lines(depth), shares, frozenset(busy))
 
-    def _answer(self, inquiry: Inquiry, state: SchedulerState, reuses: dict[int, Reuse]) -> SchedulerState:
+    def _answer(self, inquiry: Inquiry, state: SchedulerState, reuses: dict[int, PrefixReuse]) -> SchedulerState:
         """The state with the facts that were asked for; `reuses` keeps what was found."""
         if inquiry.waiting:
             state = replace(state, waiting=self._lines())
@@ -264,7 +264,7 @@ class Scheduler:
             state = replace(state, holdings={**state.holdings, **holdings})
         return state
 
-    def _carry_out(self, decision: Decision, state: SchedulerState, reuses: Mapping[int, Reuse]) -> Schedule:
+    def _carry_out(self, decision: Decision, state: SchedulerState, reuses: Mapping[int, PrefixReuse]) -> Schedule:
         """Carries a decision out. Locks shared prefixes first, so that nothing later evicts them."""
         running = self._running.by_arrival
         admitted = [(self._waiting[arrival], reuses[arrival]) for arrival in decision.admitted]
@@ -309,7 +309,7 @@ class Scheduler:
             return False
         return True
 
-    def _admit(self, sequence: SequenceState, reuse: Reuse, num_spoken_for: int) -> None:
+    def _admit(self, sequence: SequenceState, reuse: PrefixReuse, num_spoken_for: int) -> None:
         """Admits a waiting sequence and reserves unclaimed free pages for its whole length."""
         whole = self._store.pages_for(sequence.max_len) - reuse.num_pages
         reserves = whole + num_spoken_for <= self._store.num_free_pages

@@ -16,7 +16,7 @@ from sightline.scheduler.sequence import SequenceState
 from sightline.scheduler.tally import HeldPage, Holding, LockedPage, Tally
 
 
-class Reuse(NamedTuple):
+class PrefixReuse(NamedTuple):
     """Entries that a waiting sequence can share."""
 
     match: PrefixMatch | None
@@ -45,7 +45,7 @@ class Supply:
         self._prefixes = prefixes
         self._page_size = store.limits.page_size
 
-    def find(self, sequence: SequenceState) -> Reuse:
+    def find(self, sequence: SequenceState) -> PrefixReuse:
         """What a waiting sequence can share. Leaves at least one token to compute, and all that need logits."""
         tokens = sequence.tokens
         match = None
@@ -55,14 +55,14 @@ class Supply:
         found, last = num_pages * self._page_size, len(sequence.request.prompt_token_ids) - 1
         leader = sequence.leader
         if leader is None or leader.is_out or leader.num_computed < last or found >= last:
-            return Reuse(match, None, found, num_pages)
-        return Reuse(match, leader, last, last // self._page_size)
+            return PrefixReuse(match, None, found, num_pages)
+        return PrefixReuse(match, leader, last, last // self._page_size)
 
     def tally(self) -> Tally:
         """Tally of the available pages."""
         return Tally(self.store.num_free_pages + (0 if self._prefixes is None else self._prefixes.num_evictable))
 
-    def idle(self, reuses: Collection[Reuse]) -> frozenset[int]:
+    def idle(self, reuses: Collection[PrefixReuse]) -> frozenset[int]:
         """Pages of the matches that could be evicted: no sequence locks them."""
         idle: set[int] = set()
         for reuse in reuses:
@@ -84,13 +84,13 @@ class Supply:
             tuple([LockedPage(n.bundle.pages[0], self.store.owners(n.bundle.pages), n.num_locks) for n in nodes]),
         )
 
-    def keep(self, sequence: SequenceState, reuse: Reuse) -> None:
+    def keep(self, sequence: SequenceState, reuse: PrefixReuse) -> None:
         """Locks the match, so that making room does not evict it."""
         if self._prefixes is not None and reuse.match is not None:
             sequence.prefix = self._prefixes.lock(sequence.caller, reuse.match)
             sequence.num_prefix_pages = len(reuse.match.bundles)
 
-    def open(self, sequence: SequenceState, reuse: Reuse, num_tokens: int) -> None:
+    def open(self, sequence: SequenceState, reuse: PrefixReuse, num_tokens: int) -> None:
         """Gives a sequence a row with the shared entries, and pages for `num_tokens` in total. Raises `OutOfPages`."""
         bundles = () if reuse.match is None else reuse.match.bundles
         leader = reuse.leader

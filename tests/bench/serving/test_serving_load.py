@@ -16,7 +16,7 @@ import pytest
 
 from sightline.bench.serving.answers import ReportedUsage, StreamedAnswer, seconds_to_wait
 from sightline.bench.serving.http_stream import Address, Client
-from sightline.bench.serving.load import LoadResult, Outcome, Record, run_load
+from sightline.bench.serving.load import LoadResult, Record, RequestOutcome, run_load
 from sightline.bench.serving.report import make_report
 from sightline.bench.serving.work import Arrivals, Ask
 from sightline.core.errors import SightlineError
@@ -37,7 +37,7 @@ def test_every_request_has_one_record_in_order_with_its_own_text() -> None:
         "".join(f"{number}.{at} " for at in range(6)) for number in range(64)
     ]
     assert {(record.outcome, record.status, record.finish_reason) for record in result.records} == {
-        (Outcome.COMPLETED, 200, "length")
+        (RequestOutcome.COMPLETED, 200, "length")
     }
     assert {record.usage for record in result.records} == {ReportedUsage(3, 6, None)}
     assert len({record.response_id for record in result.records}) == 64
@@ -84,7 +84,7 @@ def test_tokens_are_the_usages_and_gaps_the_chunks_with_text() -> None:
 
 def test_an_answer_without_text_or_of_one_token_has_no_time_a_token() -> None:
     silent = one(Scripted(pieces=("", "")))
-    assert (silent.outcome, silent.ttft, silent.tpot, silent.gaps) == (Outcome.COMPLETED, None, None, [])
+    assert (silent.outcome, silent.ttft, silent.tpot, silent.gaps) == (RequestOutcome.COMPLETED, None, None, [])
     single = one(Scripted(pieces=("a",)))
     assert single.ttft is not None
     assert single.tpot is None
@@ -115,14 +115,14 @@ def test_an_answer_without_text_or_of_one_token_has_no_time_a_token() -> None:
 )
 def test_what_is_no_whole_answer_failed_and_says_why(script: Scripted, message: str) -> None:
     record = one(script)
-    assert record.outcome is Outcome.FAILED
+    assert record.outcome is RequestOutcome.FAILED
     assert record.error is not None
     assert re.search(message, record.error)
 
 
 def test_a_server_that_dies_in_the_stream_leaves_what_came() -> None:
     record = one(Scripted(pieces=("a", "b", "c"), gap=0.01, dies_after=2))
-    assert (record.outcome, record.text, record.usage) == (Outcome.FAILED, "ab", None)
+    assert (record.outcome, record.text, record.usage) == (RequestOutcome.FAILED, "ab", None)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_a_refused_request_is_sent_again_when_the_server_says_so(monkeypatch: py
     refused = TimedAnswer([(0.5, b"{}")], status=429, retry_after="2")
     result, time = virtual_load(monkeypatch, [refused, refused, TIMED], retry=True)
     [record] = result.records
-    assert (record.outcome, record.refusals, record.status) == (Outcome.COMPLETED, (429, 429), 200)
+    assert (record.outcome, record.refusals, record.status) == (RequestOutcome.COMPLETED, (429, 429), 200)
     assert (time.slept, record.ttft) == ([2.0, 2.0], 5.5)
     report = make_report(sent(), result, [3], ())
     assert (report.refused, report.refusals_retried) == ({}, {"429": 2})
@@ -183,7 +183,7 @@ def test_a_server_that_refuses_for_longer_than_there_is_time_has_refused(monkeyp
     refused = TimedAnswer([], status=503, retry_after="30")
     result, time = virtual_load(monkeypatch, [refused], retry=True, timeout=29.0)
     [record] = result.records
-    assert (record.outcome, record.refusals, time.slept) == (Outcome.REFUSED, (503,), [])
+    assert (record.outcome, record.refusals, time.slept) == (RequestOutcome.REFUSED, (503,), [])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_overload_in_an_open_loop_loses_nothing() -> None:
     assert (report.failed, report.cut, report.not_sent) == (0, 0, 0)
     assert (report.completed, sum(report.refused.values())) == (45, 405)
     assert set(report.refused) == {"429", "503"}
-    assert all(record.text == "ab" for record in result.with_outcome(Outcome.COMPLETED))
+    assert all(record.text == "ab" for record in result.with_outcome(RequestOutcome.COMPLETED))
 
 
 def test_a_load_that_is_stopped_tells_what_ended_and_cuts_the_rest() -> None:

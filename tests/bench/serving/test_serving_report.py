@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sightline.bench.serving.answers import ReportedUsage
-from sightline.bench.serving.load import LoadResult, Outcome
+from sightline.bench.serving.load import LoadResult, RequestOutcome
 from sightline.bench.serving.report import LatencySpread, make_report, percentile
 from support.serving_loads import record, sent
 
@@ -25,9 +25,9 @@ def test_the_report_adds_up() -> None:
     records = (
         record(0),
         record(1, sent=0.0, ended=4.0, text_times=(1.0,), usage=ReportedUsage(20, 7, 0)),
-        record(2, Outcome.FAILED, usage=None, error="broken"),
-        record(3, Outcome.FAILED, usage=ReportedUsage(99, 99, 99), error="broken"),
-        record(4, Outcome.CUT, usage=None),
+        record(2, RequestOutcome.FAILED, usage=None, error="broken"),
+        record(3, RequestOutcome.FAILED, usage=ReportedUsage(99, 99, 99), error="broken"),
+        record(4, RequestOutcome.CUT, usage=None),
     )
     result = LoadResult(7, records, seconds=4.0, peak_concurrency=3, client_seconds=0.0011, stopped=True)
     report = make_report(sent(), result, [4] * 7, (90.0,))
@@ -53,7 +53,7 @@ def test_the_report_adds_up() -> None:
 
 
 def test_a_report_of_nothing_says_so() -> None:
-    result = LoadResult(1, (record(0, Outcome.REFUSED, refusals=(429,)),), 1.0, 1, 0.1, stopped=False)
+    result = LoadResult(1, (record(0, RequestOutcome.REFUSED, refusals=(429,)),), 1.0, 1, 0.1, stopped=False)
     report = make_report(sent(), result, [4], ())
     assert "no request completed: there are no latencies to report" in report.lines()
     assert report.exit_code == 0

@@ -25,7 +25,7 @@ REFUSING = (429, 503)
 """Statuses of a server that is overloaded: try again later."""
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     """How a request ended."""
 
     COMPLETED = "completed"
@@ -45,7 +45,7 @@ class Record:
     due: float
     sent: float
     """When it was first sent, before connecting."""
-    outcome: Outcome = Outcome.CUT
+    outcome: RequestOutcome = RequestOutcome.CUT
     status: int | None = None
     """HTTP status of the last response; None if there was none."""
     ended: float = 0.0
@@ -98,7 +98,7 @@ class LoadResult:
     stopped: bool
     """Whether it was stopped before every request had ended."""
 
-    def with_outcome(self, outcome: Outcome) -> list[Record]:
+    def with_outcome(self, outcome: RequestOutcome) -> list[Record]:
         return [record for record in self.records if record.outcome is outcome]
 
 
@@ -181,7 +181,7 @@ class _Sender:
             try:
                 await self._run(record, body)
             except asyncio.CancelledError:
-                record.outcome, record.error = Outcome.CUT, "the load was stopped"
+                record.outcome, record.error = RequestOutcome.CUT, "the load was stopped"
                 raise
             finally:
                 record.ended = record.ended or self._now()
@@ -198,15 +198,15 @@ class _Sender:
                 while True:
                     record.outcome, record.error, wait = await self._attempt(record, body)
                     is_over = self._now() + wait > record.sent + self.timeout
-                    if record.outcome is not Outcome.REFUSED or not self.retry or is_over:
+                    if record.outcome is not RequestOutcome.REFUSED or not self.retry or is_over:
                         return
                     await asyncio.sleep(wait)
         except (OSError, SightlineError) as raised:
-            record.outcome, record.error = Outcome.FAILED, str(raised) or type(raised).__name__
+            record.outcome, record.error = RequestOutcome.FAILED, str(raised) or type(raised).__name__
             if deadline.expired():
                 record.error = f"expected an end within {self.timeout:g} s, got none; allow more time with --timeout"
 
-    async def _attempt(self, record: Record, body: bytes) -> tuple[Outcome, str | None, float]:
+    async def _attempt(self, record: Record, body: bytes) -> tuple[RequestOutcome, str | None, float]:
         """Sends a request once. Returns its outcome, its error, and the seconds to wait before sending it again."""
         self.running += 1
         self.peak = max(self.peak, self.running)
@@ -216,15 +216,15 @@ class _Sender:
                 if response.status != 200:
                     error = refusal(response.status, await response.read())
                     if response.status not in REFUSING:
-                        return Outcome.FAILED, error, 0.0
+                        return RequestOutcome.FAILED, error, 0.0
                     record.refusals += (response.status,)
-                    return Outcome.REFUSED, error, seconds_to_wait(response.headers.get("retry-after"))
+                    return RequestOutcome.REFUSED, error, seconds_to_wait(response.headers.get("retry-after"))
                 kind = response.headers.get("content-type", "nothing")
                 if not kind.startswith("text/event-stream"):
-                    return Outcome.FAILED, f"expected a stream of events, got {kind}", 0.0
+                    return RequestOutcome.FAILED, f"expected a stream of events, got {kind}", 0.0
                 await self._read_stream(record, response)
                 record.ended = self._now()
-                return Outcome.COMPLETED, None, 0.0
+                return RequestOutcome.COMPLETED, None, 0.0
         finally:
             self.running -= 1
 

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from sightline.bench.serving.answers import decoded, read_whole, refusal, shown
 from sightline.bench.serving.http_stream import Address, Client
-from sightline.bench.serving.load import Outcome, Record, run_load
+from sightline.bench.serving.load import Record, RequestOutcome, run_load
 from sightline.bench.serving.report import Sent, ServingReport, check_percentiles, make_report
 from sightline.bench.serving.work import Arrivals, Ask, Dataset, Endpoint, Sampling, payload
 from sightline.core.errors import ConfigError, SightlineError
@@ -88,7 +88,7 @@ async def _measure(
     warm_ups = replace(bench.dataset, num_prompts=bench.num_warmups, seed=bench.dataset.seed + _OTHER_SEED)
     at_once = Arrivals(max_concurrency=bench.arrivals.max_concurrency)
     for record in (await send(warm_ups.draw(vocab_size), arrivals=at_once, retry=True)).records:
-        if record.outcome is not Outcome.COMPLETED:
+        if record.outcome is not RequestOutcome.COMPLETED:
             raise SightlineError(f"expected warm-up requests to complete, got one that did not: {record.error}")
     asks = bench.dataset.draw(vocab_size)
     on_note(f"sending {len(asks)} requests")
@@ -148,7 +148,7 @@ async def check_answers(client: Client, model: str, endpoint: Endpoint, timeout:
         client, [_CHECK], model=model, endpoint=endpoint, sampling=greedy, timeout=timeout, retry=True
     )
     [streamed] = result.records
-    if streamed.outcome is not Outcome.COMPLETED or streamed.usage is None:
+    if streamed.outcome is not RequestOutcome.COMPLETED or streamed.usage is None:
         raise SightlineError(f"expected a stream of one greedy prompt, got none: {streamed.error}; nothing is reported")
     for what, whole, other in (
         ("text", text, streamed.text),

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sightline.bench.serving.load import LoadResult, Outcome, Record
+from sightline.bench.serving.load import LoadResult, Record, RequestOutcome
 from sightline.bench.serving.work import Arrivals
 from sightline.bench.tables import markdown_table
 from sightline.core.errors import ConfigError
@@ -187,7 +187,7 @@ def make_report(
     sent: Sent, result: LoadResult, max_tokens: Sequence[int], percentiles: Sequence[float]
 ) -> ServingReport:
     """Builds the report. `max_tokens` has the requested length of every answer."""
-    completed, failed = result.with_outcome(Outcome.COMPLETED), result.with_outcome(Outcome.FAILED)
+    completed, failed = result.with_outcome(RequestOutcome.COMPLETED), result.with_outcome(RequestOutcome.FAILED)
     usages = [(record.index, record.usage) for record in completed if record.usage is not None]
     prompt_tokens = sum(usage.prompt_tokens for _, usage in usages)
     output_tokens = sum(usage.output_tokens for _, usage in usages)
@@ -198,11 +198,11 @@ def make_report(
         sent=sent,
         interrupted=result.stopped,
         completed=len(completed),
-        refused=_statuses([record.refusals[-1] for record in result.with_outcome(Outcome.REFUSED)]),
+        refused=_statuses([record.refusals[-1] for record in result.with_outcome(RequestOutcome.REFUSED)]),
         refusals_retried=_statuses([status for record in result.records for status in _retried(record)]),
         failed=len(failed),
         failures=_reasons(failed),
-        cut=len(result.with_outcome(Outcome.CUT)),
+        cut=len(result.with_outcome(RequestOutcome.CUT)),
         not_sent=result.num_asked - len(result.records),
         seconds=result.seconds,
         prompt_tokens=prompt_tokens,
@@ -220,7 +220,7 @@ def make_report(
 
 
 def _spreads(sent: Sent, result: LoadResult, percentiles: Sequence[float]) -> dict[str, LatencySpread | None]:
-    completed = result.with_outcome(Outcome.COMPLETED)
+    completed = result.with_outcome(RequestOutcome.COMPLETED)
     firsts = [record.ttft for record in completed if record.ttft is not None]
     rates = [record.tpot for record in completed if record.tpot is not None]
     gaps = [gap for record in completed for gap in record.gaps]
@@ -231,7 +231,7 @@ def _spreads(sent: Sent, result: LoadResult, percentiles: Sequence[float]) -> di
 
 
 def _retried(record: Record) -> tuple[int, ...]:
-    return record.refusals[:-1] if record.outcome is Outcome.REFUSED else record.refusals
+    return record.refusals[:-1] if record.outcome is RequestOutcome.REFUSED else record.refusals
 
 
 def _statuses(found: Sequence[int]) -> dict[str, int]:

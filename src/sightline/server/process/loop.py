@@ -53,7 +53,7 @@ class Purpose(Protocol):
     def accepted(self, number: int, request_id: str) -> Report: ...
 
 
-class Generating:
+class GeneratingPurpose:
     """Prompts to text."""
 
     def __init__(self, engine: Engine) -> None:
@@ -86,7 +86,7 @@ class Generating:
             yield Ended(number, output.error, output.num_cached_tokens, output.queue_seconds, output.prompt_logprobs)
 
 
-class Embedding:
+class EmbeddingPurpose:
     """Texts to vectors."""
 
     def __init__(self, embedder: Embedder) -> None:

@@ -26,7 +26,7 @@ from sightline.runner.build import Runtime
 from sightline.runner.startup import startup_report
 from sightline.server.logs import log_as_json
 from sightline.server.process.channel import Channel, FrontEndGoneError
-from sightline.server.process.loop import Embedding, Generating, Worker
+from sightline.server.process.loop import EmbeddingPurpose, GeneratingPurpose, Worker
 from sightline.server.process.protocol import Configure, Failed, Opened
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
@@ -81,10 +81,10 @@ def build(config: EngineConfig, channel: Channel) -> tuple[Opened, Callable[[], 
         texts = open_embedder(config)
         embedder = texts.embedder
         opened = describe(name, embedder.runtime, texts.tokenizer, texts.ledger, embedder.definition.state_size)
-        return opened, Worker(Embedding(embedder), channel).run
+        return opened, Worker(EmbeddingPurpose(embedder), channel).run
     engine = build_engine(config)
     return describe(name, engine.runtime, engine.tokenizer, engine.ledger, None), Worker(
-        Generating(engine), channel
+        GeneratingPurpose(engine), channel
     ).run
 
 

@@ -22,7 +22,7 @@ from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.layout import Layout
 from sightline.testing.conformance.cases import GOES_ON_BY, OTHERS, Case
 from sightline.testing.conformance.domains import borders
-from sightline.testing.conformance.rig import SCALES, Memory, Row, Setting, Unused
+from sightline.testing.conformance.rig import SCALES, Memory, RigSetting, Row, Unused
 from sightline.testing.conformance.steps import Asked, Step
 from sightline.testing.conformance.trial import Trial
 
@@ -90,7 +90,7 @@ class _Run:
             changes["sinks"] = True
         return replace(spec, **changes)
 
-    def _setting(self) -> Setting:
+    def _setting(self) -> RigSetting:
         case = self._case
         more_rows, more_tokens = case.padding
         longest = case.main_len

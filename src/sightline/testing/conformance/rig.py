@@ -132,7 +132,7 @@ class _ZeroedWorkspace(Workspace):
 
 
 @dataclass(frozen=True)
-class Setting:
+class RigSetting:
     """Everything about a rig except its backend and specs."""
 
     page_size: int = 16
@@ -158,7 +158,7 @@ class Setting:
 class AttentionRig:
     """Pools, backends and a planner for one or more layers."""
 
-    def __init__(self, subject: Subject, specs: Sequence[AttentionSpec], setting: Setting) -> None:
+    def __init__(self, subject: Subject, specs: Sequence[AttentionSpec], setting: RigSetting) -> None:
         self.subject = subject
         self.problem = subject.problem
         self.specs = tuple(specs)

@@ -28,8 +28,8 @@ from sightline.testing.conformance.rig import (
     PLAIN_SCALES,
     AttentionRig,
     Memory,
+    RigSetting,
     Row,
-    Setting,
     Subject,
     Unused,
 )
@@ -133,9 +133,9 @@ class Trial:
         return tuple(values if self.effort is Effort.FULL else values[:quick])
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> RigSetting:
         """The plainest setting: pages in order, zeroed memory, finite numbers in unused slots, scales of 1."""
-        return Setting(
+        return RigSetting(
             page_size=self.page_size,
             dtype=self.dtype,
             cache_dtype=self.cache_dtype,
@@ -147,7 +147,7 @@ class Trial:
             max_step_tokens=max(512, 5 * self.page_size),
         )
 
-    def bench(self, *specs: AttentionSpec, setting: Setting | None = None) -> AttentionRig:
+    def bench(self, *specs: AttentionSpec, setting: RigSetting | None = None) -> AttentionRig:
         specs, setting = specs or (self.plain,), setting or self.setting
         self.progress.case = "building for " + describe(self.problem, setting, *specs)
         return AttentionRig(self.subject, specs, setting)
@@ -182,7 +182,7 @@ class Trial:
         self,
         rows: Sequence[Row],
         spec: AttentionSpec | None = None,
-        setting: Setting | None = None,
+        setting: RigSetting | None = None,
         needs: frozenset[Feature] = frozenset(),
     ) -> None:
         """Runs and compares one step with these rows on a new rig."""
@@ -283,7 +283,7 @@ def describe_step(step: Step) -> str:
     )
 
 
-def describe(problem: Problem[Any, Any], setting: Setting, *specs: AttentionSpec) -> str:
+def describe(problem: Problem[Any, Any], setting: RigSetting, *specs: AttentionSpec) -> str:
     """Describes a rig in one line."""
     told = [problem.describe(spec) for spec in specs]
     cache_dtype = setting.cache_dtype or setting.dtype

@@ -16,7 +16,7 @@ from sightline.attention.spec import Feature, LatentSpec, SpecKind
 from sightline.cache.layout import Layout
 from sightline.core.batch import FULL
 from sightline.testing.conformance.checks.features import LSE
-from sightline.testing.conformance.rig import Row, Setting
+from sightline.testing.conformance.rig import RigSetting, Row
 from sightline.testing.conformance.steps import Step
 from sightline.testing.conformance.trial import Trial, check
 
@@ -46,7 +46,7 @@ def heads(trial: Trial) -> None:
         trial.try_rows([Row(20, 1), Row(3, 1), Row(0, 4), Row(7, 13)], spec)
 
 
-def _roomy(trial: Trial) -> Setting:
+def _roomy(trial: Trial) -> RigSetting:
     return replace(trial.setting, max_seq_len=1024, max_rows=8)
 
 

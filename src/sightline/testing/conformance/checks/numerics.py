@@ -8,7 +8,7 @@ import torch
 
 from sightline.attention.oracle.dtypes import cache_dtypes, compute_dtypes
 from sightline.attention.spec import Feature
-from sightline.testing.conformance.rig import Row, Setting
+from sightline.testing.conformance.rig import RigSetting, Row
 from sightline.testing.conformance.steps import HostOutput, Step
 from sightline.testing.conformance.trial import Trial, check, needs_feature, ragged_rows
 
@@ -30,7 +30,7 @@ def cache_dtype_pairs(trial: Trial) -> None:
             other.try_rows(ragged_rows(trial.page_size))
 
 
-def _long(trial: Trial, longest: int) -> Setting:
+def _long(trial: Trial, longest: int) -> RigSetting:
     return replace(trial.setting, max_seq_len=longest + 64, max_rows=2)
 
 
@@ -81,7 +81,7 @@ def large_scores(trial: Trial) -> None:
                 other.try_step(step, frozenset({Feature.LSE}) & declared)
 
 
-def _long_rows(trial: Trial) -> Setting:
+def _long_rows(trial: Trial) -> RigSetting:
     return replace(trial.setting, max_rows=40, max_seq_len=2560)
 
 
