@@ -120,7 +120,8 @@ class Scheduler:
             sequence, seq_len = row.sequence, row.context_len + row.num_tokens
             sequence.num_steps += 1
             sequence.num_scheduled = seq_len
-            sequence.num_expected = sequence.expected_after(row)
+            if row.completes:
+                sequence.num_expected = seq_len + 1 if seq_len < sequence.max_expected else seq_len
             # Recomputation after a retraction is not charged to the caller.
             if seq_len > sequence.num_charged:
                 charges[sequence.caller] = charges.get(sequence.caller, 0) + seq_len - sequence.num_charged
@@ -133,13 +134,13 @@ class Scheduler:
 
         Idempotent, so that it can be repeated after an interruption.
         """
-        sequence, (seq_len, tokens) = row.sequence, result
-        generates = row.completes and sequence.request.needs.max_new_tokens > 0
-        if generates != bool(tokens):
+        sequence, seq_len, tokens = row.sequence, result[0], result[1]
+        row_len = row.context_len + row.num_tokens
+        if (row.completes and row_len < sequence.max_expected) != bool(tokens):
             raise ValueError(f"expected tokens exactly where a row completes, got {tokens}")
-        if not row.context_len < seq_len <= row.seq_len or (seq_len < row.seq_len and sequence.num_steps > 1):
+        if seq_len != row_len and (not row.context_len < seq_len < row_len or sequence.num_steps > 1):
             raise ValueError(
-                f"expected an accepted length of {row.seq_len}, or a shorter one above {row.context_len} if no step "
+                f"expected an accepted length of {row_len}, or a shorter one above {row.context_len} if no step "
                 f"follows, got {seq_len}"
             )
         if tokens:

@@ -57,6 +57,10 @@ class SequenceState:
     """True if it was removed; its pages stay until the last step launched with it is over."""
     max_len: int = field(init=False)
     """Maximum tokens in the cache; the last generated token is never computed."""
+    max_expected: int = field(init=False)
+    """Maximum tokens, generated ones included."""
+    is_whole: bool = field(init=False)
+    """True if it is computed in one step, without pages."""
     caller: str = field(init=False)
     rank: tuple[int, int] = field(init=False)
     """(priority, arrival): among running sequences, the highest gives way."""
@@ -64,7 +68,10 @@ class SequenceState:
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_token_ids)
         self.num_expected = len(self.tokens)
+        # Kept here, because every step asks every row.
         self.max_len = len(self.tokens) + max(0, self.request.needs.max_new_tokens - 1)
+        self.max_expected = len(self.tokens) + self.request.needs.max_new_tokens
+        self.is_whole = self.request.needs.is_whole
         self.caller = self.request.terms.caller
         self.rank = (self.request.terms.priority, 0)
 
@@ -75,11 +82,6 @@ class SequenceState:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt_token_ids)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if it is computed in one step, without pages."""
-        return self.request.needs.is_whole
 
     @property
     def is_ready(self) -> bool:
@@ -107,7 +109,7 @@ class SequenceState:
         """Tokens that it has once the row is committed."""
         if not row.completes:
             return self.num_expected
-        return min(row.seq_len + 1, len(self.request.prompt_token_ids) + self.request.needs.max_new_tokens)
+        return min(row.seq_len + 1, self.max_expected)
 
     def restart(self) -> None:
         """Resets progress to nothing cached and nothing in flight; keeps the tokens."""
