@@ -3,6 +3,7 @@
 # make test    set up, then format check, lint, types, import rules and the tests of the engine
 # make prove   set up, then the longer tests, and those of the tests: mutants, the whole kit, planted bugs, simulations
 # make lowest  tests with the lowest versions that pyproject.toml declares, in an environment of their own
+# make clients other projects' clients, unmodified, against a server, in environments of their own
 #
 # Every target does all the set-up it needs; a second run reuses it.
 
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup run test prove lowest check format clean
+.PHONY: setup run test prove lowest clients check format clean
 
 setup: $(READY)
 
@@ -34,8 +35,8 @@ run: setup
 	@exec $(BIN)/sightline serve --port $(PORT)
 
 check: setup
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks examples deploy
+	$(BIN)/ruff check src tests benchmarks examples deploy
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -51,9 +52,12 @@ prove: setup
 lowest:
 	PYTHON=$(PYTHON) tests/lowest_versions.sh
 
+clients: setup
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
+
 format: setup
-	$(BIN)/ruff format src tests benchmarks
-	$(BIN)/ruff check --fix src tests benchmarks
+	$(BIN)/ruff format src tests benchmarks examples deploy
+	$(BIN)/ruff check --fix src tests benchmarks examples deploy
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .clients .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -47,7 +47,7 @@ spring came, the water climbed over the meadows, and for three weeks the new bri
 def score(model: str | None, quantization: str) -> tuple[Tensor, Tensor]:
     """Returns logits [num_tokens - 1, vocab_size] of all tokens but the last, and the tokens that follow them."""
     llm = LLM(model, quantization=quantization, max_num_batched_tokens=1024)
-    runtime, tokens = llm.engine.runtime, llm.tokenizer.encode_prompt(TEXT)
+    runtime, tokens = llm.engine.runtime, llm.get_tokenizer().encode_prompt(TEXT)
     row = runtime.store.open_row()
     runtime.store.grow_row(row, len(tokens))
     batch = assemble([RowWork(row, tokens, context_len=0, num_logits=len(tokens))], runtime.store)

@@ -45,7 +45,7 @@ def test_answers_are_made_of_words_and_begin_alike(wide: LLM, narrow: LLM) -> No
 
 
 def test_logits_are_within_a_sane_distance_of_those_of_a_wide_cache(wide: LLM, narrow: LLM) -> None:
-    sequences = [wide.tokenizer.encode_prompt(prompt * 3) for prompt in PROMPTS]
+    sequences = [wide.get_tokenizer().encode_prompt(prompt * 3) for prompt in PROMPTS]
     lens = [len(sequence) - 4 for sequence in sequences]
     exact, rounded = (
         torch.cat(stepped_logits(llm.engine.runtime, sequences, lens, chunk=11)) for llm in (wide, narrow)

@@ -46,7 +46,7 @@ def llm(path: Path) -> LLM:
 @pytest.fixture(scope="module")
 def prompts(llm: LLM) -> list[tuple[int, ...]]:
     """As ids, which transformers is given too: its own tokenizer of a GGUF file leaves out the start token."""
-    encoded = [tuple(llm.tokenizer.encode_prompt(prompt)) for prompt in PROMPTS]
+    encoded = [tuple(llm.get_tokenizer().encode_prompt(prompt)) for prompt in PROMPTS]
     assert len(encoded[-1]) > WINDOW + NEW_TOKENS
     return encoded
 

@@ -42,7 +42,7 @@ def expected(llm: LLM, alone: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     eos = llm.engine.generation.eos_token_ids
     return [
-        greedy_tokens(model, llm.tokenizer.encode_prompt(prompt), draft, NEW_TOKENS, eos)
+        greedy_tokens(model, llm.get_tokenizer().encode_prompt(prompt), draft, NEW_TOKENS, eos)
         for prompt, draft in zip(PROMPTS, alone, strict=True)
     ]
 
@@ -78,7 +78,7 @@ def test_chat_answers_through_the_models_own_template(llm: LLM) -> None:
 
 
 def test_an_incomplete_character_at_the_end_is_shown_as_such(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    wave = llm.tokenizer.encode_prompt("🌊")
+    wave = llm.get_tokenizer().encode_prompt("🌊")
     assert len(wave) > 2
     tokens = iter(wave)
     monkeypatch.setattr(Sampled, "read", lambda step: SampledTokens([next(tokens)], [True]))

@@ -26,6 +26,8 @@ from sightline.core.words import MEANINGS, REFUSED, UNSUPPORTED
 from sightline.engine.intake import Intake
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.server.api.schema import SAMPLED, ChatRequest, CompletionRequest
+from sightline.text.tokenizers.tokenizer import Tokenizer
+from support.fake_engine import VOCAB_SIZE, tokenizer_data
 from support.settings_page import PAGE, settings_page
 
 ALIASES = aliases_of(EngineKeywords)
@@ -39,6 +41,7 @@ PARAMETERS: dict[str, Any] = {
     "stop_token_ids": (3,),
     "ignore_eos": True,
     "skip_special_tokens": False,
+    "detokenize": False,
     "repetition_penalty": 1.5,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
@@ -49,15 +52,19 @@ PARAMETERS: dict[str, Any] = {
     "n": 2,
     "logprobs": 3,
     "prompt_logprobs": 2,
+    "truncate_prompt_tokens": 3,
+    "allowed_token_ids": (3, 4),
+    "bad_words": ("x",),
 }
 """A value for each that is not its default."""
 OWN_OPTIONS = {
     "generate": {"text", "as_json", "quiet", "prove"},
-    "chat": {"message", "system", "quiet", "prove"},
+    "chat": {"message", "system", "url", "api_key", "quiet", "prove"},
     "embed": {"texts", "input_path", "input_format", "named_field", "output", "output_format", "truncate"}
     | {"dimensions", "quiet", "prove"},
     "serve": {"name", "prove", "host", "port", "api_key", "served_model_name", "allowed_host", "max_body_bytes"}
-    | {"max_request_cost", "request_timeout", "drain_timeout", "stall_timeout", "log_level"},
+    | {"max_answer_bytes", "max_request_cost", "request_timeout", "drain_timeout", "stall_timeout", "log_level"}
+    | {"text_processes", "text_timeout", "allow_unknown_fields", "cors_origin", "otlp_traces_endpoint"},
 }
 """Options and arguments that say what a command does, not how its engine is set."""
 
@@ -111,10 +118,10 @@ def test_settings_that_are_kept_are_those_of_both_configs() -> None:
 
 def effective(**given: Any) -> EffectiveParams:
     intake = Intake(
-        vocab_size=10,
+        vocab_size=VOCAB_SIZE,
         max_model_len=20,
         generation=GenerationDefaults(frozenset({9})),
-        has_tokenizer=True,
+        tokenizer=Tokenizer.from_data(tokenizer_data()),
         seed=0,
     )
     return intake.request([1], SamplingParams(**given), "x", Terms(), 0.0)[1]
@@ -129,7 +136,8 @@ def test_no_sampling_parameter_is_accepted_and_ignored(name: str) -> None:
 @pytest.mark.parametrize("command", OWN_OPTIONS)
 def test_every_option_is_one_of_a_setting_or_of_the_command_itself(command: str) -> None:
     names = {str(each.name) for each in app.commands[command].params}
-    settings = names - OWN_OPTIONS[command]
+    spellings = {each for setting in stated(EngineConfig).values() for each in setting.flags}
+    settings = names - OWN_OPTIONS[command] - {each[2:].replace("-", "_") for each in spellings}
     assert OWN_OPTIONS[command] <= names
     assert settings <= stated(EngineConfig).keys() | ALIASES.keys() | stated(SamplingParams).keys()
     for name in settings & ALIASES.keys():
@@ -194,7 +202,7 @@ def test_a_setting_and_its_alias_with_different_values_are_refused_with_both_nam
             EngineKeywords(**given)
     if isinstance(value, bool):
         words = [flag(name), flag(target, negated=not other)]
-        if target == "async_scheduling" and not other:
+        if target in ("async_scheduling", "enforce_eager") and not other:
             return
     else:
         words = [flag(name), str(value), flag(target), str(other)]
@@ -227,16 +235,25 @@ def test_a_template_without_a_tokenizer_is_refused() -> None:
         EngineConfig(chat_template="template.jinja", skip_tokenizer_init=True)
 
 
+@pytest.mark.parametrize("given", [{"model": 5}, {"attention_backend": 5}, {"device": 5}], ids=str)
+def test_a_number_for_a_name_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"expected \w+ to be text, got 5"):
+        EngineConfig(**given)
+
+
 @pytest.mark.parametrize("given", [{"tensor_parallel_size": 2}, {"tp": 8}, {"tp_size": 4}], ids=str)
 def test_more_than_one_device_is_not_supported_yet(given: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"expected tensor_parallel_size 1, got \d: more is not supported yet"):
         LLM(**given)  # type: ignore[arg-type]
 
 
-def test_the_share_of_all_memory_is_an_option_and_no_keyword() -> None:
-    assert parsed("serve", "--gpu-memory-utilization", "0.25")["memory_fraction"] == 0.25
-    with pytest.raises(ConfigError, match=r"^gpu_memory_utilization is not supported yet: .* use memory_fraction"):
-        LLM(gpu_memory_utilization=0.9)  # type: ignore[call-arg]
+def test_the_share_of_a_card_has_the_names_of_both_big_engines() -> None:
+    for name in ("gpu_memory_utilization", "mem_fraction_static"):
+        assert parsed("serve", flag(name), "0.25")["memory_fraction"] == 0.25
+        given: dict[str, Any] = {name: 0.25}
+        assert EngineKeywords(**given).memory_fraction == 0.25
+    with pytest.raises(ConfigError, match="gpu_memory_utilization or mem_fraction_static, which are one setting"):
+        EngineKeywords(gpu_memory_utilization=0.8, mem_fraction_static=0.9)
 
 
 UNKNOWN_SETTINGS = {
@@ -245,7 +262,8 @@ UNKNOWN_SETTINGS = {
     "temperature": "temperature is a sampling parameter, not a setting of the engine",
     "n_gpu_layers": "n_gpu_layers is not a setting of the engine; nearest: device",
     "mem_fraction": "mem_fraction is not a setting of the engine; nearest: memory_fraction",
-    "enforce_eager": "enforce_eager is not supported yet: a choice about CUDA graphs, which are not used",
+    "compilation_config": "compilation_config is not supported yet: compiled models",
+    "cuda_graph_max_bs": "cuda_graph_max_bs is not a setting of the engine; nearest: cuda_graph_sizes",
     "pipeline_parallel_size": "pipeline_parallel_size is not supported yet: a model on more than one device",
     "trust_remote_code": "trust_remote_code is not supported: code that comes with a model is never run; leave it out",
     "cache_size": "cache_size is not a setting of the engine; nearest: cache_tokens, kv_cache_dtype",
@@ -255,7 +273,7 @@ UNKNOWN_SETTINGS = {
 UNKNOWN_PARAMETERS = {
     "max_new_tokens": "max_new_tokens is not a sampling parameter; nearest: max_tokens",
     "do_sample": "do_sample is not a sampling parameter; nearest: temperature",
-    "num_beams": "num_beams is not supported yet: beam search",
+    "num_beams": "num_beams is not supported yet: beam search outside LLM.beam_search",
     "guided_json": "guided_json is not supported yet: structured output",
     "max_model_len": "max_model_len is a setting of the engine, not a sampling parameter",
     "top_x": "top_x is not a sampling parameter; nearest: top_p, top_k",
@@ -309,7 +327,8 @@ def test_words_lead_to_names_that_there_are_and_are_none_themselves() -> None:
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
 def test_http_fields_are_the_sampling_parameters_with_their_bounds_and_help(kind: type) -> None:
-    assert set(SAMPLED) == stated(SamplingParams).keys() - {"logprobs"}
+    # Log probabilities have another form over HTTP, and text is what an answer is.
+    assert set(SAMPLED) == stated(SamplingParams).keys() - {"logprobs", "detokenize"}
     schema = msgspec.json.schema(kind)["$defs"][kind.__name__]["properties"]
     for name in SAMPLED:
         setting, described = stated(SamplingParams)[name], schema[name]

@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING
 from sightline.version import __version__
 
 if TYPE_CHECKING:
+    from sightline.async_llm import AsyncLLM
+    from sightline.core.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from sightline.core.errors import SightlineError
     from sightline.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, TextDelta
     from sightline.llm import LLM
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Logprob",
     "RequestOutput",
@@ -29,6 +35,10 @@ __all__ = [
 
 _HOMES = {
     "LLM": "sightline.llm",
+    "AsyncLLM": "sightline.async_llm",
+    "BeamSearchOutput": "sightline.core.beams",
+    "BeamSearchParams": "sightline.core.beams",
+    "BeamSearchSequence": "sightline.core.beams",
     "CompletionOutput": "sightline.core.request",
     "Logprob": "sightline.core.request",
     "RequestOutput": "sightline.core.request",

@@ -15,12 +15,14 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, U
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sightline.core.beams import BeamSearchOutput, BeamSearchParams
 from sightline.core.config import EngineConfig, EngineKeywords, Task
 from sightline.core.errors import ConfigError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
 from sightline.core.request import EmbeddingRequestOutput, RequestOutput, SamplingParams, Terms
 from sightline.core.turns import Turn
+from sightline.engine.beams import BeamSearch
 from sightline.engine.calls import BatchCall, Encoded, SharedEngine, TextStream, refused_output
 from sightline.engine.engine import Engine
 from sightline.engine.text_embedder import TextEmbedder, build_embedder, log_ledger
@@ -34,6 +36,7 @@ from sightline.text.tokenizers.tokenizer import Tokenizer
 logger = logging.getLogger("sightline")
 _InputT = TypeVar("_InputT")
 _T = TypeVar("_T")
+_MadeT = TypeVar("_MadeT")
 _P = ParamSpec("_P")
 
 
@@ -57,6 +60,9 @@ class TemplateSettings(TypedDict, total=False):
     """Variables that a chat template may be given besides the messages."""
 
     add_generation_prompt: bool
+    """Open the assistant's turn; on unless the final message is continued."""
+    continue_final_message: bool
+    """Leave the last message open, so that the answer continues it."""
     tools: Sequence[Mapping[str, object]] | None
     chat_template_kwargs: Mapping[str, object]
     """The template's own switches."""
@@ -66,12 +72,12 @@ EngineSettings: TypeAlias = dict[str, Any]
 """Keywords of `LLM` in a dictionary."""
 
 
-def _configured_by(
-    make: Callable[_P, EngineConfig],
-) -> Callable[[Callable[[_T, EngineConfig], None]], Callable[Concatenate[_T, _P], None]]:
-    """Decorates a constructor that takes a config, so that it takes the keywords of the config instead."""
+def configured_by(
+    make: Callable[_P, _MadeT],
+) -> Callable[[Callable[[_T, _MadeT], None]], Callable[Concatenate[_T, _P], None]]:
+    """Decorates a constructor that takes what `make` makes, so that it takes the keywords of `make` instead."""
 
-    def decorate(construct: Callable[[_T, EngineConfig], None]) -> Callable[Concatenate[_T, _P], None]:
+    def decorate(construct: Callable[[_T, _MadeT], None]) -> Callable[Concatenate[_T, _P], None]:
         def constructor(self: _T, /, *args: _P.args, **settings: _P.kwargs) -> None:
             construct(self, make(*args, **settings))
 
@@ -82,33 +88,69 @@ def _configured_by(
     return decorate
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Opens the model and builds an engine for it, with a progress bar on a terminal."""
-    with _opened(config) as (checkpoint, ledger, on_progress):
-        runtime = build_runtime(config, checkpoint, ledger, on_progress)
+def build_engine(
+    config: EngineConfig, on_loading: Callable[[], None] = lambda: None, temperature: float = 0.0
+) -> Engine:
+    """Opens the model and builds an engine for it, with a progress bar on a terminal.
+
+    Calls `on_loading` before weights are read: by then the model is known to be supported. `temperature` is for
+    requests that name none, unless the model's own files say how to sample.
+    """
+    ledger = Ledger(strict=config.strict)
+    return build_engine_of(config, open_named(config, ledger), ledger, on_loading, temperature)
+
+
+def build_engine_of(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    ledger: Ledger,
+    on_loading: Callable[[], None] = lambda: None,
+    temperature: float = 0.0,
+) -> Engine:
+    """Like `build_engine`, for a checkpoint that is open."""
+    with _loading(checkpoint, on_loading) as (bar, on_progress):
+        capturing = bar.add_task("Capturing CUDA graphs", visible=False)
+
+        def show_captured(done: int, total: int) -> None:
+            bar.update(capturing, completed=done, total=total, visible=True)
+
+        runtime = build_runtime(config, checkpoint, ledger, on_progress, show_captured)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
     if config.chat_template is not None and tokenizer is not None:
         tokenizer = tokenizer.with_template(read_template(Path(config.chat_template)))
     log_ledger(ledger)
-    return Engine(runtime, tokenizer, checkpoint.generation, ledger)
+    return Engine(runtime, tokenizer, checkpoint.generation.with_temperature(temperature), ledger)
 
 
-def open_embedder(config: EngineConfig) -> TextEmbedder:
-    """Opens the model and builds an embedder for it, with a progress bar on a terminal."""
+def open_embedder(config: EngineConfig, on_loading: Callable[[], None] = lambda: None) -> TextEmbedder:
+    """Like `build_engine`, for a model that embeds."""
     if config.model is None:
         raise ConfigError("expected a model to embed with, got none: the default model only generates; name one")
-    with _opened(config) as (checkpoint, ledger, on_progress):
+    ledger = Ledger(strict=config.strict)
+    checkpoint = open_named(config, ledger)
+    with _loading(checkpoint, on_loading) as (_, on_progress):
         return build_embedder(config, checkpoint, ledger, on_progress)
 
 
+def open_named(config: EngineConfig, ledger: Ledger) -> Checkpoint:
+    """Opens the model that a config names, or the default model."""
+    return open_checkpoint(default_model_path() if config.model is None else config.model, ledger)
+
+
 @contextmanager
-def _opened(config: EngineConfig) -> Iterator[tuple[Checkpoint, Ledger, Callable[[int, int], None]]]:
-    """The model on disk, a ledger for it, and how its loading is shown."""
-    ledger = Ledger(strict=config.strict)
-    checkpoint = open_checkpoint(default_model_path() if config.model is None else config.model, ledger)
+def _loading(
+    checkpoint: Checkpoint, on_loading: Callable[[], None]
+) -> Iterator[tuple[Progress, Callable[[int, int], None]]]:
+    """Shows how many tensors of a checkpoint are loaded; yields the progress bar and the function that is told."""
     with _progress_bar(enabled=True) as bar:
         task = bar.add_task(f"Loading {checkpoint.location.name}", total=len(checkpoint.tensors))
-        yield checkpoint, ledger, lambda done, total: bar.update(task, completed=done, total=total)
+
+        def show(done: int, total: int) -> None:
+            if done == 0:
+                on_loading()
+            bar.update(task, completed=done, total=total)
+
+        yield bar, show
 
 
 class LLM:
@@ -119,7 +161,7 @@ class LLM:
     at a time, and refuses a second one with `LaneBusyError`.
     """
 
-    @_configured_by(EngineKeywords)
+    @configured_by(EngineKeywords)
     def __init__(self, config: EngineConfig) -> None:
         """Takes the settings in docs/settings.md as keywords, and other engines' names for them.
 
@@ -129,13 +171,21 @@ class LLM:
         self._generating = None if embeds else SharedEngine(build_engine(config))
         self._embedder = open_embedder(config) if embeds else None
 
+    @classmethod
+    def of(cls, engine: Engine) -> LLM:
+        """An LLM with an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm._generating, llm._embedder = SharedEngine(engine), None
+        return llm
+
     @property
     def engine(self) -> Engine:
         """The engine that runs requests. Raises if the model embeds."""
-        return self._shared.engine
+        return self.shared.engine
 
     @property
-    def _shared(self) -> SharedEngine[Engine]:
+    def shared(self) -> SharedEngine[Engine]:
+        """The engine, as threads share it. Raises if the model embeds."""
         if self._generating is None:
             raise ConfigError("expected a model that generates, got one with task embed; use embed")
         return self._generating
@@ -189,7 +239,7 @@ class LLM:
         """
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         terms = _terms(priority, timeout, len(listed))
-        return self._run(listed, self._encode_prompt, sampling_params, terms, use_tqdm=use_tqdm)
+        return self._run(listed, self.encode_prompt, sampling_params, terms, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -212,6 +262,27 @@ class LLM:
             use_tqdm=use_tqdm,
         )
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt that a search with `beam_width` beams finds, the best first.
+
+        Each token of a beam is a request of its own; prefix caching lets beams share pages. A prompt that cannot run
+        fails alone: `BeamSearchOutput.error` says why.
+        """
+        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
+        engine = self.engine
+        search = BeamSearch(
+            params,
+            engine.generation.eos_token_ids,
+            engine.runtime.config.max_model_len,
+            engine.tokenizer,
+            self._continue,
+        )
+        return search.run([self.encode_prompt(each)[1] for each in listed])
+
+    def _continue(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
+        terms = [Terms()] * len(prompts)
+        return self._run(prompts, lambda tokens: (None, tokens), params, terms, use_tqdm=False)
+
     def stream(
         self,
         prompt: Prompt,
@@ -221,7 +292,7 @@ class LLM:
         timeout: float | None = None,
     ) -> TextStream:
         """Continues a prompt piece by piece. Closing the stream cancels the request and frees its pages."""
-        return self._submit(self._encode_prompt(prompt), sampling_params, Terms(priority=priority, timeout=timeout))
+        return self._submit(self.encode_prompt(prompt), sampling_params, Terms(priority=priority, timeout=timeout))
 
     def stream_chat(
         self,
@@ -248,14 +319,14 @@ class LLM:
         if self._embedder is not None:
             self._embedder.close()
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; an error where it was not loaded."""
-        if self.engine.tokenizer is None:
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode`, `decode` and `apply_chat_template`. Raises if it was not loaded."""
+        tokenizer = self.engine.tokenizer if self._embedder is None else self._embedder.tokenizer
+        if tokenizer is None:
             raise RequestError(
-                "expected prompt_token_ids, got text: the tokenizer was not loaded (skip_tokenizer_init)"
+                "expected a tokenizer, got none: it was not loaded (skip_tokenizer_init); use prompt_token_ids"
             )
-        return self.engine.tokenizer
+        return tokenizer
 
     def _submit(self, encoded: Encoded, sampling_params: SamplingParams | None, terms: Terms) -> TextStream:
         text, token_ids = encoded
@@ -267,25 +338,26 @@ class LLM:
 
         def submit(_turn: Turn) -> TextStream:
             with uninterrupted():
-                return TextStream(self._shared, self.engine.submit(token_ids, params, text, terms))
+                return TextStream(self.shared, self.engine.submit(token_ids, params, text, terms))
 
-        return self._shared.run(submit)
+        return self.shared.run(submit)
 
-    def _encode_prompt(self, prompt: object) -> Encoded:
+    def encode_prompt(self, prompt: object) -> Encoded:
+        """A prompt's text, if it has one, and its tokens."""
         given = _text_or_tokens(prompt)
-        return (given, self.tokenizer.encode_prompt(given)) if isinstance(given, str) else (None, given)
+        return (given, self.get_tokenizer().encode_prompt(given)) if isinstance(given, str) else (None, given)
 
     def _encode_chat(self, messages: Sequence[Message], **settings: Unpack[TemplateSettings]) -> Encoded:
-        template = self.tokenizer.chat_template
-        if template is None:
-            raise RequestError("expected a model with a chat template, got one without; use generate")
-        rendered = template.render(
+        continues = settings.get("continue_final_message", False)
+        rendered = self.get_tokenizer().apply_chat_template(
             messages,
-            add_generation_prompt=settings.get("add_generation_prompt", True),
+            tokenize=False,
+            add_generation_prompt=settings.get("add_generation_prompt", not continues),
+            continue_final_message=continues,
             tools=settings.get("tools"),
             **settings.get("chat_template_kwargs", {}),
         )
-        return rendered, self.tokenizer.encode_rendered(rendered)
+        return rendered, self.get_tokenizer().encode_rendered(rendered)
 
     def _run(
         self,
@@ -299,7 +371,7 @@ class LLM:
         asked = SamplingParams() if sampling_params is None else sampling_params
         params = _spread(asked, len(inputs), "SamplingParams")
         counts = [each.n for each in params]
-        call = BatchCall(self._shared, self.engine, inputs, encode, params, terms, counts, refused_output)
+        call = BatchCall(self.shared, self.engine, inputs, encode, params, terms, counts, refused_output)
         with _progress_bar(enabled=use_tqdm) as bar:
             task = bar.add_task("Generating", total=len(inputs))
             return call.run(lambda count: bar.update(task, completed=count))

@@ -234,3 +234,35 @@ def test_a_poisoned_buffer_shows_what_is_read_before_it_is_filled_at_every_plan(
         assert (slots == 1).all()
         bias.zero_()
         slots.fill_(5)
+
+
+def test_pinned_buffers_keep_their_addresses_or_the_plan_is_refused() -> None:
+    memory = plan_memory()
+    for _ in range(2):
+        memory.begin()
+        memory.part("a").take("x", (3,), torch.int64)
+        memory.part("b").take("y", (5,), torch.int32)
+        memory.pin()
+        memory.require_pinned()
+    memory.begin()
+    memory.part("a").take("x", (100,), torch.int64)
+    memory.part("b").take("y", (5,), torch.int32)
+    with pytest.raises(PlanError, match=r"at their captured addresses, got others for b\.y; its backend must take"):
+        memory.require_pinned()
+    memory.begin()
+    with pytest.raises(PlanError, match=r"captured addresses, got others for a\.x, b\.y"):
+        memory.require_pinned()
+
+
+def test_pinned_buffers_do_not_grow() -> None:
+    memory = plan_memory()
+    memory.begin()
+    memory.part("a").take("x", (3,), torch.int64)
+    memory.pin()
+    memory.begin()
+    memory.part("a").take("x", (3,), torch.int64)
+    with pytest.raises(PlanError, match=r"bytes, as a graph was captured with, got 1,048,832 up to a\.y"):
+        memory.part("a").take("y", (1 << 20,), torch.uint8)
+    memory.begin()
+    memory.part("a").take("x", (3,), torch.int64)
+    memory.require_pinned()

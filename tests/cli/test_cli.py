@@ -176,7 +176,6 @@ def test_bad_input_ends_the_process_with_a_message_and_no_traceback() -> None:
         ["throughput", "--num-prompts", "0"],
         ["growth", "--num-steps", "0"],
         ["growth", "--rows", "1,0"],
-        ["profile", "--num-steps", "0"],
     ],
 )
 def test_a_measurement_of_nothing_is_refused(flags: list[str]) -> None:

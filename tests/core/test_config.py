@@ -10,10 +10,11 @@ import torch
 
 from sightline.core import resolution as resolution_module
 from sightline.core.config import PADDING_PAGES, EngineConfig, Quantization
-from sightline.core.device import Device, DeviceKind
+from sightline.core.device import Device, DeviceKind, DeviceMemory
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
-from sightline.core.resolution import SCRATCH_SHARE, ModelFacts, ResolvedConfig, resolve
+from sightline.core.memory import LEAST_RESERVE, RESERVE_SHARE, SCRATCH_SHARE
+from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 CUDA = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
@@ -30,7 +31,7 @@ def resolved(config: EngineConfig, facts: ModelFacts = FACTS, device: Device = C
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Plenty of memory, and instructions for every dtype, whatever the machine, until a test says otherwise."""
-    monkeypatch.setattr(resolution_module, "available_bytes", lambda device: 1 << 40)
+    set_memory(monkeypatch, DeviceMemory(1 << 40, 1 << 40, 0))
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     return monkeypatch
 
@@ -38,7 +39,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def give(memory: pytest.MonkeyPatch, num_bytes: int) -> None:
     """Memory of `num_bytes` for fp32 weights and cache, with the share for scratch memory on top."""
     scratch = max(0, num_bytes - WEIGHT_BYTES - 1) // (SCRATCH_SHARE - 1)
-    memory.setattr(resolution_module, "available_bytes", lambda device: num_bytes + scratch)
+    set_memory(memory, DeviceMemory(num_bytes + scratch, num_bytes + scratch, 0))
+
+
+def set_memory(monkeypatch: pytest.MonkeyPatch, memory: DeviceMemory) -> None:
+    monkeypatch.setattr(resolution_module, "device_memory", lambda device: memory)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -173,6 +178,7 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
         page_size=8,
         num_pages=101,
         scratch_bytes=config.scratch_bytes,
+        memory=config.memory,
         prefix_caching=False,
         max_queued=70,
         async_scheduling=True,
@@ -254,7 +260,64 @@ def test_a_share_of_memory_for_a_cache_that_is_not_there_is_said_to_change_nothi
     assert [(entry.subject, entry.outcome) for entry in ledger.degradations] == [
         ("memory_fraction", "0.9 changes nothing: texts are embedded without a cache")
     ]
-    resolve(EngineConfig(task="embed", memory_fraction=0.5), FACTS, CPU, Ledger(strict=True))
+    resolve(EngineConfig(task="embed"), FACTS, CPU, Ledger(strict=True))
+    resolve(EngineConfig(task="embed", memory_fraction=0.8), FACTS, CUDA, Ledger(strict=True))
+
+
+GIB = 1 << 30
+CARD = DeviceMemory(total_bytes=100 * GIB, free_bytes=98 * GIB, held_bytes=0)
+ON_CARD = ModelFacts(
+    max_positions=1 << 20, weight_elements=8 * GIB, quantised_bytes=0, cache_elements_per_token=1 << 16
+)
+"""16 GiB of weights and 128 KiB of cache a token in bf16: more than the card can hold."""
+RESERVE = 2 * GIB
+
+
+def cache_bytes(config: ResolvedConfig) -> int:
+    return config.num_pages * config.page_size * (1 << 17)
+
+
+@pytest.mark.parametrize(
+    ("asked", "card", "expected"),
+    [
+        (None, CARD, 90 * GIB),
+        (0.5, CARD, 50 * GIB),
+        (1.0, CARD, 98 * GIB),
+        (0.9, replace(CARD, free_bytes=60 * GIB), 60 * GIB),
+        (0.9, replace(CARD, free_bytes=60 * GIB, held_bytes=38 * GIB), 52 * GIB),
+        (0.9, replace(CARD, free_bytes=90 * GIB, held_bytes=8 * GIB), 82 * GIB),
+    ],
+    ids=["default", "half", "all", "others hold 40", "this process holds 38", "it holds 8"],
+)
+def test_a_process_takes_its_share_of_the_whole_card(
+    memory: pytest.MonkeyPatch, asked: float | None, card: DeviceMemory, expected: int
+) -> None:
+    set_memory(memory, card)
+    config = resolve(EngineConfig(memory_fraction=asked), ON_CARD, CUDA, Ledger())
+    assert max(LEAST_RESERVE, CARD.total_bytes // RESERVE_SHARE) == RESERVE
+    taken = 16 * GIB + RESERVE + config.scratch_bytes + cache_bytes(config)
+    page = 64 << 17
+    assert expected - page < taken <= expected
+
+
+def test_weights_that_do_not_fit_the_share_of_a_card_are_refused_with_the_numbers(memory: pytest.MonkeyPatch) -> None:
+    set_memory(memory, CARD)
+    resolve(EngineConfig(memory_fraction=0.19), ON_CARD, CUDA, Ledger())
+    for task in ("generate", "embed"):
+        with pytest.raises(
+            ConfigError,
+            match=r"fit 0\.17 of the card, got [\d,]+ bytes too many \(98\.00 GiB free of 100\.00 GiB, .* may "
+            r"hold 17\.00 GiB and holds 0\.00 GiB; weights 16\.00 GiB, .* reserve 2\.00 GiB\); raise memory_fraction",
+        ):
+            resolve(EngineConfig(task=task, memory_fraction=0.17), ON_CARD, CUDA, Ledger())
+
+
+def test_a_cache_that_does_not_fit_the_share_of_a_card_is_refused_with_the_numbers(memory: pytest.MonkeyPatch) -> None:
+    set_memory(memory, CARD)
+    tokens = resolve(EngineConfig(), ON_CARD, CUDA, Ledger()).cache_tokens
+    resolve(EngineConfig(cache_tokens=tokens), ON_CARD, CUDA, Ledger())
+    with pytest.raises(ConfigError, match=r"lower cache_tokens \(98\.00 GiB free of 100\.00 GiB, .* hold 90\.00 GiB"):
+        resolve(EngineConfig(cache_tokens=tokens + 64), ON_CARD, CUDA, Ledger())
 
 
 @pytest.mark.parametrize(("dtype", "told"), [("bfloat16", ["dtype"]), ("float32", []), ("auto", [])])
@@ -351,3 +414,54 @@ def test_a_cache_that_is_not_set_aside_is_told(asked: dict[str, int]) -> None:
     assert [entry.subject for entry in ledger] == [*asked]
     with pytest.raises(ConfigError, match=next(iter(asked))):
         resolved(config)
+
+
+def graph_sizes(asked: str | None, ledger: Ledger | None = None, **settings: Any) -> tuple[int, ...]:
+    config = EngineConfig(cuda_graph_sizes=asked, **settings)
+    return resolve(config, FACTS, CUDA, ledger or Ledger(strict=True)).graph_sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows", "expected"),
+    [
+        (None, 64, ()),
+        ("8,2, 2,1", 64, (1, 2, 8)),
+        ("auto", 1, (1,)),
+        ("auto", 20, (1, 2, 4, 8, 16, 20)),
+        ("auto", 64, (1, 2, 4, 8, 16, 24, 32, 48, 64)),
+        ("auto", 200, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 200)),
+    ],
+)
+def test_steps_are_captured_for_the_sizes_that_are_asked_for(
+    asked: str | None, rows: int, expected: tuple[int, ...]
+) -> None:
+    assert graph_sizes(asked, max_num_seqs=rows) == expected
+
+
+@pytest.mark.parametrize("asked", ["", "0", "1,,2", "-1", "1;2", "1.5", "all", "9" * 5000])
+def test_sizes_that_are_no_numbers_are_refused(asked: str) -> None:
+    with pytest.raises(ConfigError, match="expected cuda_graph_sizes auto, or numbers from 1 such as 1,2,4,8, got"):
+        graph_sizes(asked)
+
+
+def test_sizes_that_no_step_can_have_are_told() -> None:
+    ledger = Ledger()
+    assert graph_sizes("4,8,16,32", ledger, max_num_seqs=8) == (4, 8)
+    assert graph_sizes("64", ledger, max_num_seqs=8) == ()
+    assert [each.outcome for each in ledger.degradations] == [
+        "16, 32 left out: a step has at most 8 rows",
+        "64 left out: a step has at most 8 rows",
+    ]
+
+
+def test_a_cache_of_few_pages_bounds_the_sizes() -> None:
+    assert graph_sizes("auto", max_num_seqs=64, cache_tokens=640, max_model_len=64, page_size=64) == (1, 2, 4, 8, 10)
+
+
+def test_graphs_on_a_cpu_are_told_and_eager_is_always_fine() -> None:
+    ledger = Ledger()
+    assert resolve(EngineConfig(cuda_graph_sizes="auto"), FACTS, CPU, ledger).graph_sizes == ()
+    assert [each.subject for each in ledger.degradations] == ["cuda_graph_sizes"]
+    assert resolved(EngineConfig(enforce_eager=True)).graph_sizes == ()
+    with pytest.raises(ConfigError, match="expected cuda_graph_sizes or enforce_eager, got both; leave one out"):
+        EngineConfig(enforce_eager=True, cuda_graph_sizes="auto")

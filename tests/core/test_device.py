@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from sightline.core import device as device_module
-from sightline.core.device import Device, DeviceKind, available_bytes, detect_device, lacks_products
+from sightline.core.device import (
+    Device,
+    DeviceKind,
+    DeviceMemory,
+    available_bytes,
+    detect_device,
+    device_memory,
+    lacks_products,
+)
 from sightline.core.errors import ConfigError
 
 WriteFiles = Callable[[Path, str, str], None]
@@ -89,6 +97,20 @@ def test_cuda_is_identified_by_its_own_index_name_and_capability(monkeypatch: py
 def test_memory_of_a_cuda_device_is_what_the_driver_calls_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 + device.index, 9000))
     assert available_bytes(Device(DeviceKind.CUDA, torch.device("cuda", 2), "card", (9, 0))) == 1002
+
+
+def test_memory_of_a_card_is_read_after_torch_gave_back_what_it_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = [300]
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000 - sum(cached), 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40 + sum(cached))
+    card = Device(DeviceKind.CUDA, torch.device("cuda", 2), "card", (9, 0))
+    assert device_memory(card) == DeviceMemory(total_bytes=9000, free_bytes=1000, held_bytes=40)
+
+
+def test_a_cpu_has_the_memory_that_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "available_bytes", lambda device: 500)
+    assert device_memory(CPU) == DeviceMemory(total_bytes=500, free_bytes=500, held_bytes=0)
 
 
 @pytest.mark.parametrize(("host", "container"), [(500, 700), (700, 500)])

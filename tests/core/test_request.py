@@ -30,7 +30,8 @@ NUMBERS = {
 }
 INTEGERS = {
     "seed": (0, MAX_SEED),
-    "max_tokens": (1, 2**31 - 1),
+    "max_tokens": (0, 2**31 - 1),
+    "truncate_prompt_tokens": (-1, 2**31 - 1),
     "n": (1, MAX_CONTINUATIONS),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
@@ -101,8 +102,9 @@ def test_an_integer_too_large_for_a_float_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", INTEGERS)
 def test_an_integer_is_taken_at_both_ends_of_its_range_and_refused_beyond(name: str) -> None:
     low, high = INTEGERS[name]
+    scored = {"prompt_logprobs": 0} if name == "max_tokens" else {}
     for value in (low, high):
-        assert getattr(SamplingParams(**{name: value}), name) == value  # type: ignore[arg-type]
+        assert getattr(SamplingParams(**scored | {name: value}), name) == value  # type: ignore[arg-type]
     for value in (low - 1, high + 1):
         settings: dict[str, Any] = {name: value}
         with pytest.raises(RequestError, match=f"expected {name} between {low} and {high}, got {value}"):
@@ -256,3 +258,47 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_position(token: object
 def test_a_prompt_that_is_an_array_is_a_request_error() -> None:
     with pytest.raises(RequestError):
         check_prompt(np.array([1, 2, 30]), vocab_size=10, max_model_len=10)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "expected max_tokens of at least 1, got 0"),
+        ({"truncate_prompt_tokens": 0}, "expected truncate_prompt_tokens of at least 1, or -1, got 0"),
+        ({"allowed_token_ids": []}, "expected allowed_token_ids with at least one token"),
+        ({"allowed_token_ids": [1, -1]}, "every allowed_token_ids entry"),
+        ({"allowed_token_ids": "1"}, "expected allowed_token_ids to be a list"),
+        ({"bad_words": "word"}, "expected bad_words to be a list of strings"),
+        ({"bad_words": [5]}, "expected bad_words to be a list of strings"),
+        ({"bad_words": ["a", " "]}, "expected bad_words with more than spaces"),
+        ({"bad_words": ["a"] * 129}, "expected at most 128 bad_words"),
+        ({"bad_words": ["a" * 8193]}, "of 8192 characters in all, got 1 of 8193"),
+    ],
+)
+def test_what_no_token_can_be_chosen_with_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**settings)
+
+
+def test_allowed_tokens_are_kept_in_order_and_once() -> None:
+    params = SamplingParams(allowed_token_ids=[5, 1, 5])
+    assert params.allowed_token_ids == (1, 5)
+    assert params.allowed is not None
+    assert params.allowed.packed is params.allowed.packed
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, 30),
+        ({"truncate_prompt_tokens": 3}, 3),
+        ({"truncate_prompt_tokens": 99}, 30),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 5}, 15),
+        ({"truncate_prompt_tokens": -1, "max_tokens": None}, 19),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 50}, 1),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 0, "prompt_logprobs": 0}, 19),
+    ],
+)
+def test_truncation_keeps_the_last_tokens_of_a_prompt(settings: dict[str, Any], kept: int) -> None:
+    prompt = list(range(30))
+    assert SamplingParams(**settings).cut(prompt, 20) == prompt[30 - kept :]

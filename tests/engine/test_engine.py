@@ -83,6 +83,7 @@ def test_the_seed_decides_and_is_echoed(folder: Path) -> None:
     assert len(set(answers(outputs))) > 1, "without a seed each request draws its own"
     params = outputs[0].params
     assert params is not None
+    assert all(output.params is not None and output.params.seed < 2**53 for output in outputs), "JSON cannot hold it"
     repeated = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, seed=params.seed)
     assert answers(llm.generate(prompts, repeated)) == [outputs[0].outputs[0].token_ids] * 4
 

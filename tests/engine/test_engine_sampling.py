@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
+import numpy
 import pytest
 import tokenizers
 import torch
@@ -15,11 +16,14 @@ from transformers import PreTrainedModel
 
 from sightline import LLM, RequestOutput, SamplingParams, TextDelta
 from sightline.core.errors import RequestError
-from sightline.core.request import CompletionOutput, PositionLogprobs
+from sightline.core.request import CompletionOutput, PositionLogprobs, Terms
 from sightline.engine.calls import SharedEngine
 from sightline.engine.engine import Engine
+from sightline.engine.intake import Intake
 from sightline.engine.live import LiveSequence
+from sightline.engine.live import start as start_sequences
 from sightline.llm import EngineSettings, TokensPrompt
+from sightline.models.loading.generation import GenerationDefaults
 from sightline.scheduler.sequence import SequenceState
 from sightline.text.detokenizer import _ByteLevel
 from sightline.text.tokenizers.tokenizer import PromptTokens, Tokenizer
@@ -83,7 +87,7 @@ def with_changes(params: SamplingParams, **changes: object) -> SamplingParams:
 
 
 def text_of(llm: LLM, tokens: tuple[int, ...]) -> str:
-    return llm.tokenizer.decode(tokens)
+    return llm.get_tokenizer().decode(tokens)
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -401,6 +405,29 @@ def test_an_interruption_while_a_token_becomes_text_loses_no_text(
             interruptions += 1
     assert interruptions > 10
     assert engine.pop_output(request).outputs[0] == expected
+
+
+def test_a_large_bias_is_read_once_for_all_prompts_and_continuations() -> None:
+    """49,000 biases for 20 prompts took 2.6 s of the engine's loop, while everybody waited."""
+    intake = Intake(
+        vocab_size=50_000,
+        max_model_len=64,
+        generation=GenerationDefaults(frozenset()),
+        tokenizer=None,
+        seed=0,
+    )
+    params = SamplingParams(logit_bias=dict.fromkeys(range(49_000), 1), n=3)
+    adjustments = []
+    for _ in range(2):
+        request, asked = intake.request([1], params, None, Terms(), 0.0)
+        adjustments += [live.adjustment for live in start_sequences(request, asked, None)]
+    first = adjustments[0]
+    assert first is not None
+    assert (first.bias_tokens[[0, -1]].tolist(), set(first.bias_values.tolist())) == ([0, 48_999], {1.0})
+    for each in adjustments:
+        assert each is not None
+        assert numpy.shares_memory(each.bias_tokens, first.bias_tokens)
+        assert numpy.shares_memory(each.bias_values, first.bias_values)
 
 
 def test_a_refused_request_has_as_many_outputs_as_one_that_fails_while_it_runs(folder: Path) -> None:

@@ -231,6 +231,27 @@ def test_a_device_fault_is_one_error_of_ours() -> None:
     assert not issubclass(torch.OutOfMemoryError, torch.AcceleratorError), "want of memory is survived"
 
 
+def test_a_step_whose_results_cannot_be_read_fails_its_rows_and_no_later_request(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = llm.engine
+    requests = [engine.submit(prompt, GREEDY) for prompt in random_prompts(LENGTHS)]
+
+    def unreadable(_: Sampled) -> None:
+        raise MemoryError("no room for the tokens")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampled, "read", unreadable)
+        for _ in range(20):
+            engine.step()
+    for request in requests:
+        output = engine.pop_output(request)
+        assert (output.error, output.outputs[0].finish_reason) == ("MemoryError: no room for the tokens", "error")
+    assert not engine.has_work
+    [output] = llm.generate({"prompt_token_ids": random_prompts([5])[0]}, GREEDY)
+    assert output.error is None
+
+
 @pytest.mark.parametrize("where", ["append", "clear"])
 def test_a_device_that_dies_while_pages_move_answers_everybody_too(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str
@@ -268,7 +289,7 @@ def test_log_probabilities_that_cannot_be_told_fail_their_request_alone(
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory for log probabilities")
 
-    monkeypatch.setattr("sightline.engine.sampled.token_logprobs", no_memory)
+    monkeypatch.setattr("sightline.engine.sampled.score_tokens", no_memory)
     engine = llm.engine
     requests = [
         engine.submit(prompt, replace(GREEDY, logprobs=1 if index == 1 else None))

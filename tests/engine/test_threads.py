@@ -91,7 +91,7 @@ def hold_step(llm: LLM, patch: pytest.MonkeyPatch) -> Hold:
 
 def waiting(llm: LLM, count: int) -> Callable[[], bool]:
     """True when so many threads wait for a turn."""
-    return lambda: len(llm._shared._turns._queue) == count
+    return lambda: len(llm.shared._turns._queue) == count
 
 
 def check_at_rest(llm: LLM) -> None:
@@ -99,7 +99,7 @@ def check_at_rest(llm: LLM) -> None:
     assert not llm.engine.has_work
     assert llm.engine._live == {}
     assert is_at_rest(llm)
-    calls = llm._shared._turns
+    calls = llm.shared._turns
     assert calls._inside is calls._driver is None
     assert not calls._queue
     assert not calls._asleep
@@ -440,7 +440,7 @@ def test_every_thread_works_on_the_stream_that_the_engine_was_built_on(
         assert current.is_set
         forget(request_id)
 
-    monkeypatch.setattr(llm._shared, "_on_stream", stream)
+    monkeypatch.setattr(llm.shared, "_on_stream", stream)
     monkeypatch.setattr(llm.engine, "step", check_step)
     monkeypatch.setattr(llm.engine, "forget", check_forget)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import cast
 
 import pytest
+import torch
+from torch import Tensor
 
 from sightline import LLM, RequestOutput, SamplingParams
 from sightline.core.request import Terms
 from sightline.engine.engine import Engine
 from sightline.llm import EngineSettings, TokensPrompt
+from sightline.runner.sampling.sampler import Chosen, RowSampling, choose, choose_unread
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
@@ -81,6 +85,59 @@ def test_answers_are_those_of_steps_one_after_the_other(folder: Path, changes: d
             assert [list(entry) for entry in each.logprobs or ()] == [list(entry) for entry in other.logprobs or ()]
     assert is_at_rest(llm)
     assert llm.engine.in_flight == ()
+
+
+def test_the_form_of_a_gpu_gives_the_answers_of_the_cpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = ask(tiny(folder, async_scheduling=False), VARIED)
+
+    def as_on_a_gpu(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor) -> Chosen:
+        return Chosen(choose_unread(logits, rows, inputs), choose(logits, rows, inputs).finite)
+
+    monkeypatch.setattr("sightline.engine.sampled.choose", as_on_a_gpu)
+    outputs = ask(tiny(folder), VARIED)
+    assert [[each.token_ids for each in output.outputs] for output in outputs] == [
+        [each.token_ids for each in output.outputs] for output in expected
+    ]
+
+
+def test_a_default_device_of_the_callers_changes_no_answer(folder: Path) -> None:
+    expected = ask(tiny(folder), VARIED)
+    llm = tiny(folder)
+    with torch.device("meta"):
+        outputs = ask(llm, VARIED)
+    assert [[each.token_ids for each in output.outputs] for output in outputs] == [
+        [each.token_ids for each in output.outputs] for output in expected
+    ]
+
+
+def test_an_autocast_of_the_callers_changes_no_answer(folder: Path) -> None:
+    asked = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+    expected = ask(tiny(folder), asked)
+    llm = tiny(folder)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = ask(llm, asked)
+    assert [output.outputs[0].logprobs for output in outputs] == [output.outputs[0].logprobs for output in expected]
+
+
+ADJUSTED = SamplingParams(
+    temperature=0.7, seed=3, max_tokens=12, ignore_eos=True, repetition_penalty=1.5, frequency_penalty=0.8, min_tokens=3
+)
+
+
+@pytest.mark.parametrize(
+    ("params", "num_steps"), [(ADJUSTED, 13), (replace(ADJUSTED, logit_bias={3: 5.0}, allowed_token_ids=[3, 4, 5]), 13)]
+)
+def test_rows_with_penalties_do_not_wait_for_a_commit(folder: Path, params: SamplingParams, num_steps: int) -> None:
+    [prompt] = random_prompts([5])
+    expected = tiny(folder, async_scheduling=False).generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+    engine = tiny(folder).engine
+    request = engine.submit(prompt, params)
+    steps = 0
+    while engine.has_work:
+        engine.step()
+        steps += 1
+    assert engine.pop_output(request).outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert steps == num_steps
 
 
 def test_the_next_step_is_launched_before_the_last_is_committed(folder: Path) -> None:

@@ -17,6 +17,7 @@ KERNELS = Path(next(iter(sightline.kernels.triton.__path__)))
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(900)
 def test_every_kernel_compiles_for_sm90(tmp_path: Path) -> None:
     environment = with_support("TRITON_INTERPRET") | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "support.sm90_launches"]

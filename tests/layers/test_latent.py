@@ -14,9 +14,9 @@ from sightline.attention.spec import LatentSpec
 from sightline.layers.latent import LatentAttention, QueryUp
 from sightline.layers.linear import Linear
 from sightline.layers.norm import RmsNorm
-from sightline.layers.rotary import Halves, Rotary, RotarySpec
+from sightline.layers.rotary import RotarySpec
 from sightline.layers.sink import Written
-from support.layers import dense, scratch_for
+from support.layers import dense, make_table, rotate, scratch_for
 
 HIDDEN, HEADS, NOPE, ROPE, LATENT, VALUE, RANK = 16, 3, 5, 4, 6, 7, 9
 SPEC = LatentSpec(HEADS, LATENT, ROPE, NOPE, VALUE, scale=1.0)
@@ -64,7 +64,7 @@ def normed(norm: RmsNorm, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("num_tokens", [0, 1, 5, 20, 64])
 def test_inputs_and_output(rank: int | None, num_tokens: int) -> None:
     layer, x = make_layer(rank), normal(num_tokens, HIDDEN, seed=8)
-    table = Rotary(RotarySpec(ROPE, 50.0), x.device).table(torch.arange(3, 3 + num_tokens), x.dtype)
+    table = make_table(RotarySpec(ROPE, 50.0), torch.arange(3, 3 + num_tokens), x.dtype)
     planned, out = Recording(normal(num_tokens, HEADS, VALUE, seed=9)), torch.full_like(x, torch.nan)
     layer(x, Written(out), cast(PlannedBatch, planned), table, scratch_for(x))
     [(number, inputs)] = planned.asked
@@ -73,8 +73,7 @@ def test_inputs_and_output(rank: int | None, num_tokens: int) -> None:
     if layer.query_up is not None:
         side = normed(layer.query_up.norm, side) @ dense(layer.query_up.projection).weight.T
     unturned = torch.cat((side[:, HEADS * NOPE :], k_rope), dim=1).view(num_tokens, HEADS + 1, ROPE)
-    rotated = torch.empty_like(unturned)
-    table.rotate(Halves.of(unturned), Halves.of(rotated))
+    rotated = rotate(table, unturned)
     expected = LatentInputs(
         q_nope=side[:, : HEADS * NOPE].view(num_tokens, HEADS, NOPE),
         q_rope=rotated[:, :HEADS],

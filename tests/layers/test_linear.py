@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sightline.kernels.block_product import Int4PackProduct
 from sightline.kernels.block_weights import BlockWeights, CodeBits
+from sightline.layers.activation import Activation
 from sightline.layers.linear import BlockLinear, Linear
-from sightline.layers.mlp import Activation, GatedMlp
+from sightline.layers.mlp import GatedMlp
 from support.layers import feed, project
 
 ROWS = [0, 1, 7, 8, 16, 48, 49, 128]

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sightline.layers.activation import Activation, ClampedSwiglu, Gate
 from sightline.layers.linear import Linear, Projection
-from sightline.layers.mlp import Activation, GatedMlp
-from sightline.layers.moe import ClampedSwiglu, Expert, ExpertMlp, Gate, gated
+from sightline.layers.mlp import GatedMlp
+from sightline.layers.moe import Expert, ExpertMlp, SeparateExperts
 from sightline.layers.routing import Routing, Share
 from sightline.layers.sink import Added, Sink, Written
-from support.layers import dense, feed, project, scratch_for
+from support.layers import TORCH, dense, experts_of, feed, project, scratch_for
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, PER_TOKEN = 12, 10, 6, 3
 CLAMPED = ClampedSwiglu(alpha=1.7, limit=0.8)
@@ -32,7 +33,7 @@ def make_layer(share: Share = Share.OF_CHOSEN, gate: Gate = Activation.SILU, *, 
         Expert(linear(2 * INTERMEDIATE, HIDDEN, 10 * i), linear(HIDDEN, INTERMEDIATE, 10 * i + 5), gate)
         for i in range(NUM_EXPERTS)
     )
-    return ExpertMlp(linear(NUM_EXPERTS, HIDDEN, 999), Routing(NUM_EXPERTS, PER_TOKEN, share), experts)
+    return ExpertMlp(linear(NUM_EXPERTS, HIDDEN, 999), Routing(NUM_EXPERTS, PER_TOKEN, share), SeparateExperts(experts))
 
 
 def one_token(layer: ExpertMlp, x: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ def one_token(layer: ExpertMlp, x: Tensor) -> Tensor:
     shares = logits.exp() / (logits.exp() if layer.routing.share is Share.OF_ALL else logits[chosen].exp()).sum()
     result = torch.zeros(HIDDEN, dtype=torch.float64)
     for number in chosen:
-        expert = layer.experts[number]
+        expert = experts_of(layer)[number]
         gate, up = apply(expert.gate_up, x.double()).chunk(2)
         if isinstance(expert.gate, ClampedSwiglu):
             gate = torch.minimum(gate, torch.tensor(expert.gate.limit))
@@ -88,7 +89,7 @@ def test_the_correction_chooses_and_does_not_weigh() -> None:
     correction = torch.tensor([0.0, 9.0, 0.0, 9.0, 0.0, 9.0])
     corrected = replace(layer, routing=replace(layer.routing, corrected=True), correction=correction)
     scores = project(layer.router, x).softmax(dim=-1)
-    expected = sum(scores[:, i : i + 1] * layer.experts[i](x) for i in (1, 3, 5))
+    expected = sum(scores[:, i : i + 1] * experts_of(layer)[i](x, scratch_for(x)) for i in (1, 3, 5))
     torch.testing.assert_close(feed(corrected, x), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -130,7 +131,7 @@ def test_the_router_chooses_in_fp32_under_a_smaller_dtype() -> None:
     low = ExpertMlp(
         layer.router,
         layer.routing,
-        tuple(Expert(lowered(expert.gate_up), lowered(expert.down), expert.gate) for expert in layer.experts),
+        SeparateExperts(tuple(Expert(lowered(x.gate_up), lowered(x.down), x.gate) for x in experts_of(layer))),
     )
     assert feed(low, x).isfinite().all()
     assert low.routing.choose(project(low.router, x.float()))[1].dtype == torch.float32
@@ -139,6 +140,12 @@ def test_the_router_chooses_in_fp32_under_a_smaller_dtype() -> None:
 
 def lowered(projection: Projection) -> Linear:
     return Linear(dense(projection).weight.bfloat16())
+
+
+def gated(kind: Gate, gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.full_like(gate, torch.nan)
+    TORCH.gate(kind, gate, up, out)
+    return out
 
 
 def test_gates() -> None:

@@ -13,17 +13,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from sightline.layers.rotary import (
     FrequencyFactors,
-    Halves,
     LinearScaling,
     Llama3Scaling,
-    Rotary,
     RotarySpec,
-    RotaryTable,
     YarnScaling,
     inverse_frequencies,
 )
+from support.layers import make_table, rotate
 
-CPU = torch.device("cpu")
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -55,12 +52,6 @@ CASES: dict[str, Case] = {
 all_cases = pytest.mark.parametrize(("parameters", "spec"), CASES.values(), ids=CASES.keys())
 
 
-def rotate(table: RotaryTable, x: Tensor) -> Tensor:
-    out = torch.full_like(x, torch.nan)
-    table.rotate(Halves.of(x), Halves.of(out))
-    return out
-
-
 def llama_config(parameters: dict[str, object], spec: RotarySpec) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=2 * spec.head_dim,
@@ -77,7 +68,7 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, object], sp
     if parameters["rope_type"] == "default":
         expected, attention_factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
     else:
-        expected, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, CPU)
+        expected, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
     assert spec.amplitude == pytest.approx(attention_factor, rel=1e-12)
     assert inverse_frequencies(spec).dtype == torch.float32
     torch.testing.assert_close(inverse_frequencies(spec), expected, rtol=1e-6, atol=0.0)
@@ -90,7 +81,7 @@ def test_rotated_heads_are_those_of_transformers(parameters: dict[str, object], 
     embedding = LlamaRotaryEmbedding(llama_config(parameters, spec))
     cos, sin = embedding(x, positions.unsqueeze(0))
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1).unsqueeze(0), x.transpose(0, 1).unsqueeze(0), cos, sin)
-    rotated = rotate(Rotary(spec, CPU).table(positions, torch.float32), x)
+    rotated = rotate(make_table(spec, positions, torch.float32), x)
     torch.testing.assert_close(rotated, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
@@ -123,7 +114,7 @@ def test_a_rotation_multiplies_the_norm_of_every_pair_by_the_amplitude(
 ) -> None:
     half = spec.head_dim // 2
     x = normal(6, 3, spec.head_dim)
-    table = Rotary(spec, CPU).table(torch.tensor([0, 1, 5, 99, 1000, 4095]), torch.float32)
+    table = make_table(spec, torch.tensor([0, 1, 5, 99, 1000, 4095]), torch.float32)
     rotated = rotate(table, x)
     before, after = (torch.hypot(t[..., :half], t[..., half:]) for t in (x, rotated))
     torch.testing.assert_close(after, before * spec.amplitude, rtol=1e-5, atol=1e-6)
@@ -132,24 +123,24 @@ def test_a_rotation_multiplies_the_norm_of_every_pair_by_the_amplitude(
 
 def test_position_zero_rotates_nothing() -> None:
     x = normal(1, 2, 64)
-    assert torch.equal(rotate(Rotary(RotarySpec(64, 10000.0), CPU).table(torch.tensor([0]), torch.float32), x), x)
+    assert torch.equal(rotate(make_table(RotarySpec(64, 10000.0), torch.tensor([0]), torch.float32), x), x)
 
 
 def test_products_depend_only_on_the_distance_of_positions() -> None:
-    rotary = Rotary(RotarySpec(32, 100.0), CPU)
+    spec = RotarySpec(32, 100.0)
     q, k = normal(2, 1, 32)
     products = []
     for start in (0, 3, 90):
-        q_at, k_at = (rotary.table(torch.tensor([at]), torch.float32) for at in (start + 7, start))
+        q_at, k_at = (make_table(spec, torch.tensor([at]), torch.float32) for at in (start + 7, start))
         products.append((rotate(q_at, q.unsqueeze(0)) * rotate(k_at, k.unsqueeze(0))).sum())
     torch.testing.assert_close(torch.stack(products), products[0].expand(3), rtol=1e-4, atol=1e-4)
-    other = (rotate(rotary.table(torch.tensor([8]), torch.float32), q.unsqueeze(0)) * k).sum()
+    other = (rotate(make_table(spec, torch.tensor([8]), torch.float32), q.unsqueeze(0)) * k).sum()
     assert not torch.isclose(other, products[0], atol=1e-2)
 
 
 def test_a_table_has_the_dtype_asked_for_and_angles_in_fp32() -> None:
-    table = Rotary(RotarySpec(16, 100.0), CPU).table(torch.tensor([3, 4001]), torch.bfloat16)
-    exact = Rotary(RotarySpec(16, 100.0), CPU).table(torch.tensor([3, 4001]), torch.float32)
+    table = make_table(RotarySpec(16, 100.0), torch.tensor([3, 4001]), torch.bfloat16)
+    exact = make_table(RotarySpec(16, 100.0), torch.tensor([3, 4001]), torch.float32)
     assert table.cos.dtype == table.sin.dtype == table.minus_sin.dtype == torch.bfloat16
     assert table.cos.shape == (2, 1, 16)
     assert torch.equal(table.cos, exact.cos.bfloat16())

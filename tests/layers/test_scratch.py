@@ -7,7 +7,7 @@ import torch
 
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.layers.scratch import Activations, Scratch, empty_rows, prefers_feature_major
-from support.layers import activations
+from support.layers import TORCH, activations
 
 
 class Pair:
@@ -41,7 +41,7 @@ def test_layers_that_ask_alike_share_buffers_and_others_do_not() -> None:
 
 def test_steps_of_every_size_use_the_same_leases() -> None:
     workspace = Workspace(torch.device("cpu"), 1 << 20)
-    memory = Activations(workspace, MAIN_LANE, 64, torch.float32)
+    memory = Activations(workspace, MAIN_LANE, 64, torch.float32, TORCH, turns=True)
     address = memory.shaped(64).of(Pair, 3, 5).first.data_ptr()
     before = workspace.ledger()
     for num_tokens in (1, 16, 17, 64, 1):

@@ -21,7 +21,7 @@ from sightline.core.errors import NoBackendError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.engine.embedder import Embedder
 from sightline.engine.text_embedder import TextEmbedder
-from sightline.layers.mlp import Activation
+from sightline.layers.activation import Activation
 from sightline.layers.norm import LayerNorm
 from sightline.models.bert import bert
 from sightline.models.config_reader import ConfigReader
@@ -103,15 +103,9 @@ def in_layers(name: str, change: Callable[[EncoderLayer], EncoderLayer]) -> Chan
     return Change(name, build=lambda encoder: replace(encoder, layers=tuple(change(each) for each in encoder.layers)))
 
 
-class NoNorm(LayerNorm):
-    """Leaves everything as it is."""
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(x)
-
-
 def no_norm(norm: LayerNorm) -> LayerNorm:
-    return NoNorm(norm.weight, norm.bias, norm.epsilon)
+    """Takes away the mean and nothing else: next to its epsilon, no variance counts."""
+    return LayerNorm(torch.full_like(norm.weight, 1e5), torch.zeros_like(norm.bias), 1e10)
 
 
 def no_shift(norm: LayerNorm) -> LayerNorm:

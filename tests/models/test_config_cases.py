@@ -129,6 +129,15 @@ def test_the_same_said_twice_is_accepted_under_strict() -> None:
     assert define(LLAMA | outside) == define(LLAMA | {"rope_scaling": YARN})
 
 
+def test_what_tools_leave_in_a_config_is_noted_and_strict_accepts_it() -> None:
+    ledger = Ledger(strict=True)
+    left = {"_model_name_or_path": "somebody/model", "unk_token_id": 3, "attn_implementation": "eager"}
+    assert define_model(LLAMA | left, ledger) == define(LLAMA)
+    assert {note.subject for note in ledger.notes} == {f"config field {name}" for name in left}
+    with pytest.raises(ConfigError, match="refused under --strict: config field unk_token_idd: is not known"):
+        define_model(LLAMA | {"unk_token_idd": 3}, ledger)
+
+
 def test_what_has_no_effect_is_noted_with_the_reason_and_strict_accepts_it() -> None:
     ledger = Ledger(strict=True)
     define_model(QWEN2 | {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1}, ledger)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sightline.attention.spec import LatentSpec
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
-from sightline.layers.mlp import Activation
+from sightline.layers.activation import Activation
 from sightline.layers.rotary import RotarySpec, YarnScaling
 from sightline.layers.routing import Groups, Routing, Score, Share
 from sightline.models.decoder import Decoder, DecoderDefinition

@@ -9,8 +9,7 @@ from transformers import Qwen2Config, Qwen3Config
 
 from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
-from sightline.layers.mlp import Activation
-from sightline.layers.moe import ClampedSwiglu
+from sightline.layers.activation import Activation, ClampedSwiglu
 from sightline.layers.rotary import RotarySpec, YarnScaling
 from sightline.layers.routing import Routing, Share
 from sightline.models.attention import AttentionTensors, SoftmaxAttentionDefinition

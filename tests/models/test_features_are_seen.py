@@ -79,7 +79,7 @@ YARN = [
 ]
 QKV_BIAS = in_attention("query, key and value biases", lambda x: replace(x, qkv=without_bias(x.qkv)))
 OUTPUT_BIAS = in_attention("output bias", lambda x: replace(x, output=without_bias(x.output)))
-QK_NORM = in_attention("query and key norms", lambda x: replace(x, q_norm=None, k_norm=None))
+QK_NORM = in_attention("query and key norms", lambda x: replace(x, norms=None))
 GEMMA = [
     *COMMON,
     *WINDOW,

@@ -26,6 +26,7 @@ from sightline.runner.build import Runtime, assemble_runtime, make_store, model_
 from support.definitions import softmax_layer
 from support.gguf_families import tiny, write_family
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama
+from support.layers import experts_of
 from support.tiny_models import load_runtime, random_prompts, stepped_logits
 
 CPUS = {"x86": CpuFeatures("AVX512", kleidiai=False), "aarch64": CpuFeatures("DEFAULT", kleidiai=True)}
@@ -111,11 +112,12 @@ def test_biases_and_experts_stay_beside_quantised_weights(family: str, tmp_path:
     decoder = load_kept(path, CPUS["x86"], ledger)
     qkv = softmax_layer(decoder.states.layers[0]).qkv
     assert isinstance(qkv, BlockLinear)
-    if isinstance(decoder.states.layers[0].mlp, ExpertMlp):
+    mlp = decoder.states.layers[0].mlp
+    if isinstance(mlp, ExpertMlp):
         [router] = ledger.degradations
         assert "mlp.gate.weight among them" in router.outcome
         assert "expected a multiple of 16 outputs" in router.outcome
-        assert isinstance(decoder.states.layers[0].mlp.experts[0].gate_up, BlockLinear)
+        assert isinstance(experts_of(mlp)[0].gate_up, BlockLinear)
     else:
         assert list(ledger) == []
         assert qkv.bias is not None

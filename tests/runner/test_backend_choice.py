@@ -18,7 +18,7 @@ from sightline.attention.selection import Candidate
 from sightline.attention.spec import Feature, LayerGroup, SoftmaxSpec, group_layers
 from sightline.core import resolution
 from sightline.core.config import EngineConfig
-from sightline.core.device import Device, DeviceKind, detect_device
+from sightline.core.device import Device, DeviceKind, DeviceMemory, detect_device
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ModelFacts, resolve
@@ -56,7 +56,7 @@ def told_of(
 @pytest.fixture(autouse=True)
 def _every_package_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "_is_installed", lambda package: True)
-    monkeypatch.setattr(resolution, "available_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr(resolution, "device_memory", lambda device: DeviceMemory(1 << 40, 1 << 40, 0))
 
 
 def test_what_serves_is_not_told() -> None:

@@ -11,6 +11,7 @@ from sightline.cache.layout import Layout, arrange_free_pages, walk_slots
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
 from sightline.core.batch import CAUSAL, MaskKind, RowMask, RowWork
+from sightline.core.errors import BatchError
 from sightline.runner.batching import assemble, assemble_transient
 
 CPU = torch.device("cpu")
@@ -152,3 +153,47 @@ def test_a_row_that_would_write_into_a_page_of_others_is_refused() -> None:
     assemble([RowWork(row, [1] * 4, 4, True)], store)
     with pytest.raises(ValueError, match=r"row 1's alone where it writes, got page .* with 2 owners; copy it"):
         assemble([RowWork(row, [1] * 5, 3, True)], store)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=6),
+    page_size=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_a_step_of_decode_rows_is_what_they_are_beside_a_prompt(
+    rows: list[tuple[int, bool]], page_size: int, seed: int
+) -> None:
+    """Steps of decode rows alone are derived in a shorter way."""
+    store = make_store(page_size, seed)
+    work = []
+    for number, (context_len, is_pending) in enumerate(rows):
+        row = open_row(store, context_len + 1)
+        tokens = [] if is_pending else [100 + number]
+        work.append(RowWork(row, tokens, context_len, 1, num_pending=int(is_pending)))
+    prompt = RowWork(open_row(store, 3), [7, 8, 9], 0, 0)
+    alone, beside = assemble(work, store), assemble([*work, prompt], store)
+    count = len(work)
+    for name in ("tokens", "positions", "table_rows"):
+        assert getattr(alone, name).tolist() == getattr(beside, name)[:count].tolist()
+    for name in ("logit_rows", "logit_places", "pending"):
+        assert getattr(alone, name) == getattr(beside, name)
+    assert alone.logit_indices.tolist() == beside.logit_indices.tolist()
+    assert alone.context_lens.exact() == beside.context_lens.exact()[:count]
+    for key, pool in alone.pools.items():
+        assert pool.write_slots.tolist() == beside.pools[key].write_slots[:count].tolist()
+
+
+@pytest.mark.parametrize(
+    ("work", "named"),
+    [
+        (RowWork(1, [5], 2, 2), "num_logits of row 1 to be 0 to 1"),
+        (RowWork(1, [5], -1, 1), "context_lens of row 1 to be at least 0"),
+        (RowWork(1, [5], 2, 1, CAUSAL, [9]), "positions of row 1 to be none"),
+    ],
+)
+def test_a_decode_row_that_contradicts_itself_is_refused_among_others(work: RowWork, named: str) -> None:
+    store = make_store()
+    open_row(store, 8), open_row(store, 8)
+    with pytest.raises(BatchError, match=named):
+        assemble([RowWork(2, [4], 1, 1), work], store)

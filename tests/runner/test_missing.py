@@ -20,6 +20,7 @@ from sightline.attention.backends import registry
 from sightline.attention.proof import ProofBook
 from sightline.cli.application import app
 from sightline.core.device import Device, DeviceKind
+from sightline.core.memory import MemoryBudget
 from sightline.diagnose.capabilities import capability_matrix
 from sightline.runner import startup
 from sightline.runner.environment import collect_environment
@@ -106,7 +107,7 @@ def test_the_environment_of_a_bug_report_tells_them() -> None:
 def test_the_start_up_report_tells_what_would_help_on_the_device(device: Device, told: tuple[str, ...]) -> None:
     config = SimpleNamespace(
         device=device, dtype=torch.bfloat16, cache_dtype=torch.bfloat16, quantization=None, num_pages=0, page_size=16,
-        cache_tokens=0, max_model_len=64,
+        cache_tokens=0, max_model_len=64, memory=MemoryBudget(),
     )  # fmt: skip
     runtime = SimpleNamespace(
         config=config,
@@ -114,6 +115,7 @@ def test_the_start_up_report_tells_what_would_help_on_the_device(device: Device,
         workspace=SimpleNamespace(num_bytes=0),
         bindings=(),
         selections=(),
+        graphs=SimpleNamespace(buckets=()),
     )
     lines = startup.startup_report(runtime)  # type: ignore[arg-type]
     assert [line.split(" is not installed")[0] for line in lines[2:]] == list(told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sightline.core.request import Terms
+from sightline.scheduler.costs import StepCosts, StepLimit
 from sightline.scheduler.decision import Finding, Inquiry, SchedulerState
 from sightline.scheduler.policy import decide as policy_decide
 from sightline.scheduler.tally import HeldPage, Holding, LockedPage, Tally
@@ -69,6 +71,37 @@ def test_urgency_takes_rows_and_pages_from_the_last_in_rank_only_where_that_is_e
     assert decide(state(running, urgent, rows=1)).retracted == (2,)
     hopeless = decide(state(running, [Standing(4 * 20, 0)], rows=1, budget=100))
     assert (hopeless.retracted, hopeless.rows) == ((), {1: 1, 2: 1})
+
+
+LIMIT = StepLimit(20.0, StepCosts(logit=1.0, context=0.0), least=3)
+"""Ten rows that generate, or nineteen tokens of a prompt and one of its logits."""
+
+
+def limited(*standings: Standing, waiting: Sequence[Standing] = (), limit: StepLimit = LIMIT) -> dict[int, int]:
+    """The rows of a step whose time is limited."""
+    return dict(decide(replace(state(standings, waiting, free=99, budget=64), limit=limit)).rows)
+
+
+def test_prompts_take_the_time_that_rows_that_generate_may_wait() -> None:
+    prompt, scored = Standing(80, 0), Standing(80, 0, scored=True)
+    assert limited(prompt) == {1: 64}, "nobody waits"
+    assert limited(prompt, decoding()) == {2: 1, 1: 17}
+    assert limited(scored, decoding()) == {2: 1, 1: 9}, "each token needs logits"
+    assert limited(prompt, decoding(num_steps=1, num_computed=5)) == {1: 19}, "a row waits for a token in flight"
+    assert limited(prompt, *[decoding()] * 12) == {**dict.fromkeys(range(2, 14), 1), 1: 3}, "the least"
+
+
+def test_new_prompts_share_the_time_in_turn() -> None:
+    assert limited(decoding(), waiting=[Standing(10, 0), Standing(30, 0)]) == {1: 1, 100: 10, 101: 6}
+    assert limited(decoding(), waiting=[Standing(30, 0), Standing(10, 0)]) == {1: 1, 100: 17}
+    assert limited(decoding(), waiting=[Standing(10, 0, scored=True), Standing(30, 0)]) == {1: 1, 100: 9}
+
+
+def test_a_long_context_takes_its_time() -> None:
+    far = StepLimit(20.0, StepCosts(logit=1.0, context=0.1), least=3)
+    assert (
+        limited(Standing(80, 0), Standing(1, 0), limit=far)[1] > limited(Standing(99, 19), Standing(1, 0), limit=far)[1]
+    )
 
 
 def test_urgency_waits_for_a_step_in_flight() -> None:

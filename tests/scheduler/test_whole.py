@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from sightline.core.batch import PADDING_ROW
 from sightline.core.request import Request, RowNeeds, Terms
+from sightline.scheduler.costs import StepCosts
+from sightline.scheduler.pace import Pace
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from support.scheduling import make_store
@@ -14,9 +16,9 @@ WHOLE = RowNeeds(0, is_whole=True)
 PAGED = RowNeeds(0)
 
 
-def make_scheduler(max_rows: int = 8) -> Scheduler:
+def make_scheduler(max_rows: int = 8, pace: Pace | None = None) -> Scheduler:
     store = make_store(usable_pages=8, max_rows=max_rows)
-    return Scheduler(store, None, max_step_tokens=16, max_scored_tokens=16, max_whole_tokens=16)
+    return Scheduler(store, None, max_step_tokens=16, max_scored_tokens=16, max_whole_tokens=16, pace=pace)
 
 
 def submit(
@@ -56,6 +58,19 @@ def test_a_step_holds_as_many_as_fit_in_turn_the_longest_first_and_takes_no_page
     assert {(row.table_row, row.context_len, row.completes) for row in rows} == {(PADDING_ROW, 0, True)}
     assert (scheduler._store.num_free_pages, scheduler._store.num_free_rows) == free
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 1)
+
+
+def test_several_take_no_longer_than_they_may_and_one_is_never_cut() -> None:
+    pace = Pace(StepCosts(logit=0.0, context=0.0), 9.0)
+    scheduler = make_scheduler(pace=pace)
+    for name, length in [("first", 6), ("a", 3), ("b", 3), ("c", 3), ("d", 3), ("long", 12), ("e", 3)]:
+        submit(scheduler, name, length)
+    rows = scheduler.schedule().rows
+    assert names(rows) == ["first"], "the rate is not known"
+    pace.observe(rows, 0.0, 0.006)
+    for row in rows:
+        scheduler.remove(row.sequence)
+    assert [run(scheduler) for _ in range(4)] == [["a", "b", "c"], ["d"], ["long"], ["e"]]
 
 
 def test_rows_are_bounded_and_a_long_one_runs_alone() -> None:

@@ -108,12 +108,40 @@ def test_a_borrowed_name_is_refused(host: str | None) -> None:
     assert caught.value.status == 421
 
 
+@pytest.mark.parametrize("host", ["sightline:8000", "host.docker.internal", "pod.ns.svc.cluster.local", "a.home.arpa"])
+def test_private_names_are_good_hosts_of_a_server_that_others_can_reach(host: str) -> None:
+    HostList("0.0.0.0").check(host.encode())
+    with pytest.raises(ApiError):
+        HostList("127.0.0.1").check(host.encode())
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "sightline.dev", "local.evil.example", "evillocal.example", "internal.example"]
+)
+def test_a_name_that_somebody_could_register_is_refused_wherever_the_server_listens(host: str) -> None:
+    with pytest.raises(ApiError):
+        HostList("0.0.0.0").check(host.encode())
+
+
+def test_names_under_localhost_are_this_machines() -> None:
+    HostList("127.0.0.1").check(b"app.localhost:8000")
+
+
+def test_a_refusal_tells_the_flag_with_the_name() -> None:
+    with pytest.raises(ApiError, match=r"container.* --allowed-host llm.prod.example$"):
+        HostList("0.0.0.0").check(b"llm.prod.example:8000")
+    with pytest.raises(ApiError, match=r"--allowed-host NAME$"):
+        HostList("0.0.0.0").check(b":80")
+
+
 def test_more_names_can_be_allowed_and_a_star_allows_all() -> None:
     HostList("127.0.0.1", ["My.Name"]).check(b"my.name:443")
     HostList("127.0.0.1", ["*"]).check(b"evil.example")
 
 
-@pytest.mark.parametrize("name", [b"host", b"authorization", b"content-length", b"transfer-encoding"])
+@pytest.mark.parametrize(
+    "name", [b"host", b"authorization", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding"]
+)
 def test_a_header_that_decides_comes_once(name: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         first_header([(name, b"1"), (b"accept", b"a"), (name, b"2")])
@@ -124,11 +152,11 @@ def test_other_headers_may_come_twice_and_the_first_counts() -> None:
     assert first_header([(b"accept", b"1"), (b"accept", b"2")]) == {b"accept": b"1"}
 
 
-async def nothing(call: Call[None]) -> Reply:
+async def nothing(call: Call) -> Reply:
     return Reply(b"")
 
 
-def route(path: str, access: object = Access.KEY, method: str = "GET") -> Route[None]:
+def route(path: str, access: object = Access.KEY, method: str = "GET") -> Route:
     return Route(method, path, access, nothing, "", NO_BODY, None)  # type: ignore[arg-type]
 
 

@@ -10,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sightline.core.ledger import Ledger
-from sightline.server.desk import TextDesk
+from sightline.server.desks.pool import DeskPool
 from sightline.server.http.admission import MAX_RETRY_AFTER, UNKNOWN_RETRY_AFTER, AdmissionGate
 from sightline.server.http.errors import ApiError
-from sightline.server.http.limits import Limits
+from sightline.server.http.limits import ByteBudget, Limits
 from sightline.server.metrics import ServiceMetrics
 from sightline.server.process.port import EnginePort
-from sightline.server.service import LoadedModel, Service
-from support.fake_engine import tokenizer_data
+from sightline.server.service import Service
 
 
 class Clock:
@@ -88,11 +87,12 @@ def test_more_than_ever_fits_is_invalid_and_not_busy() -> None:
 
 
 def test_nothing_is_admitted_before_the_model_is_loaded_or_while_draining() -> None:
-    ledger, loaded = Ledger(strict=False), Future[LoadedModel]()
-    service = Service(EnginePort(ServiceMetrics(ledger)), loaded, Limits(), (), None, ledger)
+    ledger, loaded = Ledger(strict=False), Future[AdmissionGate]()
+    desks, answers = DeskPool(1, shared=False, seconds=1.0), ByteBudget(100, shared=False)
+    service = Service(EnginePort(ServiceMetrics(ledger)), desks, loaded, answers, Limits(), (), None, ledger)
     assert refused_at_the_door(service).retry_after == 2
     assert service.num_under_way == 0
-    loaded.set_result(LoadedModel(TextDesk(tokenizer_data(), 256), AdmissionGate(4, shared=False)))
+    loaded.set_result(AdmissionGate(4, shared=False))
     service.check_room("")
     with service.admission.admitted("", 3):
         assert service.num_under_way == 3

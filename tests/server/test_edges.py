@@ -15,14 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sightline.core.config import EngineConfig
-from sightline.core.request import SamplingParams, Terms
-from sightline.server.api.generation import Continuation, GenerationOutcome, _take
+from sightline.core.metrics import PhaseSeconds
+from sightline.core.request import Terms
+from sightline.server.api.generation import take
+from sightline.server.desks.protocol import Continuation, Generated
 from sightline.server.http.admission import AdmissionGate
 from sightline.server.http.errors import ApiError
 from sightline.server.process.port import EnginePort
 from sightline.server.process.protocol import Cancel, Delta, Ended, Stop, command_codec
 from sightline.server.process.supervisor import Supervisor
 from sightline.server.serve import Server, ServerConfig
+from support.commands import UNBOUNDED
 from support.fake_serve import FAKE_ENGINE
 from support.serving import ServedProcess, fake_serving
 
@@ -54,7 +57,8 @@ def test_bodies_of_requests_under_way_are_bounded_in_memory() -> None:
         for _ in range(40):
             connection = server.connect(60)
             open_ones.callback(connection.close)
-            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            with suppress(OSError):  # Refused before the whole body was sent.
+                connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
             time.sleep(0.02)
         time.sleep(0.5)
         assert resident_megabytes(server) - before < 150
@@ -100,7 +104,7 @@ def full_port() -> tuple[EnginePort, _Writer]:
 
 def test_a_cancellation_is_sent_however_much_waits() -> None:
     port, writer = full_port()
-    answers = port.submit([(1, 2)], SamplingParams(), Terms(), 0.0)
+    answers = port.submit([b"tokens"], b"params", Terms(), 0.0, UNBOUNDED)
     writer.waiting = 1 << 30
     port.cancel(answers)
     assert writer.sent[-1] == Cancel(1)
@@ -127,6 +131,41 @@ def test_an_engine_process_that_reads_nothing_is_ended_all_the_same() -> None:
     assert writer.sent == [Stop()]
 
 
+@pytest.mark.parametrize("makes_a_step", [False, True])
+def test_an_engine_process_whose_requests_are_all_paused_is_asked_for_a_step_before_it_is_ended(
+    makes_a_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sightline.server.process.supervisor.WATCH_SECONDS", 0.0)
+
+    class Port:
+        num_under_way, heard_at, num_probes = 1, -float("inf"), 0
+
+        async def probe(self, seconds: float) -> bool:
+            assert seconds == 0.01
+            self.num_probes += 1
+            if self.num_probes == 3:
+                self.num_under_way = 0
+            return makes_a_step
+
+    class Process:
+        killed = False
+
+        def kill(self) -> None:
+            self.killed = True
+
+    port, process = Port(), Process()
+    supervisor = Supervisor(None, port, stall_seconds=0.02)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await supervisor._watch(process)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert process.killed is not makes_a_step
+    assert port.num_probes == (3 if makes_a_step else 1)
+
+
 def test_engine_processes_may_fail_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sightline.server.process.supervisor.FIRST_PAUSE", 0.0)
     monkeypatch.setattr("sightline.server.process.supervisor.LONGEST_PAUSE", 0.0)
@@ -136,7 +175,7 @@ def test_engine_processes_may_fail_for_days(monkeypatch: pytest.MonkeyPatch) -> 
         port.opened = object()  # type: ignore[assignment]
         supervisor = Supervisor(None, port, stall_seconds=1.0)  # type: ignore[arg-type]
 
-        async def failing(_: Path) -> str:
+        async def failing() -> str:
             supervisor.num_starts += 1
             if supervisor.num_starts > 1200:
                 supervisor._stopping.set()
@@ -162,10 +201,10 @@ def test_a_server_that_cannot_be_announced_ends() -> None:
 
 
 def test_a_request_whose_time_ran_out_in_the_queue_is_no_empty_answer() -> None:
-    outcome = GenerationOutcome(3, 1, [Continuation()])
-    _take(Delta(1, 0, "", 0, "abort"), 0, outcome)
+    outcome = Generated(3, 1, [Continuation()])
+    take(Delta(1, 0, "", 0, "abort"), 0, outcome)
     with pytest.raises(ApiError) as caught:
-        _take(Ended(1, "expected an end within 1 s, got none; allow more time", 0, 1.0, None), 0, outcome)
+        take(Ended(1, "expected an end within 1 s, got none; allow more time", 0, PhaseSeconds(1.0), None), 0, outcome)
     assert caught.value.status == 503
 
 

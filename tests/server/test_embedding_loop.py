@@ -17,9 +17,9 @@ from sightline.attention.planner import PlannedBatch
 from sightline.core.request import Terms
 from sightline.llm import TokensPrompt
 from sightline.server.process.channel import Channel
+from sightline.server.process.frames import LENGTH_BYTES
 from sightline.server.process.loop import EmbeddingPurpose, Worker
 from sightline.server.process.protocol import (
-    LENGTH_BYTES,
     Cancel,
     Command,
     Ended,
@@ -28,11 +28,11 @@ from sightline.server.process.protocol import (
     Refused,
     Report,
     Stop,
-    Submit,
     Vector,
     command_codec,
     report_codec,
 )
+from support.commands import submit
 from support.tiny_models import make_model, random_prompts
 
 STEP_TOKENS = 64
@@ -87,7 +87,7 @@ def test_vectors_are_those_of_the_model_and_one_text_that_cannot_be_is_refused_a
     asked = texts(2, 9, 1)
     prompts = [TokensPrompt(prompt_token_ids=tokens) for tokens in asked.values()]
     expected = front_end.llm.embed(prompts, use_tqdm=False)
-    front_end.start(Submit({**asked, 3: (10**6,)}, None, Terms()))
+    front_end.start(submit({**asked, 3: (10**6,)}, None, Terms()))
     reports = front_end.receive()
     assert [report.number for report in reports if isinstance(report, Refused)] == [3]
     found = {report.number: np.frombuffer(report.numbers, "<f4") for report in reports if isinstance(report, Vector)}
@@ -96,7 +96,7 @@ def test_vectors_are_those_of_the_model_and_one_text_that_cannot_be_is_refused_a
 
 
 def test_a_caller_with_one_text_does_not_wait_for_one_with_many(front_end: FrontEnd) -> None:
-    front_end.start(Submit(texts(20, 16, 1), None, Terms("flood")), Submit(texts(1, 16, 100), None, Terms("other")))
+    front_end.start(submit(texts(20, 16, 1), None, Terms("flood")), submit(texts(1, 16, 100), None, Terms("other")))
     first = numbers(front_end.receive())
     assert 100 in first
     assert len(first) <= STEP_TOKENS // 16
@@ -106,7 +106,7 @@ def test_a_caller_with_one_text_does_not_wait_for_one_with_many(front_end: Front
 
 
 def test_a_cancelled_text_is_not_embedded(front_end: FrontEnd) -> None:
-    front_end.start(Submit(texts(3, 8, 1), None, Terms()), Cancel(2))
+    front_end.start(submit(texts(3, 8, 1), None, Terms()), Cancel(2))
     assert numbers(front_end.receive()) == [1, 3]
 
 
@@ -122,7 +122,7 @@ def test_a_text_whose_states_are_no_numbers_fails_alone(front_end: FrontEnd, mon
         return states
 
     monkeypatch.setattr(runner, "forward", spoiling)
-    front_end.start(Submit(spoilt, None, Terms()))
+    front_end.start(submit(spoilt, None, Terms()))
     reports = front_end.receive()
     assert numbers(reports) == [1, 2, 3, 5]
     [ended] = [report for report in reports if isinstance(report, Ended) and report.error is not None]
@@ -137,7 +137,7 @@ def test_an_embedding_engine_reports_its_cache(tmp_path: Path) -> None:
     try:
         asked = texts(1, 17, 1)
         for number in (1, 2):
-            front_end.start(Submit({number: asked[1]}, None, Terms()))
+            front_end.start(submit({number: asked[1]}, None, Terms()))
             progress = front_end.receive()[-1]
         assert isinstance(progress, Progress)
         assert progress.metrics.prefix_cache_queries == 34

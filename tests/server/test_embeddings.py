@@ -189,8 +189,8 @@ def test_the_corpus_of_attacks_is_refused_on_every_route_that_embeds(
 
 def prompt_tokens(server: ServedProcess) -> float:
     lines = server.get("/metrics")[1].decode().splitlines()
-    [line] = [line for line in lines if line.startswith("sightline:prompt_tokens_total")]
-    return float(line.split()[1])
+    [line] = [line for line in lines if line.startswith("sightline_prompt_tokens_total")]
+    return float(line.split()[-1])
 
 
 def test_a_model_that_generates_has_no_embeddings(server: ServedProcess) -> None:

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 from msgspec import Struct
 
-from sightline.server.api.schema import ChatRequest, CompletionRequest
+from sightline.core.errors import ConfigError
+from sightline.server.api.fields import unused_fields
+from sightline.server.api.schema import ChatRequest, CompletionRequest, EmbeddingRequest
 from sightline.server.http.errors import ApiError
 from sightline.server.http.ingress import Exchange
 from sightline.server.http.limits import MAX_CONTAINERS, MAX_DEPTH, Limits, check_cost, check_nesting, parse
+from sightline.server.http.turns import LoopTurns
+from sightline.server.serve import ServerConfig
 
 
 def refusal(body: bytes, kind: type[object] = CompletionRequest) -> ApiError:
@@ -106,6 +110,9 @@ def test_a_key_that_is_no_token_is_refused_under_its_fields_name() -> None:
 def test_a_wrong_part_of_a_message_is_named_with_its_place() -> None:
     error = refusal(b'{"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]}', ChatRequest)
     assert error.param == "messages[0].content[0].type"
+    assert error.message == 'messages[0].content[0].type: expected "text", got "image_url"'
+    error = refusal(b'{"input": "a", "encoding_format": "int8"}', EmbeddingRequest)
+    assert error.message == 'encoding_format: expected "base64" or "float", got "int8"'
 
 
 def test_a_long_wrong_value_is_not_repeated() -> None:
@@ -116,24 +123,25 @@ def test_fields_that_a_type_does_not_have_are_named_wherever_they_are() -> None:
     body = b"""{"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "extra": 1}], "mood": 2}],
         "user": "me", "stream_options": {"include_usage": true, "more": 1}, "stream": true,
         "chat_template_kwargs": {"anything": {"goes": 1}}}"""
-    _, unused = parse(body, ChatRequest)
-    assert unused == ["messages[].content[].extra", "messages[].mood", "stream_options.more", "user"]
+    _, strays = parse(body, ChatRequest)
+    found = {stray.path: stray.value for stray in strays}
+    assert found == {"messages[].content[].extra": 1, "messages[].mood": 2, "stream_options.more": 1, "user": "me"}
 
 
 def test_a_fields_name_cannot_break_out_of_a_header() -> None:
-    _, unused = parse(b'{"prompt": "a", "x\\r\\nSet-Cookie: a=b": 1, "' + b"y" * 500 + b'": 2}', CompletionRequest)
-    assert unused == ["x??Set-Cookie??a?b", "y" * 64]
+    _, strays = parse(b'{"prompt": "a", "x\\r\\nSet-Cookie: a=b": 1, "' + b"y" * 500 + b'": 2}', CompletionRequest)
+    assert unused_fields(strays, allows_unknown=True) == ("x??Set-Cookie??a?b", "y" * 64)
 
 
 def test_nothing_is_unused_where_every_field_is_known() -> None:
-    assert parse(b'{"prompt": ["a"], "n": 2, "logit_bias": {"1": 2}}', CompletionRequest)[1] == []
+    assert list(parse(b'{"prompt": ["a"], "n": 2, "logit_bias": {"1": 2}}', CompletionRequest)[1]) == []
 
 
 def test_unused_fields_are_found_in_lists_of_lists_of_nothing() -> None:
     class Plain(Struct):
         values: list[list[int]]
 
-    assert parse(b'{"values": [[1], []], "other": 1}', Plain)[1] == ["other"]
+    assert [stray.path for stray in parse(b'{"values": [[1], []], "other": 1}', Plain)[1]] == ["other"]
 
 
 def test_the_cost_of_a_request_is_its_product() -> None:
@@ -156,8 +164,23 @@ def test_a_body_that_nobody_wants_has_an_end_however_long_the_answer_takes() -> 
         raise AssertionError(f"expected no answer yet, got {event}")
 
     scope = {"method": "GET", "raw_path": b"/ready", "headers": [(b"transfer-encoding", b"chunked")]}
-    exchange = Exchange(scope, receive, send, Limits(max_body_bytes=1_000))
+    exchange = Exchange(scope, receive, send, Limits(max_body_bytes=1_000), LoopTurns())
     with pytest.raises(ApiError, match="expected a body of at most 1,000 bytes, got more") as caught:
         asyncio.run(asyncio.wait_for(exchange.while_connected(asyncio.sleep(60)), 10))
     assert caught.value.status == 413
     assert received == 1_100
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 2e9])
+@pytest.mark.parametrize("name", ["request_timeout", "drain_seconds", "stall_seconds", "text_seconds"])
+def test_times_that_no_clock_can_tell_are_refused_at_the_start(name: str, seconds: float) -> None:
+    """A request timeout of infinity made every request an internal error."""
+    with pytest.raises(ConfigError, match=f"expected {name} between 0 and 1e"):
+        ServerConfig(**{name: seconds})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_body_bytes", "max_answer_bytes"])
+def test_bodies_and_answers_fit_in_a_frame_to_a_desk(name: str) -> None:
+    ServerConfig(limits=Limits(**{name: 128 << 20}))
+    with pytest.raises(ConfigError, match=f"expected {name} of at most 134,217,728, got 134,217,729"):
+        ServerConfig(limits=Limits(**{name: (128 << 20) + 1}))

@@ -277,16 +277,64 @@ def test_a_prompt_that_comes_again_is_found_in_the_cache(client: OpenAI) -> None
     assert first.choices == again.choices
 
 
-def test_a_field_that_is_not_used_is_named_in_a_header(client: OpenAI) -> None:
+def test_a_field_that_has_no_effect_is_named_in_a_header(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=asking("Hi"), max_tokens=1, user="me", extra_body={"frobnicate": {"deep": 1}}
+        model=MODEL, messages=asking("Hi"), max_tokens=1, user="me", store=True, extra_body={"top_k": 3}
     )
-    assert raw.headers["x-sightline-unused"] == "frobnicate, user"
+    assert raw.headers["x-sightline-unused"] == "store, user"
     used = client.chat.completions.with_raw_response.create(
         model=MODEL, messages=asking("Hi"), max_tokens=1, response_format={"type": "text"}, tool_choice="none"
     )
     assert "x-sightline-unused" not in used.headers
     assert '"max_tokens":1' in used.headers["x-sightline-sampling"]
+
+
+def test_answers_differ_unless_a_temperature_or_a_seed_says_otherwise(client: OpenAI) -> None:
+    """The default model brings no generation_config: as with OpenAI's API, the temperature is then 1."""
+    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=asking(STORY), max_tokens=12, n=3)
+    assert '"temperature":1.0' in raw.headers["x-sightline-sampling"]
+    assert '"top_p":1.0' in raw.headers["x-sightline-sampling"]
+    assert len(set(said(raw.parse()))) > 1
+
+
+def test_a_prompt_is_scored_without_generating(client: OpenAI) -> None:
+    alone, longer = (complete(client, STORY, max_tokens=count, echo=True, logprobs=1) for count in (0, 2))
+    assert (alone.choices[0].text, alone.choices[0].finish_reason) == (STORY, "length")
+    assert usage_of(alone).completion_tokens == 0
+    ours, theirs = scored(alone.choices[0]), scored(longer.choices[0])
+    assert len(ours.tokens) == usage_of(alone).prompt_tokens
+    assert ours.tokens == theirs.tokens[:-2]
+    assert ours.values == pytest.approx(theirs.values[:-2], abs=1e-4)
+    assert complete(client, STORY, max_tokens=0, echo=True).choices[0].text == STORY
+
+
+def test_bad_words_and_tokens_that_are_not_allowed_do_not_come(client: OpenAI) -> None:
+    plain = complete(client, "The capital of France is", max_tokens=1).choices[0].text
+    assert plain == " Paris"
+    other = complete(client, "The capital of France is", max_tokens=1, extra_body={"bad_words": ["Paris"]})
+    assert other.choices[0].text not in ("", " Paris")
+    only = complete(client, "The capital of France is", max_tokens=3, extra_body={"allowed_token_ids": [260]})
+    text = only.choices[0].text
+    assert text
+    assert text == 3 * text[: len(text) // 3]
+
+
+def test_an_answer_continues_the_last_message(client: OpenAI) -> None:
+    messages: Any = [
+        *asking("Name the capital of France."),
+        {"role": "assistant", "content": "The capital of France is"},
+    ]
+    body = {"continue_final_message": True}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=2, temperature=0, extra_body=body
+    )
+    assert said(answer)[0].startswith(" Paris")
+
+
+def test_an_earlier_answer_without_content_is_no_fault(client: OpenAI) -> None:
+    messages: Any = [*asking("Hi"), {"role": "assistant", "content": None}, *asking("Hello?")]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    assert answer.choices[0].finish_reason == "length"
 
 
 def test_continuations_are_numbered_prompt_by_prompt(client: OpenAI) -> None:

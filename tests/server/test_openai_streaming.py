@@ -45,7 +45,17 @@ CONVENTIONAL = {
         "time_to_first_token_seconds",
         "inter_token_latency_seconds",
         "e2e_request_latency_seconds",
+        "request_time_per_output_token_seconds",
         "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_max_num_generation_tokens",
+        "request_params_max_tokens",
+        "request_params_n",
+        "iteration_tokens",
     },
     "summary": {"plan_seconds"},
 }
@@ -90,6 +100,30 @@ def test_a_streamed_answer_joined_is_the_whole_one(client: OpenAI, fields: dict[
     assert usage.prompt_tokens_details is not None
     cached = {"prompt_tokens_details"}
     assert usage.model_dump(exclude=cached) == usage_of(whole).model_dump(exclude=cached)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_tells_usage_so_far_in_every_event_if_asked(client: OpenAI, n: int) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL,
+            messages=asking(QUESTION),
+            max_tokens=6,
+            n=n,
+            stream=True,
+            stream_options=options,  # type: ignore[call-overload]
+            extra_body=ENDLESS,
+        )
+    )
+    usages = [chunk.usage for chunk in chunks]
+    assert all(usage is not None for usage in usages)
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts[0] == 0
+    assert counts == sorted(counts)
+    assert counts[-1] == 6 * n
+    assert len({usage.prompt_tokens for usage in usages}) == 1
+    assert [usage.total_tokens - usage.prompt_tokens for usage in usages] == counts
 
 
 def test_a_stream_tells_no_usage_unasked_and_begins_with_the_role(client: OpenAI) -> None:
@@ -200,8 +234,8 @@ def test_every_conventional_metric_is_there_under_its_type(server: ServedProcess
     assert (status, headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
     families = {family.name: family for family in text_string_to_metric_families(text.decode())}
     for kind, names in CONVENTIONAL.items():
-        assert {name for name in names if families[f"sightline:{name}"].type != kind} == set()
-    assert all(family.documentation and family.name.startswith("sightline:") for family in families.values())
+        assert {name for name in names if families[f"sightline_{name}"].type != kind} == set()
+    assert all(family.documentation and family.name.startswith("sightline_") for family in families.values())
 
 
 def test_counters_move_by_exactly_what_a_request_does(server: ServedProcess, client: OpenAI) -> None:

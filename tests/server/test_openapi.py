@@ -58,8 +58,8 @@ OPERATIONS = (
     "GET /server_info",
 )
 PUBLIC = {"GET /health", "GET /ready", "GET /version"}
-FOR_PEOPLE = {"GET /", "GET /docs", "GET /openapi.json"}
-"""Routes that the document leaves out: the pages, and itself."""
+FOR_PEOPLE = {"GET /", "GET /docs", "GET /openapi.json", "GET /page/{file}"}
+"""Routes that the document leaves out: the pages and their files, and itself."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 BOUNDARIES = pytest.mark.parametrize(
     ("label", "mode"),
@@ -267,13 +267,14 @@ def sent(server: ServedProcess, path: str, field: str, value: float) -> tuple[in
     """The status of a body with one field of interest, and what it is refused for."""
     with_it: dict[str, dict[str, Any]] = {
         "top_logprobs": {"logprobs": True},
-        "best_of": {"n": min(max(1, value), 128)},
+        "max_tokens": {"prompt_logprobs": 0},
         "min_tokens": {"max_tokens": None},
         "max_completion_tokens": {"max_tokens": None},
     }
-    body = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "max_tokens": 1}
-    status, text, _ = server.post(path, body | with_it.get(field, {}) | {field: value}, WITH_KEY)
-    return status, json.loads(text)["error"]["param"] if status == 400 else None
+    text = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "Hi"}
+    body: dict[str, Any] = {**text, "max_tokens": 1}
+    status, answer, _ = server.post(path, body | with_it.get(field, {}) | {field: value}, WITH_KEY)
+    return status, json.loads(answer)["error"]["param"] if status == 400 else None
 
 
 def bounded(*, max_examples: int, derandomize: bool) -> dict[str, Any]:

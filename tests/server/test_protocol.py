@@ -10,56 +10,57 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sightline.core.config import EngineConfig
-from sightline.core.metrics import EngineMetrics
-from sightline.core.request import EffectiveParams, Logprob, SamplingParams, Terms
+from sightline.core.metrics import STEP_TOKEN_BOUNDS, EngineMetrics, PhaseSeconds
+from sightline.core.request import SamplingParams, Terms
+from sightline.server.process.frames import LENGTH_BYTES, Codec, ProtocolError
 from sightline.server.process.protocol import (
-    LENGTH_BYTES,
     Accepted,
     Cancel,
-    Codec,
     Command,
     Configure,
     Delta,
     Ended,
     Failed,
+    Loading,
     Opened,
     Probe,
     Progress,
-    ProtocolError,
+    Read,
     Refused,
     Report,
     Stop,
-    Submit,
     Vector,
     command_codec,
     report_codec,
 )
-from support.fake_engine import tokenizer_data
+from support.commands import submit
 
 T = TypeVar("T")
 PARAMS = SamplingParams(
     0.5, 0.9, 4, 0.1, 2**64 - 1, 9, (1, 2), True, False, 1.1, 0.5, -0.5, {3: -1.0}, ("a", "é"), True, 1, 2, 3, 4
 )
-POSITION = {5: Logprob(-0.5, 1, "é"), 6: Logprob(-2.0, 2, None)}
 COMMANDS: list[Command] = [
     Configure(EngineConfig(model="m", seed=3), "info"),
-    Submit({1: (1, 2, 3), 2: ()}, PARAMS, Terms("key-1", -3, 2.5)),
-    Submit({3: (4, 5)}, None, Terms("key-1")),
+    submit({1: (1, 2, 3), 2: ()}, PARAMS, Terms("key-1", -3, 2.5)),
+    submit({3: (4, 5)}, None, Terms("key-1"), 64),
+    Read(1, 16),
     Cancel(2),
     Probe(),
     Stop(),
 ]
+TOKENS = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
 REPORTS: list[Report] = [
-    Opened("m", tokenizer_data(), 9, 5, 8, 7, 6, {"a": None, "b": 1.5}, ("x",), ("y",), ("z",)),
+    Loading(),
+    Opened("m", b"tokenizer", 9, 5, 8, 7, 6, {"a": None, "b": 1.5}, ("x",), ("y",), ("z",)),
     Failed("no"),
-    Accepted(1, EffectiveParams(0.0, 1.0, 0, 0.0, 7, 9, frozenset({1}), True, frozenset({2}))),
-    Accepted(2, None),
+    Accepted(1, b'{"seed": 7}'),
+    Accepted(2, b""),
     Refused(1, is_full=True, message="full"),
-    Delta(1, 2, "té", 3, "stop", "end", (POSITION,)),
+    Delta(1, 2, "té", 3, "stop", "end", b"logprobs"),
     Delta(1, 0, "", 0, None),
-    Ended(1, None, 4, 0.25, (None, POSITION)),
+    Ended(1, None, 4, PhaseSeconds(0.25, 0.5, 1.5), b"logprobs"),
     Vector(3, b"\0\1\2\3"),
-    Progress(EngineMetrics(1, 2, 0.5, 3, 4, 5, 6, 7, {"stop": 8}, 9, 10, 11, 12, 0.5, 13, 14)),
+    Progress(EngineMetrics(1, 2, 15, 0.5, 3, 4, 5, 6, 7, {"stop": 8}, 9, 10, 11, 12, 0.5, 13, 14, 1.5, 16, TOKENS, 17)),
 ]
 
 
@@ -102,7 +103,7 @@ def test_what_is_nested_without_end_is_refused() -> None:
 
 
 def test_a_request_with_parameters_that_cannot_be_is_refused_by_the_receiver() -> None:
-    body = command_codec().encode([Submit({1: (1,)}, SamplingParams(), Terms())])[LENGTH_BYTES:]
+    body = command_codec().encode([submit({1: (1,)}, SamplingParams(), Terms())])[LENGTH_BYTES:]
     assert b"temperature" in body
     with pytest.raises(ProtocolError):
         command_codec().decode(body.replace(b"\xabtemperature\xc0", b"\xabtemperature\xa1x"))

@@ -168,7 +168,8 @@ def test_one_callers_sequences_leave_rows_for_another_caller(guarded: ServedProc
         status, _, _, _ = attack(guarded, "POST", "/v1/completions", b'{"prompt": "b", "max_tokens": 1}', headers)
         assert status == 200
         # The first caller's sequences still run: the second was not kept waiting for their end.
-        assert metrics(guarded)["sightline:num_requests_running"] > 0
+        told = metrics(guarded)
+        assert told["sightline_num_requests_running"] + told["sightline_num_requests_paused"] > 0
 
 
 def test_every_route_that_wants_a_key_refuses_whoever_has_none(guarded: ServedProcess) -> None:
@@ -197,8 +198,10 @@ def test_paths_that_only_look_like_a_route_reach_none(guarded: ServedProcess) ->
     faults = []
     for route in ROUTES:
         body = None if route.body is NO_BODY else json.dumps(attacks.sample_body(route)).encode()
+        # Below the files of the pages, which are public, a path that names none is not found by anybody.
+        unknown = {400, 401, 404} if route.path == "/page/{file}" else {400, 401}
         for path in attacks.path_tricks(attacks.path_of(route)):
-            for headers, statuses in (({}, {400, 401}), (bearer(ALPHA), {400, 404})):
+            for headers, statuses in (({}, unknown), (bearer(ALPHA), {400, 404})):
                 status, _, _, _ = attack(guarded, route.method, path, body, {**attacks.JSON_HEADER, **headers})
                 if status not in statuses:
                     faults.append(f"{route.method} {path} {'with' if headers else 'without'} a key: {status}")
@@ -279,9 +282,11 @@ def test_nothing_is_fetched_on_a_clients_word(guarded: ServedProcess) -> None:
                 for part in parts:
                     body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
                     assert guarded.post(route.path, body, bearer(ALPHA))[0] == 400, part
-                named = {"tools": [], "documents": [{"url": url}], "model_url": url, "lora_path": url}
-                body = {"messages": [{"role": "user", "content": url}], "max_tokens": 1, **named}
+                short = {"max_tokens": 1} if "max_tokens" in route.body.__struct_fields__ else {}
+                body = {"messages": [{"role": "user", "content": url}], "user": url, **short}
                 assert guarded.post(route.path, body, bearer(ALPHA))[0] == 200
+                for named in ({"documents": [{"url": url}]}, {"model_url": url}, {"lora_path": url}):
+                    assert guarded.post(route.path, {**body, **named}, bearer(ALPHA))[0] == 400
         with pytest.raises(TimeoutError):
             trap.accept()
 
@@ -290,33 +295,32 @@ def test_a_request_brings_no_template(guarded: ServedProcess) -> None:
     body: dict[str, object] = {"messages": [{"role": "user", "content": "a"}]}
     _, plain, _ = guarded.post("/tokenize", body, bearer(ALPHA))
     template = "{% for x in range(10**9) %}{{ cycler.__init__.__globals__ }}{% endfor %}"
-    for brought in (
-        {"chat_template": template},
-        {"template": template},
-        {"chat_template_kwargs": {"chat_template": template, "template": template}},
-    ):
-        status, answer, headers = guarded.post("/tokenize", {**body, **brought}, bearer(ALPHA))
-        assert (status, answer) == (200, plain)
-        assert "chat_template_kwargs" in brought or headers["x-sightline-unused"] == next(iter(brought))
+    for brought in ({"chat_template": template}, {"template": template}):
+        assert guarded.post("/tokenize", {**body, **brought}, bearer(ALPHA))[0] == 400
+    switches = {"chat_template_kwargs": {"chat_template": template, "template": template}}
+    status, answer, _ = guarded.post("/tokenize", {**body, **switches}, bearer(ALPHA))
+    assert (status, answer) == (200, plain)
 
 
-def test_a_clients_request_id_is_only_echoed(guarded: ServedProcess) -> None:
-    for name in ("X-Request-Id", "X-Client-Request-Id"):
-        _, _, told, _ = attack(guarded, "GET", "/health", None, {name: "mine-1"})
-        assert told["x-client-request-id"] == "mine-1"
-        assert re.fullmatch("[0-9a-f]{24}", told["x-request-id"])
-        for bad in ("x" * 129, "a b", "a\tb", "\x7f", "é", ""):
-            _, _, told, _ = attack(guarded, "GET", "/health", None, {name: bad})
-            assert "x-client-request-id" not in told
+def test_a_clients_request_id_names_its_request(guarded: ServedProcess) -> None:
+    for given in ("mine-1", "x" * 128, '{"a":"<b>"}'):
+        _, _, told, _ = attack(guarded, "GET", "/v1/models/none", None, {"X-Request-Id": given, **bearer(ALPHA)})
+        assert told["x-request-id"] == given
+        event = guarded.wait_for("request", lambda event, given=given: event["id"] == given, seconds=10.0)  # type: ignore[misc]
+        assert (event["status"], len(event["answer_id"])) == (404, 24)
+    for bad in ("x" * 129, "a b", "a\tb", "\x7f", "é", ""):
+        status, _, told, _ = attack(guarded, "GET", "/health", None, {"X-Request-Id": bad})
+        # The parser refuses some of them before there is a request to name.
+        assert status == 400 or re.fullmatch("[0-9a-f]{24}", told["x-request-id"])
 
 
 def test_ids_of_answers_are_ours_unguessable_and_unique(guarded: ServedProcess) -> None:
     told = set()
     for _ in range(20):
-        body = {"prompt": "a", "max_tokens": 1, "id": "cmpl-1", "request_id": "1", "user": "1", "number": 1}
+        body = {"prompt": "a", "max_tokens": 1, "request_id": "1", "rid": "1", "user": "1"}
         _, answer, headers = guarded.post("/v1/completions", body, {**bearer(ALPHA), "X-Request-Id": "1"})
         told.add(json.loads(answer)["id"])
-        assert headers["x-request-id"] in json.loads(answer)["id"]
+        assert headers["x-request-id"] == "1"
     assert len(told) == 20
     assert all(re.fullmatch("cmpl-[0-9a-f]{24}", each) for each in told)
 

@@ -26,6 +26,7 @@ PROTOCOL = {
     "connection_made": "transport",
     "connection_lost": "exc",
     "data_received": "data",
+    "eof_received": "",
     "on_message_begin": "",
     "on_url": "url",
     "on_header": "name, value",
@@ -116,7 +117,7 @@ def test_the_methods_that_are_replaced_are_there() -> None:
     assert overridden(_QuietServer, uvicorn.Server) == {"capture_signals"}, ADVICE
     check_signatures(uvicorn.Server, {"capture_signals": "", "serve": "sockets=None"}, ADVICE)
     assert set(CONFIG.split()) <= set(inspect.signature(uvicorn.Config).parameters), ADVICE
-    assert _http_config(None).http is BoundedProtocol  # type: ignore[arg-type]
+    assert _http_config(None, BoundedProtocol).http is BoundedProtocol  # type: ignore[arg-type]
 
 
 def test_a_request_goes_through_the_callbacks_in_order_and_trailers_come_after_the_headers() -> None:
@@ -177,6 +178,31 @@ def test_a_connection_that_may_not_be_kept_is_closed_after_its_answer() -> None:
         assert wire.is_closed, ADVICE
 
     in_a_loop(check)
+
+
+def test_an_answer_of_parts_that_are_each_expected_is_sent_without_chunks_and_ends_with_the_connection() -> None:
+    async def check(protocol: Recorder, wire: Wire, state: ServerState) -> None:
+        protocol.data_received(b"GET / HTTP/1.0\r\nHost: a\r\n\r\n")
+        assert protocol.scope["http_version"] == "1.0", ADVICE
+        cycle: RequestResponseCycle = protocol.cycle
+        cycle.chunked_encoding = False
+        for event in (
+            {"type": "http.response.start", "status": 200, "headers": []},
+            {"type": "http.response.body", "body": b"one", "more_body": True},
+            {"type": "http.response.body", "body": b"two!", "more_body": True},
+            {"type": "http.response.body", "body": b""},
+        ):
+            cycle.expected_content_length = len(event.get("body", b""))  # type: ignore[arg-type]
+            await cycle.send(event)  # type: ignore[arg-type]
+        head, _, body = wire.written.partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in head, ADVICE
+        assert b"connection: close" in head, ADVICE
+        assert (body, wire.is_closed, cycle.response_complete) == (b"onetwo!", True, True), ADVICE
+
+    async def silent(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0)
+
+    in_a_loop(check, silent)
 
 
 def test_a_full_buffer_holds_up_the_answer() -> None:

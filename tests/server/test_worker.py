@@ -18,9 +18,9 @@ from sightline.core.errors import DeviceFaultError
 from sightline.core.request import Terms
 from sightline.server.process import worker
 from sightline.server.process.channel import Channel, FrontEndGoneError
+from sightline.server.process.frames import LENGTH_BYTES, ProtocolError
 from sightline.server.process.loop import GeneratingPurpose, Worker
 from sightline.server.process.protocol import (
-    LENGTH_BYTES,
     Accepted,
     Cancel,
     Command,
@@ -30,15 +30,14 @@ from sightline.server.process.protocol import (
     Failed,
     Probe,
     Progress,
-    ProtocolError,
     Refused,
     Report,
     Stop,
-    Submit,
     command_codec,
     report_codec,
 )
 from sightline.server.process.worker import model_name
+from support.commands import submit
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
@@ -110,7 +109,7 @@ def numbered(lengths: list[int]) -> dict[int, tuple[int, ...]]:
 
 
 def test_every_prompt_is_accepted_first_gains_its_tokens_in_order_and_ends_once(front_end: FrontEnd) -> None:
-    front_end.send(Submit(numbered([5, 9]), PARAMS, Terms()))
+    front_end.send(submit(numbered([5, 9]), PARAMS, Terms()))
     reports = front_end.until(Ended, 2)
     about = [report for report in reports if not isinstance(report, Progress)]
     assert [type(report) for report in about[:2]] == [Accepted, Accepted]
@@ -121,11 +120,28 @@ def test_every_prompt_is_accepted_first_gains_its_tokens_in_order_and_ends_once(
         [ended] = [report for report in about if isinstance(report, Ended) and report.number == number]
         assert about.index(ended) > about.index(deltas[-1])
         assert ended.error is None
-        assert ended.queue_seconds >= 0.0
+        assert ended.phases.queue >= 0.0
+
+
+def test_many_prompts_are_taken_in_between_steps_and_none_is_lost(
+    front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run go on meanwhile, and another command's prompt does not wait for the last of them."""
+    monkeypatch.setattr("sightline.server.process.loop.TAKE_IN_SECONDS", 0.0)
+    prompts = numbered([4, 5, 6, 7, 4, 5])
+    many = {number: prompts[number] for number in (1, 2, 3, 4, 5)}
+    front_end.send(submit(many, PARAMS, Terms()), submit({6: prompts[6]}, PARAMS, Terms()), Cancel(5))
+    reports = [report for report in front_end.until(Ended, 5) if not isinstance(report, Progress)]
+    order = [report.number for report in reports if isinstance(report, Accepted)]
+    assert sorted(order) == [1, 2, 3, 4, 6]
+    assert order.index(6) <= 1
+    first_delta = next(place for place, report in enumerate(reports) if isinstance(report, Delta))
+    assert any(isinstance(report, Accepted) for report in reports[first_delta:])
+    assert is_at_rest(front_end.llm)
 
 
 def test_what_cannot_run_is_refused_and_the_rest_runs(front_end: FrontEnd) -> None:
-    front_end.send(Submit({1: (10**6,), 2: (1, 2, 3)}, PARAMS, Terms()))
+    front_end.send(submit({1: (10**6,), 2: (1, 2, 3)}, PARAMS, Terms()))
     reports = front_end.until(Ended)
     refused = next(report for report in reports if isinstance(report, Refused))
     assert (refused.number, refused.is_full) == (1, False)
@@ -133,20 +149,20 @@ def test_what_cannot_run_is_refused_and_the_rest_runs(front_end: FrontEnd) -> No
 
 
 def test_a_full_queue_is_told_apart_from_what_is_invalid(front_end: FrontEnd) -> None:
-    front_end.send(Submit(numbered([3] * 10), PARAMS, Terms()))
+    front_end.send(submit(numbered([3] * 10), PARAMS, Terms()))
     reports = front_end.until(Refused, 2)
     assert [report.is_full for report in reports if isinstance(report, Refused)] == [True, True]
 
 
 def test_a_cancelled_request_is_not_heard_of_again_and_its_pages_are_free(front_end: FrontEnd) -> None:
-    front_end.send(Submit({7: (1, 2, 3)}, SamplingParams(max_tokens=400, ignore_eos=True), Terms()))
+    front_end.send(submit({7: (1, 2, 3)}, SamplingParams(max_tokens=400, ignore_eos=True), Terms()))
     front_end.until(Delta)
     front_end.send(Cancel(7))
     last = None
     while last is None or last.metrics.num_requests_running:
         [last] = [report for report in front_end.until(Progress) if isinstance(report, Progress)][-1:]
     assert last.metrics.kv_cache_usage_perc == 0.0
-    front_end.send(Submit({8: (1, 2)}, PARAMS, Terms()))
+    front_end.send(submit({8: (1, 2)}, PARAMS, Terms()))
     assert {report.number for report in front_end.until(Ended) if isinstance(report, Accepted | Delta | Ended)} == {8}
     front_end.end()
     assert is_at_rest(front_end.llm)
@@ -163,6 +179,17 @@ def test_a_probe_makes_a_step_where_nothing_runs(front_end: FrontEnd) -> None:
     assert 0 < steps[0] < steps[1]
 
 
+def test_probes_change_nobodys_seed(folder: Path) -> None:
+    """The seeds of requests come from the engine's: how often a load balancer asks `/ready` must not change them."""
+    seeds = []
+    for num_probes in (0, 3):
+        purpose = GeneratingPurpose(LLM(str(folder), skip_tokenizer_init=True, cache_tokens=512, seed=7).engine)
+        for _ in range(num_probes):
+            purpose.engine.forget(purpose.probe())
+        seeds.append(purpose.engine.params(purpose.submit([1, 2], SamplingParams(), Terms())).seed)
+    assert seeds[0] == seeds[1]
+
+
 def test_a_device_that_fails_answers_everybody_and_ends_the_process(
     front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +197,7 @@ def test_a_device_that_fails_answers_everybody_and_ends_the_process(
         raise torch.AcceleratorError("the device is gone")
 
     monkeypatch.setattr(front_end.llm.engine.runtime.runner, "forward", failing)
-    front_end.send(Submit(numbered([5, 9]), PARAMS, Terms()))
+    front_end.send(submit(numbered([5, 9]), PARAMS, Terms()))
     reports = front_end.until(Ended, 2)
     assert all("the device" in (report.error or "") for report in reports if isinstance(report, Ended))
     front_end._thread.join(20)
@@ -209,21 +236,18 @@ def test_a_model_is_called_by_the_last_part_of_its_path_or_by_its_id(tmp_path: P
     assert model_name(None).startswith("SmolLM2")
 
 
-def test_what_is_built_is_no_matter_of_garbage_collections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_built_is_no_matter_of_garbage_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen: list[int] = []
     loop = (Failed("nobody reads it"), lambda: frozen.append(gc.get_freeze_count()))
     monkeypatch.setattr(worker, "build", lambda config, channel: loop)
     monkeypatch.setattr(worker, "log_as_json", lambda level=None: None)
     monkeypatch.setattr(worker, "_end_soon", lambda: None)
-    path = str(tmp_path / "engine.sock")
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        thread = Thread(target=worker.serve_engine, args=(path,))
+    front_end, connection = socket.socketpair()
+    with front_end:
+        thread = Thread(target=worker.serve_engine, args=(connection,))
         thread.start()
-        with listener.accept()[0] as front_end:
-            front_end.sendall(command_codec().encode([Configure(EngineConfig(), "INFO")]))
-            thread.join(20)
+        front_end.sendall(command_codec().encode([Configure(EngineConfig(), "INFO")]))
+        thread.join(20)
     gc.unfreeze()
     assert frozen[0] > 10_000
 
@@ -231,7 +255,7 @@ def test_what_is_built_is_no_matter_of_garbage_collections(monkeypatch: pytest.M
 def test_the_state_after_the_last_request_is_told(front_end: FrontEnd) -> None:
     front_end._socket.settimeout(5)
     for _ in range(2):  # The second ends before another report is due.
-        front_end.send(Submit({1: (1, 2, 3)}, PARAMS, Terms()))
+        front_end.send(submit({1: (1, 2, 3)}, PARAMS, Terms()))
         reports = front_end.until(Ended)
         while not isinstance(reports[-1], Progress):
             reports += front_end.receive()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -31,17 +31,17 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def routes(task: Task = Task.GENERATE) -> tuple[Route[Any], ...]:
+def routes(task: Task = Task.GENERATE) -> tuple[Route, ...]:
     """Every way in, as the server builds it."""
     return Server(ServerConfig(), EngineConfig(task=task.value), lambda url, opened: None).table.routes
 
 
-def path_of(route: Route[Any]) -> str:
+def path_of(route: Route) -> str:
     """A path that leads to the route."""
     return route.path.partition("{")[0] + ("anything" if "{" in route.path else "")
 
 
-def fields_of(route: Route[Any]) -> frozenset[str]:
+def fields_of(route: Route) -> frozenset[str]:
     """Names that a body may have; none where the route reads no body."""
     if route.body is NO_BODY:
         return frozenset()
@@ -61,14 +61,14 @@ _SAMPLES: Mapping[str, object] = {
 }
 
 
-def sample_body(route: Route[Any]) -> dict[str, object]:
+def sample_body(route: Route) -> dict[str, object]:
     """A small body that the route accepts: each of the usual fields that it has, and one kind of prompt."""
     known = fields_of(route)
     names = [name for name in _SAMPLES if name in known and not (name == "messages" and "prompt" in known)]
     return {name: _SAMPLES[name] for name in names}
 
 
-def sample_for(route: Route[Any], name: str) -> dict[str, object]:
+def sample_for(route: Route, name: str) -> dict[str, object]:
     """The sample in which a field matters: what is about a conversation comes with one."""
     sample = sample_body(route)
     if name in ("messages", "chat_template_kwargs") and "messages" in fields_of(route):
@@ -230,7 +230,7 @@ _TOO_MUCH: tuple[Mapping[str, object], ...] = (
 """Fields that may each be as they are, and not together: sent to routes that have all of them."""
 
 
-def field_attacks(route: Route[Any]) -> Iterator[tuple[str, bytes]]:
+def field_attacks(route: Route) -> Iterator[tuple[str, bytes]]:
     """What is attacked, and the body: the route's own sample with fields that it must refuse."""
     known = fields_of(route)
     for name, values in _ATTACKED_FIELDS.items():
@@ -244,7 +244,7 @@ def field_attacks(route: Route[Any]) -> Iterator[tuple[str, bytes]]:
             yield told, json.dumps({**sample_body(route), **together}).encode()
 
 
-def corpus(route: Route[Any]) -> Iterator[tuple[str, bytes, dict[str, str], frozenset[int]]]:
+def corpus(route: Route) -> Iterator[tuple[str, bytes, dict[str, str], frozenset[int]]]:
     """Everything that is sent to a route that reads a body: what, body, headers, and what may come back."""
     for name, each in BODY_ATTACKS.items():
         yield name, each.body, dict(each.headers), each.statuses
@@ -381,10 +381,11 @@ def is_error_body(body: bytes) -> bool:
 
 
 def metrics(server: ServedProcess) -> dict[str, float]:
-    """By series."""
+    """By series, without the label of the model's name."""
     status, body = server.get("/metrics", bearer(ALPHA))
     assert status == 200
-    lines = [line for line in body.decode().splitlines() if not line.startswith("#")]
+    text = re.sub(r'(\{)model_name="[^"]*",?|,model_name="[^"]*"', r"\1", body.decode()).replace("{}", "")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
 
 
@@ -394,7 +395,7 @@ def until_idle(server: ServedProcess, seconds: float = 10.0) -> dict[str, float]
     deadline = time.monotonic() + seconds
     while True:
         told = metrics(server)
-        held = {name: told[f"sightline:{name}"] for name in names}
+        held = {name: told[f"sightline_{name}"] for name in names}
         if not any(held.values()) or time.monotonic() > deadline:
             return held
         time.sleep(0.2)

@@ -35,6 +35,7 @@ class Standing:
     priority: int = 0
     num_steps: int = 0
     caller: str = ""
+    scored: bool = False
 
     def running(self, arrival: int) -> RunningSequence:
         num_lacking = 1 if self.missing else -self.num_spare
@@ -46,7 +47,8 @@ class Standing:
             num_pages=-(-self.num_tokens // PAGE) - num_lacking,
             num_lacking=num_lacking,
             num_steps=self.num_steps,
-            scores_prompt=False,
+            scores_prompt=self.scored,
+            context_len=self.num_computed,
         )
 
     def waiting(self, arrival: int) -> WaitingSequence:
@@ -56,7 +58,7 @@ class Standing:
             self.caller,
             self.num_tokens,
             was_admitted=False,
-            scores_prompt=False,
+            scores_prompt=self.scored,
             leader=None,
         )
 

@@ -1,6 +1,6 @@
 """An engine process without an engine: it speaks the protocol, counts instead of computing, and fails when asked to.
 
-`python fake_engine.py SOCKET`. A request's answer is "0 1 2 …", a number a step. `EngineConfig.model` says how it
+`python fake_engine.py DESCRIPTOR`. A request's answer is "0 1 2 …", a number a step. `EngineConfig.model` says how it
 behaves, as `key=value` with commas between: `delay` (seconds a step), `opening` (seconds until it is open), `fail`
 (says that it cannot start), `silent` (ends without a word). A request with the seed 666 ends the process; with 667 the
 process hangs; with 668 the request fails.
@@ -13,14 +13,16 @@ import select
 import socket
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import tokenizers
 
-from sightline.core.metrics import EngineMetrics
-from sightline.core.request import EffectiveParams, SamplingParams
+from sightline.core.metrics import STEP_TOKEN_BOUNDS, EngineMetrics, PhaseSeconds
+from sightline.core.request import SamplingParams
+from sightline.server.process.child import inherited_socket
+from sightline.server.process.frames import LENGTH_BYTES, TOKEN_BYTES
 from sightline.server.process.protocol import (
-    LENGTH_BYTES,
     Accepted,
     Cancel,
     Command,
@@ -28,9 +30,11 @@ from sightline.server.process.protocol import (
     Delta,
     Ended,
     Failed,
+    Loading,
     Opened,
     Probe,
     Progress,
+    Read,
     Refused,
     Report,
     Stop,
@@ -42,6 +46,8 @@ from sightline.text.tokenizers.tokenizer import PromptTokens, TokenizerData
 
 DEADLY, HANGING, FAILING = 666, 667, 668
 MAX_MODEL_LEN, VOCAB_SIZE, MAX_ROWS = 256, 257, 4
+PHASES = PhaseSeconds(0.001, 0.002, 0.003)
+"""What every request is said to have taken."""
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m.reasoning_content or '' }};{% endfor %}"
 
 
@@ -66,9 +72,8 @@ def tokenizer_data() -> TokenizerData:
 class FakeEngine:
     """The other end of the socket."""
 
-    def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
         self._commands, self._reports = command_codec(), report_codec()
         self._jobs: dict[int, _Job] = {}
         self._steps = 0
@@ -77,17 +82,18 @@ class FakeEngine:
         [configure] = self._read()
         assert isinstance(configure, Configure)
         settings = dict(part.partition("=")[::2] for part in (configure.config.model or "").split(",") if part)
-        time.sleep(float(settings.get("opening", 0.0)))
         if "silent" in settings:
             os._exit(7)
         if "fail" in settings:
             self._send(Failed(f"it was asked to fail: {settings['fail']}"))
             return
+        self._send(Loading())
+        time.sleep(float(settings.get("opening", 0.0)))
         queued = configure.config.max_queued_requests
         self._send(
             Opened(
                 "fake",
-                tokenizer_data(),
+                msgspec.msgpack.encode(tokenizer_data()),
                 VOCAB_SIZE,
                 None,
                 MAX_MODEL_LEN,
@@ -109,12 +115,15 @@ class FakeEngine:
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit(prompts, SamplingParams() as params):
+            case Submit(prompts, bytes() as packed):
+                params = msgspec.msgpack.decode(packed, type=SamplingParams)
                 for number, prompt in prompts.items():
-                    self._submit(number, len(prompt), params)
+                    self._submit(number, len(prompt) // TOKEN_BYTES, params)
             case Cancel(number):
                 self._jobs.pop(number, None)
                 self._tell_progress()
+            case Read():
+                pass
             case Probe():
                 self._steps += 1
                 self._tell_progress()
@@ -134,8 +143,7 @@ class FakeEngine:
         room = MAX_MODEL_LEN - prompt_len
         job = _Job(params, min(params.max_tokens or room, room))
         self._jobs[number] = job
-        effective = EffectiveParams(0.0, 1.0, 0, 0.0, params.seed or 0, job.max_tokens, frozenset(), True)
-        self._send(Accepted(number, replace(effective, n=params.n)))
+        self._send(Accepted(number, msgspec.json.encode({"seed": params.seed or 0, "n": params.n})))
 
     def _step(self) -> None:
         reports: list[Report] = []
@@ -147,14 +155,17 @@ class FakeEngine:
             reason = ("error" if is_failing else "length") if is_over else None
             reports += [Delta(number, index, text, 1, reason) for index in range(job.params.n)]
             if is_over:
-                reports.append(Ended(number, "it was asked to fail" if is_failing else None, 0, 0.0, None))
+                reports.append(Ended(number, "it was asked to fail" if is_failing else None, 0, PHASES, None))
                 del self._jobs[number]
         if reports:
             self._socket.sendall(self._reports.encode(reports))
         self._tell_progress()
 
     def _tell_progress(self) -> None:
-        self._send(Progress(EngineMetrics(len(self._jobs), 0, 0.0, 0, 0, 0, 0, 0, {}, 0, self._steps, 0, 0, 0.0, 0, 0)))
+        none: dict[str, int] = {}
+        tokens = (self._steps, *[0] * len(STEP_TOKEN_BOUNDS))
+        counts = (0, 0, 0.0, 0, 0, 0, 0, 0, none, 0, self._steps, 0, 0, 0.0, 0, 0, 0.0, 0, tokens, self._steps)
+        self._send(Progress(EngineMetrics(len(self._jobs), *counts)))
 
     def _send(self, report: Report) -> None:
         self._socket.sendall(self._reports.encode([report]))
@@ -167,4 +178,4 @@ class FakeEngine:
 
 
 if __name__ == "__main__":
-    FakeEngine(sys.argv[1]).run()
+    FakeEngine(inherited_socket(sys.argv[1])).run()

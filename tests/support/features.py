@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from sightline.layers.activation import ClampedSwiglu
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.latent import LatentAttention
 from sightline.layers.mlp import GatedMlp
-from sightline.layers.moe import ClampedSwiglu, Expert, ExpertMlp
+from sightline.layers.moe import Expert, ExpertMlp, SeparateExperts
 from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import RotarySpec, YarnScaling
 from sightline.layers.routing import Routing, Share
@@ -21,7 +21,7 @@ from sightline.models.attention import LatentAttentionDefinition
 from sightline.models.decoder import Decoder, DecoderDefinition, DecoderLayer
 from sightline.models.feed_forward import ExpertFeedForward
 from support.definitions import latent_layer, latent_of, softmax_layer
-from support.layers import without_bias
+from support.layers import experts_of, without_bias
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def in_expert_layers(name: str, change: Callable[[ExpertMlp], ExpertMlp]) -> Cha
 def in_experts(name: str, change: Callable[[Expert], Expert]) -> Change:
     def changed(layer: DecoderLayer) -> DecoderLayer:
         assert isinstance(layer.mlp, ExpertMlp)
-        return replace(layer, mlp=replace(layer.mlp, experts=tuple(change(x) for x in layer.mlp.experts)))
+        return replace(layer, mlp=replace(layer.mlp, bank=SeparateExperts(tuple(map(change, experts_of(layer.mlp))))))
 
     return in_layer(name, changed)
 
@@ -149,22 +149,18 @@ def other_share(routing: Routing) -> Routing:
     return replace(routing, share=Share.OF_ALL if routing.share is Share.OF_CHOSEN else Share.OF_CHOSEN)
 
 
-class NoNorm(RmsNorm):
-    """Leaves everything as it is."""
-
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        out.copy_(x)
+def no_norm(norm: RmsNorm) -> RmsNorm:
+    """Leaves everything as it is: next to its epsilon, no mean square counts."""
+    return RmsNorm(torch.full_like(norm.weight, 1e5), 1e10)
 
 
 def without_query_norm(attention: LatentAttention) -> LatentAttention:
     assert attention.query_up is not None
-    norm = attention.query_up.norm
-    return replace(attention, query_up=replace(attention.query_up, norm=NoNorm(norm.weight, norm.epsilon)))
+    return replace(attention, query_up=replace(attention.query_up, norm=no_norm(attention.query_up.norm)))
 
 
 def without_latent_norm(attention: LatentAttention) -> LatentAttention:
-    norm = attention.latent_norm
-    return replace(attention, latent_norm=NoNorm(norm.weight, norm.epsilon))
+    return replace(attention, latent_norm=no_norm(attention.latent_norm))
 
 
 def without_correction(mlp: ExpertMlp) -> ExpertMlp:

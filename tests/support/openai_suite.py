@@ -98,14 +98,15 @@ def joined_completion(stream: Iterable[Completion]) -> Joined:
 
 
 def samples(server: ServedProcess, headers: dict[str, str] | None = None) -> dict[str, float]:
-    """Every sample that `/metrics` shows, without the prefix: `name`, or `name{label="value"}`."""
+    """Every sample that `/metrics` shows, without the prefix and the model: `name`, or `name{label="value"}`."""
     status, text = server.get("/metrics", headers)
     assert status == 200
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
+            assert sample.labels.pop("model_name")
             labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
-            found[sample.name.removeprefix("sightline:") + (f"{{{labels}}}" if labels else "")] = sample.value
+            found[sample.name.removeprefix("sightline_") + (f"{{{labels}}}" if labels else "")] = sample.value
     return found
 
 

@@ -23,6 +23,9 @@ from sightline.core.device import Device, DeviceKind
 RECORDING = Device(DeviceKind.CUDA, torch.device("cpu"), "a recording", (9, 0))
 _WAITING = (
     torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.item.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.bincount.default,
     torch.ops.aten.nonzero.default,
     torch.ops.aten.masked_select.default,
     torch.ops.aten._unique2.default,
@@ -63,7 +66,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _recorded(graph: RecordedGraph) -> Iterator[None]:
+def _recorded(graph: RecordedGraph, **_: object) -> Iterator[None]:
     with _Recording(graph):
         yield
 
@@ -80,5 +83,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the test ends."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
     monkeypatch.setattr(torch.cuda, "graph", _recorded)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 36, 1 << 36))

@@ -33,6 +33,7 @@ def make_sequence(
     index: int = 0,
     terms: Terms = Terms(),  # noqa: B008 - frozen
     penalty: float = 0.0,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SequenceState:
     params = EffectiveParams(
         temperature=0.0,
@@ -44,6 +45,7 @@ def make_sequence(
         stop_token_ids=frozenset(),
         skip_special_tokens=True,
         presence_penalty=penalty,
+        bad_words=bad_words,
         prompt_logprobs=1 if scored else None,
     )
     return SequenceState(Request(name, None, tuple(range(prompt_len)), params.needs, terms), index)
@@ -81,8 +83,11 @@ class Loop:
         scored: bool = False,
         terms: Terms = Terms(),  # noqa: B008 - frozen
         penalty: float = 0.0,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SequenceState:
-        sequence = make_sequence(name, prompt_len, max_tokens, scored=scored, terms=terms, penalty=penalty)
+        sequence = make_sequence(
+            name, prompt_len, max_tokens, scored=scored, terms=terms, penalty=penalty, bad_words=bad_words
+        )
         self.scheduler.submit(sequence)
         return sequence
 

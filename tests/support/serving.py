@@ -155,7 +155,9 @@ def fake_serving(
     behaviour: str = "", *, max_queued: int = 64, until_open: bool = True, **server: object
 ) -> Iterator[ServedProcess]:
     """A server whose engine process only counts; `behaviour` is told in `fake_engine`."""
-    settings = {"model": behaviour or None, "engine": {"max_queued_requests": max_queued}, "server": server}
+    # One desk: each is a process that must start.
+    config = {"text_processes": 1, **server}
+    settings = {"model": behaviour or None, "engine": {"max_queued_requests": max_queued}, "server": config}
     with _running([sys.executable, str(Path(__file__).with_name("fake_serve.py")), json.dumps(settings)], {}) as served:
         if until_open:
             served.wait_for("open")

@@ -61,8 +61,8 @@ def settings_page() -> str:
 
 
 def _server() -> Iterator[str]:
-    engine = {*computing_options, *aliases_of(EngineKeywords)}
-    for option in (each for each in serve.params if isinstance(each, click.Option) and each.name not in engine):
+    options = [each for each in serve.params if isinstance(each, click.Option) and not each.hidden]
+    for option in (each for each in options if each.name not in computing_options):
         default = f"`{option.default}`" if isinstance(option.default, str | int | float) and option.default else ""
         yield f"| `{option.opts[0]}` | {default} | {option.help} |"
 

@@ -16,18 +16,34 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction, KernelInterface
 
+from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
 from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_softmax
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
+from sightline.kernels.triton.expert_groups import group_choices, tile_table
+from sightline.kernels.triton.experts import (
+    GateKind,
+    GateRule,
+    GroupedChoices,
+    StackedWeights,
+    choose_tiles,
+    combine_parts,
+    down_product,
+    gate_up_product,
+)
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, ScoreRule
 from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, choose_config, prepare_tiles
 from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
 from sightline.kernels.triton.merge import merge_states
+from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from sightline.kernels.triton.pages import list_pages
+from sightline.kernels.triton.pointwise import activate, add_rows, gate, softcap, take_rows
 from sightline.kernels.triton.project import project_real
+from sightline.kernels.triton.rotations import rotary_table, turn_heads, turn_latents
+from sightline.kernels.triton.routing import RoutingRule, choose_experts
 from sightline.kernels.triton.write import write_keys_values, write_latents
 
-BF16, FP8, INT64 = torch.bfloat16, torch.float8_e4m3fn, torch.int64
+BF16, FP8, FP32, INT64 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64
 CHIP: dict[str, Any] = {"multiprocessors": 132, "shared_bytes": 232_448, "overlaps": True}
 """An H200."""
 SLOTS, PAGE_SIZE, TOKENS = 1024, 64, 4
@@ -125,6 +141,65 @@ def compile_extend() -> None:
     list_pages(pages, meta(3, 2, dtype=INT64), 8, meta(16, dtype=torch.int32))
 
 
+def compile_operations(dtype: torch.dtype, hidden: int, head_dim: int) -> None:
+    """What layers name between their products: 32 heads on 8, and DeepSeek's latents."""
+    x, weight, rows = meta(TOKENS, hidden, dtype=dtype), meta(hidden, dtype=FP32), meta(TOKENS, dtype=INT64)
+    rms_norm(x, weight, 1e-6, x)
+    rms_norm(x, weight, 1e-6, x, rows)
+    add_rms_norm(x, weight, 1e-6, x)
+    add_rms_norm(x, weight, 1e-6, x, weight, 1e-6, x)
+    layer_norm(x, weight, weight, 1e-6, x)
+    take_rows(x, rows, 2.0, x)
+    add_rows(x, rows, x)
+    softcap(meta(TOKENS, 32_001, dtype=FP32), 30.0)
+    for kind in ("silu", "gelu", "gelu_tanh", "relu"):
+        gate(kind, x, x, x)
+        activate(kind, x)
+    gate("clamped_swiglu", x, x, x, 1.7, 7.0)
+    for dim in (head_dim, 64):
+        cos, sin = meta(TOKENS, 1, dim, dtype=dtype), meta(TOKENS, 1, dim // 2, dtype=dtype)
+        rotary_table(rows, meta(dim // 2, dtype=FP32), 1.0, cos, sin, sin)
+        heads, norm = meta(TOKENS, 40, dim, dtype=dtype), (meta(dim, dtype=FP32), 1e-6)
+        turn_heads(heads, cos, sin, heads, 32)
+        turn_heads(heads, cos, sin, heads, 32, (norm, norm))
+    latent, key = meta(TOKENS, 512, dtype=dtype), meta(TOKENS, 64, dtype=dtype)
+    parts = meta(TOKENS, 17, 64, dtype=dtype)
+    turn_latents(latent, meta(512, dtype=FP32), 1e-6, latent, parts[:, :16], key, cos, sin, parts)
+
+
+def stacked_for(form: WeightForm, outputs: int, inputs: int, dtype: torch.dtype) -> StackedWeights:
+    match form:
+        case WeightForm.PLAIN:
+            return StackedWeights(meta(64, outputs, inputs, dtype=dtype))
+        case WeightForm.MXFP4:
+            codes, scales = (meta(64, outputs, inputs // each, dtype=torch.uint8) for each in (2, 32))
+            return StackedWeights(codes, meta(64, outputs, dtype=dtype), form, scales)
+        case WeightForm.FP8_BLOCKS | WeightForm.FP8_PRODUCTS:
+            scales = meta(64, -(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK), dtype=torch.float32)
+            return StackedWeights(meta(64, outputs, inputs, dtype=FP8), None, form, scales)
+
+
+def compile_experts(
+    num_tokens: int, gate: GateKind, form: WeightForm = WeightForm.PLAIN, dtype: torch.dtype = BF16
+) -> None:
+    """The sizes of DeepSeek-V2-Lite."""
+    num_choices, gate_up = num_tokens * 6, stacked_for(form, 2816, 2048, dtype)
+    config = choose_tiles(num_choices, gate_up, dtype)
+    order, table = meta(num_choices, dtype=torch.int32), meta(num_choices * 3, dtype=torch.int32)
+    choices = GroupedChoices(order, tile_table(table, num_choices, 64, config.rows), 6)
+    group_choices(meta(num_tokens, 6, dtype=INT64), 64, config.rows, order, choices.tiles)
+    inner, parts = meta(num_choices, 1408, dtype=dtype), meta(num_choices, 2048, dtype=dtype)
+    gate_up_product(meta(num_tokens, 2048, dtype=dtype), gate_up, GateRule(gate), choices, inner, config)
+    down_product(inner, stacked_for(form, 2048, 1408, dtype), choices, parts, config)
+    combine_parts(parts, meta(num_tokens, 6, dtype=torch.float32), meta(num_tokens, 2048, dtype=dtype), adds=True)
+
+
+def compile_routing(rule: RoutingRule, num_experts: int, *, corrected: bool) -> None:
+    correction = meta(num_experts, dtype=torch.float32) if corrected else None
+    experts, weights = meta(TOKENS, 6, dtype=torch.int32), meta(TOKENS, 6, dtype=torch.float32)
+    choose_experts(meta(TOKENS, num_experts, dtype=torch.float32), correction, rule, experts, weights)
+
+
 def main() -> None:
     assert not triton.knobs.runtime.interpret, "the interpreter compiles nothing"
     driver.set_active(CompileOnly())
@@ -134,6 +209,16 @@ def main() -> None:
     compile_latent_decode(128, BF16)
     compile_latent_decode(16, FP8)
     compile_extend()
+    compile_operations(BF16, 4096, 128)
+    compile_operations(FP32, 576, 80)
+    compile_experts(1, GateKind.SILU)
+    compile_experts(512, GateKind.CLAMPED_SWIGLU)
+    compile_experts(8192, GateKind.GELU_TANH)
+    compile_experts(4, GateKind.CLAMPED_SWIGLU, WeightForm.MXFP4)
+    compile_experts(8192, GateKind.SILU, WeightForm.FP8_BLOCKS)
+    compile_experts(8192, GateKind.SILU, WeightForm.FP8_PRODUCTS)
+    compile_routing(RoutingRule(False, False, 1.0), 64, corrected=False)
+    compile_routing(RoutingRule(True, True, 2.5, num_groups=8, groups_per_token=4, ranked_by=2), 256, corrected=True)
 
 
 if __name__ == "__main__":

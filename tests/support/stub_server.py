@@ -5,10 +5,7 @@ Speaks just enough of the API for the pages. Does not know models: each POST tak
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
 import socket
 import time
 from collections import deque
@@ -19,27 +16,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
 from typing import Any
 
-from sightline.server.page.pages import page_text
+from sightline.server.http.errors import ApiError
+from sightline.server.page.pages import FILES, POLICY, Page, PageFiles
 
 MODEL = "SmolLM2-135M-Instruct"
+PAGE_FILES = PageFiles()
+PAGES = {"/": Page("chat", PAGE_FILES), "/docs": Page("docs", PAGE_FILES)}
 PATIENCE = 20.0
 """Seconds after which a stream that a test forgot to release goes on."""
 SAMPLING = (
     '{"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": 18446744073709551557, "max_tokens": 512}'
 )
-
-
-def policy(html: str) -> str:
-    """The content security policy of a page: its one script and its one style, by their hashes, and nothing else."""
-
-    def source(tag: str) -> str:
-        [content] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-
-    return (
-        f"default-src 'none'; script-src {source('script')}; style-src {source('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
 
 
 @dataclass
@@ -48,6 +35,10 @@ class Answer:
 
     pieces: Sequence[str] = ()
     """The content, a chunk each."""
+    reasoning: Sequence[str] = ()
+    """What comes before it as `reasoning_content`, a chunk each."""
+    finish: str = "stop"
+    """The reason why the answer ended."""
     status: int = 200
     message: str = ""
     """Of the error, where there is one."""
@@ -146,11 +137,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def do_GET(self) -> None:
-        pages = {"/": "chat", "/docs": "docs"}
-        if self.path in pages:
-            html = page_text(pages[self.path])
-            headers = {"Content-Security-Policy": policy(html), "X-Content-Type-Options": "nosniff"}
-            self._send(html.encode(), "text/html; charset=utf-8", headers=headers)
+        if self.path in PAGES:
+            headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
+            self._send(PAGES[self.path].body, "text/html; charset=utf-8", headers=headers)
+        elif self.path.startswith(FILES):
+            self._send_file(self.path.removeprefix(FILES))
         elif not self._is_known():
             self._refuse(401, "This server needs an API key.")
         elif self.path == "/v1/models":
@@ -213,6 +204,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_json(self, body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         self._send(json.dumps(body).encode(), "application/json", status, headers)
 
+    def _send_file(self, address: str) -> None:
+        try:
+            reply = PAGE_FILES.reply(address)
+        except ApiError as error:
+            self._refuse(error.status, str(error))
+        else:
+            headers = {"Cache-Control": reply.caching.decode(), "X-Content-Type-Options": "nosniff"}
+            self._send(reply.body, reply.content_type, headers=headers)
+
     def _send(self, body: bytes, kind: str, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -227,6 +227,8 @@ _HOLD = b": held\n\n"
 
 
 def _events(answer: Answer) -> Iterator[bytes]:
+    for piece in answer.reasoning:
+        yield event({"choices": [{"index": 0, "delta": {"reasoning_content": piece}, "finish_reason": None}]})
     for index, piece in enumerate(answer.pieces):
         if index == answer.hold_after:
             yield _HOLD
@@ -237,7 +239,7 @@ def _events(answer: Answer) -> Iterator[bytes]:
     if answer.fails:
         yield event({"error": {"message": answer.message, "type": "server_error", "param": None, "code": None}})
     elif not answer.breaks_off:
-        yield event(chunk(None, "stop"))
+        yield event(chunk(None, answer.finish))
         yield event({"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [], "usage": answer.usage})
         yield b"data: [DONE]\n\n"
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.workspace import ElasticLease, poison_
+from sightline.core.errors import PlanError
 
 _ALIGNMENT = 256
 """Alignment of every buffer in bytes, enough for the widest loads of any kernel."""
@@ -38,6 +39,8 @@ class PlanMemory:
         self._used = 0
         """Bytes taken since `begin`, including buffers that did not fit the block."""
         self._views: dict[str, Tensor] = {}
+        self._pinned: Mapping[str, int] | None = None
+        """Addresses that a captured graph reads; None if there is none."""
         self.epoch = 0
 
     @property
@@ -66,6 +69,11 @@ class PlanMemory:
         used = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         if used <= self._block.numel():
             memory = self._block[start : start + num_bytes]
+        elif self._pinned is not None:
+            raise PlanError(
+                f"expected plan buffers of at most {self._block.numel():,} bytes, as a graph was captured with, got "
+                f"{used:,} up to {name}; run the step eagerly, and declare no graph level for a backend that needs more"
+            )
         else:
             # Allocated for this plan only: the block cannot move while the plan's other buffers are in it.
             memory = self._lease.beside(num_bytes, used)
@@ -78,6 +86,20 @@ class PlanMemory:
     def addresses(self) -> Mapping[str, int]:
         """Address of each buffer of the last plan: equal for plans of equal sizes, once the block is large enough."""
         return {name: view.data_ptr() for name, view in self._views.items()}
+
+    def pin(self) -> None:
+        """Fixes the addresses of the last plan's buffers, because a captured graph reads them."""
+        self._pinned = self.addresses()
+
+    def require_pinned(self) -> None:
+        """Raises `PlanError` if the last plan's buffers are not where a captured graph reads them."""
+        if self._pinned is None or (found := self.addresses()) == self._pinned:
+            return
+        moved = sorted({name for name, _ in self._pinned.items() ^ found.items()})
+        raise PlanError(
+            f"expected the plan buffers of a captured graph at their captured addresses, got others for "
+            f"{', '.join(moved[:3])}; its backend must take the same buffers in every plan of a step of these sizes"
+        )
 
     def contents(self) -> Mapping[str, Tensor]:
         """The last plan's buffers, by name."""

@@ -39,6 +39,7 @@ from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.lengths import RowLengths
 from sightline.cache.pools import GroupCache, Pool
 from sightline.core.batch import Batch, BatchId, MaskKind
+from sightline.core.batch_memory import BatchMemory, StaticMemory
 from sightline.core.errors import BatchError, PlanError, StalePlanError, UnplannedBatchError
 
 REBUILD_BATCH = "Build a new batch from the current page tables."
@@ -111,7 +112,7 @@ class Certificate:
     num_tokens: int
     lane: Lane
     epoch: int
-    """Epoch of the lane's plan buffers."""
+    """Epoch of the plan buffers."""
     page_versions: Mapping[str, tuple[int, ...]]
     """Per pool key: the version of each page-table row that the plan reads."""
     parts: tuple[PartRecord, ...]
@@ -204,10 +205,13 @@ class Planner:
         self._limits = limits
         self._paranoid = paranoid
         self._pools: dict[str, Pool] = {pool.key: pool for binding in bindings for pool in binding.cache.pools.values()}
+        self._workspace = workspace
         self._memory = {
             lane: PlanMemory(workspace.elastic("planner", "plan buffers", lane), poison=paranoid)
             for lane in limits.lanes
         }
+        self._static: dict[BatchMemory, PlanMemory] = {}
+        """The plan buffers of batches at fixed addresses, which are at fixed addresses too."""
         places = {
             layer: LayerPlace(group, index)
             for group, binding in enumerate(bindings)
@@ -223,7 +227,7 @@ class Planner:
     def plan(self, batch: Batch, *, needs: frozenset[Feature] = frozenset(), lane: Lane = MAIN_LANE) -> PlannedBatch:
         """Plans every group.
 
-        Raises `StalePlanError` if the batch's pages changed owner since it was made, `BatchError` if the batch
+        Raises `StalePlanError` if the batch's pages or tensors changed owner since it was made, `BatchError` if it
         contradicts the cache, and `LaneBusyError` if another thread is in the lane.
         """
         return self.lanes.run(lane, Depth.PLANNER, self._plan, batch, needs, lane)
@@ -240,11 +244,12 @@ class Planner:
             check_contents(batch, self._pools)
         policy = CachePolicy.PAGED if batch.pools else CachePolicy.TRANSIENT
         step = StepView(batch, policy, lane, needs | _mask_features(batch))
-        memory = self._memory[lane]
-        plans, records = self._plan_groups(step, needs)
+        memory = self._buffers(batch, lane)
+        plans, records = self._plan_groups(step, needs, memory)
         if memory.has_overflowed:
             # Plan again in the grown block: a graph must capture the addresses that the next plan will use.
-            plans, records = self._plan_groups(step, needs)
+            plans, records = self._plan_groups(step, needs, memory)
+        memory.require_pinned()
         certificate = Certificate(
             batch_id=batch.batch_id,
             num_rows=batch.num_rows,
@@ -262,23 +267,23 @@ class Planner:
         return PlannedBatch(batch, plan)
 
     def _plan_groups(
-        self, step: StepView, asked: frozenset[Feature]
+        self, step: StepView, asked: frozenset[Feature], memory: PlanMemory
     ) -> tuple[tuple[tuple[PartPlan, ...], ...], tuple[PartRecord, ...]]:
         """The parts of every group, and what each was planned with."""
-        self._memory[step.lane].begin()
+        memory.begin()
         records: list[PartRecord] = []
-        plans = tuple(self._plan_group(group, step, asked, records) for group in range(len(self._bindings)))
+        plans = tuple(self._plan_group(group, step, asked, memory, records) for group in range(len(self._bindings)))
         return plans, tuple(records)
 
     def _plan_group(
-        self, group: int, step: StepView, asked: frozenset[Feature], records: list[PartRecord]
+        self, group: int, step: StepView, asked: frozenset[Feature], memory: PlanMemory, records: list[PartRecord]
     ) -> tuple[PartPlan, ...]:
         """The group's parts; adds what each was planned with to `records`. `asked` excludes what masks need."""
         binding, plans = self._bindings[group], []
         for serving, rows, tokens in divide(step.batch, binding.serving):
             backend = serving.backend
             place = binding.place(backend)
-            buffers = self._memory[step.lane].part(f"{binding.group.name}[{place}]")
+            buffers = memory.part(f"{binding.group.name}[{place}]")
             whole = rows == slice(0, step.batch.num_rows)
             part = step if whole else self._part(step, rows, tokens, asked)
             _check_part(serving, part, binding.group.name)
@@ -293,6 +298,18 @@ class Planner:
     def buffer_addresses(self, lane: Lane) -> Mapping[str, int]:
         """Addresses of the plan buffers of every backend of every group in the lane's last plan."""
         return self._memory[lane].addresses()
+
+    def reserve(self, memory: StaticMemory) -> None:
+        """Gives batches in this memory plan buffers of their own. Call before the workspace is sealed."""
+        lease = self._workspace.elastic("planner", f"plan buffers of {memory.shape}", MAIN_LANE)
+        self._static[memory] = PlanMemory(lease, poison=self._paranoid)
+
+    def pin(self, planned: PlannedBatch) -> None:
+        """Fixes where the plan buffers of batches in this one's memory are: a plan that needs others is refused."""
+        self._static[planned.batch.memory].pin()
+
+    def _buffers(self, batch: Batch, lane: Lane) -> PlanMemory:
+        return self._static.get(batch.memory, self._memory[lane])
 
     def ensure(self, work: Batch | PlannedBatch) -> PlannedBatch:
         """Returns a current plan: plans a `Batch`; verifies a `PlannedBatch`, and plans it again if needed.
@@ -338,14 +355,14 @@ class Planner:
                 f"expected at most {self._limits.max_rows} rows and {self._limits.max_step_tokens} tokens in a "
                 f"step, got {batch.num_rows} and {batch.num_tokens}"
             )
-        if batch.is_overwritten:
-            raise BatchError("tensors", None, "its own", "those of a batch that was placed in its memory since")
         if batch.pending:
             missing = f"{len(batch.pending)} that are not there yet"
             raise BatchError("tokens", None, "all there", missing, "put them in with Batch.filled")
 
     def _batch_changes(self, batch: Batch, versions: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-        """Why the batch itself cannot run: its pools are not ours, or its pages changed owner."""
+        """Why the batch itself cannot run: its pools are not ours, or its tensors or pages changed owner."""
+        if batch.is_overwritten:
+            return (f"the tensors of batch {batch.batch_id} were overwritten by a batch in the same memory",)
         if batch.pools and batch.pools.keys() != self._pools.keys():
             return (f"the batch speaks of pools {sorted(batch.pools)}, the planner has {sorted(self._pools)}",)
         changes = []
@@ -375,7 +392,7 @@ class Planner:
             binding = self._bindings[record.group]
             if binding.parts[record.place].backend is not record.backend:
                 changes.append(f"the backend of {binding.group.name} was replaced")
-        if self._memory[certificate.lane].epoch != certificate.epoch:
+        if self._buffers(batch, certificate.lane).epoch != certificate.epoch:
             changes.append(f"the plan buffers of lane {certificate.lane} were filled again")
         if changes or certificate.contents is None:
             return Staleness((), tuple(changes))
@@ -401,7 +418,7 @@ class Planner:
         for key, rows in batch.pools.items():
             tensors[f"write_slots of {key}"] = rows.write_slots
             tensors[f"page-table rows of {key}"] = _pages_of(batch, self._pools[key])
-        return StepContents(fingerprint_tensors(tensors), fingerprint_tensors(self._memory[lane].contents()))
+        return StepContents(fingerprint_tensors(tensors), fingerprint_tensors(self._buffers(batch, lane).contents()))
 
 
 def _pages_of(batch: Batch, pool: Pool) -> Tensor:

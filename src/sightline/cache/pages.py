@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sightline.core.config import PADDING_PAGES
 from sightline.core.errors import OutOfPages
@@ -39,6 +39,11 @@ class PageAllocator:
     def owners(self, page: int) -> int:
         """The reference count of a page; 0 if it is free."""
         return self._owners[page]
+
+    @property
+    def owner_counts(self) -> Sequence[int]:
+        """A live view of the reference counts of all pages."""
+        return self._owners
 
     def generation(self, page: int) -> int:
         """Changes when the page is handed out, and when its contents are given up: see `renew`."""

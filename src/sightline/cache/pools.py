@@ -130,10 +130,15 @@ class Pool:
 
         Raises `BatchError` unless the entries' pages are there, and their row's alone.
         """
-        size, pages_of, owners = self.page_size, self.table.pages_of, self.allocator.owners
+        size, pages_by_row, owners = self.page_size, self.table.pages_by_row, self.allocator.owners
+        counts = self.allocator.owner_counts
         slots: list[int] = []
         for index, (row, first, count) in enumerate(spans):
-            pages, place, stop = pages_of(row), first, first + count
+            pages, place, stop = pages_by_row[row], first, first + count
+            if count == 1 and first < len(pages) * size and counts[pages[first // size]] == 1:
+                # The usual row, of which a step may have hundreds.
+                slots.append(pages[first // size] * size + first % size)
+                continue
             if len(pages) * size < stop:
                 raise BatchError(
                     "pages", index, f"enough for {stop} tokens in row {row} of pool {self.key}", len(pages)

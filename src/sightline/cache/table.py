@@ -38,6 +38,11 @@ class PageTable:
         """A live view of the row's pages: unlike `owned`, it changes with the row."""
         return self._owned[row]
 
+    @property
+    def pages_by_row(self) -> Sequence[Sequence[int]]:
+        """A live view of all rows' pages."""
+        return self._owned
+
     def page(self, row: int, index: int) -> int:
         """The `index`-th page of a row."""
         return self._owned[row][index]

@@ -7,10 +7,11 @@ import sys
 import click
 
 from sightline.cli.bench.engine import bench
+from sightline.cli.chat.command import chat
 from sightline.cli.conformance.rows import conformance
 from sightline.cli.console import print_error
 from sightline.cli.embed import embed
-from sightline.cli.generate import chat, generate
+from sightline.cli.generate import generate
 from sightline.cli.inspection import capabilities, collect_env, version
 from sightline.cli.serve import serve
 from sightline.cli.simulate import simulate
@@ -20,6 +21,7 @@ from sightline.core.errors import SightlineError
 from sightline.core.request import SamplingParams
 from sightline.core.settings import stated
 from sightline.core.words import answer_unknown
+from sightline.version import __version__
 
 
 class Commands(click.Group):
@@ -40,6 +42,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="sightline", message="%(prog)s %(version)s")
 def app() -> None:
     """An LLM inference engine in which attention cannot be silently wrong."""
 

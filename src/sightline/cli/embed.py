@@ -115,7 +115,7 @@ def embed(
         totals = _run(asked, source, WRITERS[form](file, num_texts, asked.dimension), quiet=quiet)
     if not quiet:
         for line in totals.lines(asked.embedder.max_tokens):
-            notes.print(f"[dim]{line}[/]", soft_wrap=True)
+            notes.print(f"[dim]{line}[/]")
 
 
 def _output_format(output: Path | None, output_format: str | None) -> OutputFormat:
@@ -209,7 +209,7 @@ def _describe(model: str, embedder: TextEmbedder) -> None:
         f" · {cache}",
         *(f"note: {note}" for note in embedder.ledger.notes),
     ):
-        notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
+        notes.print(f"[dim]{escape(line)}[/]")
 
 
 def _run(asked: EmbeddingJob, source: TextSource, writer: VectorWriter, *, quiet: bool) -> Totals:

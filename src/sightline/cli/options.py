@@ -175,7 +175,9 @@ prove_option = click.option(
     help="Prove attention for exactly this engine first, unless that is done, and begin only if it passes.",
 )
 _REPORTED = ("n", "logprobs", "prompt_logprobs")
-_REPEATED = {"stop": str, "stop_token_ids": int}
+_NOT_OPTIONS = ("logit_bias", "allowed_token_ids", "detokenize")
+"""Sampling parameters that have no form on a command line, or no use where text is printed."""
+_REPEATED = {"stop": str, "stop_token_ids": int, "bad_words": str}
 sampling_options = collected(
     "sampling",
     **{
@@ -183,7 +185,7 @@ sampling_options = collected(
             SamplingParams, name, default=128 if name == "max_tokens" else None, repeats=_REPEATED.get(name)
         )
         for name in stated(SamplingParams)
-        if name not in (*_REPORTED, "logit_bias")
+        if name not in (*_REPORTED, *_NOT_OPTIONS)
     },
 )
 report_options = collected(

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from sightline.cli.conformance.proving import prove_first
 from sightline.cli.console import notes
-from sightline.cli.options import collected, count_option, prove_option, serving_options
+from sightline.cli.options import collected, count_option, parse_positive_count, prove_option, serving_options
 
 if TYPE_CHECKING:
     from sightline.server.process.protocol import Opened
@@ -35,7 +35,16 @@ server_options = collected(
         metavar="NAME",
         help="A name under which clients may address the server, beside this machine's; * allows any.",
     ),
+    cors_origin=click.option(
+        "--cors-origin",
+        multiple=True,
+        metavar="ORIGIN",
+        help="A site whose pages may use the server, as http://localhost:3000; may be repeated; * allows every site.",
+    ),
     max_body_bytes=count_option("--max-body-bytes", default=4 << 20, help="Largest body of a request."),
+    max_answer_bytes=count_option(
+        "--max-answer-bytes", default=64 << 20, help="Memory for all answers that are generated and not sent."
+    ),
     max_request_cost=count_option(
         "--max-request-cost",
         help="Most that one request may cost: prompts × n × tokens × (1 + 4 × logprobs). 128 contexts without it.",
@@ -56,6 +65,28 @@ server_options = collected(
         default=300.0,
         show_default=True,
         help="Seconds after which an engine that has work and finishes no step is replaced.",
+    ),
+    text_processes=count_option(
+        "--text-processes",
+        help="Processes that parse, tokenize and write JSON. Half of the cores without it, from 2 to 4.",
+        parse=parse_positive_count,
+    ),
+    text_timeout=click.option(
+        "--text-timeout",
+        type=click.FloatRange(min=0.1),
+        default=10.0,
+        show_default=True,
+        help="Seconds that such a process may take over one request; then it is replaced, and the request refused.",
+    ),
+    allow_unknown_fields=click.option(
+        "--allow-unknown-fields",
+        is_flag=True,
+        help="Accept requests with fields that no route knows, and name them in the header x-sightline-unused.",
+    ),
+    otlp_traces_endpoint=click.option(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="Collector that gets a trace of every request, by OTLP over HTTP. Needs the extra otel.",
     ),
     log_level=click.option(
         "--log-level",
@@ -99,7 +130,7 @@ def serve(name: str | None, served: dict[str, Any], prove: bool, settings: dict[
 async def _run(served: dict[str, Any], engine: Any, started: float) -> None:
     from sightline.core.environment import api_keys
     from sightline.server.http.limits import Limits
-    from sightline.server.serve import Server, ServerConfig
+    from sightline.server.serve import Server, ServerConfig, default_text_processes, memory_bound
 
     keys = (*served["api_key"], *api_keys())
     config = ServerConfig(
@@ -108,20 +139,32 @@ async def _run(served: dict[str, Any], engine: Any, started: float) -> None:
         api_keys=keys,
         served_names=served["served_model_name"],
         allowed_hosts=served["allowed_host"],
-        limits=Limits(max_body_bytes=served["max_body_bytes"], max_cost=served["max_request_cost"]),
+        cors_origins=served["cors_origin"],
+        otlp_traces_endpoint=served["otlp_traces_endpoint"],
+        limits=Limits(
+            max_body_bytes=served["max_body_bytes"],
+            max_cost=served["max_request_cost"],
+            # Room for a few bodies of that size: half of it is what one of several callers may hold.
+            max_held_bytes=max(Limits.max_held_bytes, 4 * served["max_body_bytes"]),
+            max_answer_bytes=served["max_answer_bytes"],
+        ),
         request_timeout=served["request_timeout"],
         drain_seconds=served["drain_timeout"],
         stall_seconds=served["stall_timeout"],
+        text_processes=served["text_processes"] or default_text_processes(),
+        text_seconds=served["text_timeout"],
         strict=engine.strict,
+        allows_unknown_fields=served["allow_unknown_fields"],
         log_level=served["log_level"],
     )
-    await Server(config, engine, lambda url, opened: _announce(url, opened, bool(keys), started)).run()
+    front_end = f"front end: at most {memory_bound(config.limits) >> 20} MiB, {config.text_processes} text processes"
+    await Server(config, engine, lambda url, opened: _announce(url, opened, front_end, bool(keys), started)).run()
 
 
-def _announce(url: str, opened: Opened, needs_key: bool, started: float) -> None:
+def _announce(url: str, opened: Opened, front_end: str, needs_key: bool, started: float) -> None:
     """What was decided, where to go, and a command to copy."""
-    for line in opened.lines:
-        notes.print(f"[dim]{escape(line)}[/]", soft_wrap=True)
+    for line in (*opened.lines, front_end):
+        notes.print(f"[dim]{escape(line)}[/]")
     notes.print(f"[dim]{escape(opened.model)} · ready in {time.perf_counter() - started:.1f} s[/]")
     embeds = opened.vector_size is not None
     path = "embeddings" if embeds else "chat/completions"
@@ -135,6 +178,5 @@ def _announce(url: str, opened: Opened, needs_key: bool, started: float) -> None
     notes.print(f"{face}\n  API     {escape(url)}/v1   (documentation: {escape(url)}/docs)\n")
     notes.print(
         f"  curl -N {url}/v1/{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}\n",
-        soft_wrap=True,
         markup=False,
     )

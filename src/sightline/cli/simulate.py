@@ -64,7 +64,7 @@ def _play_script(script: Path, output: Path | None) -> None:
 
 def _print_violation(what: str) -> None:
     notes.print("[bold red]violation[/]:", end=" ")
-    notes.print(what, soft_wrap=True, markup=False)
+    notes.print(what, markup=False)
 
 
 def _shorten(scenario: Scenario, output: Path | None) -> None:

@@ -26,6 +26,7 @@ from typing import Any, NewType, Protocol
 import torch
 from torch import Tensor
 
+from sightline.core.batch_memory import BatchMemory, StaticMemory
 from sightline.core.errors import BatchError
 from sightline.core.lengths import (
     Lengths,
@@ -121,13 +122,6 @@ class PoolRows:
     """[num_tokens] int64: where each new token's entry goes."""
 
 
-class BatchMemory:
-    """The memory of a batch's tensors, which another batch may reuse; `tenant` counts the reuses."""
-
-    def __init__(self) -> None:
-        self.tenant = 0
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One step's rows. Frozen, unplanned."""
@@ -152,11 +146,11 @@ class Batch:
     pools: Mapping[str, PoolRows] = field(init=False)
     """By pool key. Empty: the step neither reads nor writes any cache."""
     logit_indices: Tensor = field(init=False)
-    """[num_logits] int64: indices of the tokens that need logits, row after row."""
+    """[num_logits] int64: indices of the tokens that need logits, row after row; then zeros as padding."""
     logit_rows: tuple[int, ...] = field(init=False)
-    """[num_logits]: the row of each of these tokens."""
+    """The row of each of these tokens, without padding."""
     logit_places: tuple[int, ...] = field(init=False)
-    """[num_logits]: `logit_indices` on the host."""
+    """`logit_indices` on the host, without padding."""
     pending: frozenset[int] = field(init=False)
     """Indices of tokens that are not chosen yet. A batch with pending tokens cannot be planned."""
     memory: BatchMemory = field(init=False)
@@ -166,32 +160,51 @@ class Batch:
     """New for every batch, including one made by `dataclasses.replace`: other contents are another batch."""
 
     def __post_init__(self) -> None:
+        self._derive(BatchMemory())
+
+    @staticmethod
+    def inside(work: Sequence[RowWork], sources: tuple[PoolPages, ...], memory: StaticMemory) -> Batch:
+        """A batch of causal rows padded to the memory's shape, with its tensors there.
+
+        Every batch that was there before is overwritten.
+        """
+        batch: Batch = object.__new__(Batch)
+        batch._set(work=tuple(work), sources=sources, device=memory.device)
+        batch._derive(memory)
+        return batch
+
+    def _derive(self, memory: BatchMemory) -> None:
+        """Sets everything that follows from the facts, with the tensors in `memory`."""
         facts = _flattened(self.work)
         rows, query_lens, context_lens = facts.rows, tuple(facts.query_lens), tuple(facts.context_lens)
         _check_rows(rows, context_lens, self.sources)
         slots = [source.slots_to_write(zip(rows, context_lens, query_lens, strict=True)) for source in self.sources]
+        bounds, padding = memory.query_bounds(query_lens), memory.num_padding(len(rows))
         # A single copy to the device.
-        on_device = moved(
+        on_device = memory.put(
             [facts.tokens, facts.positions, query_lens, context_lens, rows, facts.logit_indices, *slots], self.device
         )
+        empty = (0,) * padding
+        context_lens += empty
+        padded_rows = rows + (PADDING_ROW,) * padding
         self._set(
             tokens=on_device[0],
             positions=on_device[1],
-            query_lens=Lengths(on_device[2], query_lens, query_lens),
+            query_lens=Lengths(on_device[2], bounds, query_lens + empty),
             context_lens=Lengths(on_device[3], context_lens, context_lens),
-            masks=tuple([row.mask for row in self.work]),
-            rows=rows,
+            masks=tuple([row.mask for row in self.work]) + (CAUSAL,) * padding,
+            rows=padded_rows,
             table_rows=on_device[4],
             pools={
-                source.key: PoolRows(source.table_id, source.versions(rows), write_slots)
+                source.key: PoolRows(source.table_id, source.versions(padded_rows), write_slots)
                 for source, write_slots in zip(self.sources, on_device[6:], strict=True)
             },
             logit_indices=on_device[5],
             logit_rows=tuple(facts.logit_rows),
             logit_places=tuple(facts.logit_indices),
             pending=frozenset(facts.pending),
-            memory=BatchMemory(),
-            tenant=0,
+            memory=memory,
+            tenant=memory.tenant,
             batch_id=_next_batch_id(),
         )
 
@@ -242,12 +255,9 @@ class Batch:
             raise BatchError("tokens", None, f"tokens at different places out of {sorted(self.pending)}", list(places))
         if tokens.shape != (len(places),):
             raise BatchError("tokens", None, f"{len(places)} tokens, one for each place", tuple(tokens.shape))
-        index = torch.tensor(list(places), dtype=torch.int64, device=self.device)
-        return self._with(
-            tokens=self.tokens.index_copy(0, index, tokens),
-            pending=self.pending - frozenset(places),
-            memory=BatchMemory(),
-        )
+        [index] = moved([places], self.device)
+        filled, memory = self.memory.fill(self.tokens, index, tokens)
+        return self._with(tokens=filled, pending=self.pending - frozenset(places), memory=memory)
 
     def pad(self, num_rows: int, num_tokens: int) -> Batch:
         """A new batch with empty rows and padding tokens appended."""
@@ -404,6 +414,19 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
     pending: list[int] = []
     query_lens = [len(row.tokens) + row.num_pending for row in work]
     context_lens = [row.context_len for row in work]
+    rows = tuple([row.table_row for row in work])
+    if query_lens.count(1) == len(work) and _is_plain_decode(work, context_lens):
+        # The usual step, which may have hundreds of rows.
+        return _Facts(
+            rows,
+            tokens=[0 if row.num_pending else row.tokens[0] for row in work],
+            positions=context_lens,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            logit_indices=[*range(len(work))],
+            logit_rows=[*range(len(work))],
+            pending=[index for index, row in enumerate(work) if row.num_pending],
+        )
     for index, (row, query_len, context_len) in enumerate(zip(work, query_lens, context_lens, strict=True)):
         num_logits = row.num_logits
         if not 0 <= num_logits <= query_len:
@@ -421,8 +444,17 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
         if num_logits:
             logit_indices += range(len(tokens) - num_logits, len(tokens))
             logit_rows += [index] * num_logits
-    rows = tuple([row.table_row for row in work])
     return _Facts(rows, tokens, positions, query_lens, context_lens, logit_indices, logit_rows, pending)
+
+
+def _is_plain_decode(work: Sequence[RowWork], context_lens: Sequence[int]) -> bool:
+    """Whether rows of one token each all need logits, under a causal mask."""
+    return (
+        min(context_lens, default=0) >= 0
+        and [row.num_logits for row in work].count(1) == len(work)
+        and [row.mask for row in work].count(CAUSAL) == len(work)
+        and [row.positions for row in work].count(None) == len(work)
+    )
 
 
 def _checked_positions(row: RowWork, index: int, query_len: int) -> Sequence[int]:

@@ -31,6 +31,14 @@ class Quantization(Enum):
     """Kept quantised in memory and multiplied as such, where an op supports it."""
 
 
+class LayerKernels(Enum):
+    """The kernels that layers run between their matrix products."""
+
+    TORCH = "torch"
+    TRITON = "triton"
+    """One fused kernel for each operation, on a GPU."""
+
+
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 CACHE_DTYPE_NAMES = (*DTYPE_NAMES, "fp8", "fp8_e4m3", "float8_e4m3fn")
 """`fp8` is e4m3, the more precise of the two 8-bit floats."""
@@ -40,6 +48,8 @@ ROWS = {Task.GENERATE: 64, Task.EMBED: 1024}
 STEP_TOKENS = {Task.GENERATE: 512, Task.EMBED: 4096}
 PAGE_SIZES = {"cpu": 16, "cuda": 64}
 """On a GPU, as many tokens as kernels read at once: with smaller pages they look up every key separately."""
+MEMORY_FRACTIONS = {"cpu": 0.5, "cuda": 0.9}
+"""A CPU's memory is shared with others; a card is the engine's alone."""
 _answering = keywords(
     ConfigError, "a setting of the engine", dict.fromkeys(stated(SamplingParams), "a sampling parameter")
 )
@@ -57,9 +67,25 @@ class KeptSettings:
     )
     prefill_attention_backend: str | None = setting(None, "In place of attention_backend, for rows of many new tokens.")
     decode_attention_backend: str | None = setting(None, "In place of attention_backend, for rows of one new token.")
+    layer_kernels: str = setting(
+        LayerKernels.TORCH.value,
+        "Kernels of norms, rotations, activations and experts: torch, or triton, fused, on a GPU.",
+        choices=tuple(each.value for each in LayerKernels),
+    )
+    max_step_ms: float | None = setting(
+        None,
+        "Longest step, in milliseconds, while rows generate: long prompts are read in chunks that fit; 0 is no limit. "
+        "Without it, a server that generates measures the model and decides, one that embeds puts as many texts into a "
+        "step as take 50 ms, and Python has no limit.",
+        low=0,
+        high=600_000,
+    )
     require_proof: bool = setting(False, "Refuse attention backends that `sightline conformance` has not proven here.")
     seed: int | None = setting(
         None, "Derives the seeds of requests that bring none; random without it.", only_generates=True
+    )
+    skip_weight_check: bool = setting(
+        False, "Load weights without looking for NaN and infinities, which saves one pass over them."
     )
     paranoid: bool = setting(False, "Fingerprint the contents of plans, and poison unused cache.")
 
@@ -103,17 +129,24 @@ class EngineConfig(KeptSettings):
         "Dtype of the cache: auto is that of the engine, fp8 is e4m3 with the checkpoint's scales.",
         choices=("auto", *CACHE_DTYPE_NAMES),
     )
-    memory_fraction: float = setting(
-        0.5,
-        "Share of the memory left after the weights that the cache may take.",
+    memory_fraction: float | None = setting(
+        None,
+        "On a GPU, the share of the whole card that the process may take; {cuda:g} without it. On a CPU, the share of "
+        "the memory left after the weights that the cache may take; {cpu:g} without it.".format(**MEMORY_FRACTIONS),
         low=0,
         high=1,
         excludes_low=True,
-        flags=("--gpu-memory-utilization",),
     )
     prefix_caching: bool | None = setting(
         None, "Keep computed prompts and answers for requests that begin alike; without it, only to generate."
     )
+    cuda_graph_sizes: str | None = setting(
+        None,
+        "Numbers of rows for which decode steps are captured in CUDA graphs, such as 1,2,4,8, or auto; a step is "
+        "padded to the next. Without it, no step is captured.",
+        only_generates=True,
+    )
+    enforce_eager: bool = setting(False, "Capture no CUDA graphs.")
     max_queued_requests: int = setting(1024, "Sequences that may wait; further ones are refused at once.", low=1)
     tensor_parallel_size: int = setting(1, "Devices that share the model; only 1 is supported yet.", low=1)
     chat_template: str | None = setting(
@@ -137,6 +170,8 @@ class EngineConfig(KeptSettings):
             raise ConfigError(
                 f"expected tensor_parallel_size 1, got {self.tensor_parallel_size}: more is not supported yet"
             )
+        if self.enforce_eager and self.cuda_graph_sizes is not None:
+            raise ConfigError("expected cuda_graph_sizes or enforce_eager, got both; leave one out")
         if self.skip_tokenizer_init and self.chat_template is not None:
             raise ConfigError(
                 "expected no chat_template with skip_tokenizer_init, which has no use for it; leave one out"
@@ -158,9 +193,13 @@ class EngineKeywords(EngineConfig):
     max_running_requests: int | None = alias("max_num_seqs")
     chunked_prefill_size: int | None = alias("max_num_batched_tokens")
     block_size: int | None = alias("page_size")
+    gpu_memory_utilization: float | None = alias("memory_fraction")
     mem_fraction_static: float | None = alias("memory_fraction")
     enable_prefix_caching: bool | None = alias("prefix_caching")
     disable_radix_cache: bool | None = alias("prefix_caching", is_negated=True)
     disable_overlap_schedule: bool | None = alias("async_scheduling", is_negated=True)
+    cudagraph_capture_sizes: str | None = alias("cuda_graph_sizes")
+    cuda_graph_bs: str | None = alias("cuda_graph_sizes")
+    disable_cuda_graph: bool | None = alias("enforce_eager")
     tp: int | None = alias("tensor_parallel_size")
     tp_size: int | None = alias("tensor_parallel_size")

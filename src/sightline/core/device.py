@@ -102,6 +102,28 @@ def device_faults() -> Iterator[None]:
         raise DeviceFaultError(f"the device failed, and what was on it is lost: {error}") from error
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device at one moment, in bytes."""
+
+    total_bytes: int
+    """A whole card. On a CPU, what is available: the rest belongs to others."""
+    free_bytes: int
+    """What can be allocated."""
+    held_bytes: int
+    """What torch holds on a card for this process, in use or cached; 0 on a CPU."""
+
+
+def device_memory(device: Device) -> DeviceMemory:
+    """Reads the memory of a device, after handing back what torch caches on a card."""
+    if device.kind is DeviceKind.CUDA:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device.torch_device)
+        return DeviceMemory(int(total), int(free), torch.cuda.memory_reserved(device.torch_device))
+    available = available_bytes(device)
+    return DeviceMemory(available, available, 0)
+
+
 def available_bytes(device: Device) -> int:
     """Memory on `device` that can be allocated now without swapping."""
     if device.kind is DeviceKind.CUDA:

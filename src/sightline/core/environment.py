@@ -29,11 +29,20 @@ def api_keys() -> tuple[str, ...]:
 
 def proof_folder() -> Path:
     """Folder of recorded proofs: `$XDG_CACHE_HOME/sightline/proofs`, otherwise under ~/.cache."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(named) if named else Path.home() / ".cache"
-    if not cache.is_absolute():
-        raise ConfigError(f"expected an absolute path in XDG_CACHE_HOME, got {named!r}; set a full path, or unset it")
-    return cache / "sightline" / "proofs"
+    return _user_folder("XDG_CACHE_HOME", ".cache") / "sightline" / "proofs"
+
+
+def chat_history_file() -> Path:
+    """What was typed in chats: `$XDG_STATE_HOME/sightline/chat_history`, otherwise under ~/.local/state."""
+    return _user_folder("XDG_STATE_HOME", ".local/state") / "sightline" / "chat_history"
+
+
+def _user_folder(variable: str, otherwise: str) -> Path:
+    named = os.environ.get(variable, "")
+    folder = Path(named) if named else Path.home() / otherwise
+    if not folder.is_absolute():
+        raise ConfigError(f"expected an absolute path in {variable}, got {named!r}; set a full path, or unset it")
+    return folder
 
 
 def openai_api_key() -> str | None:

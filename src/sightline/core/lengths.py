@@ -6,12 +6,15 @@ Knows numbers and tensors. Does not know rows or pools.
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from sightline.core.transfer import sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +53,12 @@ class Lengths:
 
 
 def moved(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """Copies each list to a tensor [length] int64, adjacent in memory. numpy reads a list in a third of torch's
-    time."""
-    joined = torch.from_numpy(np.array(list(itertools.chain.from_iterable(lists)), dtype=np.int64)).to(device)
-    return tuple(joined.split_with_sizes([len(each) for each in lists]))
+    """Copies each list to a tensor [length] int64, adjacent in memory, by one copy that does not wait for a GPU."""
+    sizes = [len(each) for each in lists]
+    joined = np.empty(sum(sizes), dtype=np.int64)
+    # Reads lists in a third of numpy's time.
+    struct.pack_into(f"{len(joined)}q", joined.data, 0, *itertools.chain.from_iterable(lists))
+    return sent([joined], device)[0].split_with_sizes(sizes)
 
 
 def extend(values: Tensor, count: int, fill: int) -> Tensor:

@@ -2,8 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds, inclusive, by which steps are counted."""
+
+
+class PhaseSeconds(NamedTuple):
+    """How long a request was in each phase."""
+
+    queue: float
+    """From submission to the first step, or to the end if there was none."""
+    prefill: float | None = None
+    """From the first step to the first token, or to the end if there was none; None if no step was run."""
+    decode: float | None = None
+    """From the first token to the end; None if there was no token."""
+
+
+class StepSizes:
+    """Counts steps by their numbers of tokens."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+        """Steps up to each of `STEP_TOKEN_BOUNDS` and above the one before; then those above the last."""
+        self.total = 0
+        """Tokens of all steps."""
+
+    def observe(self, num_tokens: int) -> None:
+        self.counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+        self.total += num_tokens
+
+
+class StepPhase(Enum):
+    """What the host does in a step, in this order."""
+
+    SCHEDULE = "schedule"
+    ASSEMBLE = "assemble"
+    PLAN = "plan"
+    FORWARD = "forward"
+    """On a GPU, only the launch of its kernels."""
+    SAMPLE = "sample"
+    """Whatever consumes the outputs of the model."""
+    READ = "read"
+    """Waits for the device."""
+    COMMIT = "commit"
+
+
+class PhaseTimes:
+    """Host time of steps by phase. A phase lasts from the end of the one before to its own."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds = dict.fromkeys(StepPhase, 0.0)
+        self._clock = clock
+        self._last = clock()
+
+    def begin(self) -> None:
+        """Begins a step: the time since the last one is no phase's."""
+        self._last = self._clock()
+
+    def end(self, phase: StepPhase) -> None:
+        now = self._clock()
+        self.seconds[phase] += now - self._last
+        self._last = now
 
 
 @dataclass(frozen=True)
@@ -13,6 +78,8 @@ class EngineMetrics:
 
     num_requests_running: int
     num_requests_waiting: int
+    num_requests_paused: int
+    """Paused because their clients read too slowly; they hold no row and no page."""
     kv_cache_usage_perc: float
     """Share of usable pages held by running sequences, 0 to 1. Pages that are only cached count as free."""
     prefix_cache_queries: int
@@ -37,3 +104,11 @@ class EngineMetrics:
     plans_rebuilt: int
     degradations: int
     """Degradations in the ledger; notes are not counted."""
+    step_seconds: float
+    """Total time of steps."""
+    steps_over_limit: int
+    """Steps with rows that generate that took longer than `max_step_ms`."""
+    iteration_tokens: tuple[int, ...]
+    """Steps by their numbers of tokens, see `StepSizes.counts`."""
+    iteration_tokens_sum: int
+    """Tokens of all steps."""

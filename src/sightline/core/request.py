@@ -6,7 +6,8 @@ Owns sampling parameters and output shapes. Does not know tokenizers, scheduling
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -25,6 +26,9 @@ MAX_CONTINUATIONS = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 128
 """Limited because every character of the answer is compared with each."""
+MAX_BAD_WORDS = 128
+MAX_BAD_CHARACTERS = 8192
+"""The most characters of all bad words together. Limited because the engine tokenises them."""
 MAX_CALLER_LENGTH = 256
 MAX_TIMEOUT = 1e9
 TOKEN_ID = Setting("A token of the vocabulary.", low=0, high=MAX_COUNT, kind=int)
@@ -40,13 +44,43 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class LogitBias(tuple[tuple[int, float], ...]):
+    """(token id, offset) pairs by token, each once. Packed once, however many sequences share it."""
+
+    @property
+    def last_token(self) -> tuple[int, ...]:
+        """The token of the last pair, if there is one."""
+        return tuple(token for token, _ in self[-1:])
+
+    @cached_property
+    def packed(self) -> tuple[bytes, bytes]:
+        """The token ids as int64 and the offsets as fp32, both native."""
+        return array("q", [token for token, _ in self]).tobytes(), array("f", [value for _, value in self]).tobytes()
+
+
+NO_BIAS = LogitBias()
+
+
+class TokenIds(tuple[int, ...]):
+    """Ascending token ids, each once. Packed once, however many sequences share them."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The ids as native int64."""
+        return array("q", self).tobytes()
+
+
 @keywords(RequestError, "a sampling parameter", dict.fromkeys(MEANINGS.values(), "a setting of the engine"))
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose tokens. None takes the model's own default if there is one, otherwise the neutral value."""
 
     temperature: float | None = setting(
-        None, "0 takes the likeliest token; more is more random. Neutral: 0, as transformers decodes.", low=0, high=1e4
+        None,
+        "0 takes the likeliest token; more is more random. Neutral: 0, as transformers decodes; over HTTP 1, as "
+        "OpenAI's API samples.",
+        low=0,
+        high=1e4,
     )
     top_p: float | None = setting(
         None, "Keep the likeliest tokens that make up this share. Neutral: 1.", low=0, high=1, excludes_low=True
@@ -60,7 +94,9 @@ class SamplingParams:
     seed: int | None = setting(
         None, "The same seed and the same logits give the same tokens, whatever else runs.", low=0, high=MAX_SEED
     )
-    max_tokens: int | None = setting(16, "Most tokens to generate.", low=1, high=MAX_COUNT)
+    max_tokens: int | None = setting(
+        16, "Most tokens to generate; 0 only scores the prompt, with prompt_logprobs.", low=0, high=MAX_COUNT
+    )
     """None generates up to the end of the context."""
     stop_token_ids: Sequence[int] = setting((), "Tokens that end the answer.")
     ignore_eos: bool = setting(False, "Go on past the model's own end tokens.")
@@ -95,6 +131,17 @@ class SamplingParams:
     prompt_logprobs: int | None = setting(
         None, "As logprobs, for every prompt token but the first; not in a stream.", low=0, high=MAX_LOGPROBS
     )
+    truncate_prompt_tokens: int | None = setting(
+        None,
+        "Keep so many of the prompt's last tokens; -1 keeps as many as leave room for max_tokens. Neutral: keep all.",
+        low=-1,
+        high=MAX_COUNT,
+    )
+    allowed_token_ids: Sequence[int] | None = setting(None, "Generate only these tokens.")
+    bad_words: Sequence[str] | None = setting(
+        None, "Texts that are not generated as the tokenizer writes them, at the beginning of a text or after a space."
+    )
+    detokenize: bool = setting(True, "Turn the tokens into text; without it the text is empty.")
 
     def __post_init__(self) -> None:
         if self.top_p == 0.0 and type(self.top_p) is not bool:
@@ -105,15 +152,46 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _checked_token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _checked_bad_words(self.bad_words))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _checked_allowed(self.allowed_token_ids))
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("expected truncate_prompt_tokens of at least 1, or -1, got 0; leave it out to keep all")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise RequestError(
+                "expected max_tokens of at least 1, got 0, which only scores a prompt; send prompt_logprobs with it"
+            )
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"expected min_tokens of at most max_tokens, {self.max_tokens}, got {self.min_tokens}; raise max_tokens"
             )
+        if self.stop and not self.detokenize:
+            raise RequestError("expected detokenize with stop, got False: stop strings are found in the text")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop`, normalized to a tuple."""
         return cast("tuple[str, ...]", self.stop)
+
+    @cached_property
+    def bias_pairs(self) -> LogitBias:
+        """`logit_bias` by token. The prompts of one call share it: it may hold a whole vocabulary."""
+        return LogitBias(sorted((self.logit_bias or {}).items()))
+
+    @property
+    def allowed(self) -> TokenIds | None:
+        """`allowed_token_ids`, as they were checked."""
+        return cast("TokenIds | None", self.allowed_token_ids)
+
+    def cut(self, prompt: Sequence[int], max_model_len: int) -> Sequence[int]:
+        """The tokens of a prompt that `truncate_prompt_tokens` keeps."""
+        match self.truncate_prompt_tokens:
+            case None:
+                return prompt
+            case -1:
+                return prompt[-max(1, max_model_len - max(1, self.max_tokens or 0)) :]
+            case count:
+                return prompt[-count:]
 
 
 @dataclass(frozen=True)
@@ -124,8 +202,8 @@ class RowNeeds:
     """Tokens that may be generated after the prompt; 0 if the prompt's own outputs are the result."""
     every_output: bool = False
     """True if the model's output is needed at every prompt token, so that none may come from the cache."""
-    reads_each_token: bool = False
-    """True if a token cannot be chosen before the host has read the one before it."""
+    max_unread_tokens: int | None = None
+    """Most tokens before it that the host may not have read when a token is chosen; None is any number."""
     is_whole: bool = False
     """True if the prompt is computed whole in one step, and neither reads nor writes the cache."""
 
@@ -148,14 +226,19 @@ class EffectiveParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, offset) pairs, each token once."""
+    logit_bias: LogitBias = NO_BIAS
+    allowed_token_ids: TokenIds | None = None
+    """None allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens of which none is generated as a whole."""
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
 
     @cached_property
     def counts_tokens(self) -> bool:
@@ -165,22 +248,56 @@ class EffectiveParams:
     @cached_property
     def adjusts_logits(self) -> bool:
         """True if the logits of single tokens may be changed before sampling."""
-        return self.counts_tokens or self.logit_bias != () or self.min_tokens > 0
+        return (
+            self.counts_tokens
+            or len(self.logit_bias) > 0
+            or self.min_tokens > 0
+            or self.allowed_token_ids is not None
+            or len(self.bad_words) > 0
+        )
+
+    @property
+    def _max_unread_tokens(self) -> int | None:
+        if not self.adjusts_logits:
+            return None
+        # The host finds the beginning of a bad word; the device counts one token more than the host.
+        return 0 if any(len(word) > 1 for word in self.bad_words) else 1
 
     @cached_property
     def needs(self) -> RowNeeds:
         """What sampling with these parameters asks of the rows."""
         return RowNeeds(
-            self.max_tokens, every_output=self.prompt_logprobs is not None, reads_each_token=self.adjusts_logits
+            self.max_tokens,
+            every_output=self.prompt_logprobs is not None,
+            max_unread_tokens=self._max_unread_tokens,
         )
 
 
 def _checked_token_ids(name: str, token_ids: object) -> tuple[int, ...]:
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str):
         raise RequestError(f"expected {name} to be a list of token ids, got {token_ids!r}")
-    for token in token_ids:
-        TOKEN_ID.check(token, RequestError, f"every {name} entry")
+    _check_ids(token_ids, f"every {name} entry")
     return tuple(token_ids)
+
+
+def _checked_allowed(token_ids: object) -> TokenIds:
+    if not (found := _checked_token_ids("allowed_token_ids", token_ids)):
+        raise RequestError("expected allowed_token_ids with at least one token, got none; leave it out to allow all")
+    return TokenIds(sorted(set(found)))
+
+
+def _checked_bad_words(words: object) -> tuple[str, ...]:
+    listed = () if words is None else words
+    if isinstance(listed, str) or not isinstance(listed, Sequence) or {type(word) for word in listed} - {str}:
+        raise RequestError(f"expected bad_words to be a list of strings, got {words!r}")
+    if not all(word.strip() for word in listed):
+        raise RequestError("expected bad_words with more than spaces in them, got one without; leave it out")
+    if len(listed) > MAX_BAD_WORDS or sum(map(len, listed)) > MAX_BAD_CHARACTERS:
+        raise RequestError(
+            f"expected at most {MAX_BAD_WORDS} bad_words of {MAX_BAD_CHARACTERS} characters in all, got {len(listed)} "
+            f"of {sum(map(len, listed))}; send fewer"
+        )
+    return tuple(listed)
 
 
 def _checked_stop(stop: object) -> tuple[str, ...]:
@@ -199,10 +316,19 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
         return None
     if not isinstance(bias, Mapping):
         raise RequestError(f"expected logit_bias to map token ids to numbers, got {bias!r}")
-    for token, value in bias.items():
-        TOKEN_ID.check(token, RequestError, "every logit_bias token")
-        LOGIT_OFFSET.check(value, RequestError, f"logit_bias of token {token}")
+    _check_ids(bias, "every logit_bias token")
+    low, high = float(LOGIT_OFFSET.low or 0), float(LOGIT_OFFSET.high or 0)
+    if not all(type(value) is float and low <= value <= high for value in bias.values()):
+        for token, value in bias.items():
+            LOGIT_OFFSET.check(value, RequestError, f"logit_bias of token {token}")
     return dict(bias)
+
+
+def _check_ids(token_ids: Collection[object], what: str) -> None:
+    """Raises `RequestError` for the first that is no token id. Fast if none is: there may be a whole vocabulary."""
+    if not all(type(token) is int and 0 <= token <= MAX_COUNT for token in token_ids):
+        for token in token_ids:
+            TOKEN_ID.check(token, RequestError, what)
 
 
 def check_prompt(token_ids: Sequence[object], vocab_size: int, max_model_len: int) -> None:
@@ -214,6 +340,9 @@ def check_prompt(token_ids: Sequence[object], vocab_size: int, max_model_len: in
             f"expected a prompt of at most {max_model_len - 1} tokens (max_model_len {max_model_len} less one "
             f"to generate), got {len(token_ids)}; shorten it or raise max_model_len"
         )
+    if {type(token) for token in token_ids} == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:  # type: ignore[type-var, operator]
+        # The usual case, without a look at each token: there may be many.
+        return
     for position, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
             raise RequestError(f"expected token ids from 0 to {vocab_size - 1}, got {token!r} at position {position}")
@@ -229,7 +358,7 @@ class Terms:
     """Caller, priority and timeout of a request."""
 
     caller: str = ""
-    """Who asks. Requests of one caller share a prefix cache, and callers get equal shares of the engine."""
+    """Identifies who asks. Requests of one caller share a prefix cache, and callers get equal shares of the engine."""
     priority: int = setting(
         0, "Lower goes first, and may preempt running requests of a higher value.", low=-(2**31), high=MAX_COUNT
     )

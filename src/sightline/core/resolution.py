@@ -13,24 +13,27 @@ import torch
 from sightline.core.config import (
     CACHE_DTYPE_NAMES,
     DTYPE_NAMES,
+    MEMORY_FRACTIONS,
     PADDING_PAGES,
     PAGE_SIZES,
     ROWS,
     STEP_TOKENS,
     EngineConfig,
     KeptSettings,
+    LayerKernels,
     Quantization,
     Task,
 )
-from sightline.core.device import Device, DeviceKind, available_bytes, lacks_products
+from sightline.core.device import Device, DeviceKind, device_memory, lacks_products
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
+from sightline.core.memory import MemoryBudget, share_out
 from sightline.core.settings import stated
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
-SCRATCH_SHARE = 8
-"""Scratch memory may take 1 / SCRATCH_SHARE of what the weights leave; the cache is sized from the rest."""
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025, 64))
+"""Numbers of rows that `--cuda-graph-sizes auto` captures, and the most rows of a step."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class ResolvedConfig(KeptSettings):
     prefix_caching: bool
     max_queued: int
     """Sequences that may wait."""
+    graph_sizes: tuple[int, ...] = ()
+    """Numbers of rows for which steps are captured, in order; empty: every step is eager."""
+    memory: MemoryBudget = MemoryBudget()  # noqa: RUF009 - frozen
+    """How the device's memory was shared out; all 0 if nobody asked the device."""
 
     @property
     def cache_tokens(self) -> int:
@@ -77,6 +84,10 @@ class ResolvedConfig(KeptSettings):
 
 def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
     """Decides everything that the config leaves open. Raises `ConfigError` for settings that cannot work."""
+    if LayerKernels(config.layer_kernels) is LayerKernels.TRITON and device.kind is not DeviceKind.CUDA:
+        raise ConfigError(
+            f"expected layer_kernels torch on the device {device.name}, got triton, which needs a GPU; leave it out"
+        )
     dtype = _resolve_dtype(config.dtype, device, ledger)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else CACHE_DTYPES[config.kv_cache_dtype]
     asked_len = config.max_model_len
@@ -88,16 +99,15 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     model_len = asked_len or facts.max_positions
     sizes = _resolve_sizes(config, facts, model_len, ledger)
     page_size = PAGE_SIZES[device.kind.value] if config.page_size is None else config.page_size
-    left = available_bytes(device) - facts.weight_elements * dtype.itemsize - facts.quantised_bytes
-    scratch_bytes = max(0, left) // SCRATCH_SHARE
+    memory = _share_memory(config, facts, device, dtype)
     num_pages = 0
     if sizes.is_transient:
-        _tell_what_a_cache_would_need(config, facts, ledger)
+        _tell_what_a_cache_would_need(config, facts, device, ledger)
         cache_dtype = dtype
     else:
         page = _Page(page_size, facts.cache_elements_per_token * cache_dtype.itemsize * page_size)
         useful = sizes.max_rows * -(-model_len // page_size)
-        num_pages = PADDING_PAGES + _resolve_pages(config, page, left - scratch_bytes, useful)
+        num_pages = PADDING_PAGES + _resolve_pages(config, page, memory, useful)
         model_len = _fitting_len(config, (num_pages - PADDING_PAGES) * page_size, model_len, ledger)
     return ResolvedConfig(
         device=device,
@@ -109,10 +119,12 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         max_step_tokens=sizes.max_step_tokens,
         page_size=page_size,
         num_pages=num_pages,
-        scratch_bytes=scratch_bytes,
+        scratch_bytes=memory.scratch_bytes,
+        memory=memory,
         prefix_caching=sizes.prefix_caching,
         max_queued=config.max_queued_requests,
-        **{kept.name: getattr(config, kept.name) for kept in fields(KeptSettings)},
+        graph_sizes=_resolve_graph_sizes(config, device, min(sizes.max_rows, num_pages - PADDING_PAGES), ledger),
+        **{kept.name: vars(config)[kept.name] for kept in fields(KeptSettings)},
     )
 
 
@@ -171,14 +183,55 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
     return capacity
 
 
-def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, ledger: Ledger) -> None:
+def _resolve_graph_sizes(config: EngineConfig, device: Device, most: int, ledger: Ledger) -> tuple[int, ...]:
+    """The sizes asked for, up to `most`, which rows and pages allow."""
+    asked = config.cuda_graph_sizes
+    if config.enforce_eager or asked is None:
+        return ()
+    # Python refuses to convert thousands of digits.
+    if asked != "auto" and not all(
+        part.strip().isdecimal() and len(part) < 20 and int(part) for part in asked.split(",")
+    ):
+        raise ConfigError(f"expected cuda_graph_sizes auto, or numbers from 1 such as 1,2,4,8, got {asked[:80]!r}")
+    if device.kind is not DeviceKind.CUDA:
+        ledger.degrade("cuda_graph_sizes", "no step is captured: graphs need a CUDA device", "leave it out")
+        return ()
+    if asked == "auto":
+        return (*[size for size in GRAPH_SIZES if size < most], most)
+    sizes = sorted({int(part) for part in asked.split(",")})
+    if sizes[-1] > most:
+        left_out = ", ".join(str(size) for size in sizes if size > most)
+        ledger.degrade(
+            "cuda_graph_sizes",
+            f"{left_out} left out: a step has at most {most} rows",
+            "leave them out, or raise max_num_seqs or cache_tokens",
+        )
+    return tuple(size for size in sizes if size <= most)
+
+
+def _share_memory(config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype) -> MemoryBudget:
+    """Shares out the device's memory. Raises if a card cannot hold the weights."""
+    asked = config.memory_fraction
+    fraction = MEMORY_FRACTIONS[device.kind.value] if asked is None else asked
+    weight_bytes = facts.weight_elements * dtype.itemsize + facts.quantised_bytes
+    memory = share_out(device.kind, device_memory(device), fraction, weight_bytes)
+    if device.kind is DeviceKind.CUDA and memory.room_bytes < 0:
+        raise ConfigError(
+            f"expected weights that fit {fraction:g} of the card, got {-memory.room_bytes:,} bytes too many "
+            f"({memory}); raise memory_fraction, free memory, or use a smaller model or dtype"
+        )
+    return memory
+
+
+def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> None:
     """Reports cache settings that have no effect, for an engine without a cache."""
-    asked = {
+    asked: dict[str, object] = {
         "cache_tokens": config.cache_tokens,
         "page_size": config.page_size,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "memory_fraction": config.memory_fraction,
     }
+    if device.kind is DeviceKind.CPU:
+        asked["memory_fraction"] = config.memory_fraction
     for setting, value in asked.items():
         if value != stated(EngineConfig)[setting].default:
             ledger.degrade(
@@ -208,24 +261,21 @@ class _Page:
     num_bytes: int
 
 
-def _resolve_pages(config: EngineConfig, page: _Page, left: int, useful: int) -> int:
-    """Pages for sequences: as requested, otherwise what memory allows, never more than `useful`.
-
-    `left` is the number of bytes left after weights and scratch memory.
-    """
+def _resolve_pages(config: EngineConfig, page: _Page, memory: MemoryBudget, useful: int) -> int:
+    """Pages for sequences: as requested, otherwise what memory allows, never more than `useful`."""
     if config.cache_tokens is not None:
         asked = -(-config.cache_tokens // page.num_tokens)
         needed = (asked + PADDING_PAGES) * page.num_bytes
-        if needed > left:
+        if needed > memory.room_bytes:
             raise ConfigError(
-                f"expected a cache that fits the {max(0, left):,} bytes left beside the weights, got cache_tokens = "
-                f"{config.cache_tokens}, which takes {needed:,}; lower cache_tokens"
+                f"expected a cache that fits the {max(0, memory.room_bytes):,} bytes left beside the weights, got "
+                f"cache_tokens = {config.cache_tokens}, which takes {needed:,}; lower cache_tokens ({memory})"
             )
         return asked
-    affordable = int(max(0, left) * config.memory_fraction) // page.num_bytes - PADDING_PAGES
+    affordable = memory.cache_bytes // page.num_bytes - PADDING_PAGES
     if affordable < 1:
         raise ConfigError(
             f"expected memory for at least one cache page of {page.num_bytes:,} bytes beside the weights, "
-            f"got {left:,} bytes left; use a smaller model or dtype, or free memory"
+            f"got {memory.room_bytes:,} bytes left; use a smaller model or dtype, or free memory ({memory})"
         )
     return min(useful, affordable)

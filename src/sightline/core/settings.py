@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
 from inspect import get_annotations
+from os import PathLike
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -20,7 +21,12 @@ from sightline.core.words import answer_unknown
 
 _T = TypeVar("_T")
 _KINDS: Mapping[type, tuple[type | tuple[type, ...], str]] = MappingProxyType(
-    {bool: (bool, "True or False"), int: (int, "a whole number"), float: ((int, float), "a finite number")}
+    {
+        bool: (bool, "True or False"),
+        int: (int, "a whole number"),
+        float: ((int, float), "a finite number"),
+        str: ((str, PathLike), "text"),
+    }
 )
 """Types that are checked: what Python has for them, and their names in messages."""
 _INFINITIES = (float("inf"), -float("inf"))
@@ -36,7 +42,7 @@ class Setting:
     excludes_low: bool = False
     choices: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
-    """Names that only the command line has."""
+    """Short names that only the command line has: -m."""
     only_generates: bool = False
     """Has no use when texts are embedded."""
     name: str = ""
@@ -116,7 +122,7 @@ def _read(kind: Any) -> tuple[Mapping[str, Setting], Mapping[str, Alias]]:
         name, hint = each.name, hints[each.name]
         kinds = set(get_args(hint) if get_origin(hint) is UnionType else [hint])
         [plain, *others] = kinds - {NoneType}
-        known = plain if plain in (*_KINDS, str) and not others else object
+        known = plain if plain in _KINDS and not others else object
         has_none = NoneType in kinds
         match each.metadata.get("stated"):
             case Setting() as said:
@@ -129,7 +135,7 @@ def _read(kind: Any) -> tuple[Mapping[str, Setting], Mapping[str, Alias]]:
 def check_settings(owner: object, error: type[SightlineError]) -> None:
     """Raises `error` for the first value of a dataclass that its setting does not allow."""
     for name, setting in stated(type(owner)).items():
-        setting.check(getattr(owner, name), error)
+        setting.check(vars(owner)[name], error)
 
 
 def keywords(error: type[SightlineError], what: str, elsewhere: Mapping[str, str]) -> Callable[[type[_T]], type[_T]]:

@@ -27,6 +27,7 @@ kv_cache_dtype: cache_type_k cache_type_v type_k type_v kv_cache_type
 memory_fraction: mem_fraction max_memory kv_cache_memory_bytes
 prefix_caching: cache_prompt prompt_cache disable_prefix_caching no_enable_prefix_caching
 max_queued_requests: max_queue_size max_waiting_requests
+cuda_graph_sizes: cuda_graph_max_bs cudagraph_num_of_warmups max_cudagraph_capture_size
 attention_backend: attn_implementation attn_backend flash_attn use_flash_attention_2
 max_tokens: max_new_tokens n_predict num_predict max_length max_output_tokens max_completion_tokens max_gen_len
 min_tokens: min_new_tokens min_length
@@ -35,15 +36,16 @@ repetition_penalty: repeat_penalty rep_pen
 stop: stop_strings stop_sequences stop_words stopping_criteria reverse_prompt
 stop_token_ids: eos_token_id eos_token_ids stop_tokens
 ignore_eos: no_eos ban_eos_token
-logit_bias: bad_words bad_words_ids sequence_bias suppress_tokens allowed_token_ids
+logit_bias: sequence_bias suppress_tokens
+bad_words: bad_words_ids no_bad_words
 logprobs: output_scores output_logits return_logprob top_logprobs top_logprobs_num n_probs
 n: num_return_sequences num_samples best_of
 """)
 """Words of vLLM, SGLang, llama.cpp and transformers, and the name here that is nearest in meaning."""
 UNSUPPORTED = _by_word("""
-beam search: num_beams beam_width use_beam_search length_penalty early_stopping num_beam_groups
+beam search outside LLM.beam_search: num_beams beam_width use_beam_search length_penalty early_stopping num_beam_groups
 a model on more than one device: pipeline_parallel_size pp_size data_parallel_size dp_size ep_size tensor_split nnodes
-a choice about CUDA graphs, which are not used: enforce_eager disable_cuda_graph cuda_graph_max_bs compilation_config
+compiled models: compilation_config torch_compile enable_torch_compile
 speculative decoding: speculative_config speculative_model speculative_algorithm num_speculative_tokens draft_model
 LoRA: enable_lora lora_path lora_paths lora_modules max_loras lora lora_request
 structured output: guided_json guided_regex guided_choice guided_decoding grammar regex json_schema response_format
@@ -58,8 +60,6 @@ images and sound: limit_mm_per_prompt mm_processor_kwargs mmproj
 REFUSED = MappingProxyType(
     {
         "trust_remote_code": "is not supported: code that comes with a model is never run; leave it out",
-        "gpu_memory_utilization": "is not supported yet: elsewhere it is a share of all memory; use memory_fraction, "
-        "the share that the cache takes of what the weights leave",
     }
 )
 """Words with an answer of their own."""

@@ -99,7 +99,7 @@ class BatchCall(Generic[_InputT, ParamsT, OutputT]):
         return [self._outputs[index] for index in range(len(self._inputs))]
 
     def _encode_more(self) -> None:
-        """As many as there is room for. Needs no turn: a long prompt holds up nobody's step."""
+        """Encodes as many prompts as there is room for. Needs no turn: a long prompt holds up nobody's step."""
         count = sum(self._counts[index] for index, _ in self._encoded)
         while self._left:
             index = self._left[0]

@@ -17,12 +17,15 @@ from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
 from sightline.core.errors import RequestError, UnsupportedModelError
 from sightline.core.ledger import Ledger
+from sightline.core.metrics import PhaseSeconds
 from sightline.core.request import Request, RowNeeds, Terms, new_request_id
 from sightline.engine.pooled import LiveText, pool
-from sightline.engine.steps import LiveRequest, StepLoop
+from sightline.engine.requests import LiveRequest
+from sightline.engine.steps import StepLoop
 from sightline.models.contract import EmbedderDefinition
 from sightline.models.loading.pooling import Pooling, PoolingKind
 from sightline.runner.build import Runtime
+from sightline.scheduler.costs import StepCosts
 from sightline.scheduler.sequence import SequenceState
 
 CPU_PACK_TOKENS = 1024
@@ -40,8 +43,7 @@ class TextResult:
     num_cached: int
     """Tokens of the text that were in the cache already."""
     error: str | None
-    queue_seconds: float
-    """Seconds from submission to the first step, or to the end if there was none."""
+    phases: PhaseSeconds
 
 
 class Embedder(StepLoop[LiveText, None, TextResult]):
@@ -68,6 +70,7 @@ class Embedder(StepLoop[LiveText, None, TextResult]):
             ledger,
             clock,
             mask=definition.mask,
+            costs=StepCosts(logit=0.0, context=definition.step_costs()[1]),
             max_scored_tokens=config.max_step_tokens,
             max_whole_tokens=min(config.max_step_tokens, CPU_PACK_TOKENS) if on_cpu else config.max_step_tokens,
         )
@@ -79,10 +82,14 @@ class Embedder(StepLoop[LiveText, None, TextResult]):
         """True if no text needs a page."""
         return self.runtime.config.num_pages == 0
 
-    def can_queue(self, count: int) -> bool:
-        """True if this many more texts may wait. Texts that a step has room for do not count as waiting."""
-        config = self.runtime.config
-        return self._scheduler.num_waiting + self._scheduler.num_running + count <= config.max_queued + config.max_rows
+    @property
+    def _num_queued(self) -> int:
+        return self._scheduler.num_waiting + self._scheduler.num_running
+
+    @property
+    def _max_queued(self) -> int:
+        """Texts that a step has room for do not count as waiting."""
+        return self.runtime.config.max_queued + self.runtime.config.max_rows
 
     def check(self, token_ids: Sequence[int]) -> None:
         """Raises `RequestError` for a text that cannot be embedded."""
@@ -113,4 +120,4 @@ class Embedder(StepLoop[LiveText, None, TextResult]):
 
     def _output(self, live: LiveRequest[LiveText], now: float) -> TextResult:
         [text] = live.sequences
-        return TextResult(text.vector, text.sequence.num_cached, text.error, live.queue_seconds(now))
+        return TextResult(text.vector, text.sequence.num_cached, text.error, live.phases(now))

@@ -7,23 +7,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from sightline.attention.lanes import Depth
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.batch import CAUSAL
 from sightline.core.ledger import Ledger
+from sightline.core.metrics import PhaseSeconds
 from sightline.core.request import EffectiveParams, RequestOutput, SamplingParams, Terms, TextDelta
 from sightline.engine.intake import Intake
-from sightline.engine.live import LiveSequence, start
+from sightline.engine.live import LiveSequence, TextPiece, start
+from sightline.engine.requests import LiveRequest
 from sightline.engine.sampled import sample
-from sightline.engine.steps import LiveRequest, StepLoop
+from sightline.engine.steps import StepLoop
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import Runtime
+from sightline.runner.sampling.logprobs import TokenLogprobs
+from sightline.scheduler.costs import StepCosts
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
 _MAX_SCORED_LOGITS = 2**24
 """Logits of prompt tokens in one step: 64 MiB of fp32, however large the vocabulary."""
+
+
+class RequestEnd(NamedTuple):
+    """What is left to tell of a request when all pieces of its text were taken."""
+
+    error: str | None
+    num_cached_tokens: int
+    phases: PhaseSeconds
+    prompt_scores: Sequence[TokenLogprobs] | None
+    """Log probabilities of the prompt from its second token on, if the request asked for them."""
 
 
 class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
@@ -41,14 +56,15 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         if tokenizer is not None:
             check_streamable(tokenizer)
         scored = max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size)
-        super().__init__(runtime, sample, ledger, clock, mask=CAUSAL, max_scored_tokens=scored)
+        costs = StepCosts(*runtime.definition.step_costs())
+        super().__init__(runtime, sample, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored)
         self.tokenizer = tokenizer
         self.generation = generation
         self._intake = Intake(
             vocab_size=self.vocab_size,
             max_model_len=runtime.config.max_model_len,
             generation=generation,
-            has_tokenizer=tokenizer is not None,
+            tokenizer=tokenizer,
             seed=runtime.config.seed,
         )
 
@@ -76,6 +92,20 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         deltas = (sequence.take_delta() for sequence in self._find(request_id).sequences)
         return next((delta for delta in deltas if delta is not None), None)
 
+    def take_piece(self, request_id: str) -> tuple[LiveSequence, TextPiece] | None:
+        """Like `take_delta`, with the continuation itself, and without the texts of the tokens in log probabilities."""
+        return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._take_piece, request_id)
+
+    def _take_piece(self, request_id: str) -> tuple[LiveSequence, TextPiece] | None:
+        for sequence in self._find(request_id).sequences:
+            if (piece := sequence.take_piece()) is not None:
+                return sequence, piece
+        return None
+
+    def pop_end(self, request_id: str) -> RequestEnd:
+        """The end of a finished request whose pieces were taken; the loop then forgets the request."""
+        return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._pop, request_id, _end)
+
     def _start(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, prompt: str | None, terms: Terms, now: float
     ) -> LiveRequest[LiveSequence]:
@@ -95,5 +125,10 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
             prompt_logprobs=first.prompt_logprobs(),
             num_cached_tokens=first.sequence.num_cached,
             num_retractions=sum(each.sequence.num_retractions for each in live.sequences),
-            queue_seconds=live.queue_seconds(now),
+            queue_seconds=live.phases(now).queue,
         )
+
+
+def _end(live: LiveRequest[LiveSequence], now: float) -> RequestEnd:
+    first = live.sequences[0]
+    return RequestEnd(live.error, first.sequence.num_cached, live.phases(now), first.prompt_scores())

@@ -19,8 +19,10 @@ from torch import Tensor
 from sightline.core.batch import PADDING_ROW, Batch, RowMask, RowWork
 from sightline.core.device import device_faults
 from sightline.core.errors import BatchError, DeviceFaultError
+from sightline.core.lengths import moved
+from sightline.core.metrics import PhaseTimes, StepPhase
 from sightline.core.request import FinishReason
-from sightline.runner.batching import assemble, assemble_transient
+from sightline.runner.batching import assemble_transient
 from sightline.runner.build import Runtime
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 
@@ -72,8 +74,9 @@ class Outcome(Protocol):
         """Waits for the device."""
 
 
-Consume: TypeAlias = Callable[[Sequence[ScheduledRow], Sequence[LifeT], Tensor], Outcome]
-"""What a step is for: from its rows, their lives and the model's outputs [num_logits, width] to an outcome."""
+Consume: TypeAlias = Callable[[Sequence[ScheduledRow], Sequence[LifeT], Tensor, Tensor], Outcome]
+"""What a step is for: from its rows, their lives, the tokens that it computed [num_tokens] and the model's outputs
+[num_logits, width] to an outcome."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +87,27 @@ class LaunchedStep(Generic[LifeT]):
     lives: tuple[LifeT, ...]
     """[num_rows]."""
     outcome: Outcome
+    started_at: float
+    """When its launch began, in the loop's clock time."""
+
+    def results(self) -> StepResults:
+        """What it gave its rows. If that cannot be read, every row of the step fails, and no other."""
+        try:
+            return self.outcome.results()
+        except (DeviceFaultError, torch.AcceleratorError):
+            raise
+        except Exception as error:
+            return _Unreadable(error)
+
+
+class _Unreadable(NamedTuple):
+    """Results of a step whose outcome could not be read."""
+
+    error: Exception
+
+    def take(self, index: int) -> RowResult:
+        del index
+        raise self.error
 
 
 class RowFailure(NamedTuple, Generic[LifeT]):
@@ -103,13 +127,15 @@ class Launch(NamedTuple, Generic[LifeT]):
 class Launcher(Generic[LifeT]):
     """Puts steps on a runtime's device."""
 
-    def __init__(self, runtime: Runtime, consume: Consume[LifeT], mask: RowMask) -> None:
-        """`mask` is every row's."""
+    def __init__(self, runtime: Runtime, consume: Consume[LifeT], mask: RowMask, clock: Callable[[], float]) -> None:
+        """`mask` is every row's; `clock` tells seconds."""
         self._runtime = runtime
+        self._clock = clock
         self._consume = consume
         self._mask = mask
         self.num_cut = 0
         """Steps that raised and were run again in parts."""
+        self.phases = PhaseTimes()
 
     def launch(
         self, rows: Sequence[ScheduledRow], lives: Sequence[LifeT], in_flight: Sequence[LaunchedStep[LifeT]]
@@ -148,18 +174,24 @@ class Launcher(Generic[LifeT]):
     def _run(
         self, rows: Sequence[ScheduledRow], lives: Sequence[LifeT], in_flight: Sequence[LaunchedStep[LifeT]]
     ) -> LaunchedStep[LifeT]:
-        runtime = self._runtime
+        runtime, phases, started_at = self._runtime, self.phases, self._clock()
         with device_faults():
             work = [row_work(row, self._mask) for row in rows]
             # A schedule has rows of one kind.
             if rows[0].sequence.is_whole:
                 batch = assemble_transient(work, runtime.store.device)
             else:
-                batch = assemble(work, runtime.store)
-            planned = runtime.planner.plan(_filled(batch, rows, in_flight))
+                batch = runtime.graphs.assemble(work)
+            filled = _filled(batch, rows, in_flight)
+            phases.end(StepPhase.ASSEMBLE)
+            planned = runtime.planner.plan(filled)
+            phases.end(StepPhase.PLAN)
             try:
                 outputs = runtime.runner.forward(planned)
-                return LaunchedStep(tuple(rows), tuple(lives), self._consume(rows, lives, outputs))
+                phases.end(StepPhase.FORWARD)
+                outcome = self._consume(rows, lives, planned.batch.tokens, outputs)
+                phases.end(StepPhase.SAMPLE)
+                return LaunchedStep(tuple(rows), tuple(lives), outcome, started_at)
             except BaseException:
                 runtime.planner.take_back(planned)
                 raise
@@ -170,23 +202,26 @@ def _filled(batch: Batch, rows: Sequence[ScheduledRow], in_flight: Sequence[Laun
     if not batch.pending:
         return batch
     ends = accumulate([row.num_tokens for row in rows])
-    unread = {row.sequence: end - 1 for row, end in zip(rows, ends, strict=True) if end - 1 in batch.pending}
+    pending = batch.pending
+    unread = [(row.sequence, end - 1) for row, end in zip(rows, ends, strict=True) if end - 1 in pending]
     # The last step in flight that chose for a sequence chose what comes next.
     for step in reversed(in_flight):
         chosen = step.outcome.places
-        found = [(unread.pop(sequence), chosen[sequence]) for sequence in tuple(unread) if sequence in chosen]
+        found = [(place, chosen[sequence]) for sequence, place in unread if sequence in chosen]
         if found:
-            places, sources = zip(*found, strict=True)
-            tokens = step.outcome.next_tokens.index_select(0, torch.tensor(sources, device=batch.device))
-            batch = batch.filled(places, tokens)
+            [index] = moved([[source for _, source in found]], batch.device)
+            batch = batch.filled([place for place, _ in found], step.outcome.next_tokens.index_select(0, index))
+            if not batch.pending:
+                break
+            unread = [each for each in unread if each[0] not in chosen]
     return batch
 
 
 def row_work(row: ScheduledRow, mask: RowMask) -> RowWork:
     """What a scheduled row computes. A token that is on its way is pending."""
-    held = PADDING_ROW if row.sequence.is_whole else row.sequence.table_row
-    if held != row.table_row:
-        raise BatchError("rows", None, f"{held}, which its sequence holds", row.table_row)
-    context_len, num_tokens = row.context_len, row.num_tokens
-    tokens = row.sequence.tokens[context_len : context_len + num_tokens]
-    return RowWork(row.table_row, tokens, context_len, row.num_logits, mask, num_pending=num_tokens - len(tokens))
+    sequence, table_row, context_len, num_tokens = row.sequence, row.table_row, row.context_len, row.num_tokens
+    held = PADDING_ROW if sequence.is_whole else sequence.table_row
+    if held != table_row:
+        raise BatchError("rows", None, f"{held}, which its sequence holds", table_row)
+    tokens = sequence.tokens[context_len : context_len + num_tokens]
+    return RowWork(table_row, tokens, context_len, row.num_logits, mask, None, num_tokens - len(tokens))

@@ -6,9 +6,9 @@ not know the queue, the pages or the forward; the engine moves it along.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-
-from torch import Tensor
+from typing import NamedTuple
 
 from sightline.core.request import (
     CompletionOutput,
@@ -20,13 +20,24 @@ from sightline.core.request import (
     TextDelta,
 )
 from sightline.runner.sampling.adjust import TokenAdjustment
-from sightline.runner.sampling.logprobs import TokenLogprobs, token_logprobs
+from sightline.runner.sampling.logprobs import TokenLogprobs, are_finite, read_scores
 from sightline.runner.sampling.noise import derived_seed
 from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
 from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.stop import StopMatcher
 from sightline.text.tokenizers.tokenizer import Tokenizer
+
+
+class TextPiece(NamedTuple):
+    """New output of one continuation, without the texts of the tokens in log probabilities."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    scores: tuple[TokenLogprobs, ...]
+    """Log probabilities of each token, if the request asked for them."""
+    offsets: tuple[int, ...]
+    """For each of `scores`, where the token's text begins in the text of all generated tokens."""
 
 
 @dataclass(eq=False)
@@ -58,39 +69,47 @@ class LiveSequence:
     """A stream has taken the finish reason."""
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """From the second prompt token on."""
+    """One for each prompt token, from the second on."""
+    _offsets: list[int] = field(default_factory=list)
+    """Where the text of each token that was taken in begins, in the text of all."""
+    _num_characters: int = 0
+    """Length of the text of all tokens that were taken in."""
 
     def generated(self, start: int = 0) -> tuple[int, ...]:
         """The generated tokens from the `start`-th on."""
         return tuple(self.sequence.tokens[len(self.sequence.request.prompt_token_ids) + start :])
 
-    def sampling(self, row: ScheduledRow) -> RowSampling:
-        """How the token behind a row is chosen."""
-        if self.adjustment is not None:
-            if not self.adjustment.is_whole:
-                self.adjustment = TokenAdjustment(self.params, self.sequence.request.prompt_token_ids)
-            self.adjustment.count(self.generated(self.adjustment.num_counted))
-        return RowSampling(self.params, self._place(row), self.adjustment)
+    def sampling(self, row: ScheduledRow, last_input: int) -> RowSampling:
+        """How the token behind a row is chosen; `last_input` is where the step's tokens hold the row's last one."""
+        place = self._place(row)
+        if self.adjustment is None:
+            return RowSampling(self.params, place)
+        if not self.adjustment.is_whole:
+            self.adjustment = TokenAdjustment(self.params, self.sequence.request.prompt_token_ids)
+        self.adjustment.count(self.generated(self.adjustment.num_counted))
+        is_read = self.adjustment.num_counted == place
+        return RowSampling(self.params, place, self.adjustment, None if is_read else last_input)
 
-    def keep_logprobs(self, row: ScheduledRow, entry: TokenLogprobs | None) -> None:
-        """Those of the token behind a row. Once more after an interruption changes nothing."""
-        if entry is not None:
-            self._logprobs[self._place(row) :] = [entry]
+    def keep_logprobs(self, row: ScheduledRow, entry: TokenLogprobs) -> None:
+        """Keeps the log probabilities of the token behind a row. Idempotent."""
+        self._logprobs[self._place(row) :] = [entry]
 
     def _place(self, row: ScheduledRow) -> int:
         """Tokens that were generated before the one behind a row."""
         return row.context_len + row.num_tokens - len(self.sequence.request.prompt_token_ids)
 
-    def keep_prompt_logprobs(self, row: ScheduledRow, logits: Tensor) -> None:
-        """From the logits [num_tokens, vocab_size] of the row's tokens."""
-        prompt, first = self.sequence.request.prompt_token_ids, row.context_len
-        followers = prompt[first + 1 : first + 1 + logits.shape[0]]
-        wanted = logits[: len(followers)]
-        if not bool(wanted.isfinite().all()):
+    def prompt_followers(self, row: ScheduledRow) -> tuple[int, ...]:
+        """The prompt tokens that follow the row's tokens."""
+        return self.sequence.request.prompt_token_ids[row.context_len + 1 : row.seq_len + 1]
+
+    def keep_prompt_logprobs(self, row: ScheduledRow, scores: Sequence[Sequence[float]]) -> None:
+        """Keeps the scores of the tokens that follow the row's. Idempotent."""
+        first = row.context_len
+        if not all(map(are_finite, scores)):
             self.error = _not_finite(first)
             return
-        entries = token_logprobs(wanted, followers, [self.params.prompt_logprobs or 0] * len(followers))
-        self._prompt_logprobs[first : first + len(entries)] = entries
+        num_best = self.params.prompt_logprobs or 0
+        self._prompt_logprobs[first : first + len(scores)] = [read_scores(each, num_best) for each in scores]
 
     def fail_at(self, position: int) -> None:
         """The logits at `position` were no numbers."""
@@ -109,7 +128,9 @@ class LiveSequence:
             if self.detokenizer is not None and (not ends or self.params.include_stop_str_in_output):
                 text = self.detokenizer.push([token])
             # Counted once its text is there: where an interruption lost it, the token is read again.
+            self._offsets[self.num_taken_in :] = [self._num_characters]
             self.num_taken_in += 1
+            self._num_characters += len(text)
             if text:
                 self._say(text)
             if self._stopped_by_text():
@@ -142,42 +163,57 @@ class LiveSequence:
             or self.sequence.num_generated > self.num_read_tokens
         )
 
-    def take_delta(self) -> TextDelta | None:
+    def take_piece(self) -> TextPiece | None:
         """New output since the last call; None if there is none."""
         if not self.has_delta:
             return None
         pieces, tokens = self.text[self.num_read_pieces :], self.generated(self.num_read_tokens)
-        logprobs = self._told(self.num_read_tokens, self.num_read_tokens + len(tokens))
+        start, end = self.num_read_tokens, self.num_read_tokens + len(tokens)
+        scores = () if self.params.logprobs is None else tuple(self._logprobs[start:end])
         self.num_read_pieces += len(pieces)
         self.num_read_tokens += len(tokens)
         self.end_was_read = self.finish_reason is not None
+        return TextPiece("".join(pieces), tokens, scores, self._offsets_of(start, len(scores)))
+
+    def take_delta(self) -> TextDelta | None:
+        """New output since the last call, with the texts of the tokens in log probabilities."""
+        piece = self.take_piece()
+        if piece is None:
+            return None
         return TextDelta(
             self.sequence.request.request_id,
-            "".join(pieces),
-            tokens,
+            piece.text,
+            piece.token_ids,
             self.finish_reason,
             self.error,
             self.sequence.index,
             self.stop_reason,
-            logprobs,
+            None if self.params.logprobs is None else self._named(piece.scores),
         )
 
     def output(self) -> CompletionOutput:
         tokens = self.generated()
         reason = None if self.finish_reason is None else self.finish_reason.value
-        logprobs = self._told(0, len(tokens))
+        logprobs = None if self.params.logprobs is None else self._named(self._logprobs[: len(tokens)])
         return CompletionOutput(self.sequence.index, "".join(self.text), tokens, reason, self.stop_reason, logprobs)
 
     def prompt_logprobs(self) -> tuple[PositionLogprobs | None, ...] | None:
         """One for each prompt token that was computed; None where nobody asked."""
         if self.params.prompt_logprobs is None:
             return None
-        return (None, *(_position(entry, self.tokenizer) for entry in self._prompt_logprobs))
+        return (None, *self._named(self._prompt_logprobs))
 
-    def _told(self, start: int, end: int) -> tuple[PositionLogprobs, ...] | None:
-        if self.params.logprobs is None:
-            return None
-        return tuple(_position(entry, self.tokenizer) for entry in self._logprobs[start:end])
+    def prompt_scores(self) -> Sequence[TokenLogprobs] | None:
+        """The same without texts, from the second prompt token on."""
+        return None if self.params.prompt_logprobs is None else self._prompt_logprobs
+
+    def _named(self, scores: Iterable[TokenLogprobs]) -> tuple[PositionLogprobs, ...]:
+        return tuple(_position(entry, self.tokenizer) for entry in scores)
+
+    def _offsets_of(self, start: int, count: int) -> tuple[int, ...]:
+        """The offsets of `count` tokens; those that were not taken in begin at the end of the text."""
+        known = self._offsets[start : start + count]
+        return (*known, *[self._num_characters] * (count - len(known)))
 
     def _say(self, text: str) -> None:
         if self.stops is not None:
@@ -201,7 +237,7 @@ def start(request: Request, asked: EffectiveParams, tokenizer: Tokenizer | None)
 def _start_one(sequence: SequenceState, asked: EffectiveParams, tokenizer: Tokenizer | None) -> LiveSequence:
     request, params = sequence.request, replace(asked, seed=derived_seed(asked.seed, sequence.index))
     detokenizer = stops = None
-    if tokenizer is not None:
+    if tokenizer is not None and params.detokenize:
         detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
     if params.stop:
         stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
@@ -212,7 +248,7 @@ def _start_one(sequence: SequenceState, asked: EffectiveParams, tokenizer: Token
 def _position(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> PositionLogprobs:
     named: PositionLogprobs = {}
     for token, logprob, rank in zip(entry.tokens, entry.logprobs, entry.ranks, strict=True):
-        text = None if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        text = None if tokenizer is None else tokenizer.token_text(token)
         named.setdefault(token, Logprob(logprob, rank, text))
     return named
 

@@ -92,8 +92,11 @@ class _Vectors(NamedTuple):
         return RowResult(row.seq_len)
 
 
-def pool(rows: Sequence[ScheduledRow], lives: Sequence[LiveText], states: Tensor, pooling: Pooling) -> Pooled:
-    """Pools the states [num_logits, state_size] of each row."""
+def pool(
+    rows: Sequence[ScheduledRow], lives: Sequence[LiveText], inputs: Tensor, states: Tensor, pooling: Pooling
+) -> Pooled:
+    """Pools the states [num_logits, state_size] of each row, whatever its input tokens are."""
+    del inputs
     counts = [row.num_logits for row in rows]
     if pooling.kind is PoolingKind.CLS:
         starts = torch.tensor([0, *counts[:-1]], device=states.device).cumsum(0)

@@ -1,4 +1,7 @@
-"""What a generating step gives its rows: a sampled token each, and the log probabilities that were asked for."""
+"""What a generating step gives its rows: a sampled token each, and the log probabilities that were asked for.
+
+All of it is computed on the device when the step is launched, and comes to the host by one copy.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from sightline.core.lengths import moved
+from sightline.core.transfer import Arrival
 from sightline.engine.live import LiveSequence
-from sightline.runner.sampling.logprobs import TokenLogprobs, token_logprobs
-from sightline.runner.sampling.sampler import Chosen, RowSampling, choose
+from sightline.runner.sampling.logprobs import read_scores, score_tokens
+from sightline.runner.sampling.sampler import choose
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 
 
@@ -21,74 +27,122 @@ class SampledTokens(NamedTuple):
     tokens: list[int]
     finite: list[bool]
     """False if the row's logits held a NaN or an infinity: its token means nothing."""
+    scores: Sequence[Sequence[float]] = ()
+    """[num_scored]: see `score_tokens`."""
+
+
+class _ScoredSpan(NamedTuple):
+    """The scores of one row: first those of its prompt, then that of its chosen token if it asked for that."""
+
+    start: int
+    num_prompt: int
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """The tokens that a step chooses for the rows that complete, on the device."""
+    """The tokens that a step chooses for the rows that complete."""
 
     rows: Sequence[ScheduledRow]
     lives: Sequence[LiveSequence]
-    logits: Tensor
-    """[num_logits, vocab_size] fp32, of all rows that need some, in order."""
     places: Mapping[SequenceState, int]
-    chosen_logits: Tensor
-    """[num_chosen, vocab_size] fp32."""
-    sampling: tuple[RowSampling, ...]
-    """[num_chosen]."""
-    chosen: Chosen
-
-    @property
-    def next_tokens(self) -> Tensor:
-        return self.chosen.tokens
+    next_tokens: Tensor
+    spans: Mapping[int, _ScoredSpan]
+    """The scores of each row that has some, by the row's index."""
+    scores_shape: tuple[int, int]
+    arrival: Arrival
+    """Tokens, finite flags and scores, in one fp64 vector."""
 
     def read(self) -> SampledTokens:
         """Waits for the device."""
-        return SampledTokens(self.chosen.tokens.tolist(), self.chosen.finite.tolist())
+        values, count = self.arrival.wait(), len(self.places)
+        tokens, finite, scores = values.split_with_sizes([count, count, len(values) - 2 * count])
+        shaped = scores.view(self.scores_shape).tolist() if self.spans else ()
+        return SampledTokens(tokens.long().tolist(), finite.bool().tolist(), shaped)
 
     def results(self) -> _Results:
-        return _Results(self, self.read(), list(accumulate(row.num_logits for row in self.rows)))
-
-    def logprobs(self, place: int, token: int) -> TokenLogprobs | None:
-        """Log probabilities of a chosen token from the raw logits, if its row asked for them."""
-        num_best = self.sampling[place].params.logprobs
-        if num_best is None:
-            return None
-        [entry] = token_logprobs(self.chosen_logits[place : place + 1], [token], [num_best])
-        return entry
+        return _Results(self, self.read())
 
 
 class _Results(NamedTuple):
     step: Sampled
     read: SampledTokens
-    ends: list[int]
-    """[num_rows]: end of each row's logits."""
 
     def take(self, index: int) -> RowResult:
         step, row, live = self.step, self.step.rows[index], self.step.lives[index]
+        span = step.spans.get(index, _ScoredSpan(0, 0))
         if row.scores_prompt:
-            live.keep_prompt_logprobs(row, step.logits[self.ends[index] - row.num_logits : self.ends[index]])
+            live.keep_prompt_logprobs(row, self.read.scores[span.start : span.start + span.num_prompt])
         place = step.places.get(row.sequence)
         if place is None:
             return RowResult(row.seq_len)
         token = self.read.tokens[place]
         if not self.read.finite[place]:
             live.fail_at(row.seq_len)
-        elif live.error is None:
-            live.keep_logprobs(row, step.logprobs(place, token))
+        elif live.error is None and (num_best := live.params.logprobs) is not None:
+            live.keep_logprobs(row, read_scores(self.read.scores[span.start + span.num_prompt], num_best))
         return RowResult(row.seq_len, (token,))
 
 
-def sample(rows: Sequence[ScheduledRow], lives: Sequence[LiveSequence], logits: Tensor) -> Sampled:
-    """Chooses the next token of each row that completes."""
+def sample(rows: Sequence[ScheduledRow], lives: Sequence[LiveSequence], inputs: Tensor, logits: Tensor) -> Sampled:
+    """Chooses the next token of each row that completes and may have one more.
+
+    `inputs` are the step's tokens [num_tokens] int64, `logits` [num_logits, vocab_size] fp32 those of all rows that
+    need some, in order. Does not wait for a GPU.
+    """
+    token_ends = list(accumulate([row.num_tokens for row in rows]))
     completing = [
-        (row, live, end)
-        for row, live, end in zip(rows, lives, accumulate([row.num_logits for row in rows]), strict=True)
-        if row.completes
+        index
+        for index, row in enumerate(rows)
+        if row.completes and row.context_len + row.num_tokens < row.sequence.max_expected
     ]
     chosen_logits = logits
     if len(completing) < logits.shape[0]:
-        chosen_logits = logits[[end - 1 for _, _, end in completing]]
-    sampling = tuple([live.sampling(row) for row, live, _ in completing])
-    places = {row.sequence: place for place, (row, _, _) in enumerate(completing)}
-    return Sampled(rows, lives, logits, places, chosen_logits, sampling, choose(chosen_logits, sampling))
+        ends = list(accumulate([row.num_logits for row in rows]))
+        [wanted] = moved([[ends[index] - 1 for index in completing]], logits.device)
+        chosen_logits = logits.index_select(0, wanted)
+    sampling = [lives[index].sampling(rows[index], token_ends[index] - 1) for index in completing]
+    chosen = choose(chosen_logits, sampling, inputs)
+    places = {rows[index].sequence: place for place, index in enumerate(completing)}
+    asked = {index: place for place, index in enumerate(completing) if sampling[place].params.logprobs is not None}
+    spans: dict[int, _ScoredSpan] = {}
+    scores = logits.new_zeros((0, 0), dtype=torch.float64)
+    if asked or any(row.scores_prompt for row in rows):
+        spans, scores = _scored(rows, lives, logits, asked, chosen.tokens)
+    packed = torch.cat([chosen.tokens.double(), chosen.finite.double(), scores.view(-1)])
+    return Sampled(rows, lives, places, chosen.tokens, spans, (scores.shape[0], scores.shape[1]), Arrival(packed))
+
+
+def _scored(
+    rows: Sequence[ScheduledRow],
+    lives: Sequence[LiveSequence],
+    logits: Tensor,
+    asked: Mapping[int, int],
+    chosen: Tensor,
+) -> tuple[dict[int, _ScoredSpan], Tensor]:
+    """The scores that rows asked for, and which are whose.
+
+    `asked` has the rows that want their chosen token scored, and that token's place in `chosen`.
+    """
+    spans: dict[int, _ScoredSpan] = {}
+    at: list[int] = []
+    tokens: list[int] = []
+    generated: list[int] = []
+    most = 0
+    ends = accumulate([row.num_logits for row in rows])
+    for index, (row, live, end) in enumerate(zip(rows, lives, ends, strict=True)):
+        followers = live.prompt_followers(row) if row.scores_prompt else ()
+        if not followers and index not in asked:
+            continue
+        spans[index] = _ScoredSpan(len(at), len(followers))
+        at += range(end - row.num_logits, end - row.num_logits + len(followers))
+        tokens += followers
+        most = max(most, (live.params.prompt_logprobs or 0) if followers else 0)
+        if index in asked:
+            generated.append(len(at))
+            at.append(end - 1)
+            tokens.append(0)
+            most = max(most, live.params.logprobs or 0)
+    where, named, filled, sources = moved([at, tokens, generated, list(asked.values())], logits.device)
+    named = named.index_copy(0, filled, chosen.index_select(0, sources))
+    some = logits if len(at) == logits.shape[0] else logits.index_select(0, where)
+    return spans, score_tokens(some, named, most)

@@ -19,13 +19,11 @@ second one gets `LaneBusyError`. Between two calls any thread may take over. Any
 
 from __future__ import annotations
 
-import heapq
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -38,42 +36,21 @@ from sightline.core.device import device_faults
 from sightline.core.errors import DeviceFaultError, EngineClosedError, QueueFullError
 from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
-from sightline.core.metrics import EngineMetrics
-from sightline.core.request import FinishReason, Request, Terms
+from sightline.core.metrics import EngineMetrics, PhaseTimes, StepPhase, StepSizes
+from sightline.core.request import FinishReason, Terms
+from sightline.engine.deadlines import Deadlines
 from sightline.engine.launch import Consume, Launch, LaunchedStep, Launcher, LifeT
+from sightline.engine.requests import LiveRequest
 from sightline.runner.build import Runtime
+from sightline.scheduler.costs import StepCosts
+from sightline.scheduler.pace import Pace
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import RowResult, ScheduledRow
+from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 
 logger = logging.getLogger("sightline")
 ParamsT = TypeVar("ParamsT")
 OutputT = TypeVar("OutputT")
-
-
-@dataclass(eq=False)
-class LiveRequest(Generic[LifeT]):
-    """A request in the loop."""
-
-    request: Request
-    sequences: tuple[LifeT, ...]
-    """Its continuations, by index."""
-    submitted_at: float
-    """In the loop's clock time."""
-    started_at: float | None = None
-    """When it first had a row in a step."""
-
-    @property
-    def is_finished(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
-
-    @property
-    def error(self) -> str | None:
-        """Why the first of its continuations that failed did so."""
-        return next((sequence.error for sequence in self.sequences if sequence.error is not None), None)
-
-    def queue_seconds(self, now: float) -> float:
-        """Seconds from submission to the first step, or to `now` if there was none."""
-        return (now if self.started_at is None else self.started_at) - self.submitted_at
+ResultT = TypeVar("ResultT")
 
 
 class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
@@ -87,23 +64,27 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         clock: Callable[[], float],
         *,
         mask: RowMask,
+        costs: StepCosts,
         max_scored_tokens: int,
         max_whole_tokens: int = 0,
     ) -> None:
-        """`clock` tells seconds: deadlines go by it. `mask` is every row's; for the limits, see `Scheduler`."""
+        """`clock` tells seconds: deadlines and the limit of a step's time go by it. `mask` is every row's, `costs` are
+        the model's; for the limits, see `Scheduler`."""
         self.runtime = runtime
         self.ledger = ledger
         config = runtime.config
         self.prefixes = PrefixCache(runtime.store) if config.prefix_caching else None
         self._clock = clock
+        self.pace = Pace(costs, config.max_step_ms)
         self._scheduler = Scheduler(
             runtime.store,
             self.prefixes,
             max_step_tokens=config.max_step_tokens,
             max_scored_tokens=max_scored_tokens,
             max_whole_tokens=max_whole_tokens,
+            pace=self.pace,
         )
-        self._launcher = Launcher(runtime, consume, mask)
+        self._launcher = Launcher(runtime, consume, mask, clock)
         self._lanes = runtime.planner.lanes
         self._in_flight: deque[LaunchedStep[LifeT]] = deque()
         self._max_in_flight = 1 if config.async_scheduling else 0
@@ -113,14 +94,14 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._live: dict[str, LiveRequest[LifeT]] = {}
         self._cancelled: deque[str] = deque()
         self._abandoned: deque[str] = deque()
-        self._deadlines: list[tuple[float, str]] = []
-        """A heap; a request that has ended is passed over."""
+        self._deadlines = Deadlines()
         self._is_stepping = False
         """True at the start of a step if the one before was interrupted."""
         self._closed = False
         self._fault: DeviceFaultError | None = None
         self._counts: Counter[str] = Counter()
         self._ends: Counter[str] = Counter()
+        self._step_sizes = StepSizes()
 
     @abstractmethod
     def _start(
@@ -134,12 +115,27 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work or bool(self._in_flight)
+        """False if all that is left is paused, unless the next step ends some of it."""
+        return self._scheduler.has_work or bool(self._in_flight) or self.idle_seconds == 0.0
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """Seconds until a step is needed to end what is paused; None if nothing paused has an end in sight."""
+        if not self._scheduler.num_paused:
+            return None
+        if self._cancelled or self._abandoned:
+            return 0.0
+        return self._deadlines.seconds_left(self._clock())
 
     @property
     def in_flight(self) -> tuple[LaunchedStep[LifeT], ...]:
         """Steps that are launched and not committed, the oldest first."""
         return tuple(self._in_flight)
+
+    @property
+    def phases(self) -> PhaseTimes:
+        """Where the host's time in steps goes, since the loop was built."""
+        return self._launcher.phases
 
     @property
     def fault(self) -> DeviceFaultError | None:
@@ -153,11 +149,20 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
 
     def can_queue(self, count: int) -> bool:
         """True if this many more sequences may wait."""
-        return self._scheduler.num_waiting + count <= self.runtime.config.max_queued
+        return self._num_queued + count <= self._max_queued
+
+    @property
+    def _num_queued(self) -> int:
+        """Sequences that count against `_max_queued`."""
+        return self._scheduler.num_waiting
+
+    @property
+    def _max_queued(self) -> int:
+        return self.runtime.config.max_queued
 
     @property
     def _is_wanted(self) -> bool:
-        """True while somebody waits for a step."""
+        """True while somebody waits for a step. Who is paused does not."""
         return self._scheduler.num_waiting + self._scheduler.num_running > 0
 
     def metrics(self) -> EngineMetrics:
@@ -168,6 +173,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         return EngineMetrics(
             num_requests_running=scheduler.num_running,
             num_requests_waiting=scheduler.num_waiting,
+            num_requests_paused=scheduler.num_paused,
             kv_cache_usage_perc=in_use / max(1, store.num_usable_pages),
             prefix_cache_queries=scheduler.num_queried_tokens,
             prefix_cache_hits=scheduler.num_hit_tokens,
@@ -182,7 +188,21 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             plan_seconds=planner.plan_seconds,
             plans_rebuilt=planner.num_rebuilt,
             degradations=len(self.ledger.degradations),
+            step_seconds=self.pace.total_seconds,
+            steps_over_limit=self.pace.num_over,
+            iteration_tokens=tuple(self._step_sizes.counts),
+            iteration_tokens_sum=self._step_sizes.total,
         )
+
+    def reset_counts(self) -> None:
+        """Begins all counts of `metrics` again."""
+        self._counts.clear()
+        self._ends.clear()
+        self._step_sizes = StepSizes()
+        scheduler, planner = self._scheduler, self.runtime.planner
+        scheduler.num_queried_tokens = scheduler.num_hit_tokens = scheduler.num_retractions = 0
+        planner.num_plans, planner.plan_seconds, planner.num_rebuilt = 0, 0.0, 0
+        self.pace.total_seconds, self.pace.num_over = 0.0, 0
 
     def submit(
         self,
@@ -212,7 +232,8 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             except BaseException:
                 self._forget(request.request_id)
                 raise
-            self._remember(request.deadline, request.request_id)
+            if request.deadline is not None:
+                self._deadlines.add(request.deadline, request.request_id, self._live)
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
         return request.request_id
 
@@ -221,8 +242,16 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._cancelled.append(request_id)
 
     def abandon(self, request_id: str) -> None:
-        """As `cancel`, and nobody will ask for what it produced. Any thread, and a finaliser, may call it."""
+        """Like `cancel`, for a request whose results nobody will ask for. Any thread, and a finaliser, may call it."""
         self._abandoned.append(request_id)
+
+    def pause(self, request_id: str) -> None:
+        """Takes a request's rows and pages until `resume`; its deadline holds. An unknown id is no error."""
+        self._lanes.run(MAIN_LANE, Depth.ENGINE, self._each, request_id, self._scheduler.pause)
+
+    def resume(self, request_id: str) -> None:
+        """Lets a paused request run on; an unknown or finished id, or one that is not paused, is no error."""
+        self._lanes.run(MAIN_LANE, Depth.ENGINE, self._each, request_id, self._scheduler.resume)
 
     def step(self) -> None:
         """Launches a step over whatever can run, and commits the one that is due."""
@@ -230,12 +259,15 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
 
     def _step(self) -> None:
         with self._ending_on_a_fault():
+            self.phases.begin()
             rows = self._schedule()
+            self.phases.end(StepPhase.SCHEDULE)
             launch: Launch[LifeT] = Launch((), ())
             if rows:
                 launch = self._launcher.launch(rows, [self._life(row) for row in rows], self._in_flight)
             with uninterrupted():
                 self._take_off(launch)
+                self.phases.end(StepPhase.COMMIT)
                 # Without a step behind it, or with one that had to be cut, nothing is left in flight.
                 most = self._max_in_flight if len(launch.steps) == 1 else 0
                 while len(self._in_flight) > most or (self._in_flight and not self._is_wanted):
@@ -247,14 +279,14 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
 
     def pop_output(self, request_id: str) -> OutputT:
         """The result of a finished request, which the loop then forgets."""
-        return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._pop_output, request_id)
+        return self._lanes.run(MAIN_LANE, Depth.ENGINE, self._pop, request_id, self._output)
 
-    def _pop_output(self, request_id: str) -> OutputT:
+    def _pop(self, request_id: str, build: Callable[[LiveRequest[LifeT], float], ResultT]) -> ResultT:
         live = self._find(request_id)
         if not live.is_finished:
             raise ValueError(f"expected a finished request, got {request_id}, which is running")
         self._forget(request_id)
-        return self._output(live, self._clock())
+        return build(live, self._clock())
 
     def forget(self, request_id: str) -> None:
         """Ends a request if it runs, and drops what it produced."""
@@ -270,6 +302,12 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
                     self._ends[str(FinishReason.ABORT)] += 1
                 self._scheduler.remove(sequence.sequence)
         self._live.pop(request_id, None)
+
+    def _each(self, request_id: str, change: Callable[[SequenceState], None]) -> None:
+        """Applies a change to every sequence of a request, if there is one."""
+        with uninterrupted(), self._ending_on_a_fault():
+            for live in self._live[request_id].sequences if request_id in self._live else ():
+                change(live.sequence)
 
     def close(self) -> None:
         """Ends everything and gives the pages back."""
@@ -292,21 +330,12 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             raise EngineClosedError(f"expected an engine that works, got one that ended: {self._fault}")
 
     def _why_full(self, count: int) -> str:
-        most = self.runtime.config.max_queued
+        most = self._max_queued
         remedy = "lower n" if count > most else "try again later"
         return (
-            f"expected at most {most} sequences to wait, got {count} more to the {self._scheduler.num_waiting} that "
+            f"expected at most {most} sequences to wait, got {count} more to the {self._num_queued} that "
             f"do; {remedy}, or raise max_queued_requests"
         )
-
-    def _remember(self, deadline: float | None, request_id: str) -> None:
-        if deadline is None:
-            return
-        # Deadlines of requests that have ended are dropped once they are the majority.
-        if len(self._deadlines) > 2 * len(self._live) + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (deadline, request_id))
 
     def _find(self, request_id: str) -> LiveRequest[LifeT]:
         live = self._live.get(request_id)
@@ -348,11 +377,14 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             self._scheduler.launched(step.rows)
         for live, error in launch.failures:
             self._fail(live, error)
-        self._counts["steps"] += len(launch.steps) > 0
+        if launch.steps:
+            self._counts["steps"] += 1
+            self._step_sizes.observe(sum([row.num_tokens for step in launch.steps for row in step.rows]))
 
     def _commit(self, step: LaunchedStep[LifeT]) -> None:
         """Takes the oldest step's results in, row by row; after an interruption, from the row that it came in."""
-        results = step.outcome.results()
+        results = step.results()
+        self.phases.end(StepPhase.READ)
         for index in range(self._num_taken, len(step.rows)):
             row, live = step.rows[index], step.lives[index]
             if not row.sequence.is_out:
@@ -367,7 +399,9 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._num_taken = 0
         self._in_flight.popleft()
         self._scheduler.landed(step.rows)
+        self.pace.observe(step.rows, step.started_at, self._clock())
         self._end_late()
+        self.phases.end(StepPhase.COMMIT)
 
     def _take(self, row: ScheduledRow, live: LifeT, result: RowResult) -> None:
         """Commits one row's result."""
@@ -376,7 +410,12 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             return
         before = live.sequence.num_generated
         self._scheduler.commit(row, result)
-        self._counts["generation_tokens"] += live.sequence.num_generated - before
+        generated = live.sequence.num_generated - before
+        self._counts["generation_tokens"] += generated
+        if generated and not before:
+            request = self._live[live.sequence.request.request_id]
+            if request.first_token_at is None:
+                request.first_token_at = self._clock()
         if row.completes:
             self._take_in(live)
 
@@ -414,14 +453,11 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             self._abandoned.popleft()
 
     def _end_late(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            request = self._live.get(self._deadlines[0][1])
-            if request is not None:
-                timeout = request.request.terms.timeout
-                self._abort(
-                    request.request.request_id, f"expected an end within {timeout:g} s, got none; allow more time"
-                )
-            heapq.heappop(self._deadlines)
+        while (late := self._deadlines.due(self._clock())) is not None:
+            if (live := self._live.get(late)) is not None:
+                timeout = live.request.terms.timeout
+                self._abort(late, f"expected an end within {timeout:g} s, got none; allow more time")
+            self._deadlines.drop_first()
 
     def _abort(self, request_id: str, why: str | None) -> None:
         request = self._live.get(request_id)

@@ -50,7 +50,7 @@ class TextEmbedder:
 
     @property
     def max_tokens(self) -> int:
-        """Of one text."""
+        """Maximum number of tokens of one text."""
         return self.embedder.runtime.config.max_model_len
 
     def tokens(self, texts: Sequence[str | Sequence[int]], *, truncate: bool) -> list[tuple[list[int], int]]:

@@ -13,7 +13,8 @@ from sightline.attention.contract import SoftmaxInputs
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec
 from sightline.layers.linear import Projection
-from sightline.layers.norm import RmsNorm
+from sightline.layers.norm import HeadNorms
+from sightline.layers.operations import TurnedHeads
 from sightline.layers.rotary import Halves, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
@@ -32,14 +33,12 @@ class AttentionBuffers:
         self.is_row_major = self.qkv.is_contiguous()
         self.rows = self.qkv if self.is_row_major else rows
         heads = self.rows.view(num_tokens, num_heads, head_dim)
-        self.turned = Halves.of(heads[:, :num_turned])
-        """Queries and keys before the rotation."""
-        self.q, self.k = heads[:, :num_q_heads], heads[:, num_q_heads:num_turned]
-        self.rotated = self.turned
+        turned = rotated = Halves.of(heads[:, :num_turned])
         if rotates:
-            rotated = scratch.take_rows("attention.rotated", num_turned * head_dim)
-            self.rotated = Halves.of(rotated.view(num_tokens, num_turned, head_dim))
-        self.inputs = (self.rotated.whole[:, :num_q_heads], self.rotated.whole[:, num_q_heads:], heads[:, num_turned:])
+            room = scratch.take_rows("attention.rotated", num_turned * head_dim)
+            rotated = Halves.of(room.view(num_tokens, num_turned, head_dim))
+        self.turned = TurnedHeads(heads[:, :num_q_heads], heads[:, num_q_heads:num_turned], turned, rotated)
+        self.inputs = (rotated.whole[:, :num_q_heads], rotated.whole[:, num_q_heads:], heads[:, num_turned:])
         """Queries and keys, rotated if the layer rotates, and values."""
         self.attended = scratch.take_rows("attention.attended", num_q_heads * head_dim)
         self.attended_heads = self.attended.view(num_tokens, num_q_heads, head_dim)
@@ -55,12 +54,12 @@ class SoftmaxAttention:
     qkv: Projection
     """Queries, keys and values side by side."""
     output: Projection
-    q_norm: RmsNorm | None = None
-    k_norm: RmsNorm | None = None
+    norms: HeadNorms | None = None
+    """Applied before the rotation."""
     sinks: Tensor | None = None
     """[num_q_heads] if the spec has sinks, otherwise None."""
     rotates: bool = True
-    """False in networks whose inputs already hold the positions."""
+    """False in networks whose inputs already hold the positions. They have no norms of heads either."""
 
     @property
     def turns(self) -> bool:
@@ -79,11 +78,7 @@ class SoftmaxAttention:
         self.qkv(x, buffers.qkv)
         if not buffers.is_row_major:
             buffers.rows.copy_(buffers.qkv)
-        if self.q_norm is not None and self.k_norm is not None:
-            self.q_norm(buffers.q, buffers.q)
-            self.k_norm(buffers.k, buffers.k)
         if rotary is not None:
-            # One rotation for queries and keys: with few tokens, the time depends on the number of operations.
-            rotary.rotate(buffers.turned, buffers.rotated)
+            scratch.operations.turn_heads(buffers.turned, self.norms, rotary)
         planned.attend(self.layer, SoftmaxInputs(*buffers.inputs, self.sinks), buffers.attended_heads)
         sink.take_product(self.output, buffers.attended)

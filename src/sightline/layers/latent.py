@@ -21,6 +21,7 @@ from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import LatentSpec
 from sightline.layers.linear import Projection
 from sightline.layers.norm import RmsNorm
+from sightline.layers.operations import LatentRows
 from sightline.layers.rotary import Halves, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
@@ -40,21 +41,25 @@ class LatentBuffers:
         nope_size, q_size = num_heads * nope, num_heads * (nope + rope)
         side = query_rank or q_size
         self.down = scratch.take("latent.down", side + rope + latent)
-        self.low, self.k_rope_down = self.down[:, :side], self.down[:, side : side + rope]
-        self.unnormed = self.down[:, side + rope :]
+        self.low, k_rope = self.down[:, :side], self.down[:, side : side + rope]
         queries = scratch.take("latent.queries", q_size + rope) if query_rank else self.down[:, : q_size + rope]
-        self.q, self.k_rope_unturned = queries[:, :q_size], queries[:, q_size:]
+        self.q = queries[:, :q_size]
         nope_heads = queries[:, :nope_size].view(num_tokens, num_heads, nope)
         # Attention needs each head contiguous. Taken even if unused, so that the largest step reserves it.
         rows = scratch.take_rows("latent.nope", nope_size).view(num_tokens, num_heads, nope)
         self.is_row_major = self.down.is_contiguous()
         self.nope_unordered, self.q_nope = nope_heads, nope_heads if self.is_row_major else rows
-        self.turned = Halves.of(queries[:, nope_size:].view(num_tokens, num_heads + 1, rope))
-        """The rope parts of queries and key before the rotation."""
-        rotated = scratch.take_rows("latent.rotated", (num_heads + 1) * rope)
-        self.rotated = Halves.of(rotated.view(num_tokens, num_heads + 1, rope))
-        self.q_rope, self.k_rope = self.rotated.whole[:, :num_heads], self.rotated.whole[:, num_heads]
+        rotated = scratch.take_rows("latent.rotated", (num_heads + 1) * rope).view(num_tokens, num_heads + 1, rope)
+        self.q_rope, self.k_rope = rotated[:, :num_heads], rotated[:, num_heads]
         self.latent = scratch.take_rows("latent.latent", latent)
+        self.rows = LatentRows(
+            unnormed=self.down[:, side + rope :],
+            latent=self.latent,
+            k_rope=k_rope,
+            turned=Halves.of(queries[:, nope_size:].view(num_tokens, num_heads + 1, rope)),
+            k_rope_room=queries[:, q_size:] if query_rank else None,
+            rotated=Halves.of(rotated),
+        )
         self.attended = scratch.take_rows("latent.attended", num_heads * value)
         self.attended_heads = self.attended.view(num_tokens, num_heads, value)
 
@@ -97,17 +102,14 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, sink: Sink, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
         """Gives the result for x [num_tokens, hidden] to the sink."""
-        buffers = self.buffers(scratch)
+        buffers, operations = self.buffers(scratch), scratch.operations
         self.down(x, buffers.down)
         if self.query_up is not None:
-            self.query_up.norm(buffers.low, buffers.low)
+            operations.norm(buffers.low, self.query_up.norm, buffers.low)
             self.query_up.projection(buffers.low, buffers.q)
-            buffers.k_rope_unturned.copy_(buffers.k_rope_down)
         if not buffers.is_row_major:
             buffers.q_nope.copy_(buffers.nope_unordered)
-        self.latent_norm(buffers.unnormed, buffers.latent)
-        # One rotation for queries and key: with few tokens, the time depends on the number of operations.
-        rotary.rotate(buffers.turned, buffers.rotated)
+        operations.turn_latents(buffers.rows, self.latent_norm, rotary)
         planned.attend(self.layer, self._inputs(buffers), buffers.attended_heads)
         sink.take_product(self.output, buffers.attended)
 

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
-from functools import partial
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from sightline.layers.activation import Activation
 from sightline.layers.linear import Projection
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
-
-
-class Activation(Enum):
-    """The non-linearity of a feed-forward."""
-
-    SILU = "silu"
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"
-    RELU = "relu"
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return _ACTIVATIONS[self](x)
-
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.SILU: F.silu,
-    Activation.GELU: F.gelu,
-    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
-    Activation.RELU: F.relu,
-}
 
 
 class MlpBuffers:
@@ -67,7 +43,8 @@ class PlainMlp:
         """Gives the result for x [num_tokens, hidden] to the sink."""
         buffers = self.buffers(scratch)
         self.up(x, buffers.inner)
-        sink.take_product(self.down, self.activation(buffers.inner))
+        scratch.operations.activate(self.activation, buffers.inner)
+        sink.take_product(self.down, buffers.inner)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,5 +63,5 @@ class GatedMlp:
         """Gives the result for x [num_tokens, hidden] to the sink."""
         buffers = self.buffers(scratch)
         self.gate_up(x, buffers.gate_up)
-        torch.mul(self.activation(buffers.gate), buffers.up, out=buffers.gated)
+        scratch.operations.gate(self.activation, buffers.gate, buffers.up, buffers.gated)
         sink.take_product(self.down, buffers.gated)

@@ -1,43 +1,42 @@
-"""Layer norm and RMS norm."""
+"""Layer norm and RMS norm, as data. Operations compute them, in fp32."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
+@dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias over the last dimension, computed in fp32."""
+    """(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias over the last dimension."""
 
-    def __init__(self, weight: Tensor, bias: Tensor, epsilon: float) -> None:
-        """`weight` and `bias` are [features] fp32."""
-        self.weight = weight
-        self.bias = bias
-        self.epsilon = epsilon
-
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Writes `out`, which may be x itself."""
-        out.copy_(F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.epsilon))
+    weight: Tensor
+    """[features] fp32."""
+    bias: Tensor
+    """[features] fp32."""
+    epsilon: float
 
 
 class RmsNorm:
-    """x / sqrt(mean(x²) + epsilon) * weight over the last dimension, computed in fp32."""
+    """x / sqrt(mean(x²) + epsilon) * weight over the last dimension.
+
+    The same as x / hypot(length(x), `least_length`) * `scaled_weight`, with the length of the vector.
+    """
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         """`weight` is [features] fp32."""
         self.weight = weight
         self.epsilon = epsilon
         num_features = weight.shape[0]
-        self._least_length = torch.tensor((num_features * epsilon) ** 0.5, dtype=torch.float32, device=weight.device)
-        self._scaled_weight = weight * num_features**0.5
+        self.least_length = torch.tensor((num_features * epsilon) ** 0.5, dtype=torch.float32, device=weight.device)
+        self.scaled_weight = weight * num_features**0.5
 
-    def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Writes `out`, which may be x itself."""
-        if x.dtype != torch.float32:
-            out.copy_(F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon))
-            return
-        # The vector's length instead of its mean square takes four small operations: torch's own norm takes twice as
-        # long for one row and ten times as long for a prompt.
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        torch.div(x, length.hypot_(self._least_length), out=out).mul_(self._scaled_weight)
+
+class HeadNorms(NamedTuple):
+    """The norms of queries and keys, per head."""
+
+    q: RmsNorm
+    k: RmsNorm

@@ -1,4 +1,4 @@
-"""Rotary position embeddings. The cosines and sines of a step are computed once and shared by all layers."""
+"""Rotary position embeddings, as data. Operations compute the cosines and sines of a step once, for all layers."""
 
 from __future__ import annotations
 
@@ -91,27 +91,14 @@ class RotaryTable:
     minus_sin: Tensor
     """-`sin`, of the same shape."""
 
-    def rotate(self, x: Halves, out: Halves) -> None:
-        """Writes the rotated x to `out`, which must not overlap x. Dimension i pairs with i + head_dim / 2."""
-        torch.mul(x.whole, self.cos, out=out.whole)
-        out.first.addcmul_(x.second, self.minus_sin)
-        out.second.addcmul_(x.first, self.sin)
-
 
 class Rotary:
-    """Computes the tables for one spec."""
+    """What the tables of one spec are computed from."""
 
     def __init__(self, spec: RotarySpec, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(spec).to(device)
-        self._amplitude = spec.amplitude
-
-    def table(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        angles = positions.float()[:, None, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self._amplitude != 1.0:
-            cos, sin = cos.mul_(self._amplitude), sin.mul_(self._amplitude)
-        sin = sin.to(dtype)
-        return RotaryTable(torch.cat((cos, cos), dim=-1).to(dtype), sin, -sin)
+        self.frequencies = inverse_frequencies(spec).to(device)
+        """[head_dim / 2] fp32: radians per position."""
+        self.amplitude = spec.amplitude
 
 
 def inverse_frequencies(spec: RotarySpec) -> Tensor:

@@ -3,7 +3,8 @@
     logits ──Score──▶ scores ──+ correction──▶ ranks ──Groups──▶ allowed ──best──▶ chosen
                          └──────────────────── scores of the chosen ──Share, scale──▶ weights
 
-Does not know experts, nor where logits come from.
+Of equal ranks, that of the lower expert or group is higher, on every device. Does not know experts, nor where logits
+come from.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 _NOTHING = 1e-20
@@ -56,7 +58,7 @@ class Groups:
         """The ranks [num_tokens, num_experts] with -inf for the experts of groups that are not chosen."""
         grouped = ranks.reshape(ranks.shape[0], self.num_groups, ranks.shape[1] // self.num_groups)
         of_groups = grouped.topk(self.ranked_by, dim=-1).values.sum(dim=-1)
-        chosen = of_groups.topk(self.groups_per_token, dim=-1).indices
+        chosen = _best(of_groups, self.groups_per_token)
         closed = of_groups.new_full(of_groups.shape, -math.inf).scatter_(1, chosen, 0.0)
         return (grouped + closed.unsqueeze(-1)).flatten(1)
 
@@ -101,8 +103,20 @@ class Routing:
         ranks = scores if correction is None else scores + correction
         if self.groups is not None:
             ranks = self.groups.limit(ranks)
-        experts = ranks.topk(self.experts_per_token, dim=-1).indices
+        experts = _best(ranks, self.experts_per_token)
         weights = scores.gather(1, experts)
         if self.share is Share.OF_CHOSEN:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _NOTHING)
         return experts, weights if self.scale == 1.0 else weights * self.scale
+
+
+def _best(ranks: Tensor, count: int) -> Tensor:
+    """The indices of the highest ranks [rows, any] fp32, the lower index first of equal ones: `topk` takes any of them.
+
+    The bits of a float are ordered as an integer if those of a negative number are inverted. Below them, the key has
+    the index, so no two keys are equal.
+    """
+    bits = ranks.view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.long() << 32) - torch.arange(ranks.shape[1], device=ranks.device)
+    return keys.topk(count, dim=-1).indices

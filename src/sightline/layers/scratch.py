@@ -4,7 +4,8 @@
                                                                       └─ of(Kind, sizes): a layer's buffers
 
 A layer asks for its buffers by kind and sizes. Layers that ask for the same get the same memory, so a buffer's contents
-do not survive its layer. Does not know what the buffers hold.
+do not survive its layer. The scratch also hands out the operations that the layers name. Does not know what the buffers
+hold.
 
 A buffer has the shape [num_tokens, features]. Its memory is feature-major if products of so many rows are faster that
 way. A product writes its output in whatever layout the buffer has, so no layer has to know.
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.workspace import Lane, Workspace
+from sightline.layers.operations import Operations
 
 OWNER = "activations"
 """The owner's name in the memory ledger."""
@@ -53,9 +55,17 @@ class Activations:
     """The leased memory of a lane, sized for the largest step, so that no step allocates."""
 
     def __init__(
-        self, workspace: Workspace, lane: Lane, max_tokens: int, dtype: torch.dtype, *, turns: bool = True
+        self,
+        workspace: Workspace,
+        lane: Lane,
+        max_tokens: int,
+        dtype: torch.dtype,
+        operations: Operations,
+        *,
+        turns: bool,
     ) -> None:
         """With `turns`, buffers are feature-major whenever `prefers_feature_major` says so."""
+        self.operations = operations
         self.turns = turns
         self._workspace = workspace
         self._lane = lane
@@ -90,6 +100,7 @@ class Scratch:
 
     def __init__(self, activations: Activations, num_tokens: int) -> None:
         self.num_tokens = num_tokens
+        self.operations = activations.operations
         self._activations = activations
         self._kept: dict[Hashable, Any] = {}
 
@@ -108,6 +119,11 @@ class Scratch:
             return memory.view(features, self.num_tokens).t()
         return memory.view(self.num_tokens, features)
 
-    def take_rows(self, name: str, features: int) -> Tensor:
+    def empty_rows(self, num_rows: int, features: int, like: Tensor, *, turns: bool) -> Tensor:
+        """A new buffer [num_rows, features] for rows other than the step's tokens; `turns` as in `Projection`."""
+        return empty_rows(num_rows, features, like, turns=turns and self._activations.turns)
+
+    def take_rows(self, name: str, features: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised row-major buffer [num_tokens, features]."""
-        return self._activations.memory(name, features)[: self.num_tokens * features].view(self.num_tokens, features)
+        memory = self._activations.memory(name, features, dtype)
+        return memory[: self.num_tokens * features].view(self.num_tokens, features)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,6 +19,8 @@ class Sink(ABC):
     """Takes a result [num_tokens, hidden_size] once. The sink that `onto` returns takes further parts of it."""
 
     target: Tensor
+    adds: ClassVar[bool]
+    """True if a result is added to the target, False if it replaces its contents."""
 
     @abstractmethod
     def take_product(self, projection: Projection, x: Tensor) -> None:
@@ -35,6 +38,8 @@ class Sink(ABC):
 class Added(Sink):
     """Adds the result to the target."""
 
+    adds = True
+
     def take_product(self, projection: Projection, x: Tensor) -> None:
         projection.add(x, self.target)
 
@@ -44,6 +49,8 @@ class Added(Sink):
 
 class Written(Sink):
     """Overwrites the target with the result."""
+
+    adds = False
 
     def take_product(self, projection: Projection, x: Tensor) -> None:
         projection(x, self.target)

@@ -14,6 +14,7 @@ from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.latent import LatentAttention, QueryUp
 from sightline.layers.linear import Linear
+from sightline.layers.norm import HeadNorms
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
 
@@ -35,21 +36,24 @@ class SoftmaxAttentionDefinition:
     spec: SoftmaxSpec
     tensors: AttentionTensors = AttentionTensors()
 
+    def num_weights(self, hidden_size: int) -> int:
+        spec = self.spec
+        return 2 * hidden_size * (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim
+
     def load(self, weights: WeightReader, layer: int, prefix: str, hidden_size: int) -> SoftmaxAttention:
         spec, stored = self.spec, self.tensors
         q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         sizes = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size}
-        q_norm = k_norm = None
+        norms = None
         if stored.qk_norm is not None:
             q_norm = stored.qk_norm.load(weights, f"{prefix}.q_norm", spec.head_dim)
-            k_norm = stored.qk_norm.load(weights, f"{prefix}.k_norm", spec.head_dim)
+            norms = HeadNorms(q_norm, stored.qk_norm.load(weights, f"{prefix}.k_norm", spec.head_dim))
         return SoftmaxAttention(
             layer=layer,
             spec=spec,
             qkv=weights.projection(sizes, hidden_size, bias=stored.qkv_bias),
             output=weights.projection({f"{prefix}.o_proj": hidden_size}, q_size, bias=stored.output_bias),
-            q_norm=q_norm,
-            k_norm=k_norm,
+            norms=norms,
             sinks=weights.take(f"{prefix}.sinks", (spec.num_q_heads,)) if spec.sinks else None,
         )
 
@@ -67,6 +71,12 @@ class LatentAttentionDefinition:
     """The norm of the latent and of the low-rank queries."""
     bias: bool = False
     """True if the input and output projections have biases. A full-rank query projection never has one."""
+
+    def num_weights(self, hidden_size: int) -> int:
+        spec, queries = self.spec, self._num_query_rows * (self.query_rank or hidden_size)
+        down = hidden_size * ((self.query_rank or 0) + spec.head_dim)
+        heads = spec.latent_dim * (spec.nope_dim + spec.value_dim) + spec.value_dim * hidden_size
+        return queries + down + spec.num_q_heads * heads
 
     def load(self, weights: WeightReader, layer: int, prefix: str, hidden_size: int) -> LatentAttention:
         spec = self.spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.errors import UnsupportedModelError
-from sightline.layers.mlp import Activation
+from sightline.layers.activation import Activation
 from sightline.models.config_reader import ConfigReader
 from sightline.models.encoder import EncoderDefinition
 

@@ -22,6 +22,12 @@ _NAMES = """
 """
 INFORMATIONAL = frozenset(_NAMES.split())
 """Fields that do not change what a forward computes, in any family."""
+_NOTED_NAMES = """
+    _attn_implementation _commit_hash _model_name_or_path attn_implementation bos_token cls_token_id eos_token
+    gradient_checkpointing mask_token_id model_name_or_path pad_token unk_token unk_token_id unsloth_version
+"""
+NOTED = frozenset(_NOTED_NAMES.split())
+"""Fields that tools leave in configs and that no family reads: special tokens, origins, choices of a kernel."""
 
 MAX_LAYERS = 4096
 """The limit for layers, heads and experts, far above any real model: a config with more is broken or hostile."""

@@ -52,6 +52,13 @@ class Definition(ABC):
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """The attention spec of each layer."""
 
+    def step_costs(self) -> tuple[float, float]:
+        """Costs of a token's logits, and of attending to one other token, relative to a token in the layers.
+
+        Both are 0 if a definition does not know them.
+        """
+        return 0.0, 0.0
+
     @property
     def copies(self) -> frozenset[str]:
         """Tensors that a checkpoint may store although they repeat others. They are compared and then dropped."""
@@ -87,6 +94,20 @@ class EmbedderDefinition(Definition):
     def state_size(self) -> int:
         """The size of a token's state."""
         return self.hidden_size
+
+    @property
+    @abstractmethod
+    def token_weights(self) -> int:
+        """Weights of the layers that each token is multiplied with: of experts, only those that it uses."""
+
+    def step_costs(self) -> tuple[float, float]:
+        """Counts multiplications. A layer with a window reads a whole window for every token."""
+        token, context = self.token_weights, 0
+        for spec in self.attention_specs():
+            pair = spec.num_q_heads * sum(spec.expanded_dims)
+            token += pair * (spec.window or 0)
+            context += pair if spec.window is None else 0
+        return self.hidden_size * self.num_tokens / token, context / token
 
     @property
     @abstractmethod

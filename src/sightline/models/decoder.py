@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
@@ -21,7 +20,7 @@ from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
 from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
-from sightline.layers.scratch import Scratch, empty_rows
+from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added, Written
 from sightline.models.attention import AttentionDefinition
 from sightline.models.contract import EmbedderDefinition, Model, ModelDefinition
@@ -71,6 +70,11 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
 
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         return tuple(layer.attention.spec for layer in self.layers)
+
+    @property
+    def token_weights(self) -> int:
+        size = self.hidden_size
+        return sum(each.attention.num_weights(size) + each.feed_forward.num_weights(size) for each in self.layers)
 
     @property
     def mask(self) -> RowMask:
@@ -131,6 +135,15 @@ class StreamBuffers:
         self.onto_stream, self.alone = Added(self.hidden), Written(self.result)
 
 
+class TableBuffers:
+    """The cosines and sines of one rotary embedding."""
+
+    def __init__(self, scratch: Scratch, number: int, head_dim: int) -> None:
+        sizes = {"cos": head_dim, "sin": head_dim // 2, "minus_sin": head_dim // 2}
+        rows = {name: scratch.take_rows(f"rotary.{number}.{name}", size) for name, size in sizes.items()}
+        self.table = RotaryTable(**{name: each.unsqueeze(1) for name, each in rows.items()})
+
+
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
     """One layer. Only sandwich models have norms after a sub-layer."""
@@ -145,21 +158,20 @@ class DecoderLayer:
 
     def __call__(self, stream: StreamBuffers, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
         """Adds the layer's output to the stream."""
-        self.attention_norm(stream.hidden, stream.normed)
-        sink = stream.onto_stream if self.attention_out_norm is None else stream.alone
-        self.attention(stream.normed, sink, planned, rotary, scratch)
-        _add_normed(self.attention_out_norm, stream)
-        self.mlp_norm(stream.hidden, stream.normed)
-        sink = stream.onto_stream if self.mlp_out_norm is None else stream.alone
-        self.mlp(stream.normed, sink, scratch)
-        _add_normed(self.mlp_out_norm, stream)
-
-
-def _add_normed(norm: RmsNorm | None, stream: StreamBuffers) -> None:
-    """Adds the normalised result of a sub-layer. Without a norm the sub-layer has already added it."""
-    if norm is not None:
-        norm(stream.result, stream.result)
-        stream.hidden.add_(stream.result)
+        operations = scratch.operations
+        hidden, normed, result = stream.hidden, stream.normed, stream.result
+        operations.norm(hidden, self.attention_norm, normed)
+        if self.attention_out_norm is None:
+            self.attention(normed, stream.onto_stream, planned, rotary, scratch)
+            operations.norm(hidden, self.mlp_norm, normed)
+        else:
+            self.attention(normed, stream.alone, planned, rotary, scratch)
+            operations.add_normed_then_norm(result, self.attention_out_norm, hidden, self.mlp_norm, normed)
+        if self.mlp_out_norm is None:
+            self.mlp(normed, stream.onto_stream, scratch)
+        else:
+            self.mlp(normed, stream.alone, scratch)
+            operations.add_normed(result, self.mlp_out_norm, hidden)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,6 +190,7 @@ class DecoderStates(Model):
 
     def reserve(self, scratch: Scratch) -> None:
         self._stream(scratch)
+        self._tables(scratch)
         for layer in self.layers:
             layer.attention.buffers(scratch)
             layer.mlp.buffers(scratch)
@@ -187,16 +200,21 @@ class DecoderStates(Model):
 
     def wanted(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         """A copy of the states of the tokens that the batch asks for, [num_logits, hidden_size]."""
-        batch, stream = planned.batch, self._stream(scratch)
-        self.embedding(batch.tokens, stream.hidden)
-        if self.definition.embedding_scale != 1.0:
-            stream.hidden.mul_(torch.tensor(self.definition.embedding_scale, dtype=stream.hidden.dtype))
-        tables = {spec: rotary.table(batch.positions, stream.hidden.dtype) for spec, rotary in self.rotaries.items()}
+        batch, stream, operations = planned.batch, self._stream(scratch), scratch.operations
+        self.embedding(batch.tokens, self.definition.embedding_scale, stream.hidden, operations)
+        tables = self._tables(scratch)
+        for spec, table in tables.items():
+            operations.rotary_table(self.rotaries[spec], batch.positions, table)
         for layer in self.layers:
             layer(stream, planned, tables[layer.rotary], scratch)
-        hidden = stream.hidden.index_select(0, batch.logit_indices)
-        self.final_norm(hidden, hidden)
-        return hidden
+        wanted = stream.hidden.new_empty((len(batch.logit_indices), self.definition.hidden_size))
+        operations.norm_rows(stream.hidden, batch.logit_indices, self.final_norm, wanted)
+        return wanted
+
+    def _tables(self, scratch: Scratch) -> dict[RotarySpec, RotaryTable]:
+        return {
+            spec: scratch.of(TableBuffers, number, spec.head_dim).table for number, spec in enumerate(self.rotaries)
+        }
 
     def _stream(self, scratch: Scratch) -> StreamBuffers:
         return scratch.of(StreamBuffers, self.definition.hidden_size)
@@ -219,11 +237,12 @@ class Decoder(Model):
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         hidden = self.states.wanted(planned, scratch)
-        out = empty_rows(hidden.shape[0], self.head.out_features, hidden, turns=self.head.turns)
+        out = scratch.empty_rows(hidden.shape[0], self.head.out_features, hidden, turns=self.head.turns)
         self.head(hidden, out)
         logits = out.contiguous().float()
-        softcap = self.definition.logit_softcap
-        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+        if self.definition.logit_softcap is not None:
+            scratch.operations.softcap(logits, self.definition.logit_softcap)
+        return logits
 
 
 def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int) -> DecoderLayer:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from sightline.attention.spec import LatentSpec
 from sightline.core.errors import UnsupportedModelError
-from sightline.layers.mlp import Activation
+from sightline.layers.activation import Activation
 from sightline.layers.routing import Groups, Routing, Score, Share
 from sightline.models.attention import LatentAttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader

@@ -13,9 +13,10 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, SoftmaxSpec
 from sightline.core.batch import FULL, RowMask
+from sightline.layers.activation import Activation
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.embedding import Embedding
-from sightline.layers.mlp import Activation, PlainMlp
+from sightline.layers.mlp import PlainMlp
 from sightline.layers.norm import LayerNorm
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added
@@ -38,6 +39,10 @@ class EncoderDefinition(EmbedderDefinition):
     @property
     def mask(self) -> RowMask:
         return FULL
+
+    @property
+    def token_weights(self) -> int:
+        return self.num_layers * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
 
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         return (self.spec,) * self.num_layers
@@ -105,10 +110,11 @@ class EncoderLayer:
     mlp_norm: LayerNorm
 
     def __call__(self, stream: EncoderStream, planned: PlannedBatch, scratch: Scratch) -> None:
-        self.attention(stream.hidden, stream.onto, planned, None, scratch)
-        self.attention_norm(stream.hidden, stream.hidden)
-        self.mlp(stream.hidden, stream.onto, scratch)
-        self.mlp_norm(stream.hidden, stream.hidden)
+        hidden, operations = stream.hidden, scratch.operations
+        self.attention(hidden, stream.onto, planned, None, scratch)
+        operations.layer_norm(hidden, self.attention_norm, hidden)
+        self.mlp(hidden, stream.onto, scratch)
+        operations.layer_norm(hidden, self.mlp_norm, hidden)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,10 +139,10 @@ class Encoder(Model):
             layer.mlp.buffers(scratch)
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
-        batch, stream = planned.batch, self._stream(scratch)
-        self.embedding(batch.tokens, stream.hidden)
-        stream.hidden.add_(self.places.index_select(0, batch.positions))
-        self.norm(stream.hidden, stream.hidden)
+        batch, stream, operations = planned.batch, self._stream(scratch), scratch.operations
+        self.embedding(batch.tokens, 1.0, stream.hidden, operations)
+        operations.add_rows(self.places, batch.positions, stream.hidden)
+        operations.layer_norm(stream.hidden, self.norm, stream.hidden)
         for layer in self.layers:
             layer(stream, planned, scratch)
         return stream.hidden.index_select(0, batch.logit_indices).float()

@@ -11,9 +11,10 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from sightline.layers.activation import Activation, Gate
 from sightline.layers.linear import Linear, Projection
-from sightline.layers.mlp import Activation, GatedMlp
-from sightline.layers.moe import Expert, ExpertMlp, Gate
+from sightline.layers.mlp import GatedMlp
+from sightline.layers.moe import Expert, ExpertBank, ExpertCompute, ExpertMlp, SeparateExperts
 from sightline.layers.routing import Routing
 from sightline.models.weights import WeightReader
 
@@ -25,6 +26,9 @@ class DenseFeedForward:
     intermediate_size: int
     activation: Activation
     bias: bool = False
+
+    def num_weights(self, hidden_size: int) -> int:
+        return 3 * hidden_size * self.intermediate_size
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> GatedMlp:
         gate_up, down = _load_projections(weights, prefix, hidden_size, self.intermediate_size, bias=self.bias)
@@ -52,14 +56,19 @@ class ExpertFeedForward:
     shared: DenseFeedForward | None = None
     """A feed-forward that every token uses in addition to its chosen experts."""
 
+    def num_weights(self, hidden_size: int) -> int:
+        """Weights that a token is multiplied with: the router, and the experts that it uses."""
+        experts = self.routing.num_experts + 3 * self.routing.experts_per_token * self.intermediate_size
+        return hidden_size * experts + (0 if self.shared is None else self.shared.num_weights(hidden_size))
+
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
         separate = self.storage is ExpertStorage.SEPARATE
-        load_experts, router = (self._load_separate, "gate") if separate else (self._load_stacked, "router")
+        router = "gate" if separate else "router"
         sizes = {f"{prefix}.{router}": self.routing.num_experts}
         return ExpertMlp(
             router=weights.projection(sizes, hidden_size, bias=not separate, dtype=torch.float32),
             routing=self.routing,
-            experts=load_experts(weights, f"{prefix}.experts", hidden_size),
+            bank=self._load_bank(weights, f"{prefix}.experts", hidden_size),
             correction=self._load_correction(weights, f"{prefix}.{router}"),
             shared=None if self.shared is None else self.shared.load(weights, f"{prefix}.shared_experts", hidden_size),
         )
@@ -68,6 +77,18 @@ class ExpertFeedForward:
         if not self.routing.corrected:
             return None
         return weights.take(f"{prefix}.e_score_correction_bias", (self.routing.num_experts,), dtype=torch.float32)
+
+    def _load_bank(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertBank:
+        separate = self.storage is ExpertStorage.SEPARATE
+        if weights.expert_compute is ExpertCompute.ONE_BY_ONE:
+            load = self._load_separate if separate else self._load_stacked
+            return SeparateExperts(load(weights, prefix, hidden_size))
+        # Imported here: it needs Triton, which an installation for CPUs does not have.
+        from sightline.models.expert_stacks import ExpertSizes, stack_separate, stack_stacked
+
+        stack = stack_separate if separate else stack_stacked
+        sizes = ExpertSizes(self.routing.num_experts, self.intermediate_size, hidden_size)
+        return stack(weights, prefix, sizes, self.gate)
 
     def _load_separate(self, weights: WeightReader, prefix: str, hidden_size: int) -> tuple[Expert, ...]:
         experts = []

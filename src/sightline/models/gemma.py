@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.errors import UnsupportedModelError
-from sightline.layers.mlp import Activation
+from sightline.layers.activation import Activation
 from sightline.layers.rotary import RotarySpec
 from sightline.models.attention import AttentionTensors, SoftmaxAttentionDefinition
 from sightline.models.config_reader import ConfigReader

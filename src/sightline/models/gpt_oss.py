@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from sightline.layers.moe import ClampedSwiglu
+from sightline.layers.activation import ClampedSwiglu
 from sightline.layers.routing import Share
 from sightline.models.attention import AttentionTensors
 from sightline.models.config_reader import ConfigReader

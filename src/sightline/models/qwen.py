@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sightline.layers.mlp import Activation
+from sightline.layers.activation import Activation
 from sightline.layers.routing import Share
 from sightline.models.attention import AttentionTensors
 from sightline.models.config_reader import ConfigReader

@@ -11,7 +11,7 @@ from typing import TypeVar
 from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.bert import bert
-from sightline.models.config_reader import INFORMATIONAL, ConfigReader
+from sightline.models.config_reader import INFORMATIONAL, NOTED, ConfigReader
 from sightline.models.contract import Definition, EmbedderDefinition, ModelDefinition
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.deepseek import deepseek_v2, deepseek_v3
@@ -137,6 +137,8 @@ def _define_family(
             continue
         if why is not None:
             ledger.note(f"config field {field}", f"has no effect: {why}")
+        elif name in NOTED:
+            ledger.note(f"config field {name}", "has no effect: no forward depends on it")
         elif name not in FOREIGN_FIELDS:
             ledger.degrade(
                 f"config field {name}",

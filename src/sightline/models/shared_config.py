@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from sightline.attention.spec import SoftmaxSpec
 from sightline.core.errors import UnsupportedModelError
-from sightline.layers.mlp import Activation
+from sightline.layers.activation import Activation
 from sightline.layers.rotary import RotarySpec
 from sightline.layers.routing import Routing, Share
 from sightline.models.attention import AttentionTensors, SoftmaxAttentionDefinition

@@ -14,9 +14,12 @@ from torch import Tensor
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
 from sightline.kernels.block_product import BlockProduct, CpuFeatures, ProductChoice, ProductShape, choose_product
-from sightline.kernels.block_weights import concatenate
+from sightline.kernels.block_weights import BlockWeights, concatenate
+from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.embedding import BlockEmbedding, DenseEmbedding, Embedding
 from sightline.layers.linear import BlockLinear, Linear, Projection
+from sightline.layers.moe import ExpertCompute
+from sightline.models.finite import find_not_finite
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 
 DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
@@ -37,25 +40,60 @@ class WeightReader:
         on_progress: Callable[[int, int], None],
         *,
         keep_on: CpuFeatures | None = None,
+        expert_compute: ExpertCompute = ExpertCompute.ONE_BY_ONE,
+        skip_check: bool = False,
     ) -> None:
-        """`keep_on` is the CPU on which quantised weights stay quantised; if None, all are dequantised."""
+        """`keep_on` is the CPU on which quantised weights stay quantised; if None, all are dequantised.
+
+        `skip_check` loads weights with NaN and infinities like any others.
+        """
         self.device = device
+        self.expert_compute = expert_compute
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._ledger = ledger
         self._on_progress = on_progress
         self._keep_on = keep_on
+        self._skip_check = skip_check
         self._taken: set[str] = set()
         self._dequantised: dict[str, list[str]] = {}
         """By reason: weights that should have stayed quantised and could not."""
         self._num_kept = 0
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor in `dtype` or the compute dtype. Raises if it is missing or has another shape."""
+        """The tensor in `dtype` or the compute dtype. Raises if it is missing, has another shape or is not finite."""
         info = self._claim(name, shape)
         if len(shape) > 2:
             self._note("expected one matrix per projection, got experts stored as one tensor", {name: info})
-        return self._checkpoint.load(name).to(device=self.device, dtype=dtype or self._dtype)
+        dtype = dtype or self._dtype
+        # The scales of a quantised tensor are much less to look at. Only fp16 cannot hold what they decode to.
+        scales = None if self._skip_check or dtype is torch.float16 else self._checkpoint.load_scales(name)
+        stored = self._checkpoint.load(name)
+        used = stored.to(device=self.device, dtype=dtype)
+        self._check(name, used if scales is None else scales, stored)
+        return used
+
+    def form_of(self, names: Iterable[str]) -> WeightForm:
+        """The form in which all of the tensors can be kept."""
+        forms = {info.packed if (info := self._checkpoint.tensors.get(name)) else WeightForm.PLAIN for name in names}
+        return forms.pop() if len(forms) == 1 else WeightForm.PLAIN
+
+    def take_packed(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The codes and scales of a tensor that decodes to `shape`. Raises as `take` does."""
+        form = self._claim(name, shape).packed
+        codes, scales = (part.to(self.device) for part in self._checkpoint.load_packed(name))
+        if form is WeightForm.MXFP4:
+            # The largest number that a block can hold.
+            largest = (scales.int() << 23).view(torch.float32) * 6.0
+            self._check(name, largest, largest)
+        else:
+            self._check(name, codes, codes)
+            self._check(name, scales, scales)
+        return codes, scales
+
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        """Uninitialised memory in the compute dtype, for weights that are joined as they are read."""
+        return torch.empty(shape, dtype=self._dtype, device=self.device)
 
     def matrix(self, name: str, shape: tuple[int, int], use: str) -> Tensor:
         """A dense matrix. If it should have stayed quantised, the ledger names the `use` that prevents it."""
@@ -77,7 +115,7 @@ class WeightReader:
         product = self._kept_product(shapes)
         if product is None:
             return Linear(_joined([self.take(name, shape, dtype) for name, shape in shapes.items()]), joined_bias)
-        blocks = [self._checkpoint.load_blocks(name) for name in shapes]
+        blocks = [self._blocks(name) for name in shapes]
         return BlockLinear(product(concatenate(blocks)), joined_bias)
 
     def embedding(self, name: str, num_tokens: int, hidden_size: int) -> Embedding:
@@ -85,7 +123,7 @@ class WeightReader:
         info = self._claim(f"{name}.weight", (num_tokens, hidden_size))
         if self._keep_on is not None and info.blocks is not None:
             self._num_kept += 1
-            return BlockEmbedding(self._checkpoint.load_blocks(f"{name}.weight"))
+            return BlockEmbedding(self._blocks(f"{name}.weight"))
         self._note(f"expected {BLOCK_TYPES}, got {info.stored_as}", {f"{name}.weight": info})
         return DenseEmbedding(self.take(f"{name}.weight", info.shape))
 
@@ -96,7 +134,7 @@ class WeightReader:
         if product is None:
             weight = self.take(f"{name}.weight", shape)
             return DenseEmbedding(weight), Linear(weight)
-        blocks = self._checkpoint.load_blocks(f"{name}.weight")
+        blocks = self._blocks(f"{name}.weight")
         return BlockEmbedding(blocks), BlockLinear(product(blocks))
 
     def check_copy(self, name: str, original: str, because: str) -> None:
@@ -163,6 +201,11 @@ class WeightReader:
                 f"expected no tensor beyond the model's own in {self._checkpoint.location}, got {len(left)} "
                 f"that it would ignore: {names}"
             )
+        if self._skip_check:
+            self._ledger.note(
+                "skip_weight_check",
+                "weights are not checked for NaN and infinities; a row whose logits are not finite still fails",
+            )
         for reason, names_of in self._dequantised.items():
             self._ledger.degrade(
                 "--quantization keep",
@@ -175,6 +218,29 @@ class WeightReader:
                 "changes nothing: no weight of the file is quantised",
                 f"use a file in {BLOCK_TYPES}, or leave the flag out",
             )
+
+    def _blocks(self, name: str) -> BlockWeights:
+        blocks = self._checkpoint.load_blocks(name)
+        for part in (blocks.scales, blocks.minima):
+            self._check(name, part, part)
+        return blocks
+
+    def _check(self, name: str, used: Tensor, stored: Tensor) -> None:
+        """Raises if not all numbers of a weight are finite, in the file or as they are `used`: then fp16 overflows."""
+        found = None if self._skip_check else find_not_finite(used)
+        if found is None:
+            return
+        where = f"{name} in {self._checkpoint.file_of(name)}"
+        stored_so = find_not_finite(stored)
+        if stored_so is None:
+            raise CheckpointError(
+                f"expected {where} to fit in {used.dtype}, got values that become infinite: {found}. Choose another "
+                "dtype."
+            )
+        raise CheckpointError(
+            f"expected finite numbers for {where}, got NaN or infinities: {stored_so}. The file is damaged: get it "
+            "again, or set skip_weight_check to load it as it is."
+        )
 
     def _claim(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._checkpoint.tensors.get(name)

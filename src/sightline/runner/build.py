@@ -1,4 +1,4 @@
-"""The composition root: device, model, specs, groups, pools, workspace, backends, planner, runner, in that order.
+"""The composition root: device, model, specs, groups, pools, workspace, backends, planner, runner, graphs, in order.
 
 Every object gets all it needs in its constructor; nothing is bound later.
 """
@@ -25,14 +25,17 @@ from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import ScalesByPlane
 from sightline.core.batch import MaskKind
 from sightline.core.command_line import prove_words
-from sightline.core.config import EngineConfig, Quantization
-from sightline.core.device import detect_device, single_threaded
+from sightline.core.config import EngineConfig, LayerKernels, Quantization
+from sightline.core.device import DeviceKind, detect_device, single_threaded
 from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
+from sightline.layers.moe import ExpertCompute
+from sightline.layers.operations import Operations
 from sightline.layers.scratch import Activations
+from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import Definition, EmbedderDefinition, Model
 from sightline.models.loading.checkpoint import Checkpoint
@@ -40,7 +43,12 @@ from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader, choose_kept_product
 from sightline.runner.backend_choice import GroupSelection, import_chosen, make_offers, tell_choices
 from sightline.runner.demand import AttentionUsage, demands_of
+from sightline.runner.graphs import Graphs
+from sightline.runner.memory import tell_excess
+from sightline.runner.recording import CudaRecorder
 from sightline.runner.runner import Runner
+
+_EXPERT_COMPUTE = {LayerKernels.TORCH: ExpertCompute.ONE_BY_ONE, LayerKernels.TRITON: ExpertCompute.AT_ONCE}
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class Runtime:
     """For each group, the chosen backends and why the others were refused."""
     planner: Planner
     runner: Runner
+    graphs: Graphs
 
 
 @dataclass(frozen=True)
@@ -78,11 +87,19 @@ def build_runtime(
     checkpoint: Checkpoint,
     ledger: Ledger,
     on_progress: Callable[[int, int], None],
+    on_capture: Callable[[int, int], None] = lambda *_: None,
 ) -> Runtime:
-    """Builds a runtime for a checkpoint. Raises before the weights are read if something cannot work."""
+    """Builds a runtime for a checkpoint. Raises before the weights are read if something cannot work.
+
+    `on_progress` is told how many tensors of how many are read; first 0, when nothing is left but to read them.
+    `on_capture` is told how many CUDA graphs of how many are captured, if any are asked for.
+    """
     definition = define_model(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger)
-    return _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load)
+    runtime = _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load)
+    _capture_graphs(runtime, ledger, on_capture)
+    tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
+    return runtime
 
 
 def build_embedding_runtime(
@@ -94,7 +111,9 @@ def build_embedding_runtime(
     """Like `build_runtime`, for a network without its output projection."""
     definition = define_embedder(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
-    return _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load_states), definition
+    runtime = _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load_states)
+    tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
+    return runtime, definition
 
 
 def usage_of(definition: EmbedderDefinition) -> AttentionUsage:
@@ -127,6 +146,8 @@ def _build(
     selections = blueprint.select(registry.installed())
     tell_choices(resolved, groups, selections, ledger)
     import_chosen(selections)
+    _note_keep(resolved, checkpoint, definition, groups, ledger)
+    on_progress(0, len(checkpoint.tensors))
     reader = WeightReader(
         checkpoint,
         resolved.dtype,
@@ -134,12 +155,39 @@ def _build(
         ledger,
         on_progress,
         keep_on=CpuFeatures.detect() if resolved.quantization is Quantization.KEEP else None,
+        skip_check=resolved.skip_weight_check,
+        expert_compute=_EXPERT_COMPUTE[LayerKernels(resolved.layer_kernels)],
     )
     scales = load_cache_scales(reader, groups, resolved.cache_dtype)
     with single_threaded():
         model = load(reader)
     store = make_store(resolved, groups, scales=scales)
     return assemble_runtime(resolved, definition, model, groups, selections, store)
+
+
+def _capture_graphs(runtime: Runtime, ledger: Ledger, on_capture: Callable[[int, int], None]) -> None:
+    """Captures the graphs that the config asks for."""
+    if runtime.config.graph_sizes:
+        recorder = CudaRecorder(runtime.config.device.torch_device)
+        runtime.graphs.capture(runtime.runner, recorder, ledger, on_capture)
+
+
+def _note_keep(
+    config: ResolvedConfig, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup], ledger: Ledger
+) -> None:
+    """Notes what `--quantization keep` would bring, where there are weights to keep."""
+    if config.quantization is Quantization.KEEP or config.device.kind is not DeviceKind.CPU:
+        return
+    exact, kept = (model_facts(each, checkpoint, definition, groups) for each in Quantization)
+    if kept.quantised_bytes:
+        size = config.dtype.itemsize
+        before, after = exact.weight_elements * size, kept.weight_elements * size + kept.quantised_bytes
+        ledger.note(
+            "--quantization keep",
+            f"would hold the weights in {after >> 20:,} MiB instead of {before >> 20:,} MiB, and round the inputs of "
+            "products; measured with SmolLM2-135M, one request was decoded 1.5 to 2.3 times as fast, and prompts were "
+            "read at 0.3 to 0.55 of the speed",
+        )
 
 
 def select_backends(
@@ -214,11 +262,15 @@ def assemble_runtime(
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
     planner = Planner(bindings, limits, store.lengths, workspace, paranoid=config.paranoid)
+    operations = make_operations(LayerKernels(config.layer_kernels))
+    # Feature-major products are faster on a CPU only.
+    turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
     activations = {
-        lane: Activations(workspace, lane, config.max_step_tokens, config.dtype, turns=model.turns)
+        lane: Activations(workspace, lane, config.max_step_tokens, config.dtype, operations, turns=turns)
         for lane in limits.lanes
     }
     runner = Runner(model, planner, activations)
+    graphs = Graphs(config.graph_sizes, store, planner, bindings)
     workspace.seal()
     return Runtime(
         config=config,
@@ -229,7 +281,18 @@ def assemble_runtime(
         selections=tuple(selections),
         planner=planner,
         runner=runner,
+        graphs=graphs,
     )
+
+
+def make_operations(kernels: LayerKernels) -> Operations:
+    """The operations with the chosen kernels."""
+    if kernels is LayerKernels.TORCH:
+        return TorchOperations()
+    # Imported here: a CPU install has no triton.
+    from sightline.layers.triton_operations import TritonOperations
+
+    return TritonOperations()
 
 
 def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:

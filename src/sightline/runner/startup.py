@@ -10,6 +10,7 @@ from sightline.core.config import Quantization
 from sightline.core.ledger import Note
 from sightline.runner.backend_choice import GroupSelection
 from sightline.runner.build import Runtime
+from sightline.runner.memory import memory_ledger
 from sightline.runner.missing import missing_packages
 
 
@@ -36,6 +37,11 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
             f"{group.name}: {len(group.layers)} layers, {group.spec.label} on {serving_text(selection)}"
             f"{cached if config.num_pages else ''}"
         )
+    if runtime.graphs.buckets:
+        count, sizes = len(runtime.graphs.buckets), ", ".join(map(str, config.graph_sizes))
+        lines.append(f"{count} CUDA graphs for {sizes} rows: {_mebibytes(runtime.graphs.num_bytes)}")
+    memory = memory_ledger(config, runtime.store, runtime.workspace)
+    lines += [] if memory is None else memory.lines()
     lines += [f"note: {note}" for note in notes]
     return lines + [each.line for each in missing_packages(registry.BUILT_IN, config.device) if not each.hindrance]
 

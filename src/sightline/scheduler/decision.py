@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sightline.scheduler.costs import StepLimit
 from sightline.scheduler.tally import Holding, Tally
 
 
@@ -29,6 +30,8 @@ class RunningSequence(NamedTuple):
     """Launched steps that contain it, and keep its pages until they are over."""
     scores_prompt: bool
     """True if all its pending tokens need logits."""
+    context_len: int
+    """Tokens before its pending ones."""
 
     @property
     def num_unused(self) -> int:
@@ -98,6 +101,8 @@ class SchedulerState:
     """What the first waiting sequences in turn can share, as far as it is known."""
     holdings: Mapping[int, Holding]
     """Pages of the running sequences that may give way, as far as they are known."""
+    limit: StepLimit | None = None
+    """What a step may cost while rows generate; None is no limit."""
 
 
 class Inquiry(NamedTuple):

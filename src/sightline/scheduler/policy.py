@@ -3,9 +3,9 @@
     1. pages   every running sequence needs pages for its tokens; if there are too few, those of the lowest rank
                are retracted, or held back until the step that they are in is over
     2. decode  rows with one pending token go first, so that none stalls
-    3. turns   the rest of the token budget goes to prompts, running or new, in turn: by priority, then by their
-               callers' usage, then by arrival; among new ones of a priority, callers without a row come first;
-               a sequence that cannot be admitted is not overtaken
+    3. turns   the rest of the token budget, or of the time that rows that generate may wait, goes to prompts, running
+               or new, in turn: by priority, then by their callers' usage, then by arrival; among new ones of a
+               priority, callers without a row come first; a sequence that cannot be admitted is not overtaken
        urgency if a new sequence cannot be admitted, rows of a higher priority number give way to it
        rows    if the caller of a new sequence has no row, and no row or pages are free, the lowest-ranked row of the
                caller with the most rows gives way: only if it has at least two, and never a more urgent one
@@ -20,10 +20,11 @@ Knows values only, and changes none: each step returns a new `Draft`. The schedu
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
+from sightline.scheduler.costs import StepLimit
 from sightline.scheduler.decision import (
     Decision,
     Finding,
@@ -58,6 +59,8 @@ class Draft(NamedTuple):
     """Pages given to each running sequence."""
     rows: Mapping[int, int]
     """Tokens computed of each sequence."""
+    limit: StepLimit | None
+    """What prompts may cost; None is no limit."""
     retracted: tuple[int, ...] = ()
     sits_out: frozenset[int] = frozenset()
     """Running sequences that this step does not compute."""
@@ -101,6 +104,7 @@ def give_pages(state: SchedulerState) -> Draft:
         num_scored=state.max_scored_tokens,
         growth={},
         rows={},
+        limit=state.limit if state.limit is not None and _generates(state.running) else None,
     )
     lacking = {each.arrival: each.num_lacking for each in state.running if each.num_lacking > 0 and each.num_pending}
     num_coming = 0
@@ -135,7 +139,10 @@ def decode(draft: Draft) -> Draft:
     if draft.sits_out:
         arrivals = [arrival for arrival in arrivals if arrival not in draft.sits_out]
     rows = dict.fromkeys(arrivals[: draft.num_tokens], 1)
-    return draft._replace(rows=rows, num_tokens=draft.num_tokens - len(rows))
+    limit = draft.limit
+    if limit is not None:
+        limit = limit.beside(len(rows), sum([each.context_len for each in draft.going if each.arrival in rows]))
+    return draft._replace(rows=rows, num_tokens=draft.num_tokens - len(rows), limit=limit)
 
 
 def take_turns(state: SchedulerState, draft: Draft) -> Draft:
@@ -174,6 +181,11 @@ def take_turns(state: SchedulerState, draft: Draft) -> Draft:
                     return _ask_ahead(draft, newcomers)
         usage = usage_after(usage, lines)
     return draft
+
+
+def _generates(running: Sequence[RunningSequence]) -> bool:
+    """True if a row waits for its next token: with one token pending, or none while it is in flight."""
+    return any(each.num_pending <= 1 for each in running)
 
 
 def _turn(entry: Entry) -> QueuePosition:
@@ -237,7 +249,7 @@ def _admit(state: SchedulerState, draft: Draft, newcomer: WaitingSequence) -> Dr
         forked=draft.forked if finding.fork_of is None else draft.forked | {finding.fork_of},
         tally=draft.tally.shared(finding.path),
     )
-    return _compute(draft, newcomer, newcomer.num_tokens - finding.num_tokens)
+    return _compute(draft, newcomer, newcomer.num_tokens - finding.num_tokens, finding.num_tokens)
 
 
 def _ask_ahead(draft: Draft, newcomers: Iterator[tuple[QueuePosition, WaitingSequence]]) -> Draft:
@@ -253,18 +265,21 @@ def _continue(draft: Draft, prompt: RunningSequence) -> Draft:
     is_allowed = draft.num_tokens > 0 and (draft.num_scored > 0 or not prompt.scores_prompt)
     if prompt.arrival in draft.sits_out or not is_allowed:
         return draft
-    return _compute(draft, prompt, prompt.num_pending)
+    return _compute(draft, prompt, prompt.num_pending, prompt.context_len)
 
 
-def _compute(draft: Draft, sequence: RunningSequence | WaitingSequence, num_pending: int) -> Draft:
-    """Adds a row with as many of the pending tokens as the budget allows."""
-    count = min(num_pending, draft.num_tokens)
-    if sequence.scores_prompt:
-        count = min(count, draft.num_scored)
+def _compute(draft: Draft, sequence: RunningSequence | WaitingSequence, num_pending: int, context_len: int) -> Draft:
+    """Adds a row with as many of the pending tokens as the budget and the time allow."""
+    count = wanted = min(num_pending, draft.num_tokens, draft.num_scored if sequence.scores_prompt else num_pending)
+    limit, is_over = draft.limit, False
+    if limit is not None:
+        count, limit = limit.take(wanted, context_len, scored=sequence.scores_prompt)
+        is_over = count < wanted or limit.is_used_up
     return draft._replace(
         rows={**draft.rows, sequence.arrival: count},
-        num_tokens=draft.num_tokens - count,
+        num_tokens=0 if is_over else draft.num_tokens - count,
         num_scored=draft.num_scored - count if sequence.scores_prompt else draft.num_scored,
+        limit=limit,
     )
 
 

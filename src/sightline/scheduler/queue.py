@@ -89,7 +89,7 @@ class WaitingQueue:
         return {
             leader.arrival: count
             for leader, count in self._leaders.items()
-            if not leader.is_out and leader.num_generated == 0
+            if not leader.is_out and not leader.is_paused and leader.num_generated == 0
         }
 
     def lines(self, depth: int) -> Mapping[int, Mapping[str, tuple[WaitingSequence, ...]]]:

@@ -62,6 +62,7 @@ class RunningRows:
                 -(-each.num_expected // page_size) - each.num_pages,
                 each.num_steps,
                 pending > 1 and each.scores_prompt,
+                each.num_scheduled,
             )
             for each in self.by_rank
         ]

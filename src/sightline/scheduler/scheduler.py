@@ -4,6 +4,9 @@
                  ▲                     │                      │
                  └──────retracted──────┘                      └──removed: out, with its pages until the commit
 
+A paused sequence is parked, wherever it is; in flight, once its last step is over. It holds no row, page or lock and is
+no work until it is resumed, at its old place in the queue.
+
 Sequences that are computed whole wait in a queue of their own and hold no pages; steps of both kinds alternate.
 
 `policy.decide` says what happens next; the scheduler carries it out. Free pages that nothing else needs are reserved
@@ -21,7 +24,9 @@ from dataclasses import replace
 from sightline.cache.pools import CacheStore
 from sightline.cache.prefix import PrefixCache
 from sightline.core.errors import OutOfPages, RequestError
+from sightline.scheduler.costs import StepLimit
 from sightline.scheduler.decision import Decision, Inquiry, SchedulerState, WaitingLines
+from sightline.scheduler.pace import Pace
 from sightline.scheduler.policy import decide
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.running import RunningRows
@@ -42,9 +47,11 @@ class Scheduler:
         max_step_tokens: int,
         max_scored_tokens: int,
         max_whole_tokens: int = 0,
+        pace: Pace | None = None,
     ) -> None:
         """`max_scored_tokens` bounds the prompt tokens per step that all need logits: each takes a vocabulary of
-        memory. `max_whole_tokens` bounds the tokens of a step of several whole sequences.
+        memory. `max_whole_tokens` bounds the tokens of a step of several whole sequences. `pace` limits the time of
+        steps.
 
         Without `prefixes`, nothing outlives its request.
         """
@@ -53,6 +60,7 @@ class Scheduler:
         self._supply = Supply(store, prefixes)
         self._max_step_tokens = max_step_tokens
         self._max_scored_tokens = max_scored_tokens
+        self._pace = pace
         self._arrivals = itertools.count(1)
         self._shares = Shares()
         self._waiting = WaitingQueue()
@@ -61,6 +69,7 @@ class Scheduler:
         self._whole_is_next = False
         self._leaving: set[SequenceState] = set()
         """Removed sequences that are still in a launched step."""
+        self._parked: dict[SequenceState, None] = {}
         self.num_retractions = 0
         """How often a running sequence had to give its pages back."""
         self.num_queried_tokens = 0
@@ -82,8 +91,13 @@ class Scheduler:
         return len(self._running.by_rank) + len(self._whole.running)
 
     @property
+    def num_paused(self) -> int:
+        """Parked sequences. Those that still run count as running."""
+        return len(self._parked)
+
+    @property
     def has_work(self) -> bool:
-        """True while a sequence waits, runs, or was removed but still holds pages."""
+        """True while a sequence waits, runs, or was removed but still holds pages. Parked ones are no work."""
         return bool(self.num_waiting or self.num_running or self._leaving)
 
     def submit(self, sequence: SequenceState) -> None:
@@ -106,7 +120,7 @@ class Scheduler:
         """Returns the next step's rows, with pages for their new tokens. Whole rows have every other step."""
         if len(self._whole) and (self._whole_is_next or not (len(self._waiting) or self._running.by_rank)):
             self._whole_is_next = False
-            return self._whole.next_step(self._shares)
+            return self._whole.next_step(self._shares, self._limit())
         self._whole_is_next = True
         state, reuses = self._state(), dict[int, PrefixReuse]()
         while isinstance(outcome := decide(state), Inquiry):
@@ -166,6 +180,8 @@ class Scheduler:
                     self._leaving.discard(sequence)
                 elif sequence.is_whole:
                     self._whole.put_back(sequence)
+                elif sequence.is_paused:
+                    self._park(sequence)
                 else:
                     settled.append(sequence)
         self._settle(settled)
@@ -179,7 +195,9 @@ class Scheduler:
             return
         if not sequence.is_out:
             sequence.is_out = True
-            if sequence.arrival:
+            if sequence in self._parked:
+                del self._parked[sequence]
+            elif sequence.arrival:
                 self._shares.leave(sequence.caller)
         if sequence.is_whole:
             self._whole.remove(sequence)
@@ -191,6 +209,26 @@ class Scheduler:
         else:
             self._supply.release(sequence)
 
+    def pause(self, sequence: SequenceState) -> None:
+        """Parks a sequence now or, if launched steps contain it, when the last of those is over. Idempotent.
+
+        A whole sequence is left alone: it has one step, and produces nothing before that is over.
+        """
+        if sequence.is_out or sequence.is_whole or sequence.is_paused:
+            return
+        sequence.is_paused = True
+        if not sequence.num_steps:
+            self._park(sequence)
+
+    def resume(self, sequence: SequenceState) -> None:
+        """Lets a paused sequence run on: in its row if it still has one, else from its old place in the queue.
+        Idempotent."""
+        sequence.is_paused = False
+        if sequence in self._parked:
+            self._shares.join(sequence.caller)
+            self._waiting.add(sequence)
+            del self._parked[sequence]
+
     def recount(self, in_flight: Sequence[ScheduledRow]) -> None:
         """Repairs the state after an interruption between two statements, from the rows in flight."""
         self._running.recount()
@@ -199,13 +237,15 @@ class Scheduler:
             sequence.num_steps = len(rows)
             sequence.num_scheduled = max([sequence.num_computed, *(row.seq_len for row in rows)])
             sequence.num_expected = max([len(sequence.tokens), *(sequence.expected_after(row) for row in rows)])
+        for sequence in [paused for paused in self.running if paused.is_paused and not paused.num_steps]:
+            self._park(sequence)
         self._settle(self.running)
         for sequence in [leaving for leaving in self._leaving if not leaving.num_steps]:
             self._supply.release(sequence)
             self._leaving.discard(sequence)
         for sequence in [whole for whole in self._whole.running if not whole.num_steps]:
             self._whole.put_back(sequence)
-        for sequence in self._waiting:
+        for sequence in (*self._waiting, *self._parked):
             self._supply.release(sequence)
             sequence.restart()
 
@@ -216,12 +256,13 @@ class Scheduler:
 
     def drop_all(self) -> None:
         """Drops every sequence without touching the cache, which is lost."""
-        for sequence in (*self.running, *self._leaving, *self._waiting, *self._whole):
+        for sequence in (*self.running, *self._leaving, *self._waiting, *self._whole, *self._parked):
             sequence.is_out, sequence.table_row, sequence.prefix, sequence.num_steps = True, None, None, 0
         self._running.clear()
         self._leaving.clear()
         self._waiting = WaitingQueue()
         self._whole.clear()
+        self._parked.clear()
 
     def _state(self) -> SchedulerState:
         """Everything that costs little. The queue is listed if there are free rows for it."""
@@ -239,7 +280,11 @@ class Scheduler:
             waiting=self._lines() if store.num_free_rows and len(self._waiting) else None,
             findings={},
             holdings={},
+            limit=self._limit(),
         )
+
+    def _limit(self) -> StepLimit | None:
+        return None if self._pace is None else self._pace.limit()
 
     def _lines(self) -> WaitingLines:
         """As much of the queue as a decision can consider: it admits no more than there are rows."""
@@ -323,18 +368,33 @@ class Scheduler:
             return
         self._waiting.remove(sequence)
         self._running.add(sequence)
+        sequence.num_charged = sequence.num_charged or reuse.num_tokens
         if not sequence.was_admitted:
             sequence.was_admitted, sequence.num_cached = True, reuse.num_tokens
-            sequence.num_charged = reuse.num_tokens
             if sequence.leader is None and reuse.match is not None:
                 self.num_queried_tokens += len(sequence.tokens)
                 self.num_hit_tokens += reuse.num_tokens
 
     def _retract(self, sequence: SequenceState) -> None:
         """Returns a sequence to its place in the queue, without pages."""
-        self._running.remove(sequence)
+        self._vacate(sequence)
         self._waiting.add(sequence)
-        self._supply.release(sequence)
-        sequence.restart()
         sequence.num_retractions += 1
         self.num_retractions += 1
+
+    def _park(self, sequence: SequenceState) -> None:
+        """Takes a paused sequence off its row or out of the queue. Its whole pages stay cached until others need them.
+
+        Its caller pays for what is computed again, and gains no credit meanwhile: how fast it reads is its own affair.
+        """
+        self._waiting.remove(sequence)
+        self._vacate(sequence)
+        sequence.num_charged = 0
+        self._parked[sequence] = None
+        self._shares.leave(sequence.caller)
+
+    def _vacate(self, sequence: SequenceState) -> None:
+        """Takes a sequence off its row, if it has one; it keeps its tokens."""
+        self._running.remove(sequence)
+        self._supply.release(sequence)
+        sequence.restart()

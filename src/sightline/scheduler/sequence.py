@@ -53,6 +53,8 @@ class SequenceState:
     num_retractions: int = 0
     arrival: int = 0
     """Position in the order of submission."""
+    is_paused: bool = False
+    """True if it must not run: it is parked, or will be once the last step launched with it is over."""
     is_out: bool = False
     """True if it was removed; its pages stay until the last step launched with it is over."""
     max_len: int = field(init=False)
@@ -87,13 +89,15 @@ class SequenceState:
     def is_ready(self) -> bool:
         """True if its pending tokens can be computed before the result in flight is read.
 
-        False if everything that it may compute is in flight, or if sampling depends on the tokens before it.
+        False if it is paused, if everything that it may compute is in flight, or if sampling depends on more tokens
+        that the host has not read than it may.
         """
         if not self.num_steps:
             return True
-        if self.num_scheduled >= self.max_len:
+        if self.is_paused or self.num_scheduled >= self.max_len:
             return False
-        return self.num_expected == len(self.tokens) or not self.request.needs.reads_each_token
+        most = self.request.needs.max_unread_tokens
+        return most is None or self.num_expected - len(self.tokens) <= most
 
     @property
     def wants_scores(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 
 from sightline.core.batch import PADDING_ROW
+from sightline.scheduler.costs import StepLimit
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.sequence import Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
@@ -39,13 +40,19 @@ class WholeQueue:
     def add(self, sequence: SequenceState) -> None:
         self._waiting.add(sequence)
 
-    def next_step(self, shares: Shares) -> Schedule:
-        """Takes as many sequences in turn as a step holds. The longest come first: equal lengths are adjacent."""
+    def next_step(self, shares: Shares, limit: StepLimit | None = None) -> Schedule:
+        """Takes as many sequences in turn as a step holds, and as may cost at most `limit`, but always one.
+
+        The longest come first: equal lengths are adjacent.
+        """
         chosen: list[SequenceState] = []
-        num_tokens = 0
+        num_tokens, work = 0, 0.0
         for sequence in self._in_turn(shares):
-            num_tokens += len(sequence.tokens)
-            if chosen and num_tokens > self._max_step_tokens:
+            count = len(sequence.tokens)
+            num_tokens += count
+            if limit is not None:
+                work += limit.costs.work(count, 0, count if sequence.scores_prompt else 1)
+            if chosen and (num_tokens > self._max_step_tokens or (limit is not None and work > limit.work)):
                 break
             chosen.append(sequence)
         for sequence in chosen:

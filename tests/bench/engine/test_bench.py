@@ -165,3 +165,45 @@ def test_contexts_that_no_row_would_have_are_refused() -> None:
     floor = Floor(Machine(1e9, 1e9), ModelSize(10, 10, 80), ())
     with pytest.raises(ConfigError, match="expected at most 2 contexts, one per row, got 3; raise --batch-size"):
         latency_works(floor, 100, (8, 8), [1, 2, 3], rows=2)
+
+
+def test_a_config_alone_is_measured_with_random_weights(tmp_path: Path) -> None:
+    model = make_model("qwen3_moe")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    arguments = [
+        "bench",
+        "throughput",
+        "--num-prompts",
+        "2",
+        "--dummy-weights",
+        "--model-config",
+        str(tmp_path / "config.json"),
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--num-iters", "1", "--cache-tokens", "1k", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["conditions"]["model"] == "config with random weights"
+    assert all(measured["tokens_per_second"] > 0 for measured in report["results"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--dummy-weights", "expected --model-config with --dummy-weights, got none"),
+        ("--model-config llama-8b", "expected --model-config with --dummy-weights, got it alone"),
+        ("--dummy-weights --model-config llama-8b --model x", "expected --model or --dummy-weights, got both"),
+        (
+            "--dummy-weights --model-config llama-8b --compare transformers",
+            "expected no --compare with --dummy-weights, got transformers",
+        ),
+        (
+            "--dummy-weights --model-config llama-9b",
+            "expected --model-config deepseek-v2-lite, gpt-oss-20b, llama-8b, qwen3-0.6b or a config.json, got",
+        ),
+    ],
+)
+def test_random_weights_need_a_config_and_nothing_else(words: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "throughput", *words.split()])
+    assert result.exit_code != 0
+    assert message in " ".join(f"{result.output} {result.exception}".split())

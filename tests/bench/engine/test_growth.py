@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from sightline.bench.engine.growth import time_steps
-from sightline.bench.engine.profile_step import GROUPS, OTHER, OUTSIDE, group_of
 from sightline.bench.engine.stepping import WARM_STEPS, decoding_rows
 from sightline.bench.engine.work import MeasuredEngine, load_subject
 from sightline.cli import app
@@ -74,33 +73,3 @@ def test_growth_tells_every_point_and_draws_it(folder: Path, tmp_path: Path) -> 
     assert all(point["step_seconds"] > 0 and point["floor_seconds"] > 0 for point in report["by_context"])
     circles = ElementTree.parse(drawn).getroot().iter("{http://www.w3.org/2000/svg}circle")
     assert len(list(circles)) == 2 + 6
-
-
-def test_profile_shares_are_the_whole_step(folder: Path) -> None:
-    arguments = ["bench", "profile", "--model", str(folder), "--batch-size", "2", "--input-len", "8"]
-    result = CliRunner().invoke(app, [*arguments, "--num-steps", "2", "--cache-tokens", "1k", "--json"])
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert list(report["groups"]) == [*GROUPS, OTHER, OUTSIDE]
-    assert sum(report["groups"].values()) == pytest.approx(report["profiled_seconds"])
-    assert min(report["groups"]["matrix products"], report["groups"]["attention kernel"]) > 0
-    assert report["conditions"]["dtype"] == "float32"
-
-
-@pytest.mark.parametrize(
-    ("operation", "group"),
-    [
-        ("aten::mm", "matrix products"),
-        ("aten::_dyn_quant_matmul_4bit", "matrix products"),
-        ("aten::_weight_int8pack_mm", "matrix products"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention kernel"),
-        ("aten::index_select", "cache gathers and writes"),
-        ("aten::index_copy_", "cache gathers and writes"),
-        ("aten::mul_", "element-wise and norms"),
-        ("aten::_fused_rms_norm", "element-wise and norms"),
-        ("aten::empty_strided", OTHER),
-        ("detach_", OTHER),
-    ],
-)
-def test_operations_are_counted_where_they_belong(operation: str, group: str) -> None:
-    assert group_of(operation) == group

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from sightline.core.request import EffectiveParams
 from sightline.runner.sampling.draw import Choice, draw, truncated_probabilities
-from sightline.runner.sampling.noise import key_words, noise, noise_key
+from sightline.runner.sampling.noise import noise, noise_keys
 from sightline.runner.sampling.nucleus import outside_top_p
 from support.distributions import SMALLEST_P_VALUE, p_value
+from support.sampling import words_of
 
 VOCAB = 3000
 PLAIN = EffectiveParams(1.0, 1.0, 0, 0.0, 5, 16, frozenset(), True)
@@ -58,14 +59,14 @@ def with_changes(changes: dict[str, float]) -> EffectiveParams:
 
 
 def choices(params: EffectiveParams, count: int, seed: int = 5) -> list[Choice]:
-    return [Choice(params, noise_key(seed, place)) for place in range(count)]
+    return [Choice(params, key) for key in noise_keys([seed] * count, range(count)).tolist()]
 
 
 def race(logits: torch.Tensor, choice: Choice) -> int:
     """The winner among all tokens that sorting everything keeps, each with its noise in full."""
     tokens, probability = truncated_probabilities(logits.double(), [choice.params])
     kept = tokens[0][probability[0] > 0]
-    exponential = -torch.log1p(-noise(key_words([choice.key], logits.device), kept))
+    exponential = -torch.log1p(-noise(words_of([choice.key]), kept))
     times = exponential.log() - logits[0, kept].double() / choice.params.temperature
     return int(kept[times.argmin()])
 

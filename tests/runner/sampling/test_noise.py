@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sightline.core.request import MAX_SEED
-from sightline.runner.sampling.noise import coarse_noise, derived_seed, key_words, noise, noise_key, token_words
+from sightline.runner.sampling.noise import coarse_noise, derived_seed, noise, noise_keys, token_words
 from support.distributions import SMALLEST_P_VALUE, p_value
+from support.sampling import words_of
 
 CPU = torch.device("cpu")
 SAMPLES = 6000
@@ -20,8 +21,8 @@ MASK32 = 0xFFFFFFFF
 
 
 def values(seeds_and_places: Sequence[tuple[int, int]], token: int) -> list[float]:
-    keys = [noise_key(seed, place) for seed, place in seeds_and_places]
-    drawn: list[float] = noise(key_words(keys, CPU), torch.full((len(keys),), token)).tolist()
+    keys = noise_keys(*map(list, zip(*seeds_and_places, strict=True)))
+    drawn: list[float] = noise(words_of(keys.tolist()), torch.full((len(keys),), token)).tolist()
     return drawn
 
 
@@ -54,7 +55,7 @@ keys = st.integers(0, 2**64 - 1)
 @settings(max_examples=100, deadline=None)
 @given(key=keys, tokens=st.lists(st.integers(0, 300_000), min_size=1, max_size=20))
 def test_the_vectorised_hash_is_the_one_of_plain_integers(key: int, tokens: list[int]) -> None:
-    words = key_words([key], CPU)
+    words = words_of([key])
     first, second, third, fourth = (each & MASK32 for each in words[0].tolist())
     assert (first, second) == (key & MASK32, key >> 32)
     expected = []
@@ -64,10 +65,28 @@ def test_the_vectorised_hash_is_the_one_of_plain_integers(key: int, tokens: list
     assert noise(words, torch.tensor(tokens)).tolist() == expected
 
 
+def mixed(value: int) -> int:
+    value &= 2**64 - 1
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
+    return value ^ (value >> 31)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(keys, st.integers(0, 2**31)), min_size=1, max_size=5))
+def test_keys_and_derived_seeds_are_those_of_plain_integers(named: list[tuple[int, int]]) -> None:
+    golden = 0x9E3779B97F4A7C15
+    expected = [mixed(mixed(seed) + (place + 1) * golden) for seed, place in named]
+    assert noise_keys([seed for seed, _ in named], [place for _, place in named]).tolist() == expected
+    halves = words_of(expected)[:, 2:].tolist()
+    assert [(low & MASK32) | (high & MASK32) << 32 for low, high in halves] == [mixed(key + golden) for key in expected]
+    assert derived_seed(named[0][0], 3) == mixed(mixed(named[0][0] ^ golden) + 3 * golden)
+
+
 @settings(max_examples=50, deadline=None)
 @given(key=keys)
 def test_coarse_noise_is_the_upper_part_of_the_whole(key: int) -> None:
-    words = key_words([key, key + 1], CPU)
+    words = words_of([key, key ^ 1])
     whole = noise(words.unsqueeze(1), torch.arange(500).expand(2, -1))
     coarse = coarse_noise(words, token_words(500, CPU)).double() + 2.0**31
     assert torch.equal((whole * 2.0**32).floor(), coarse)
@@ -104,7 +123,7 @@ def test_noise_is_uniform_over_neighbouring_seeds(place: int) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 1000])
 def test_noise_is_uniform_over_tokens(place: int) -> None:
-    drawn = noise(key_words([noise_key(3, place)], CPU), torch.arange(SAMPLES)).tolist()
+    drawn = noise(words_of(noise_keys([3], [place]).tolist()), torch.arange(SAMPLES)).tolist()
     assert buckets(drawn, 64) > SMALLEST_P_VALUE
 
 
@@ -126,7 +145,7 @@ def test_tokens_of_one_draw_are_independent(pair: tuple[int, int]) -> None:
 
 def test_every_token_has_the_least_noise_equally_often() -> None:
     count, races = 200, 20_000
-    coarse = coarse_noise(key_words([noise_key(9, place) for place in range(races)], CPU), token_words(count, CPU))
+    coarse = coarse_noise(words_of(noise_keys([9] * races, range(races)).tolist()), token_words(count, CPU))
     winners = Counter(coarse.argmin(dim=1).tolist())
     assert p_value(winners, dict.fromkeys(range(count), races / count)) > SMALLEST_P_VALUE
 

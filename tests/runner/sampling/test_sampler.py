@@ -20,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sightline.core.request import MAX_SEED, EffectiveParams
+from sightline.core.request import MAX_SEED, EffectiveParams, LogitBias
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.draw import truncated_probabilities
 from sightline.runner.sampling.sampler import RowSampling
@@ -58,7 +58,7 @@ ADJUSTED: dict[str, EffectiveParams] = {
     "presence": replace(PLAIN, presence_penalty=1.2),
     "frequency": replace(PLAIN, frequency_penalty=0.6),
     "negative frequency": replace(PLAIN, frequency_penalty=-0.3),
-    "bias": replace(PLAIN, logit_bias=((1, 2.0), (2, -1.5), (5, 3.0))),
+    "bias": replace(PLAIN, logit_bias=LogitBias([(1, 2.0), (2, -1.5), (5, 3.0)])),
     "min_tokens": replace(PLAIN, min_tokens=9, eos_token_ids=frozenset({2}), stop_token_ids=frozenset({0})),
     "penalties": replace(PLAIN, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.4),
     "everything": replace(
@@ -70,7 +70,7 @@ ADJUSTED: dict[str, EffectiveParams] = {
         repetition_penalty=1.3,
         presence_penalty=0.4,
         frequency_penalty=0.2,
-        logit_bias=((3, 1.5), (7, 1.0)),
+        logit_bias=LogitBias([(3, 1.5), (7, 1.0)]),
         min_tokens=9,
         eos_token_ids=frozenset({4}),
     ),

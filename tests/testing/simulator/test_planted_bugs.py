@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from torch import Tensor
@@ -13,17 +14,28 @@ from sightline.cache.pools import Bundle, CacheStore, Pool
 from sightline.cache.prefix import PrefixCache, PrefixMatch, PrefixNode
 from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
+from sightline.engine.deadlines import Deadlines
 from sightline.engine.engine import Engine
 from sightline.engine.launch import Launch, LaunchedStep, Launcher, RowFailure
 from sightline.engine.live import LiveSequence
 from sightline.engine.sampled import Sampled, SampledTokens
+from sightline.scheduler.costs import StepLimit
 from sightline.scheduler.decision import WaitingSequence
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 from sightline.scheduler.supply import Supply
-from sightline.testing.simulator.simulation import Simulation, Violation
+from sightline.testing.simulator.scenario import Scenario
+from sightline.testing.simulator.simulation import Simulation, Violation, play
 from sightline.testing.simulator.workload import draw_scenario
+from support.pause_bugs import (
+    keep_the_lock_of_a_paused_row,
+    leak_the_pages_of_a_paused_row,
+    never_resume_a_paused_row,
+    park_a_row_in_flight,
+    pause_nothing,
+    resume_from_where_it_was,
+)
 from support.row_bugs import (
     let_a_caller_keep_all_rows,
     take_rows_for_callers_that_have_some,
@@ -183,7 +195,7 @@ def look_at_deadlines_before_a_launch_only(patch: pytest.MonkeyPatch) -> None:
     commit = Engine._commit
 
     def careless(engine: Engine, step: LaunchedStep[LiveSequence]) -> None:
-        kept, engine._deadlines = engine._deadlines, []
+        kept, engine._deadlines = engine._deadlines, Deadlines()
         commit(engine, step)
         engine._deadlines = kept
 
@@ -289,6 +301,21 @@ def grow_one_pool_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheStore, "grow_row", halfway)
 
 
+def ignore_the_time_of_scored_prompts(patch: pytest.MonkeyPatch) -> None:
+    """The logits of every token of a prompt seem to take no time."""
+    take = StepLimit.take
+
+    def careless(limit: StepLimit, count: int, context_len: int, *, scored: bool) -> tuple[int, StepLimit]:
+        return take(limit, count, context_len, scored=False)
+
+    patch.setattr(StepLimit, "take", careless)
+
+
+def ignore_the_time_of_steps(patch: pytest.MonkeyPatch) -> None:
+    """Prompts take all tokens of a step, whoever waits."""
+    patch.setattr("sightline.scheduler.policy._generates", lambda running: False)
+
+
 BUGS = (
     leak_a_page,
     free_twice,
@@ -318,6 +345,12 @@ BUGS = (
     let_a_caller_keep_all_rows,
     take_the_only_row_of_a_caller,
     take_rows_for_callers_that_have_some,
+    never_resume_a_paused_row,
+    leak_the_pages_of_a_paused_row,
+    keep_the_lock_of_a_paused_row,
+    park_a_row_in_flight,
+    pause_nothing,
+    resume_from_where_it_was,
 )
 
 
@@ -338,3 +371,18 @@ def test_a_planted_bug_is_found_within_two_thousand_steps(
     else:
         pytest.fail("not found")
     assert num_steps <= 2000
+
+
+@pytest.mark.parametrize(
+    "plant", [ignore_the_time_of_scored_prompts, ignore_the_time_of_steps], ids=lambda plant: plant.__name__
+)
+def test_a_bug_in_the_limit_of_time_is_found_by_a_script(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Path(__file__).parent / "scripts" / "a_scored_prompt_beside_rows_that_generate.json"
+    scenario = Scenario.from_json(script.read_text())
+    assert play(scenario) is None
+    plant(monkeypatch)
+    violation = play(scenario)
+    assert violation is not None
+    assert "a step with rows that generate costs" in str(violation)

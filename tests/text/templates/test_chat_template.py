@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from sightline.core.errors import CheckpointError, RequestError
 from sightline.text.templates import chat_template
-from sightline.text.templates.chat_template import ChatTemplate
+from sightline.text.templates.chat_template import ChatTemplate, Ending
 
 CONVERSATION: list[dict[str, object]] = [
     {"role": "system", "content": "Be brief & <kind>."},
@@ -56,7 +56,7 @@ def oracle(source: str, messages: Sequence[Mapping[str, object]], **variables: o
 @pytest.mark.parametrize("prompt", [True, False])
 def test_rendering_equals_transformers(name: str, prompt: bool) -> None:
     ours = ChatTemplate(TEMPLATES[name], "<s>", "</s>").render(
-        CONVERSATION, add_generation_prompt=prompt, tools=TOOLS, flag="on"
+        CONVERSATION, Ending.NEXT_TURN if prompt else Ending.CLOSED, tools=TOOLS, flag="on"
     )
     assert ours == oracle(
         TEMPLATES[name],
@@ -67,6 +67,44 @@ def test_rendering_equals_transformers(name: str, prompt: bool) -> None:
         eos_token="</s>",
         flag="on",
     )
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize("text", ["i", "end", "|>", "user", "Hello ", " Hi", "The end", "a\n", "<|im_end|>", "q"])
+def test_a_message_is_continued_at_its_own_end(text: str) -> None:
+    """Whatever of it also occurs in what the template writes."""
+    messages: list[dict[str, object]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+    for source, shown in ((CHATML, text), (CHATML.replace("m.content", "m.content | trim"), text.strip())):
+        rendered = ChatTemplate(source, None, None).render(messages, Ending.CONTINUED)
+        assert rendered == f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{shown}"
+
+
+def test_a_message_in_parts_is_continued_at_the_end_of_the_last() -> None:
+    source = "{% for m in messages %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endfor %}"
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages: list[dict[str, object]] = [{"role": "assistant", "content": parts}]
+    for template, shown in ((source, "[one][two"), (CHATML, "<|im_start|>assistant\none\ntwo")):
+        assert ChatTemplate(template, None, None).render(messages, Ending.CONTINUED) == shown
+
+
+def test_a_message_that_a_template_changes_is_not_continued() -> None:
+    messages: list[dict[str, object]] = [{"role": "assistant", "content": "one two"}]
+    for content in ("m.content | upper", "m.content.split(' ')[-1]", "m.content[:3]", "'one two'"):
+        template = ChatTemplate(CHATML.replace("m.content", content), None, None)
+        with pytest.raises(RequestError, match="expected a template that repeats the last message"):
+            template.render(messages, Ending.CONTINUED)
+
+
+def test_the_variables_that_a_template_reads_are_known() -> None:
+    source = (
+        "{% macro f() %}{{ inner }}{% endmacro %}{% set own = 1 %}{% set kept = kept or 2 %}{{ own }}"
+        "{% for m in messages %}{% if thinking is defined and thinking %}{{ m.role }}{% endif %}{% endfor %}{{ f() }}"
+    )
+    read = ChatTemplate(source, None, None).variables
+    assert {"inner", "kept", "messages", "thinking"} <= read
+    assert "own" not in read
 
 
 def test_a_missing_special_token_is_undefined_and_not_the_word_none() -> None:

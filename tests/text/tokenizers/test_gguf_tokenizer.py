@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from sightline.core.errors import CheckpointError
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.gguf.file import GgufFile
+from sightline.text.templates.chat_template import Ending
 from sightline.text.tokenizers.gguf import MAX_TOKEN_CHARACTERS, tokenizer_from_gguf
 from sightline.text.tokenizers.tokenizer import Tokenizer
 from support.tiny_tokenizers import (
@@ -99,7 +100,7 @@ def test_default_model_renders_chats_as_transformers_does(default_tokenizer: Tok
     messages = [{"role": "user", "content": "Hi é"}, {"role": "assistant", "content": "Yes?"}]
     assert default_tokenizer.chat_template is not None
     for prompt in (True, False):
-        rendered = default_tokenizer.chat_template.render(messages, add_generation_prompt=prompt)
+        rendered = default_tokenizer.chat_template.render(messages, Ending.NEXT_TURN if prompt else Ending.CLOSED)
         assert rendered == default_oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
         assert default_tokenizer.encode_rendered(rendered) == default_oracle.encode(rendered, add_special_tokens=False)
 

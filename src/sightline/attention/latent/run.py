@@ -44,7 +44,7 @@ class LatentScratch:
     values: Tensor
     """[room, heads, value]."""
     merged: PartialResults
-    """Of rows in several parts."""
+    """Partial results of rows that are computed in several parts."""
 
 
 class LayerRun(NamedTuple):

@@ -87,7 +87,7 @@ class _Scratch(NamedTuple):
     found: Tensor
     """[max_step_tokens, heads, value]: result of a call."""
     merged: PartialResults
-    """Of rows in several calls."""
+    """Partial results of rows that take several calls."""
 
 
 class _Run(NamedTuple):

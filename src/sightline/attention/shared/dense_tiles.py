@@ -72,9 +72,18 @@ class TilePlanner(Generic[SourceT]):
     sources: Sources[SourceT]
 
     def plan(
-        self, spans: Sequence[RowSpan], step: StepView, buffers: PlanBuffers, *, knows_causal: bool = False
+        self,
+        spans: Sequence[RowSpan],
+        step: StepView,
+        buffers: PlanBuffers,
+        *,
+        knows_causal: bool = False,
+        min_unmasked_keys: int = 0,
     ) -> Iterator[DenseTile[SourceT]]:
-        """The tiles of some rows. `knows_causal`: the kernel needs no mask for a fresh prompt."""
+        """The tiles of some rows. `knows_causal`: the kernel needs no mask for a fresh prompt.
+
+        Tiles of fewer than `min_unmasked_keys` always get a mask.
+        """
         if not step.is_transient:
             spans = split_long(spans, self.spec, knows_causal=knows_causal, most=self.max_scores)
         least = self.min_keys_in_place if len(spans) > 1 else 1
@@ -94,9 +103,10 @@ class TilePlanner(Generic[SourceT]):
                 slots = buffers.take(f"{name}.slots", (len(rows), num_keys), torch.int64)
                 fill_slots(rows, self.pool.table, step.batch.rows, self.pool.page_size, slots)
                 source = self.sources.gathered(slots, step.lane)
-            causal = knows_causal and is_plain_causal(rows, self.spec)
+            masked = num_keys < min_unmasked_keys
+            causal = not masked and knows_causal and is_plain_causal(rows, self.spec)
             bias = None
-            if not causal and needs_bias(rows, self.spec):
+            if masked or (not causal and needs_bias(rows, self.spec)):
                 bias = buffers.take(f"{name}.bias", (len(rows), 1, rows[0].query_len, num_keys), self.dtype)
                 fill_bias(rows, self.spec, step.batch, bias)
             yield DenseTile(rows[0].kind, tokens, source, bias, causal)

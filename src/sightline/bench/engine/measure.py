@@ -142,7 +142,7 @@ class Report:
     checked_on: str
     """The kind of prompts on which the engines had to agree."""
     agreement: Mapping[str, Agreement]
-    """Of each other engine with Sightline, by name."""
+    """How far each other engine agrees with Sightline, by name."""
     results: tuple[Result, ...]
 
     def lines(self) -> list[str]:

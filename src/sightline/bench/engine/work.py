@@ -23,15 +23,15 @@ from sightline.bench.engine.measure import (
     sightline_engine,
     summarise,
 )
-from sightline.bench.engine.peers import PeerModel, check_peers, load_peers
+from sightline.bench.engine.peers import PeerModel, load_peers
 from sightline.bench.floor import Floor, cache_reads, measure_machine, model_size
-from sightline.core.config import Quantization
+from sightline.core.config import EngineKeywords, Quantization
+from sightline.core.device import detect_device
 from sightline.core.errors import ConfigError, SightlineError
 from sightline.core.ledger import Ledger
-from sightline.llm import LLM, EngineSettings
+from sightline.llm import LLM, EngineSettings, build_engine_of, open_named
 from sightline.models.loading.checkpoint import Checkpoint
-from sightline.models.loading.default_model import default_model_path
-from sightline.models.loading.opening import open_checkpoint
+from sightline.models.random_weights import RandomCheckpoint
 
 CHECKED_TEXT = (
     "The kettle had been on the stove for some time when Anna came home from the market. She put the basket on the "
@@ -40,6 +40,8 @@ CHECKED_TEXT = (
 )
 """Every engine continues this before it is timed. On random tokens any rounding could change the most likely token."""
 CHECKED_LENGTHS = (12, 24, 36, 48)
+CONFIGS = Path(__file__).parent / "model_configs"
+"""Configs of public models, for random weights."""
 Works: TypeAlias = Callable[[Floor, int], Sequence[MeasuredWork]]
 """(floor, size of the vocabulary) to the pieces of work."""
 
@@ -62,14 +64,23 @@ class MeasuredEngine:
         )
 
 
-def load_subject(settings: dict[str, object]) -> MeasuredEngine:
-    """Loads the model of the engine's `settings` and measures the machine."""
-    wanted = dict(settings)
-    model = cast("str | None", wanted.pop("model", None))
-    checkpoint = open_checkpoint(default_model_path() if model is None else model, Ledger())
+def load_subject(settings: dict[str, object], model_config: str | None = None) -> MeasuredEngine:
+    """Loads the model of the engine's `settings` and measures the machine.
+
+    With `model_config`, the model is that config's, with random weights (`find_config`).
+    """
     # Rounds repeat their prompts, so that a prefix cache would spare all rounds but the first.
-    wanted |= {"skip_tokenizer_init": True, "prefix_caching": False}
-    llm = LLM(str(checkpoint.location), **cast("EngineSettings", wanted))
+    wanted = settings | {"skip_tokenizer_init": True, "prefix_caching": False}
+    config = EngineKeywords(**cast("EngineSettings", wanted))
+    ledger = Ledger(strict=config.strict)
+    if model_config is None:
+        checkpoint = open_named(config, ledger)
+        name = _shown_name(config.model, checkpoint)
+    else:
+        path = find_config(model_config)
+        checkpoint = RandomCheckpoint(path, detect_device(config.device).torch_device, ledger)
+        name = f"{path.stem} with random weights"
+    llm = LLM.of(build_engine_of(config, checkpoint, ledger))
     runtime = llm.engine.runtime
     dtype, quantization = runtime.config.dtype, runtime.config.quantization.value
     machine = measure_machine(dtype, runtime.config.device.torch_device)
@@ -78,13 +89,24 @@ def load_subject(settings: dict[str, object]) -> MeasuredEngine:
         checkpoint=checkpoint,
         floor=Floor(machine, model_size(checkpoint, dtype, quantization), cache_reads(runtime)),
         conditions=Conditions(
-            model=_shown_name(model, checkpoint),
+            model=name,
             dtype=str(dtype).removeprefix("torch."),
             quantization=quantization,
             threads=torch.get_num_threads(),
             degradations=tuple(map(str, llm.engine.ledger.degradations)),
         ),
     )
+
+
+def find_config(name: str) -> Path:
+    """The file of a model's config: one of Sightline's own by its name, or a path."""
+    own = {path.stem: path for path in CONFIGS.glob("*.json")}
+    path = own.get(name, Path(name).expanduser())
+    if not path.is_file():
+        raise ConfigError(
+            f"expected --model-config {', '.join(sorted(own))} or a config.json, got {name!r}: no such file"
+        )
+    return path
 
 
 def _shown_name(model: str | None, checkpoint: Checkpoint) -> str:
@@ -136,10 +158,8 @@ def throughput_works(floor: Floor, vocab_size: int, lengths: tuple[int, int], co
     ]
 
 
-def compare_engines(settings: dict[str, object], works: Works, compared: Sequence[str], rounds: int) -> Report:
-    """Loads all engines, checks that they agree, and measures each piece of work."""
-    check_peers(compared)
-    subject = load_subject(settings)
+def compare_engines(subject: MeasuredEngine, works: Works, compared: Sequence[str], rounds: int) -> Report:
+    """Loads the other engines, checks that all agree, and measures each piece of work."""
     vocab_size = subject.llm.engine.vocab_size
     planned = works(subject.floor, vocab_size)
     checked_on, checked = checked_prompts(subject.checkpoint, vocab_size)

@@ -162,7 +162,7 @@ class HostBench:
         for row in step.rows:
             lengths.advance(row.table_row, row.seq_len)
         with self._timed("sampling"):
-            sample(step.rows, step.lives, torch.zeros(len(step.rows), _VOCAB)).read()
+            sample(step.rows, step.lives, batch.tokens, torch.zeros(len(step.rows), _VOCAB)).read()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -131,7 +131,7 @@ def _say_shape(target: Path | None, report: AttentionReport, shape: Shape, secon
 
     unmeasured = {**report.skipped_shapes, **report.broken_shapes}
     said = f"{shape.name}: {unmeasured[shape.name]}" if shape.name in unmeasured else one_line(report.shapes[-1])
-    notes.print(f"[dim]{escape(said)} ({seconds:.1f} s)[/]", soft_wrap=True)
+    notes.print(f"[dim]{escape(said)} ({seconds:.1f} s)[/]")
     if target is not None:
         _save(_as_text(report), target)
 

@@ -20,7 +20,7 @@ from sightline.cli.options import (
 from sightline.cli.reports import json_settings, print_report, report_file_options
 
 if TYPE_CHECKING:
-    from sightline.bench.engine.work import Works
+    from sightline.bench.engine.work import MeasuredEngine
 
 bench_options = collected(
     "how",
@@ -28,6 +28,14 @@ bench_options = collected(
         "--compare", default="", metavar="NAMES", help="Other engines to compare with: transformers,llama.cpp,vllm."
     ),
     num_iters=measure_option("--num-iters", default=5, help="Rounds that count; medians are reported."),
+    dummy_weights=click.option(
+        "--dummy-weights", is_flag=True, help="Random weights, made on the device, for the model of --model-config."
+    ),
+    model_config=click.option(
+        "--model-config",
+        metavar="NAME|FILE",
+        help="llama-8b, qwen3-0.6b, deepseek-v2-lite, gpt-oss-20b or a config.json, with --dummy-weights.",
+    ),
     **json_settings,
 )
 
@@ -46,6 +54,7 @@ bench.add_command(serve)
 @measure_option("--output-len", default=48, help="Tokens that each row generates.")
 @measure_option("--batch-size", default=1, help="Rows that decode at once.")
 @counts_option("--contexts", default="32", help="Prompt lengths of the rows, in turns: 64,128,256,512 mixes them.")
+@click.option("--profile", is_flag=True, help="Also show where the time of a decode step goes.")
 @bench_options
 @measured_engine_options
 def latency(
@@ -53,6 +62,7 @@ def latency(
     output_len: int,
     batch_size: int,
     contexts: list[int],
+    profile: bool,
     how: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
@@ -60,12 +70,25 @@ def latency(
 
     The time of decoding is a run of --output-len tokens minus a run of one token on the same prompts.
     """
-    from sightline.bench.engine.work import latency_works
+    from sightline.bench.engine.profile_step import ProfiledReport, profile_steps
+    from sightline.bench.engine.work import compare_engines, latency_works
 
     if output_len < 2:
         raise click.BadParameter(f"expected at least 2 tokens, got {output_len}", param_hint="--output-len")
-    lengths = (input_len, output_len)
-    _compare(how, settings, lambda floor, vocab: latency_works(floor, vocab, lengths, contexts, batch_size))
+    if profile and len(contexts) > 1:
+        raise click.UsageError(f"expected one of --contexts with --profile, got {len(contexts)}; leave one")
+    lengths, compared = (input_len, output_len), _compared(how)
+    subject = _load(how, settings, compared)
+    report = compare_engines(
+        subject,
+        lambda floor, vocab: latency_works(floor, vocab, lengths, contexts, batch_size),
+        compared,
+        how["num_iters"],
+    )
+    if profile:
+        profiled = profile_steps(subject.llm.engine, batch_size, contexts[0], output_len)
+        report = ProfiledReport(**vars(report), profile=profiled)
+    print_report(report, how)
 
 
 @bench.command()
@@ -78,10 +101,16 @@ def throughput(
     num_prompts: int, random_input_len: int, random_output_len: int, how: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     """Time many prompts at once, prefill and decoding."""
-    from sightline.bench.engine.work import throughput_works
+    from sightline.bench.engine.work import compare_engines, throughput_works
 
-    lengths = (random_input_len, random_output_len)
-    _compare(how, settings, lambda floor, vocab: throughput_works(floor, vocab, lengths, num_prompts))
+    lengths, compared = (random_input_len, random_output_len), _compared(how)
+    report = compare_engines(
+        _load(how, settings, compared),
+        lambda floor, vocab: throughput_works(floor, vocab, lengths, num_prompts),
+        compared,
+        how["num_iters"],
+    )
+    print_report(report, how)
 
 
 @bench.command()
@@ -117,20 +146,6 @@ def growth(
     if plot is not None:
         plot.write_text(report.svg())
     print_report(report, how)
-
-
-@bench.command()
-@measure_option("--batch-size", default=1, help="Rows of a step.")
-@measure_option("--input-len", default=64, help="Tokens in each row's cache.")
-@measure_option("--num-steps", default=16, help="Decode steps to time, and as many to profile.")
-@report_file_options
-@measured_engine_options
-def profile(batch_size: int, input_len: int, num_steps: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Show where the time of a decode step goes."""
-    from sightline.bench.engine.profile_step import profile_steps
-    from sightline.bench.engine.work import load_subject
-
-    print_report(profile_steps(load_subject(settings), batch_size, input_len, num_steps), how)
 
 
 @bench.command()
@@ -198,8 +213,36 @@ def scheduler(rows: list[int], prefixes: list[int], num_steps: int, how: dict[st
     print_report(report, how)
 
 
-def _compare(how: dict[str, Any], settings: dict[str, Any], works: Works) -> None:
-    from sightline.bench.engine.work import compare_engines
+def _compared(how: dict[str, Any]) -> list[str]:
+    """The other engines, which are known and installed."""
+    from sightline.bench.engine.peers import check_peers
 
     compared = [name.strip() for name in how["compare"].split(",") if name.strip()]
-    print_report(compare_engines(settings, works, compared, how["num_iters"]), how)
+    check_peers(compared)
+    return compared
+
+
+def _load(how: dict[str, Any], settings: dict[str, Any], compared: list[str]) -> MeasuredEngine:
+    """Loads the model that the options name."""
+    from sightline.bench.engine.work import load_subject
+
+    if how["dummy_weights"]:
+        _check_dummy(how, settings, compared)
+    elif how["model_config"] is not None:
+        raise click.UsageError("expected --model-config with --dummy-weights, got it alone; add --dummy-weights")
+    return load_subject(settings, how["model_config"])
+
+
+def _check_dummy(how: dict[str, Any], settings: dict[str, Any], compared: list[str]) -> None:
+    """Raises if options name a model in two ways or in none, or engines that read weights from files."""
+    if how["model_config"] is None:
+        raise click.UsageError("expected --model-config with --dummy-weights, got none; name a config")
+    if settings["model"] is not None:
+        raise click.UsageError(
+            f"expected --model or --dummy-weights, got both, with {settings['model']!r}; leave one out"
+        )
+    if compared:
+        raise click.UsageError(
+            f"expected no --compare with --dummy-weights, got {', '.join(compared)}: other engines read weights from "
+            "files; leave one out"
+        )

@@ -174,7 +174,7 @@ def serve(
             arrivals=Arrivals(request_rate=None if math.isinf(rate) else rate, **arrivals, seed=seed),
             retry=retry,
         ),
-        on_note=lambda text: notes.print(text, style="dim", markup=False, soft_wrap=True),
+        on_note=lambda text: notes.print(text, style="dim", markup=False),
         on_record=_counted(dataset["num_prompts"]),
     )
     print_report(report, how)

@@ -41,11 +41,11 @@ def prove_model(settings: dict[str, Any], *, verbose: bool, as_json: bool) -> in
 
 
 def _tell_duty(duty: Duty) -> None:
-    notes.print(f"[dim]{escape(_told_duty(duty))}[/]", soft_wrap=True)
+    notes.print(f"[dim]{escape(_told_duty(duty))}[/]")
 
 
 def _tell_result(result: CheckResult) -> None:
-    notes.print(f"[dim]  {escape(result.check)}: {result.verdict.value} ({result.seconds:.1f} s)[/]", soft_wrap=True)
+    notes.print(f"[dim]  {escape(result.check)}: {result.verdict.value} ({result.seconds:.1f} s)[/]")
 
 
 def _told_duty(duty: Duty) -> str:

@@ -151,7 +151,7 @@ def _watch_in_turn() -> Watch:
 
     return Watch(
         lambda row: notes.print(f"[dim]{_told_row(row)} on {escape(row.subject.device.name)}[/]"),
-        lambda _row, result: notes.print(f"[dim]  {_told_result(result)}[/]", soft_wrap=True),
+        lambda _row, result: notes.print(f"[dim]  {_told_result(result)}[/]"),
     )
 
 
@@ -159,9 +159,7 @@ def _watch_side_by_side() -> Watch:
     """Prints each check with its row, because checks of several rows run at once."""
     from sightline.testing.conformance.rows import Watch
 
-    return Watch(
-        on_result=lambda row, result: notes.print(f"[dim]{_told_row(row)}: {_told_result(result)}[/]", soft_wrap=True)
-    )
+    return Watch(on_result=lambda row, result: notes.print(f"[dim]{_told_row(row)}: {_told_result(result)}[/]"))
 
 
 def _told_row(row: RowToTry) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from sightline.core.errors import CheckpointError
 from sightline.kernels.block_weights import BlockWeights, CodeBits
+from sightline.kernels.packed_weights import WeightForm
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
@@ -32,6 +33,8 @@ class TensorInfo:
     """The format's own name of the stored type: "BF16", "Q4_1"."""
     blocks: CodeBits | None = None
     """The width of its codes if `Checkpoint.load_blocks` supports it, otherwise None."""
+    packed: WeightForm = WeightForm.PLAIN
+    """The form that `Checkpoint.load_packed` returns, or `PLAIN` if it does not support the tensor."""
 
     @property
     def is_quantised(self) -> bool:
@@ -57,7 +60,7 @@ class Checkpoint(ABC):
         self.generation = generation
 
     def load(self, name: str) -> torch.Tensor:
-        """The tensor `name` on the CPU, as `tensors[name]` describes it. May be mapped from the file."""
+        """The tensor `name`, as `tensors[name]` describes it. What a file stores is on the CPU, and may be mapped."""
         self._check_name(name)
         return self._read(name)
 
@@ -74,6 +77,24 @@ class Checkpoint(ABC):
             )
         return self._read_blocks(name)
 
+    def load_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes and scales of the tensor `name` on the CPU, in the form `TensorInfo.packed`, which is not `PLAIN`.
+
+        Experts that are stored as one tensor are the first dimension of both. May be mapped from the file.
+        """
+        self._check_name(name)
+        return self._read_packed(name)
+
+    def load_scales(self, name: str) -> torch.Tensor | None:
+        """Numbers of which at least one is NaN or infinite if `load` would return such an element; None if unknown."""
+        self._check_name(name)
+        return None
+
+    def file_of(self, name: str) -> Path:
+        """The file that stores the tensor `name`."""
+        self._check_name(name)
+        return self.location
+
     @abstractmethod
     def load_tokenizer(self) -> Tokenizer:
         """Builds the model's tokenizer."""
@@ -85,6 +106,10 @@ class Checkpoint(ABC):
     def _read_blocks(self, name: str) -> BlockWeights:
         """Reads the blocks of one of `tensors` that has blocks. Formats without blocks need not override this."""
         raise NotImplementedError(f"{type(self).__name__} describes {name!r} as blocks and cannot read them")
+
+    def _read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads one of `tensors` that is packed. Formats without packed tensors need not override this."""
+        raise NotImplementedError(f"{type(self).__name__} describes {name!r} as packed and cannot read it so")
 
     def _check_name(self, name: str) -> None:
         if name not in self.tensors:

@@ -19,7 +19,7 @@ class ConfigCheckpoint(Checkpoint):
     """A config without tensors, so the memory that weights take is not known."""
 
     def __init__(self, path: Path) -> None:
-        config, _ = read_config(path)
+        config, self.packed_as = read_config(path)
         super().__init__(path, MappingProxyType(config), MappingProxyType({}), GenerationDefaults(frozenset()))
 
     def load_tokenizer(self) -> Tokenizer:

@@ -7,7 +7,7 @@ requests, whose parameters take precedence.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from sightline.core.errors import CheckpointError
@@ -60,6 +60,11 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     """Called `min_new_tokens` in transformers."""
+
+    def with_temperature(self, temperature: float) -> GenerationDefaults:
+        """The same, with a temperature if the model's authors say nothing about sampling."""
+        is_told = self.do_sample is not None or self.temperature is not None
+        return self if is_told else replace(self, temperature=temperature)
 
 
 def read_generation_defaults(

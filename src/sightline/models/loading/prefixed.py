@@ -6,6 +6,7 @@ model has `model.layers.0…`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -27,11 +28,20 @@ class PrefixedCheckpoint(Checkpoint):
         tensors = {PREFIX + name: info for name, info in bare.tensors.items()}
         super().__init__(bare.location, bare.config, MappingProxyType(tensors), bare.generation)
 
+    def load_scales(self, name: str) -> torch.Tensor | None:
+        return self._bare.load_scales(name.removeprefix(PREFIX))
+
+    def file_of(self, name: str) -> Path:
+        return self._bare.file_of(name.removeprefix(PREFIX))
+
     def load_tokenizer(self) -> Tokenizer:
         return self._bare.load_tokenizer()
 
     def _read(self, name: str) -> torch.Tensor:
         return self._bare.load(name.removeprefix(PREFIX))
+
+    def _read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._bare.load_packed(name.removeprefix(PREFIX))
 
     def _read_blocks(self, name: str) -> BlockWeights:
         return self._bare.load_blocks(name.removeprefix(PREFIX))

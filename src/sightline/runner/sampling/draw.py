@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
 from sightline.core.request import EffectiveParams
-from sightline.runner.sampling.noise import coarse_noise, key_words, noise, token_words
-from sightline.runner.sampling.nucleus import NUM_BUCKETS, outside_top_p
+from sightline.runner.sampling.noise import coarse_noise, key_words, log_exponential, packed_words, token_words
+from sightline.runner.sampling.nucleus import NUM_BUCKETS, masses, outside_top_p, share_limit
 from sightline.runner.sampling.positions import at_most, true_positions
 
 _FEW = (64, 1024)
@@ -41,7 +42,7 @@ class Choice:
 
     params: EffectiveParams
     key: int
-    """The key of the row's noise: see `noise_key`."""
+    """The key of the row's noise: see `noise_keys`."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class _Rows:
 
 def draw(logits: Tensor, rows: Sequence[Choice]) -> list[int]:
     """One token for each row of logits [num_rows, vocab_size] fp32, which are finite or -inf for forbidden tokens."""
-    every = _Rows(logits, [row.params for row in rows], key_words([row.key for row in rows], logits.device))
+    every = _Rows(logits, [row.params for row in rows], _words([row.key for row in rows]))
     vocab_size = logits.shape[1]
     waiting = [index for index, row in enumerate(rows) if 0 < row.params.top_k < vocab_size]
     rest = sorted(set(range(len(rows))) - set(waiting))
@@ -95,8 +96,8 @@ def truncated_probabilities(logits: Tensor, params: Sequence[EffectiveParams]) -
     Logits are [num_rows, vocab_size] fp64. Equally likely tokens are in the order of their ids.
     """
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    rows = _Rows(logits, params, key_words([0] * len(params), logits.device))
-    return tokens, _kept_probability((ordered - ordered[:, :1]) / rows.temperature, rows)
+    rows = _Rows(logits, params, _words([0] * len(params)))
+    return tokens, _kept_weight((ordered - ordered[:, :1]) / rows.temperature, rows)
 
 
 def _draw_few(rows: _Rows, count: int) -> list[int | None]:
@@ -108,8 +109,8 @@ def _draw_few(rows: _Rows, count: int) -> list[int | None]:
     ordered, order = rows.logits.gather(1, found).double().sort(dim=-1, descending=True, stable=True)
     tokens = found.gather(1, order)
     distance = (ordered - ordered[:, :1]) / rows.temperature
-    score = distance - _log_exponential(rows.words.unsqueeze(1), tokens)
-    score.masked_fill_(_kept_probability(distance, rows) == 0.0, -torch.inf)
+    score = distance - log_exponential(rows.words.unsqueeze(1), tokens)
+    score.masked_fill_(_kept_weight(distance, rows) == 0.0, -torch.inf)
     winners: list[int] = tokens.gather(1, score.argmax(dim=-1, keepdim=True)).squeeze(1).tolist()
     if count == rows.logits.shape[1]:
         return list(winners)
@@ -119,17 +120,17 @@ def _draw_few(rows: _Rows, count: int) -> list[int | None]:
     return [token if sure else None for token, sure in zip(winners, certain, strict=True)]
 
 
-def _kept_probability(distance: Tensor, rows: _Rows) -> Tensor:
-    """The probabilities of tokens sorted by falling logit, of which top-k keeps no more; 0 for dropped ones."""
+def _kept_weight(distance: Tensor, rows: _Rows) -> Tensor:
+    """The weights of tokens sorted by falling logit, of which top-k keeps no more; 0 for dropped ones."""
     rank = torch.arange(distance.shape[1], device=distance.device).unsqueeze(0)
-    weight = distance.exp().masked_fill_(rank >= rows.column([each.top_k or torch.inf for each in rows.params]), 0.0)
-    probability = weight / weight.sum(dim=-1, keepdim=True)
-    before = probability.cumsum(dim=-1).sub_(probability)
+    beyond = rank >= rows.column([each.top_k or torch.inf for each in rows.params])
+    mass = masses(distance).masked_fill_(beyond, 0)
+    before = mass.cumsum(dim=-1).sub_(mass)
     top_p = rows.column([each.top_p for each in rows.params])
-    outside = (before >= top_p) & (top_p < 1.0)
-    outside[:, 0] = False
+    outside = (before >= share_limit(top_p, mass.sum(dim=-1, keepdim=True))) & (top_p < 1.0)
+    weight = distance.exp()
     min_p = rows.column([each.min_p for each in rows.params])
-    return probability.masked_fill_(outside | (weight < min_p), 0.0)
+    return weight.masked_fill_(beyond | outside | (weight < min_p), 0.0)
 
 
 def _draw_open(rows: _Rows) -> list[int]:
@@ -195,12 +196,11 @@ def _best(rows: _Rows, near: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     largest = rows.logits.amax(dim=-1)
     distance = (rows.logits[near, tokens].double() - largest[near]) / rows.temperature[near, 0]
     cut_off = distance.exp() < rows.column([each.min_p for each in rows.params])[near, 0]
-    score = (distance - _log_exponential(rows.words[near], tokens)).masked_fill_(cut_off, -torch.inf)
+    score = (distance - log_exponential(rows.words[near], tokens)).masked_fill_(cut_off, -torch.inf)
     best = score.new_full((num_rows,), -torch.inf).scatter_reduce_(0, near, score, "amax")
     first = torch.where(score == best[near], tokens, vocab_size)
     return best, first.new_full((num_rows,), vocab_size).scatter_reduce_(0, near, first, "amin")
 
 
-def _log_exponential(words: Tensor, tokens: Tensor) -> Tensor:
-    """The logarithm of each token's exponential noise, in fp64."""
-    return noise(words, tokens).neg_().log1p_().neg_().log_()
+def _words(keys: Sequence[int]) -> Tensor:
+    return key_words(torch.from_numpy(packed_words(numpy.array(keys, dtype=numpy.uint64))))

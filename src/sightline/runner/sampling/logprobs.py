@@ -19,20 +19,28 @@ class TokenLogprobs:
     """The rank of each, 1 for the likeliest. The first token's rank counts all tokens that are at least as likely."""
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], num_best: Sequence[int]) -> list[TokenLogprobs]:
-    """The log probabilities of each row's token and of its `num_best` likeliest; logits [num_rows, vocab_size] fp32."""
-    if not tokens:
-        return []
-    there = torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1)
-    total = logits.logsumexp(dim=-1, keepdim=True)
+def score_tokens(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """Scores the token of each row and its `most` likeliest; logits [num_rows, vocab_size] fp32, tokens int64.
+
+    Returns [num_rows, 4 + 2 * most] fp64 on the same device, for `read_scores`; fp64 holds ids and fp32 exactly.
+    """
+    there = tokens.unsqueeze(1)
     value = logits.gather(1, there)
-    rank = (logits >= value).sum(dim=-1, dtype=torch.int32).tolist()
-    best, best_tokens = logits.topk(min(max(num_best), logits.shape[1]), dim=-1)
-    logprobs = torch.cat([value, best], dim=1).sub(total).tolist()
-    named = torch.cat([there, best_tokens], dim=1).tolist()
-    return [
-        TokenLogprobs(
-            tuple(named[row][: count + 1]), tuple(logprobs[row][: count + 1]), (rank[row], *range(1, count + 1))
-        )
-        for row, count in enumerate(min(count, logits.shape[1]) for count in num_best)
-    ]
+    finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
+    rank = (logits >= value).sum(dim=-1)
+    best, best_tokens = logits.topk(min(most, logits.shape[1]), dim=-1)
+    logprobs = torch.cat([value, best], dim=1).sub(logits.logsumexp(dim=-1, keepdim=True))
+    flags = torch.stack([finite, rank], dim=1)
+    return torch.cat([part.double() for part in (flags, there, best_tokens, logprobs)], dim=1)
+
+
+def are_finite(scores: Sequence[float]) -> bool:
+    """Whether the logits behind a row of `score_tokens` are finite. If not, its other values mean nothing."""
+    return scores[0] == 1.0
+
+
+def read_scores(scores: Sequence[float], num_best: int) -> TokenLogprobs:
+    """The log probabilities in one row of `score_tokens`, of at most the `num_best` likeliest tokens."""
+    middle = len(scores) // 2 + 1
+    named = tuple(map(int, scores[2:middle][: num_best + 1]))
+    return TokenLogprobs(named, tuple(scores[middle:][: num_best + 1]), (int(scores[1]), *range(1, len(named))))

@@ -10,29 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-_MASK64 = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = numpy.uint64(0x9E3779B97F4A7C15)
 _SIGN = 1 << 31
 
 
 def derived_seed(seed: int, index: int) -> int:
     """The seed of a request's `index`-th continuation. The first uses the request's own seed, whatever `n` is."""
-    return seed if index == 0 else _mix(_mix(seed ^ _GOLDEN) + index * _GOLDEN)
+    own = _mix(_mix(_words([seed]) ^ _GOLDEN) + _words([index]) * _GOLDEN)
+    return seed if index == 0 else int(own[0])
 
 
-def noise_key(seed: int, place: int) -> int:
-    """A 64-bit hash of (seed, place)."""
-    return _mix(_mix(seed) + (place + 1) * _GOLDEN)
+def noise_keys(seeds: Sequence[int], places: Sequence[int]) -> NDArray[numpy.uint64]:
+    """A 64-bit hash of each (seed, place)."""
+    return _mix(_mix(_words(seeds)) + (_words(places) + numpy.uint64(1)) * _GOLDEN)
 
 
-def key_words(keys: Sequence[int], device: torch.device) -> Tensor:
-    """Four words for each key, [num_keys, 4] int32."""
-    both = [(key, _mix(key + _GOLDEN)) for key in keys]
-    words = [[_signed(half >> shift) for half in pair for shift in (0, 32)] for pair in both]
-    return torch.tensor(words, dtype=torch.int32, device=device).view(-1, 4)
+def packed_words(keys: NDArray[numpy.uint64]) -> NDArray[numpy.int64]:
+    """Four words of 32 bits for each key, two in an integer: [num_keys, 2]."""
+    return numpy.stack([keys, _mix(keys + _GOLDEN)], axis=1).view(numpy.int64)
+
+
+def key_words(packed: Tensor) -> Tensor:
+    """The result of `packed_words`, [num_keys, 2] int64, as words: [num_keys, 4] int32."""
+    return packed.contiguous().view(torch.int32)
 
 
 def token_words(vocab_size: int, device: torch.device) -> Tensor:
@@ -60,6 +65,11 @@ def noise(words: Tensor, tokens: Tensor) -> Tensor:
     return ((high << 20) + (low >> 12)).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
+def log_exponential(words: Tensor, tokens: Tensor) -> Tensor:
+    """The logarithm of each token's exponential noise, in fp64. Takes what `noise` takes."""
+    return noise(words, tokens).neg_().log1p_().neg_().log_()
+
+
 def _scattered(tokens: Tensor) -> Tensor:
     """Hashes token ids to words in which every bit depends on all bits of the id."""
     word = _xor_shifted(tokens + _signed(0x9E3779B9), 16).mul_(_signed(0x85EBCA6B))
@@ -82,8 +92,12 @@ def _signed(word: int) -> int:
     return ((word & 0xFFFFFFFF) ^ _SIGN) - _SIGN
 
 
-def _mix(value: int) -> int:
-    value &= _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
+def _words(values: Sequence[int]) -> NDArray[numpy.uint64]:
+    return numpy.array(values, dtype=numpy.uint64)
+
+
+def _mix(value: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
+    """Hashes words of 64 bits. The products are meant to overflow."""
+    value = (value ^ (value >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+    return value ^ (value >> numpy.uint64(31))

@@ -10,15 +10,27 @@ logits changes a choice only if two tokens were about equally good.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sightline.core.request import EffectiveParams
-from sightline.runner.sampling.adjust import TokenAdjustment, adjusted
+from sightline.core.transfer import sent
+from sightline.runner.sampling.adjust import (
+    AdjustArrays,
+    AdjustedRow,
+    Adjustments,
+    TokenAdjustment,
+    adjust_arrays,
+    adjusted,
+)
 from sightline.runner.sampling.draw import Choice, draw
-from sightline.runner.sampling.noise import noise_key
+from sightline.runner.sampling.noise import noise_keys
+from sightline.runner.sampling.race import race_arrays, run
 
 
 @dataclass(eq=False, slots=True)
@@ -31,11 +43,20 @@ class RowSampling:
     adjustment: TokenAdjustment | None = None
     """The bias and token counts if the parameters adjust logits, otherwise None."""
 
+    unread_at: int | None = None
+    """Where the step's input tokens hold the token before this one, if the adjustment has not counted that one: a step
+    in flight chooses it, and only the device knows it."""
+
     def __post_init__(self) -> None:
         if self.params.adjusts_logits != (self.adjustment is not None):
             raise ValueError(f"expected an adjustment exactly for parameters that adjust logits, got {self.adjustment}")
-        if self.adjustment is not None and self.adjustment.num_counted != self.place:
-            raise ValueError(f"expected {self.place} tokens counted, got {self.adjustment.num_counted}")
+        if self.adjustment is not None:
+            num_unread = int(self.unread_at is not None)
+            if self.adjustment.num_counted != self.place - num_unread:
+                expected = self.place - num_unread
+                raise ValueError(f"expected {expected} tokens counted, got {self.adjustment.num_counted}")
+            if num_unread and self.params.needs.max_unread_tokens == 0:
+                raise ValueError("expected every token counted with bad words of several tokens, got one less")
 
 
 @dataclass(frozen=True)
@@ -48,30 +69,69 @@ class Chosen:
     """[num_rows] bool: False if the row's logits held a NaN or an infinity. Its token is then meaningless."""
 
 
-def choose(logits: Tensor, rows: Sequence[RowSampling]) -> Chosen:
-    """Chooses one token for each row of logits [num_rows, vocab_size] fp32. The logits are unchanged afterwards."""
+def choose(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None = None) -> Chosen:
+    """Chooses one token for each row of logits [num_rows, vocab_size] fp32. The logits are unchanged afterwards.
+
+    `inputs` are the step's input tokens [num_tokens] int64, which rows with `unread_at` need. Does not wait for a GPU.
+    """
     finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
-    adjusting = [(index, row.adjustment) for index, row in enumerate(rows) if row.adjustment is not None]
+    if logits.device.type == "cpu":
+        return Chosen(choose_on_host(logits, rows, inputs, finite), finite)
+    return Chosen(choose_unread(logits, rows, inputs), finite)
+
+
+def choose_on_host(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None, finite: Tensor) -> Tensor:
+    """One token for each row [num_rows] int64, in the fastest way for a CPU; logits and flags are there."""
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0.0]
     if drawn:
         # Skip rows with NaN or infinite logits: sampling them would not terminate.
         usable = finite.tolist()
         drawn = [index for index in drawn if usable[index]]
-    with adjusted(logits, adjusting) as values:
-        tokens = _argmax(values) if len(drawn) < len(rows) else torch.zeros_like(finite, dtype=torch.int64)
+    with _adjusted(logits, rows, inputs) as values:
+        if not drawn:
+            return torch.from_numpy(values.numpy().argmax(-1))
+        some, tokens = values, torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+        if len(drawn) < len(rows):
+            some, tokens = values[drawn], torch.from_numpy(values.numpy().argmax(-1))
+        chosen = [rows[index] for index in drawn]
+        choices = [Choice(row.params, key) for row, key in zip(chosen, _keys(chosen).tolist(), strict=True)]
+        tokens[drawn] = torch.tensor(draw(some, choices), dtype=torch.int64, device=logits.device)
+        return tokens
+
+
+def choose_unread(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None) -> Tensor:
+    """The same on any device, without a host read. All parameters reach the device by one copy."""
+    drawn = [(index, row) for index, row in enumerate(rows) if row.params.temperature > 0.0]
+    changes = _changes(rows, logits.shape[1])
+    if not drawn and changes is None:
+        return logits.argmax(-1)
+    keys = _keys([row for _, row in drawn])
+    race = race_arrays([(index, row.params) for index, row in drawn], keys, logits.shape[1])
+    integers, numbers, *tensors = sent([race.integers, race.numbers, *(changes or ())], logits.device)
+    with adjusted(logits, Adjustments(*tensors), inputs) if changes is not None else nullcontext(logits) as values:
+        tokens = values.argmax(-1) if len(drawn) < len(rows) else integers.new_zeros(len(rows))
         if drawn:
-            some = values if len(drawn) == len(rows) else values[drawn]
-            chosen = draw(some, [_choice(rows[index]) for index in drawn])
-            tokens[drawn] = torch.tensor(chosen, dtype=torch.int64, device=tokens.device)
-    return Chosen(tokens, finite)
+            on_device = race.on_device(integers, numbers)
+            tokens.index_copy_(0, on_device.index, run(values, on_device))
+        return tokens
 
 
-def _argmax(logits: Tensor) -> Tensor:
-    """The index of the first largest logit, [num_rows] int64. On the CPU numpy takes a tenth of torch's time."""
-    if logits.device.type == "cpu":
-        return torch.from_numpy(logits.numpy().argmax(-1))
-    return logits.argmax(-1)
+def _adjusted(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None) -> AbstractContextManager[Tensor]:
+    changes = _changes(rows, logits.shape[1])
+    if changes is None:
+        return nullcontext(logits)
+    return adjusted(logits, Adjustments(*sent(changes, logits.device)), inputs)
 
 
-def _choice(row: RowSampling) -> Choice:
-    return Choice(row.params, noise_key(row.params.seed, row.place))
+def _changes(rows: Sequence[RowSampling], vocab_size: int) -> AdjustArrays | None:
+    """The adjustments of the rows; None if no row has any."""
+    adjusting = [
+        AdjustedRow(index, row.adjustment, row.unread_at)
+        for index, row in enumerate(rows)
+        if row.adjustment is not None
+    ]
+    return adjust_arrays(adjusting, vocab_size) if adjusting else None
+
+
+def _keys(rows: Sequence[RowSampling]) -> NDArray[numpy.uint64]:
+    return noise_keys([row.params.seed for row in rows], [row.place for row in rows])

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sightline.server.api.answers import ErrorBody
+from sightline.server.api.fields import REFUSED, described
 from sightline.server.http.access import Access
 from sightline.server.http.routing import EVENTS, JSON, NO_BODY, Route
 from sightline.version import __version__
@@ -30,13 +31,15 @@ _WITH_KEY = (401,)
 _WITH_BODY = (408, 413, 415)
 
 
-def openapi_document(routes: Iterable[Route[Any]], *, needs_key: bool) -> bytes:
-    """The document as JSON; `needs_key` says that the server has keys."""
+def openapi_document(routes: Iterable[Route], *, needs_key: bool, allows_unknown: bool) -> bytes:
+    """The document as JSON. `needs_key`: the server has keys. `allows_unknown`: bodies may have unknown fields."""
     listed = [route for route in routes if route.answer is not None or route.content_type.startswith("text/plain")]
     kinds = [ErrorBody, *(route.answer for route in listed if route.answer is not None)]
-    kinds += [route.body for route in listed if route.body is not NO_BODY]
+    bodies = [route.body for route in listed if route.body is not NO_BODY]
+    kinds += bodies
     kinds += [route.event for route in listed if route.event is not None]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schemas = described(components, [each.__name__ for each in bodies], allows_unknown=allows_unknown)
     paths: dict[str, dict[str, Any]] = {}
     for route in listed:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, needs_key=needs_key)
@@ -44,14 +47,15 @@ def openapi_document(routes: Iterable[Route[Any]], *, needs_key: bool) -> bytes:
         "openapi": "3.1.0",
         "info": {"title": "Sightline", "version": __version__, "description": "An OpenAI-compatible LLM service."},
         "paths": paths,
-        "components": {"schemas": components},
+        "components": {"schemas": schemas},
+        "x-refused-fields": {name: field.reason for name, field in REFUSED.items()},
     }
     if needs_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return msgspec.json.encode(document)
 
 
-def _operation(route: Route[Any], *, needs_key: bool) -> dict[str, Any]:
+def _operation(route: Route, *, needs_key: bool) -> dict[str, Any]:
     statuses = [*_ALWAYS, *route.refusals]
     if route.access is Access.KEY and needs_key:
         statuses += _WITH_KEY
@@ -83,7 +87,7 @@ def _operation(route: Route[Any], *, needs_key: bool) -> dict[str, Any]:
     return operation
 
 
-def _success(route: Route[Any]) -> dict[str, Any]:
+def _success(route: Route) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if route.answer is not None:
         content[JSON] = {"schema": _reference(route.answer)}

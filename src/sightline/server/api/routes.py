@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from sightline.core.config import Task
@@ -21,11 +21,9 @@ from sightline.server.api.answers import (
     Tokens,
     Version,
 )
-from sightline.server.api.chat import ChatCompleter
-from sightline.server.api.completion import TextCompleter
-from sightline.server.api.embeddings import Vectorizer
+from sightline.server.api.events import ChatChunks, CompletionChunks
+from sightline.server.api.generation import GenerationHandler
 from sightline.server.api.inspection import Inspection
-from sightline.server.api.openapi import openapi_document
 from sightline.server.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -35,39 +33,44 @@ from sightline.server.api.schema import (
     ScoreRequest,
     TokenizeRequest,
 )
+from sightline.server.api.texts import TextHandler
+from sightline.server.api.vectors import VectorHandler
+from sightline.server.desks.protocol import FormName
 from sightline.server.http.access import Access
 from sightline.server.http.routing import HTML, NO_BODY, PLAIN, Call, Handler, Reply, Route, RouteTable
-from sightline.server.page.pages import Page
+from sightline.server.page.pages import FILES, Page, PageFiles
 from sightline.server.service import Service
 
-Routes: TypeAlias = Iterable[Route[Any]]
+Routes: TypeAlias = Iterable[Route]
 KEY, PUBLIC = Access.KEY, Access.PUBLIC
 
 
-def route_table(service: Service, inspection: Inspection, task: Task, *, needs_key: bool) -> RouteTable:
-    """All routes of a server for `task`; `needs_key` says that the server has keys."""
+def route_table(
+    service: Service, inspection: Inspection, task: Task, document: Callable[[Sequence[Route]], bytes]
+) -> RouteTable:
+    """All routes of a server for `task`. `document` makes the OpenAPI document of routes."""
     embeds = task is Task.EMBED
     described = [
         *(_vectors(service) if embeds else _generation(service)),
-        *_model(inspection),
+        *_model(service, inspection),
         *_server(inspection),
     ]
-    document = openapi_document(described, needs_key=needs_key)
     # A model that only embeds cannot chat.
-    return RouteTable([*described, *_pages(document, "docs" if embeds else "chat")])
+    return RouteTable([*described, *_pages(document(described), "docs" if embeds else "chat")])
 
 
 def _queued(
     tag: str,
     path: str,
-    handler: Handler[Any],
+    handler: Handler,
     summary: str,
     body: type[Any],
     answer: type[Any],
     example: Mapping[str, Any],
     event: type[Any] | None = None,
     refusals: tuple[int, ...] = (404, 429, 500, 503),
-) -> Route[Any]:
+    operation: str = "",
+) -> Route:
     """A route that needs a place in the queue."""
     return Route(
         "POST",
@@ -82,6 +85,7 @@ def _queued(
         tag=tag,
         example=example,
         holds_room=True,
+        operation=operation,
     )
 
 
@@ -89,57 +93,62 @@ def _generation(service: Service) -> Routes:
     yield _queued(
         "Generation",
         "/v1/chat/completions",
-        ChatCompleter(service).handle,
+        GenerationHandler(service, FormName.CHAT, ChatChunks).handle,
         "Continue a conversation",
         ChatRequest,
         ChatCompletion,
         {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64},
         ChatChunk,
+        operation="chat",
     )
     yield _queued(
         "Generation",
         "/v1/completions",
-        TextCompleter(service).handle,
+        GenerationHandler(service, FormName.COMPLETION, CompletionChunks).handle,
         "Continue prompts",
         CompletionRequest,
         Completion,
         {"prompt": "The capital of France is", "max_tokens": 16},
         Completion,
+        operation="text_completion",
     )
 
 
 def _vectors(service: Service) -> Routes:
-    tag, vectorizer = "Embeddings", Vectorizer(service)
+    tag = "Embeddings"
     yield _queued(
         tag,
         "/v1/embeddings",
-        vectorizer.embed,
+        VectorHandler(service, FormName.EMBED).handle,
         "Vectors of texts",
         EmbeddingRequest,
         Embeddings,
         {"input": "Hello"},
+        operation="embeddings",
     )
     yield _queued(
         tag,
         "/v1/score",
-        vectorizer.score,
+        VectorHandler(service, FormName.SCORE).handle,
         "Similarity of texts",
         ScoreRequest,
         Scores,
         {"text_1": "a cat", "text_2": ["a kitten", "a car"]},
+        operation="embeddings",
     )
     yield _queued(
         tag,
         "/v1/rerank",
-        vectorizer.rerank,
+        VectorHandler(service, FormName.RERANK).handle,
         "Documents by similarity to a query",
         RerankRequest,
         Ranking,
         {"query": "a cat", "documents": ["a car", "a kitten"]},
+        operation="embeddings",
     )
 
 
-def _model(inspection: Inspection) -> Routes:
+def _model(service: Service, inspection: Inspection) -> Routes:
     tag, without_engine = "Model", (404, 429, 503)
     yield Route(
         "GET", "/v1/models", KEY, inspection.models, "The served models", NO_BODY, Models, refusals=(503,), tag=tag
@@ -149,7 +158,7 @@ def _model(inspection: Inspection) -> Routes:
     yield _queued(
         tag,
         "/tokenize",
-        inspection.tokenize,
+        TextHandler(service, FormName.TOKENIZE).handle,
         "Tokens of a text or a conversation",
         TokenizeRequest,
         Tokens,
@@ -159,7 +168,7 @@ def _model(inspection: Inspection) -> Routes:
     yield _queued(
         tag,
         "/detokenize",
-        inspection.detokenize,
+        TextHandler(service, FormName.DETOKENIZE).handle,
         "Text of tokens",
         DetokenizeRequest,
         Detokenized,
@@ -179,10 +188,12 @@ def _server(inspection: Inspection) -> Routes:
 
 
 def _pages(document: bytes, first: str) -> Routes:
-    async def openapi(call: Call[None]) -> Reply:
+    async def openapi(call: Call) -> Reply:
         del call
         return Reply(document)
 
+    page_files = PageFiles()
     yield Route("GET", "/openapi.json", PUBLIC, openapi, "This document", NO_BODY, None)
-    yield Route("GET", "/", PUBLIC, Page(first).show, "Chat", NO_BODY, None, HTML)
-    yield Route("GET", "/docs", PUBLIC, Page("docs").show, "Documentation", NO_BODY, None, HTML)
+    yield Route("GET", "/", PUBLIC, Page(first, page_files).show, "Chat", NO_BODY, None, HTML)
+    yield Route("GET", "/docs", PUBLIC, Page("docs", page_files).show, "Documentation", NO_BODY, None, HTML)
+    yield Route("GET", FILES + "{file}", PUBLIC, page_files.show, "Files of the pages", NO_BODY, None)

@@ -1,7 +1,7 @@
 """Types of the bodies that clients send: OpenAI's shapes, with ranges. The OpenAPI document is generated from them.
 
-Numbers are checked to be finite and in range before anything else sees them. Fields that are not listed here are
-ignored, and a header of the answer names them. Does not know what a field does.
+Numbers are checked to be finite and in range before anything else sees them. What becomes of a field that is not
+listed here is in `fields`. Does not know what a field does.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from msgspec.structs import fields
 
 from sightline.core.request import (
     LOGIT_OFFSET,
-    MAX_CONTINUATIONS,
+    MAX_BAD_WORDS,
     MAX_COUNT,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
     SamplingParams,
+    Terms,
 )
 from sightline.core.settings import Setting, stated
 
@@ -32,9 +33,26 @@ NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Name: TypeAlias = Annotated[str, Meta(max_length=512)]
 StopText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=1 << 22)]
+_priority = stated(Terms)["priority"]
+Priority: TypeAlias = Annotated[
+    Annotated[int, Meta(ge=_priority.low, le=_priority.high)] | None,
+    Meta(description=f"{_priority.help} Not below 0 where the server has several keys."),
+]
+SpecialTokens: TypeAlias = Annotated[
+    bool | None,
+    Meta(description="Add the model's special tokens to a text; on unless false. No effect on token ids."),
+]
+GenerationPrompt: TypeAlias = Annotated[
+    bool | None, Meta(description="Open the assistant's turn; on unless false, or the last message is continued.")
+]
+FinalMessage: TypeAlias = Annotated[
+    bool | None, Meta(description="Leave the assistant's last message open, so that the answer continues it.")
+]
 _SHAPES: dict[str, Any] = {
     "stop": StopText | Annotated[list[StopText], Meta(max_length=MAX_STOP_STRINGS)],
     "stop_token_ids": Annotated[list[TokenId], Meta(max_length=1024)],
+    "allowed_token_ids": Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_BIASES)],
+    "bad_words": Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)],
     "logit_bias": Annotated[
         dict[TokenId, Annotated[float, Meta(ge=LOGIT_OFFSET.low, le=LOGIT_OFFSET.high)]],
         Meta(max_length=MAX_BIASES, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,9}$"}}),
@@ -47,6 +65,8 @@ class StreamOptions(Struct, frozen=True):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Report usage so far in every event; needs `include_usage`."""
 
 
 def _field(parameter: Setting) -> tuple[str, Any, None]:
@@ -57,6 +77,9 @@ def _field(parameter: Setting) -> tuple[str, Any, None]:
         shape = Annotated[shape, Meta(gt=low, le=high) if parameter.excludes_low else Meta(ge=low, le=high)]
     return parameter.name, Annotated[shape | None, Meta(description=parameter.help)], None
 
+
+_OWN_OR_REFUSED = frozenset({"logprobs", "detokenize"})
+"""Both kinds of completion have log probabilities of their own; an answer without its text is refused, see `fields`."""
 
 if TYPE_CHECKING:
 
@@ -70,8 +93,7 @@ if TYPE_CHECKING:
 else:
     SampledFields = defstruct(
         "SampledFields",
-        # The two kinds of completion have log probabilities of their own.
-        [_field(each) for each in stated(SamplingParams).values() if each.name != "logprobs"],
+        [_field(each) for each in stated(SamplingParams).values() if each.name not in _OWN_OR_REFUSED],
         kw_only=True,
         frozen=True,
     )
@@ -85,6 +107,7 @@ class GenerationFields(SampledFields, kw_only=True, frozen=True):
     model: Annotated[Name | None, Meta(description="The served model's name; may be left out.")] = None
     stream: Annotated[bool | None, Meta(description="Tell the answer as it comes, in server-sent events.")] = None
     stream_options: StreamOptions | None = None
+    priority: Priority = None
 
 
 class TextPart(Struct, frozen=True):
@@ -116,13 +139,6 @@ class Message(Struct, frozen=True):
                 return sum(len(part.text) for part in parts)
 
 
-class ResponseFormat(Struct, frozen=True):
-    """The form of the answer. Only `text` is supported yet; the others are refused."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
-
-
 class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     """A conversation to continue."""
 
@@ -132,13 +148,8 @@ class ChatRequest(GenerationFields, kw_only=True, frozen=True):
     max_completion_tokens: Annotated[Count | None, Meta(description="The newer name of max_tokens.")] = None
     logprobs: Annotated[bool | None, Meta(description="Tell the log probability of every token.")] = None
     top_logprobs: Annotated[NumLogprobs | None, Meta(description="Tell so many of the likeliest tokens too.")] = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[
-        Annotated[list[dict[str, Any]], Meta(max_length=128)] | None, Meta(description="Not supported yet: refused.")
-    ] = None
-    tool_choice: Annotated[
-        str | dict[str, Any] | None, Meta(description="Not supported yet: refused unless none or auto.")
-    ] = None
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: FinalMessage = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
 
 
@@ -171,11 +182,7 @@ class CompletionRequest(GenerationFields, kw_only=True, frozen=True):
         NumLogprobs | None, Meta(description="Tell the log probability of every token, and so many of the likeliest.")
     ] = None
     echo: Annotated[bool | None, Meta(description="Give the prompt back before the continuation.")] = None
-    suffix: Annotated[str | None, Meta(description="Not supported: refused unless empty.")] = None
-    best_of: Annotated[
-        Annotated[int, Meta(ge=1, le=MAX_CONTINUATIONS)] | None,
-        Meta(description="Not supported: refused unless equal to n."),
-    ] = None
+    add_special_tokens: SpecialTokens = None
 
 
 Truncation: TypeAlias = Annotated[
@@ -184,36 +191,38 @@ Truncation: TypeAlias = Annotated[
 ]
 
 
-class EmbeddingRequest(Struct, kw_only=True, frozen=True):
+class VectorFields(Struct, kw_only=True, frozen=True):
+    """Fields of all requests for vectors."""
+
+    model: Name | None = None
+    truncate_prompt_tokens: Truncation = None
+    priority: Priority = None
+
+
+class EmbeddingRequest(VectorFields, kw_only=True, frozen=True):
     """Texts to turn into vectors."""
 
     input: Annotated[TextInput, Meta(description="Text, token ids, or a list of either.")]
-    model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[
         Count | None, Meta(description="Keep this many of a vector's first numbers, normalised again.")
     ] = None
-    truncate_prompt_tokens: Truncation = None
 
 
-class ScoreRequest(Struct, kw_only=True, frozen=True):
+class ScoreRequest(VectorFields, kw_only=True, frozen=True):
     """Texts to compare: one with many, or in pairs."""
 
     text_1: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
     text_2: str | Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
-    model: Name | None = None
-    truncate_prompt_tokens: Truncation = None
 
 
-class RerankRequest(Struct, kw_only=True, frozen=True):
+class RerankRequest(VectorFields, kw_only=True, frozen=True):
     """Documents to sort by their similarity to a query."""
 
     query: str
     documents: Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[Count | None, Meta(description="Return only this many of the most similar.")] = None
     return_documents: Annotated[bool | None, Meta(description="Return their texts too; on unless false.")] = None
-    model: Name | None = None
-    truncate_prompt_tokens: Truncation = None
 
 
 class TokenizeRequest(Struct, kw_only=True, frozen=True):
@@ -225,8 +234,9 @@ class TokenizeRequest(Struct, kw_only=True, frozen=True):
         Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None,
         Meta(description="A conversation, instead of a prompt."),
     ] = None
-    add_special_tokens: Annotated[bool | None, Meta(description="Add the model's special tokens to a prompt.")] = None
-    add_generation_prompt: Annotated[bool | None, Meta(description="Open the assistant's turn.")] = None
+    add_special_tokens: SpecialTokens = None
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: FinalMessage = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="The template's own switches.")] = None
     return_token_strs: Annotated[bool | None, Meta(description="Return the vocabulary's spelling of each token.")] = (
         None

@@ -18,10 +18,12 @@ from sightline.server.http.errors import ApiError
 
 MIN_KEY_CHARACTERS = 8
 LOCAL_NAMES = frozenset({"localhost"})
+PRIVATE_DOMAINS = (".local", ".internal", ".home.arpa")
+"""Reserved: nobody can register a name under them."""
 
 
 class Access(Enum):
-    """Who may use a route."""
+    """The callers that may use a route."""
 
     PUBLIC = "public"
     """Open to everybody; such a route shows no client's data and does no costly work."""
@@ -57,7 +59,7 @@ class Keyring:
             if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError(
                     f"expected API keys of at least {MIN_KEY_CHARACTERS} printable ASCII characters without spaces, "
-                    f"got one of {len(key)} that is not; choose another"
+                    f"got one of {len(key)} characters that breaks this; choose another"
                 )
         self._secrets = {f"key-{place}": Secret(key) for place, key in enumerate(listed, 1)}
 
@@ -84,24 +86,32 @@ class Keyring:
 class HostList:
     """Host names that the server answers to.
 
-    Guards against DNS rebinding. IP literals are always accepted.
+    Guards against DNS rebinding, in which a page's own domain is made to lead here. IP literals are always accepted. If
+    other machines can reach the server, so are names that nobody outside their network can own: those without a dot,
+    as containers and services of a cluster have, and those of private domains.
     """
 
     def __init__(self, bound: str, allowed: Iterable[str] = ()) -> None:
         self._names = {*LOCAL_NAMES, bound.lower(), socket.gethostname().lower(), *(name.lower() for name in allowed)}
+        self._private_domains = () if is_local(bound) else PRIVATE_DOMAINS
 
     def check(self, host: bytes | None) -> None:
         if "*" in self._names:
             return
-        shown = (host or b"").decode("ascii", "replace")
+        shown = (host or b"").decode("ascii", "replace")[:80]
         name = host_name(shown)
-        if name is None or not (name in self._names or _is_address(name)):
+        if name is None or not (name in self._names or _is_address(name) or self._is_private(name)):
             raise ApiError(
                 421,
-                f"expected a Host header with a name of this server, got {shown[:80]!r}; add --allowed-host NAME to "
-                "serve under another",
+                f"expected a Host header with a name of this server, got {shown!r}; if clients reach it under this "
+                "name, such as a container's, a cluster service's or a proxy's, start it with --allowed-host "
+                f"{name or 'NAME'}",
                 code="unknown_host",
             )
+
+    def _is_private(self, name: str) -> bool:
+        is_single = bool(self._private_domains) and "." not in name
+        return is_single or name.endswith((".localhost", *self._private_domains))
 
 
 def host_name(host: str) -> str | None:
@@ -116,6 +126,16 @@ def host_name(host: str) -> str | None:
     if not name or (port and not port.isdecimal()):
         return None
     return name.lower().removesuffix(".")
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _is_address(name: str) -> bool:
@@ -136,5 +156,7 @@ def first_header(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[bytes, bytes
     return found
 
 
-SINGLE_HEADERS = frozenset({b"host", b"authorization", b"content-length", b"content-type", b"transfer-encoding"})
+SINGLE_HEADERS = frozenset(
+    {b"host", b"authorization", b"content-length", b"content-type", b"content-encoding", b"transfer-encoding"}
+)
 """Headers that decide how a request is treated: two of them would be ambiguous."""

@@ -36,33 +36,19 @@ class AdmissionGate:
         return self._room.num_held
 
     @contextmanager
-    def admitted(self, caller: str, count: int) -> Iterator[None]:
-        """Holds places for `count` sequences. Raises `ApiError` if there are too few."""
-        self._check(caller, count)
-        self._room.take(caller, count)
+    def admitted(self, caller: str, count: int = 1) -> Iterator[Places]:
+        """Holds places for `count` sequences, and can take more. Raises `ApiError` if there are too few."""
+        places = Places(self._room, caller, self.retry_after)
+        places.grow(count)
         try:
-            yield
+            yield places
         finally:
-            self._room.give_back(caller, count)
-            self._ends.append((self._clock(), count))
+            self._room.give_back(caller, places.count)
+            self._ends.append((self._clock(), places.count))
 
     def check_room(self, caller: str) -> None:
         """Raises `ApiError` if there is no place for even one sequence; called before a body is read."""
-        self._check(caller, 1)
-
-    def _check(self, caller: str, count: int) -> None:
-        most = self._room.most
-        if count > most:
-            raise invalid(
-                f"expected at most {most} sequences in one request, got {count}; send fewer prompts, or lower n",
-                code="too_many_sequences",
-            )
-        left = self._room.left_for(caller)
-        if count > left:
-            raise busy(
-                f"expected room for {count} more sequences, got {left}: {self.num_held} are under way; try again later",
-                self.retry_after(count),
-            )
+        Places(self._room, caller, self.retry_after).check(1)
 
     def retry_after(self, count: int) -> int:
         """Seconds until `count` places come free at the present rate."""
@@ -74,3 +60,36 @@ class AdmissionGate:
             return UNKNOWN_RETRY_AFTER
         elapsed = max(1.0, now - self._ends[0][0])
         return max(1, min(MAX_RETRY_AFTER, math.ceil(count * elapsed / ended)))
+
+
+class Places:
+    """The places of one request."""
+
+    def __init__(self, room: Room, caller: str, retry_after: Callable[[int], int]) -> None:
+        self._room = room
+        self._caller = caller
+        self._retry_after = retry_after
+        self.count = 0
+
+    def grow(self, count: int) -> None:
+        """Holds places for `count` sequences in all. Raises `ApiError`, and holds no more, if there are too few."""
+        self.check(count)
+        more = max(0, count - self.count)
+        self._room.take(self._caller, more)
+        self.count += more
+
+    def check(self, count: int) -> None:
+        most = self._room.most
+        if count > most:
+            raise invalid(
+                f"expected at most {most} sequences in one request, got {count}; send fewer prompts, or lower n",
+                code="too_many_sequences",
+            )
+        more, left = count - self.count, self._room.left_for(self._caller)
+        if more > left:
+            under_way = self._room.num_held - self.count
+            raise busy(
+                f"expected room for {count} more sequences, got {left + self.count}: {under_way} are under way; "
+                "try again later",
+                self._retry_after(more),
+            )

@@ -10,13 +10,29 @@ uvicorn does not document this class as an interface. pyproject.toml bounds its 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import resource
-from typing import ClassVar
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from sightline.server.http.errors import ApiError, unavailable
+from sightline.server.logs import log
 
+logger = logging.getLogger("sightline.server")
+CHUNKED_BYTES = 8 << 10
+"""How much of a body in chunks is parsed in one turn of the event loop: every chunk, be it of one byte, is a call."""
+UNFRAMED = "sightline.unframed"
+"""The ASGI extension of clients before HTTP/1.1: a `send` for answers whose end is the end of the connection."""
+UNSENT_BYTES = 16 << 10
+"""About the most that the system holds of what it cannot send to a client; without a limit it is megabytes."""
+NOTSENT_LOWAT: int | None = {"linux": 25, "darwin": 0x201}.get(sys.platform)
+"""The socket option `TCP_NOTSENT_LOWAT`, which Python names only from 3.12 on."""
+_UPGRADE = re.compile(rb"(\r\nupgrade)(?=[ \t]*:)", re.IGNORECASE)
 _STATUS_LINES = {
     400: b"400 Bad Request",
     408: b"408 Request Timeout",
@@ -38,33 +54,80 @@ class BoundedProtocol(HttpToolsProtocol):
     """The most bytes of the request line and all headers together."""
     head_seconds: ClassVar[float] = 15.0
     """The most time from the start of a connection, or from a request's first byte, to the end of its headers."""
+    write_buffer_bytes: ClassVar[int] = 32 << 10
+    """Bytes that may wait to be sent before the sender waits too."""
     write_seconds: ClassVar[float] = 60.0
-    """How long a client may leave the write buffer full before the connection is aborted."""
+    """How often the progress of a client that leaves the write buffer full is measured."""
+    min_write_bytes: ClassVar[int] = 64 << 10
+    """What such a client must have taken in that time; otherwise the connection is aborted."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(self.write_buffer_bytes)
         self._num_head_bytes = self._head_size = 0
         self._is_in_head = True
-        self._is_deaf = False
+        self._is_deaf = self._is_chunked = False
+        self._unparsed = bytearray()
+        """What came of a body in chunks and waits for the next turns."""
         self._head_timer: asyncio.TimerHandle | None = self.loop.call_later(self.head_seconds, self._head_is_late)
         self._write_timer: asyncio.TimerHandle | None = None
+        self._num_unsent: int | None = None
+        """Bytes in the write buffer when it was last looked at; None if it is not full."""
+        self._num_taken = 0
+        """Bytes that have left the full buffer since the timer started."""
         if len(self.connections) > self.max_connections:
             self._reject(unavailable(f"expected at most {self.max_connections} connections, got more", 1))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
-        self._stop_write_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not self._unparsed and len(data) <= CHUNKED_BYTES:
+            self._parse(data)
+            return
+        is_first = not self._unparsed
+        self._unparsed += data
+        self.transport.pause_reading()
+        if is_first:
+            self._parse_some()
+
+    def _parse_some(self) -> None:
+        """Parses what may be done in one turn: all of a body of a known length, a part of anything else."""
+        if self.transport.is_closing():
+            return
+        count = CHUNKED_BYTES if self._is_in_head or self._is_chunked else len(self._unparsed)
+        part = bytes(self._unparsed[:count])
+        del self._unparsed[:count]
+        self._parse(part)
+        if self._unparsed:
+            self.loop.call_soon(self._parse_some)
+        elif not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
         if self._is_deaf:
             return
         if self._is_in_head:
             self._num_head_bytes += len(data)
+            data = _without_upgrade(data)
         super().data_received(data)
         # While the head is incomplete, all bytes counted belong to it.
         if self._is_in_head and self._num_head_bytes > self.max_head_bytes:
             self._reject(self._too_long())
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Returns True to keep the connection open until the answer is sent.
+
+        A client that sends no more may be waiting for its answer, or may have left: both look the same. An answer to a
+        GET costs little and is sent. For a POST the client counts as gone, so that the work for it is cancelled.
+        """
+        if not self._is_answering or self.scope["method"] == "POST":
+            return False
+        self.cycle.keep_alive = False
+        return True
 
     def on_message_begin(self) -> None:
         if self._is_answering:
@@ -72,6 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_deaf, self.cycle.keep_alive = True, False
             raise UnheardError
         self._num_head_bytes = self._head_size = 0
+        self._is_chunked = False
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self.head_seconds, self._head_is_late)
         super().on_message_begin()
@@ -84,14 +148,24 @@ class BoundedProtocol(HttpToolsProtocol):
         self._take_head(len(name) + len(value) + 4)
         # Drop trailers: access was decided before the body was read.
         if self._is_in_head:
+            self._is_chunked = self._is_chunked or name.lower() == b"transfer-encoding"
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self._stop_head_timer()
+        if self.parser.should_upgrade():
+            # Its body would be taken for the next request.
+            message = "expected a request in HTTP/1.1, got one for another protocol; send it without Upgrade"
+            self._reject(ApiError(400, message, code="bad_http"))
+            raise UnheardError
         super().on_headers_complete()
         # uvicorn before 0.53 keeps the connection of an HTTP/0.9 request open, which could hide a second request.
         self.cycle.keep_alive = self.cycle.keep_alive and self.parser.should_keep_alive()
+        if self.scope["http_version"] != "1.1":
+            # HTTP/0.9 and 2.0 may ask for keep-alive; the end of an answer is the end of the connection all the same.
+            self.cycle.keep_alive = False
+            self.scope["extensions"] = {UNFRAMED: partial(_send_unframed, self.cycle)}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -103,12 +177,19 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stop_write_timer()
-        self._write_timer = self.loop.call_later(self.write_seconds, self.transport.abort)
+        self._num_unsent = self.transport.get_write_buffer_size()
+        # A timer that runs goes on: filling the buffer again is no progress.
+        if self._write_timer is None:
+            self._num_taken = 0
+            self._write_timer = self.loop.call_later(self.write_seconds, self._check_progress)
 
     def resume_writing(self) -> None:
-        self._stop_write_timer()
+        self._count_taken()
+        self._num_unsent = None
         super().resume_writing()
+
+    def slow_client_cut(self) -> None:
+        """Called when the connection of a client that reads too slowly is aborted."""
 
     def timeout_keep_alive_handler(self) -> None:
         # Abort rather than close, which would wait for unread data to be sent.
@@ -144,10 +225,23 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def _count_taken(self) -> None:
+        if self._num_unsent is not None:
+            before, self._num_unsent = self._num_unsent, self.transport.get_write_buffer_size()
+            self._num_taken += before - self._num_unsent
+
+    def _check_progress(self) -> None:
+        self._count_taken()
+        num_taken, self._num_taken, self._write_timer = self._num_taken, 0, None
+        if self._num_unsent is None:
+            return
+        if num_taken < self.min_write_bytes:
+            fields = {"bytes": num_taken, "seconds": self.write_seconds, "expected_bytes": self.min_write_bytes}
+            log(logger, logging.WARNING, "slow client cut", fields)
+            self.slow_client_cut()
+            self.transport.abort()
+            return
+        self._write_timer = self.loop.call_later(self.write_seconds, self._check_progress)
 
     def _reject(self, error: ApiError) -> None:
         """Sends an error body and closes the connection."""
@@ -160,3 +254,32 @@ class BoundedProtocol(HttpToolsProtocol):
             head += b"retry-after: %d\r\n" % error.retry_after
         self.transport.write(head % (_STATUS_LINES[error.status], len(body)) + b"\r\n" + body)
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Renames the header of an offer to use another protocol, which a server may ignore: Java's client makes it.
+
+    llhttp, as httptools uses it, would skip the request's body. A header that arrives in parts is not found here.
+    """
+    head, end, body = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(rb"\1-ignored", head) + end + body
+
+
+def bounded(when_cut: Callable[[], None]) -> type[BoundedProtocol]:
+    """The protocol class that calls `when_cut` for every client that is cut."""
+
+    class CountedProtocol(BoundedProtocol):
+        def slow_client_cut(self) -> None:
+            when_cut()
+
+    return CountedProtocol
+
+
+async def _send_unframed(cycle: RequestResponseCycle, event: Any) -> None:
+    """Sends a part of an answer without chunks, which HTTP/1.0 does not have: uvicorn closes the connection after it.
+
+    uvicorn allows the bytes that it expects, so each part is expected when it comes.
+    """
+    cycle.chunked_encoding = False
+    cycle.expected_content_length = len(event.get("body", b""))
+    await cycle.send(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 
 import msgspec
@@ -42,6 +43,24 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400: the request cannot run as it is; sending it again does not help."""
     return ApiError(400, message, param=param, code=code)
+
+
+def too_long(message: str, max_model_len: int, param: str) -> ApiError:
+    """A 400: a text is longer than the context. Clients look for the code, or for the first words of the message."""
+    told = f"This model's maximum context length is {max_model_len} tokens: {message}"
+    return invalid(told, param, "context_length_exceeded")
+
+
+def check_model(asked: str | None, names: Sequence[str]) -> str:
+    """The name to answer under. Raises `ApiError` if another model is asked for."""
+    if asked is not None and asked not in names:
+        raise ApiError(
+            404,
+            f"expected a served model, {' or '.join(names)}, got {asked[:80]!r}; see /v1/models",
+            param="model",
+            code="model_not_found",
+        )
+    return names[0] if asked is None else asked
 
 
 def field_named_in(message: str) -> str | None:

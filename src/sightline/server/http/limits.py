@@ -8,16 +8,15 @@ Does not know routes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from sightline.server.http.errors import ApiError, invalid, unavailable
+from sightline.server.http.errors import ApiError, invalid
 from sightline.server.http.room import Room
 
 MAX_DEPTH = 64
@@ -28,7 +27,6 @@ COST_IN_CONTEXTS = 128
 MAX_CONTAINERS = 1 << 15
 """The most objects and arrays in one body."""
 MAX_ADJUSTMENTS = 1 << 20
-MAX_NAMED_FIELDS = 64
 MAX_SHOWN_BYTES = 40
 """The longest wrong value that an error message repeats."""
 _STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
@@ -46,7 +44,11 @@ class Limits:
     max_cost: int | None = None
     """Limit on prompts × n × tokens × (1 + 4 × log probabilities) of one request; None: 128 contexts."""
     max_held_bytes: int = 64 << 20
-    """Bytes of the bodies of all open requests; a parsed body can take eight times its bytes."""
+    """Bytes of the bodies of all open requests."""
+    max_answer_bytes: int = 64 << 20
+    """Bytes that desks and the engine process have sent for all requests that are not answered."""
+    small_bytes: int = 4 << 10
+    """What each request may hold beyond either limit, so that small requests go on while large ones take all room."""
     body_seconds: float = 30.0
     """The most time for a whole body to arrive."""
 
@@ -65,8 +67,19 @@ def check_nesting(body: bytes) -> None:
             raise invalid(f"expected JSON nested at most {MAX_DEPTH} deep, got more; send a flatter body")
 
 
-def parse(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
-    """Decodes a body as `kind`. Returns it with the names of fields that `kind` does not have."""
+class StrayField(NamedTuple):
+    """A field of a body that the body's type does not have."""
+
+    path: str
+    value: object
+    siblings: tuple[str, ...]
+    """The fields that its object may have."""
+    owner: Mapping[str, object]
+    """The object that it is in."""
+
+
+def parse(body: bytes, kind: type[_T]) -> tuple[_T, Iterator[StrayField]]:
+    """Decodes a body as `kind`. Returns it with the fields that `kind` does not have."""
     check_nesting(body)
     try:
         raw = msgspec.json.decode(body)
@@ -75,15 +88,14 @@ def parse(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
     try:
         parsed = msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _misfit(raw, str(error)) from error
-    return parsed, sorted(unused_fields(raw, kind))
+        raise _misfit(raw, kind, str(error)) from error
+    return parsed, stray_fields(raw, kind)
 
 
-def unused_fields(raw: object, kind: Any) -> set[str]:
-    """Paths of fields that the type does not have; if there are many, only some of them."""
-    found: set[str] = set()
+def stray_fields(raw: object, kind: Any) -> Iterator[StrayField]:
+    """The fields that the type does not have, wherever they are."""
     pending: list[tuple[object, msgspec.inspect.Type, str]] = [(raw, _shape(kind), "")]
-    while pending and len(found) < MAX_NAMED_FIELDS:
+    while pending:
         value, shape, where = pending.pop()
         match shape, value:
             case msgspec.inspect.Metadata(type=described), _:
@@ -92,8 +104,9 @@ def unused_fields(raw: object, kind: Any) -> set[str]:
                 pending += [(value, each, where) for each in types if _fits(value, each)]
             case msgspec.inspect.StructType(fields=fields), dict():
                 named = {each.encode_name: each for each in fields}
-                unknown = (name for name in value if name not in named)
-                found |= {_shown_name(f"{where}.{name}") for name in islice(unknown, MAX_NAMED_FIELDS)}
+                for name, each in value.items():
+                    if name not in named:
+                        yield StrayField(f"{where}.{name}".removeprefix("."), each, tuple(named), value)
                 pending += [
                     (value[name], each.type, f"{where}.{name}") for name, each in named.items() if name in value
                 ]
@@ -101,7 +114,6 @@ def unused_fields(raw: object, kind: Any) -> set[str]:
                 pending += [(each, item, f"{where}[]") for each in value]
             case _:
                 pass
-    return found
 
 
 def check_cost(*, prompts: int, n: int, tokens: int, logprobs: int, most: int) -> None:
@@ -115,40 +127,73 @@ def check_cost(*, prompts: int, n: int, tokens: int, logprobs: int, most: int) -
         )
 
 
-def check_adjustments(*, sequences: int, biases: int, stop_characters: int) -> None:
-    """Raises `ApiError` if the parameters that every sequence keeps a copy of are too large in total."""
-    kept = sequences * (biases + stop_characters)
+def check_adjustments(sequences: int, sizes: Mapping[str, int]) -> None:
+    """Raises `ApiError` if the parameters that every sequence keeps a copy of are too large, given the size of each."""
+    kept = sequences * sum(sizes.values())
     if kept > MAX_ADJUSTMENTS:
+        listed = " + ".join(f"{size:,} in {name}" for name, size in sizes.items() if size)
         raise invalid(
-            f"expected at most {MAX_ADJUSTMENTS:,} logit biases and stop characters in all sequences, got {kept:,}: "
-            f"{sequences} sequences × ({biases} biases + {stop_characters} characters of stop strings); send fewer",
-            "logit_bias" if biases > stop_characters else "stop",
+            f"expected at most {MAX_ADJUSTMENTS:,} tokens and characters of such parameters in all sequences, got "
+            f"{kept:,}: {sequences} sequences × ({listed}); send fewer",
+            max(sizes, key=lambda name: sizes[name]),
             "cost_exceeded",
         )
 
 
-class BodyBudget:
-    """Counts the bytes of the bodies of all open requests."""
+class ByteBudget:
+    """Bytes that all open requests may hold, shared among callers."""
 
-    def __init__(self, most: int, *, shared: bool) -> None:
+    def __init__(self, most: int, *, shared: bool, always: int = 0) -> None:
+        """`always` bytes of each account are beside that."""
         self._room = Room(most, shared=shared)
+        self._always = always
+        self._open: set[HeldBytes] = set()
+
+    @property
+    def num_held(self) -> int:
+        return self._room.num_held + sum(min(each.count, self._always) for each in self._open)
+
+    @property
+    def most(self) -> int:
+        """The most that one caller may ever hold."""
+        return self._room.most
 
     @contextmanager
-    def held(self, caller: str) -> Iterator[Callable[[int], None]]:
-        """Yields a function that reserves a number of bytes, or raises `ApiError`. All are released at the end."""
-        taken = 0
-
-        def take(count: int) -> None:
-            nonlocal taken
-            if count > self._room.left_for(caller):
-                raise unavailable("too many bodies are being read; try again", 1)
-            self._room.take(caller, count)
-            taken += count
-
+    def opened(self, caller: str) -> Iterator[HeldBytes]:
+        """An account for one request. What it holds is released at the end."""
+        held = HeldBytes(self._room, caller, self._always)
+        self._open.add(held)
         try:
-            yield take
+            yield held
         finally:
-            self._room.give_back(caller, taken)
+            held.give_back(held.count)
+            self._open.discard(held)
+
+
+class HeldBytes:
+    """The bytes that one request holds."""
+
+    def __init__(self, room: Room, caller: str, always: int = 0) -> None:
+        self._room = room
+        self._caller = caller
+        self._always = always
+        self.count = 0
+
+    def take(self, count: int) -> bool:
+        """Holds more bytes; returns False, and holds nothing more, if there is no room for them."""
+        more = self._beyond(self.count + count) - self._beyond(self.count)
+        if more > 0 and more > self._room.left_for(self._caller):
+            return False
+        self._room.take(self._caller, more)
+        self.count += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        self._room.give_back(self._caller, self._beyond(self.count) - self._beyond(self.count - count))
+        self.count -= count
+
+    def _beyond(self, count: int) -> int:
+        return max(0, count - self._always)
 
 
 def _holds_structs(shape: msgspec.inspect.Type) -> bool:
@@ -180,19 +225,36 @@ def _fits(value: object, shape: msgspec.inspect.Type) -> bool:
             return False
 
 
-def _shown_name(path: str) -> str:
-    """A field's path, restricted to characters that are safe in a header."""
-    return re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", path.removeprefix("."))[:64]
+def shown_fields(unused: Sequence[str]) -> str:
+    """The paths of unused fields, as a line."""
+    return ", ".join(unused[:16]) + (f" and {len(unused) - 16} more" if len(unused) > 16 else "")
 
 
-def _misfit(raw: object, said: str) -> ApiError:
+def _misfit(raw: object, kind: Any, said: str) -> ApiError:
     """The error for a field of the wrong type or range: where it is, what was expected, and what came."""
     match = _PLACE.match(said)
     what, path = (match["what"], match["path"] or "") if match is not None else (said, "")
+    if values := _values(_shape(kind), re.findall(r"\.(\w+)", path)):
+        what = f"expected {' or '.join(msgspec.json.encode(value).decode() for value in values)}"
     param = path.removeprefix(".").removesuffix("[...]") or None
     where = "" if param is None else f"{param}: "
     got = "" if ", got " in what else _got(raw, path)
     return invalid(f"{where}{what[:1].lower()}{what[1:]}{got}", param)
+
+
+def _values(shape: msgspec.inspect.Type, names: Sequence[str]) -> list[object]:
+    """The values of the field at a path of names, if they are listed in its type: msgspec's errors do not list them."""
+    match shape:
+        case msgspec.inspect.LiteralType(values=values) if not names:
+            return list(values)
+        case msgspec.inspect.Metadata(type=inner) | msgspec.inspect.ListType(item_type=inner):
+            return _values(inner, names)
+        case msgspec.inspect.UnionType(types=types):
+            return [value for each in types for value in _values(each, names)]
+        case msgspec.inspect.StructType(fields=fields) if names:
+            return [value for each in fields if each.encode_name == names[0] for value in _values(each.type, names[1:])]
+        case _:
+            return []
 
 
 def _got(raw: object, path: str) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from sightline.core.errors import ConfigError
 from sightline.server.http.access import Access
 from sightline.server.http.errors import ApiError
+from sightline.server.process.timing import RequestTimes
 
-BodyT = TypeVar("BodyT")
 Header: TypeAlias = tuple[bytes, bytes]
 JSON, HTML, EVENTS, PLAIN = "application/json", "text/html; charset=utf-8", "text/event-stream", "text/plain"
+NO_STORE = b"no-store"
 
 
 @dataclass(frozen=True)
@@ -24,47 +26,68 @@ class Reply:
     status: int = 200
     content_type: str = JSON
     headers: tuple[Header, ...] = ()
+    caching: bytes = NO_STORE
+    """The value of its Cache-Control header."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """An answer of server-sent events. The sender must call `close`, however the stream ends."""
+    """An answer of server-sent events."""
 
     events: AsyncGenerator[bytes, None]
-    close: Callable[[], None]
     headers: tuple[Header, ...] = ()
 
 
+@dataclass
+class CallTrace:
+    """What a handler tells of a request for its trace: names, numbers and codes, never a client's text."""
+
+    model: str = ""
+    response_id: str = ""
+    sampling: bytes = b""
+    """The effective sampling parameters, as JSON."""
+    finish_reasons: tuple[str, ...] = ()
+    times: RequestTimes | None = None
+
+
 @dataclass(frozen=True)
-class Call(Generic[BodyT]):
+class Call:
     """An admitted request, as a handler sees it."""
 
-    body: BodyT
+    body: bytes
+    """The body as it was sent; empty if the route takes none."""
     caller: str
     """The name of the key that it came with."""
     request_id: str
-    """Chosen by the server, never by a client."""
+    """The client's `X-Request-Id`, or else `answer_id`. It is only told, in headers and logs."""
+    answer_id: str
+    """Chosen by the server at random: unique, and known to nobody else."""
     received_at: float
     tail: str = ""
     """The value of the parameter at the end of the route's path, if it has one."""
     facts: dict[str, object] = field(default_factory=dict)
     """Facts for the log: numbers and codes, never a client's text."""
+    headers: list[Header] = field(default_factory=list)
+    """Headers that whatever answer it gets will carry."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """What the request holds until its answer is sent."""
+    trace: CallTrace = field(default_factory=CallTrace)
 
 
-Handler: TypeAlias = Callable[[Call[BodyT]], Awaitable[Reply | Stream]]
+Handler: TypeAlias = Callable[[Call], Awaitable[Reply | Stream]]
 
 
 @dataclass(frozen=True)
-class Route(Generic[BodyT]):
+class Route:
     """A method and a path, with their handler and what is documented about them."""
 
     method: str
     path: str
     """Ends with `{name}` if the route takes a parameter."""
     access: Access
-    handler: Handler[BodyT]
+    handler: Handler
     summary: str
-    body: type[BodyT]
+    body: type[Any]
     """The type of the request's body; `NO_BODY` if none is read."""
     answer: Any
     """The type of the answer's body, or None if it is not JSON."""
@@ -79,6 +102,8 @@ class Route(Generic[BodyT]):
     """An example of a body."""
     holds_room: bool = False
     """Whether it needs a place in the queue; without a free one it is refused before its body is read."""
+    operation: str = ""
+    """The operation of its traces, as OpenTelemetry names it; empty: it is not traced."""
 
 
 NO_BODY = type(None)
@@ -87,10 +112,10 @@ NO_BODY = type(None)
 class RouteTable:
     """All routes of the server."""
 
-    def __init__(self, routes: Iterable[Route[Any]]) -> None:
+    def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = tuple(routes)
-        self._exact: dict[str, dict[str, Route[Any]]] = {}
-        self._prefixes: dict[str, dict[str, Route[Any]]] = {}
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._prefixes: dict[str, dict[str, Route]] = {}
         for route in self.routes:
             if not isinstance(route.access, Access):
                 raise ConfigError(f"expected {route.method} {route.path} to declare who may use it, got {route.access}")
@@ -100,7 +125,7 @@ class RouteTable:
                 raise ConfigError(f"expected {route.method} {route.path} once in the table, got it twice")
             methods[route.method] = route
 
-    def find(self, method: str, raw_path: bytes) -> tuple[Route[Any], str]:
+    def find(self, method: str, raw_path: bytes) -> tuple[Route, str]:
         """The route and the value of its parameter. Raises `ApiError` if no route matches."""
         path = raw_path.decode("latin-1")
         methods, tail = self._find(path)
@@ -117,7 +142,7 @@ class RouteTable:
             )
         return route, tail
 
-    def _find(self, path: str) -> tuple[Mapping[str, Route[Any]], str]:
+    def _find(self, path: str) -> tuple[Mapping[str, Route], str]:
         if path in self._exact:
             return self._exact[path], ""
         for prefix, methods in self._prefixes.items():

@@ -1,58 +1,71 @@
-"""The pages for people, each served as one file.
+"""The pages for people, and the files that they load: scripts, styles and the vendored libraries.
 
-A content security policy restricts a page to its own script and style, named by their hashes, and to requests to its
-own server. The style and the script that both pages share are put into each page when the server starts.
+A content security policy restricts a page to files and requests of its own server, and forbids it to turn text into
+markup. The files are read when the server starts. Their address contains a digest of all of them, so that a browser
+may keep them for good.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import re
+from collections.abc import Iterator
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
+from sightline.server.http.errors import ApiError
 from sightline.server.http.routing import HTML, Call, Reply
 
-_SHARED = (("/* shared.css */\n", "shared.css"), ("// shared.js\n", "shared.js"))
-"""Lines of a page that stand for a file."""
+FILES = "/page/"
+"""Where the files are served; pages name them by this prefix and their path."""
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+_HEADERS = (
+    (b"content-security-policy", POLICY.encode()),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-frame-options", b"DENY"),
+)
+_KINDS = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8"}
+"""What is served, by the end of its name. Licences and notes are not."""
+_KEPT = b"public, max-age=31536000, immutable"
 
 
 class Page:
     """A static page, by its name."""
 
-    def __init__(self, name: str) -> None:
-        page = page_text(name)
-        self._body = page.encode()
-        self._headers = (
-            (b"content-security-policy", _policy(page)),
-            (b"referrer-policy", b"no-referrer"),
-            (b"x-frame-options", b"DENY"),
-        )
+    def __init__(self, name: str, page_files: PageFiles) -> None:
+        page = files("sightline.server.page").joinpath(f"{name}.html").read_text("utf-8")
+        self.body = page.replace(f'"{FILES}', f'"{FILES}{page_files.digest}/').encode()
 
-    async def show(self, call: Call[None]) -> Reply:
+    async def show(self, call: Call) -> Reply:
         del call
-        return Reply(self._body, content_type=HTML, headers=self._headers)
+        return Reply(self.body, content_type=HTML, headers=_HEADERS)
 
 
-def page_text(name: str) -> str:
-    """The HTML of a page, with the shared parts in place."""
-    folder = files("sightline.server.page")
-    page = folder.joinpath(f"{name}.html").read_text("utf-8")
-    for line, shared in _SHARED:
-        page = page.replace(line, folder.joinpath(shared).read_text("utf-8"))
-    return page
+class PageFiles:
+    """The scripts and styles of all pages, by `digest/path`."""
+
+    def __init__(self) -> None:
+        found = dict(_served(files("sightline.server.page"), ""))
+        names_and_texts = (part for name in sorted(found) for part in (name.encode(), found[name]))
+        self.digest = hashlib.sha256(b"\0".join(names_and_texts)).hexdigest()[:16]
+        self._files = {f"{self.digest}/{name}": body for name, body in found.items()}
+
+    async def show(self, call: Call) -> Reply:
+        return self.reply(call.tail)
+
+    def reply(self, address: str) -> Reply:
+        """The file at `digest/path`. Raises `ApiError` if there is none."""
+        body = self._files.get(address)
+        if body is None:
+            raise ApiError(404, "there is no such file; reload the page", code="not_found")
+        return Reply(body, content_type=_KINDS[address[address.rindex(".") :]], caching=_KEPT)
 
 
-def _policy(page: str) -> bytes:
-    """Allows the page's own script and style, by their hashes, and requests to its own server; nothing else."""
-    scripts, styles = (_hashes(page, tag) for tag in ("script", "style"))
-    return (
-        f"default-src 'none'; script-src {scripts}; style-src {styles}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ).encode()
-
-
-def _hashes(page: str, tag: str) -> str:
-    found = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found)
-    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+def _served(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _served(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(tuple(_KINDS)):
+            yield prefix + entry.name, entry.read_bytes()

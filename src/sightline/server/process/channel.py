@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
+from sightline.server.process.frames import LENGTH_BYTES, ProtocolError
 from sightline.server.process.protocol import (
-    LENGTH_BYTES,
     MAX_REPORT_BYTES,
     Command,
-    ProtocolError,
     Report,
     command_codec,
     report_codec,
@@ -38,12 +37,12 @@ class Channel:
         self._reports = report_codec(max_report_bytes)
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
-    def take(self, *, wait: bool) -> list[Command]:
-        """All commands that have come; waits for the first where asked to."""
+    def take(self, *, wait: bool, seconds: float | None = None) -> list[Command]:
+        """All commands that have come; waits for the first where asked to, at most so long."""
         taken: list[Command] = []
         while True:
             try:
-                commands = self._commands.get(block=wait and not taken)
+                commands = self._commands.get(wait and not taken, seconds)
             except Empty:
                 return taken
             if commands is None:

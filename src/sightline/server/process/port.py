@@ -9,22 +9,26 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from sightline.core.metrics import EngineMetrics
-from sightline.core.request import EffectiveParams, SamplingParams, Terms
+from sightline.core.request import Terms
+from sightline.server.process.frames import LENGTH_BYTES, TOKEN_BYTES
 from sightline.server.process.protocol import (
-    LENGTH_BYTES,
+    REPORT_BYTES,
     Accepted,
     Cancel,
     Command,
     Delta,
     Ended,
     Failed,
+    Loading,
     Opened,
     Probe,
     Progress,
+    Read,
     Refused,
     Report,
     Stop,
@@ -33,6 +37,8 @@ from sightline.server.process.protocol import (
     command_codec,
     report_codec,
 )
+from sightline.server.process.timing import RequestTimes, TokenTimes
+from sightline.server.process.window import read_batch
 
 MAX_BUFFERED_COMMANDS = 1 << 26
 """Bytes that may wait to be sent; an engine process that reads nothing is given no more."""
@@ -59,48 +65,106 @@ class RequestFailedError(Exception):
     """The engine could not finish a request."""
 
 
-class Answers:
-    """The requests that one client's request became, under way together. Their reports are read once, in order."""
+class AnswerTooLargeError(Exception):
+    """So much of the answers waits to be read or sent that there is no room for more."""
 
-    def __init__(self, prompt_lens: Mapping[int, int], received_at: float) -> None:
-        """`prompt_lens` are the prompts' numbers of tokens, by the requests' numbers."""
+
+class UnreadBytes(Protocol):
+    """Counts the bytes of reports that wait to be read or sent."""
+
+    def take(self, count: int) -> bool:
+        """Counts more; returns False if there is no room for them."""
+
+    def give_back(self, count: int) -> None: ...
+
+
+class Answers:
+    """The requests that one client's request became, under way together.
+
+    Their reports are read once, in order. Reading raises `AnswerTooLargeError` if there was no room for a report.
+    """
+
+    def __init__(
+        self,
+        prompt_lens: Mapping[int, int],
+        received_at: float,
+        unread: UnreadBytes,
+        acknowledge: Callable[[Read], None],
+        num_acknowledged: int | None = None,
+    ) -> None:
+        """`prompt_lens` are the prompts' numbers of tokens, by the requests' numbers.
+
+        `acknowledge` is called whenever `num_acknowledged` more deltas of a prompt have been read. None: the answer is
+        sent as a whole, and the contents of what was read count until then.
+        """
         self.prompt_lens = prompt_lens
         self.places = {number: place for place, number in enumerate(prompt_lens)}
-        """By number, which of the prompts it is."""
+        """The index of the prompt for each number."""
         self.received_at = received_at
         """When the client's request came in."""
-        self.last_at: dict[tuple[int, int], float] = {}
-        """By number and continuation, when its last token came."""
-        self._reports: asyncio.Queue[RequestReport | EngineDownError] = asyncio.Queue()
+        self.times = RequestTimes(time.monotonic())
+        self.token_times: dict[int, dict[int, TokenTimes]] = {number: {} for number in prompt_lens}
+        """By number and continuation. A prompt that has ended has none."""
+        self._unread = unread
+        self._reports: asyncio.Queue[RequestReport | EngineDownError | AnswerTooLargeError] = asyncio.Queue()
+        self._early: deque[Delta | Ended] = deque()
+        """What prompts gained before the last of them was accepted."""
+        self._acknowledge = acknowledge
+        self._num_acknowledged = num_acknowledged
+        self._num_read: Counter[int] = Counter()
+        """The deltas that were read and not acknowledged, by number."""
 
-    def put(self, report: RequestReport | EngineDownError) -> None:
+    def put(self, report: RequestReport) -> bool:
+        """Takes in a report; returns False if there is no room for it: the requests are then of no more use."""
+        if not self._unread.take(report.num_bytes):
+            self.fail(AnswerTooLargeError("too much of the answers waits to be read; read faster, or ask for less"))
+            return False
         self._reports.put_nowait(report)
+        return True
 
-    async def accepted(self) -> list[EffectiveParams]:
-        """The parameters that each runs with. Raises `RefusedError` if one will not run, or `EngineDownError`."""
-        accepted: dict[int, EffectiveParams] = {}
+    def fail(self, error: EngineDownError | AnswerTooLargeError) -> None:
+        self._reports.put_nowait(error)
+
+    async def accepted(self) -> list[bytes]:
+        """The parameters that each runs with, as JSON. Raises `RefusedError` if one will not run, or
+        `EngineDownError`."""
+        accepted: dict[int, bytes] = {}
         while len(accepted) < len(self.places):
             match await self._next():
-                case Accepted(number, EffectiveParams() as params):
-                    accepted[number] = params
+                case Accepted(number, sampling):
+                    accepted[number] = sampling
                 case Refused(is_full=is_full, message=message):
                     raise RefusedError(message, is_full=is_full)
+                case Delta() | Ended() as report:
+                    self._early.append(report)
                 case report:
-                    raise EngineDownError(f"expected every prompt to be accepted first, got {type(report).__name__}")
+                    raise EngineDownError(f"expected every prompt to be accepted, got {type(report).__name__}")
         return [accepted[number] for number in self.places]
 
     async def reports(self) -> AsyncIterator[tuple[int, Delta | Ended]]:
-        """With the prompt's place: to the end of the last. Raises `EngineDownError`."""
+        """Yields each report with its prompt's place, until the last prompt has ended. Raises `EngineDownError`."""
         left = len(self.places)
         while left > 0:
-            match await self._next():
+            match self._early.popleft() if self._early else await self._next():
                 case Delta() as delta:
                     yield self.places[delta.number], delta
+                    # Whoever comes back for the next report has read this one.
+                    self._count_read(delta)
                 case Ended() as ended:
                     left -= 1
                     yield self.places[ended.number], ended
                 case report:
                     raise EngineDownError(f"expected what a request gained, got {type(report).__name__}")
+
+    def _count_read(self, delta: Delta) -> None:
+        if self._num_acknowledged is None:
+            # Only its contents are kept: a long answer is few objects.
+            self._unread.give_back(REPORT_BYTES)
+            return
+        self._unread.give_back(delta.num_bytes)
+        self._num_read[delta.number] += 1
+        if self._num_read[delta.number] >= self._num_acknowledged:
+            self._acknowledge(Read(delta.number, self._num_read.pop(delta.number)))
 
     async def vectors(self) -> list[Vector]:
         """Every text's vector, in order.
@@ -128,13 +192,13 @@ class Answers:
 
     async def _next(self) -> RequestReport:
         report = await self._reports.get()
-        if isinstance(report, EngineDownError):
+        if isinstance(report, EngineDownError | AnswerTooLargeError):
             raise report
         return report
 
 
 class TrafficMeter(Protocol):
-    """Who counts what goes by."""
+    """Counts the reports that pass, for metrics."""
 
     def observe(self, report: RequestReport, answers: Answers, now: float) -> None: ...
 
@@ -154,10 +218,11 @@ class EnginePort:
         self._answers: dict[int, Answers] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._commands = command_codec()
+        self._loading = asyncio.Event()
         self._open = asyncio.Event()
         self._heard = asyncio.Event()
         self._num_steps = 0
-        """That the engine process has made, as far as is known."""
+        """Steps of the engine process that were reported."""
         self.opened: Opened | None = None
         """What the engine process that runs, or ran last, said of itself."""
         self.heard_at = -float("inf")
@@ -172,17 +237,36 @@ class EnginePort:
     def num_under_way(self) -> int:
         return len(self._answers)
 
+    @property
+    def is_loading(self) -> bool:
+        """True once an engine process has found that it can load the model."""
+        return self._loading.is_set()
+
+    async def until_loading(self) -> None:
+        await self._loading.wait()
+
     async def until_open(self) -> None:
         await self._open.wait()
 
     def submit(
-        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams | None, terms: Terms, received_at: float
+        self,
+        prompts: Sequence[bytes],
+        params: bytes | None,
+        terms: Terms,
+        received_at: float,
+        unread: UnreadBytes,
+        max_unread: int | None = None,
     ) -> Answers:
-        """Sends prompts to continue, or, without `params`, texts to embed. Raises `EngineDownError` if there is no
-        engine process."""
+        """Sends prompts to continue, or, without `params`, texts to embed; `unread` counts the bytes of their reports.
+
+        A prompt pauses while `max_unread` of its deltas are unread, if that is given. Raises `EngineDownError` if there
+        is no engine process.
+        """
         numbered = {next(self._numbers): prompt for prompt in prompts}
-        self._send([Submit(numbered, params, terms)])
-        answers = Answers({number: len(prompt) for number, prompt in numbered.items()}, received_at)
+        self._send([Submit(numbered, params, terms, max_unread)])
+        lengths = {number: len(prompt) // TOKEN_BYTES for number, prompt in numbered.items()}
+        batch = None if max_unread is None else read_batch(max_unread)
+        answers = Answers(lengths, received_at, unread, self._tell_read, batch)
         self._answers |= dict.fromkeys(numbered, answers)
         return answers
 
@@ -192,6 +276,11 @@ class EnginePort:
         if running and self._writer is not None:
             # However much waits to be sent: a cancellation is small, and frees what is large.
             self._writer.write(self._commands.encode([Cancel(number) for number in running]))
+
+    def _tell_read(self, read: Read) -> None:
+        """Sends it however much waits to be sent, as with a cancellation. What is over already needs no room."""
+        if read.number in self._answers and self._writer is not None:
+            self._writer.write(self._commands.encode([read]))
 
     async def probe(self, seconds: float) -> bool:
         """True where a step goes through within so long."""
@@ -233,15 +322,23 @@ class EnginePort:
         match report:
             case Accepted() | Delta() | Vector():
                 self._pass_on(report, self._answers.get(report.number), now)
-            case Ended() | Refused():
+            case Ended():
+                answers = self._answers.pop(report.number, None)
+                if answers is not None:
+                    answers.times.take(report.phases)
+                self._pass_on(report, answers, now)
+            case Refused():
                 self._pass_on(report, self._answers.pop(report.number, None), now)
             case Progress(metrics):
                 self._meter.took_in(metrics)
                 if metrics.steps > self._num_steps:
                     self._num_steps, self.heard_at = metrics.steps, now
                     self._heard.set()
+            case Loading():
+                self._loading.set()
             case Opened():
                 self.opened = report
+                self._loading.set()
                 self._meter.engine_started()
                 self._num_steps = 0
                 self._open.set()
@@ -249,16 +346,17 @@ class EnginePort:
                 raise EngineStartError(message)
 
     def _pass_on(self, report: RequestReport, answers: Answers | None, now: float) -> None:
-        """A report on what was cancelled has nobody to go to."""
+        """Hands a report to whoever waits for it; a cancelled request has nobody."""
         if answers is not None:
             self._meter.observe(report, answers, now)
-            answers.put(report)
+            if not answers.put(report):
+                self.cancel(answers)
 
     def give_up(self, why: str) -> None:
         """Tells everybody who waits that nothing more will come."""
         waiting, self._answers = set(self._answers.values()), {}
         for answers in waiting:
-            answers.put(EngineDownError(why))
+            answers.fail(EngineDownError(why))
 
     def _lose(self) -> None:
         self._open.clear()

@@ -1,6 +1,4 @@
-"""What the front end and the engine process say to each other: typed msgpack in frames with a length and a cap.
-
-    frame = length (4 bytes, big-endian) + msgpack array of messages
+"""What the front end and the engine process say to each other, in frames.
 
 *Commands* go to the engine process, *reports* come from it. Numbers name requests: the front end counts them, a client
 never sees or chooses one. Does not know sockets, HTTP or the engine.
@@ -8,28 +6,22 @@ never sees or chooses one. Does not know sockets, HTTP or the engine.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-from typing import Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 import msgspec
 
 from sightline.core.config import EngineConfig
-from sightline.core.metrics import EngineMetrics
-from sightline.core.request import EffectiveParams, PositionLogprobs, SamplingParams, Terms
-from sightline.text.tokenizers.tokenizer import TokenizerData
+from sightline.core.metrics import EngineMetrics, PhaseSeconds
+from sightline.core.request import Terms
+from sightline.server.process.frames import Codec
 
-LENGTH_BYTES = 4
 MAX_COMMAND_BYTES = 1 << 26
 """A frame to the engine process: the tokens of a request, a few bytes each."""
+REPORT_BYTES = 256
+"""Memory of a report without its contents."""
 MAX_REPORT_BYTES = 1 << 28
 """A frame from the engine process: the largest holds a vocabulary."""
-_LENGTH = struct.Struct(">I")
-_T = TypeVar("_T")
-
-
-class ProtocolError(Exception):
-    """The other side of the socket said what nobody may say; the connection is of no more use."""
 
 
 class Configure(msgspec.Struct, tag="configure", frozen=True):
@@ -42,11 +34,20 @@ class Configure(msgspec.Struct, tag="configure", frozen=True):
 class Submit(msgspec.Struct, tag="submit", frozen=True):
     """Run prompts, each as a request of its own."""
 
-    prompts: dict[int, tuple[int, ...]]
-    """Token ids, by the request's number."""
-    params: SamplingParams | None
-    """None asks for vectors."""
+    prompts: dict[int, bytes]
+    """Packed token ids, by the request's number."""
+    params: bytes | None
+    """`SamplingParams` in msgpack; None asks for vectors."""
     terms: Terms
+    max_unread: int | None = None
+    """`Delta` reports that may be unread before a request pauses; None: it never does, as its answer is read whole."""
+
+
+class Read(msgspec.Struct, tag="read", frozen=True):
+    """So many more `Delta` reports of a request were taken by its client."""
+
+    number: int
+    count: int
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -63,12 +64,17 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
     """End the process."""
 
 
+class Loading(msgspec.Struct, tag="loading", frozen=True):
+    """The model is supported, and its weights are being read."""
+
+
 class Opened(msgspec.Struct, tag="opened", frozen=True):
     """The engine is built: what the front end needs to know of it."""
 
     model: str
     """The file's or folder's own name."""
-    tokenizer: TokenizerData
+    tokenizer: bytes
+    """`TokenizerData` in msgpack, for the desks."""
     vocab_size: int
     vector_size: int | None
     """Numbers in a vector, where the engine process embeds."""
@@ -93,8 +99,31 @@ class Accepted(msgspec.Struct, tag="accepted", frozen=True):
     """A request is in the queue."""
 
     number: int
-    params: EffectiveParams | None
-    """What it runs with; None if it asks for a vector."""
+    sampling: bytes
+    """The sampling parameters that it runs with, as JSON; empty if it asks for a vector."""
+    num_bytes: ClassVar[int] = REPORT_BYTES
+
+
+class ShownSampling(msgspec.Struct, frozen=True):
+    """What metrics and traces tell of `Accepted.sampling`."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+_NO_SAMPLING = ShownSampling()
+_SAMPLING = msgspec.json.Decoder(ShownSampling)
+
+
+def read_sampling(sampling: bytes) -> ShownSampling:
+    """The parameters of a request; none if it asks for a vector."""
+    return _SAMPLING.decode(sampling) if sampling else _NO_SAMPLING
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -102,8 +131,80 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
 
     number: int
     is_full: bool
-    """As many wait as may: the same request can be sent again later. Otherwise it is invalid."""
+    """True if the queue is full: the same request can be sent again later. Otherwise the request is invalid."""
     message: str
+    num_bytes: ClassVar[int] = REPORT_BYTES
+
+
+class TokenScore(msgspec.Struct, frozen=True, array_like=True):
+    """The log probability of a token at a position."""
+
+    token: int
+    logprob: float
+    rank: int
+    text: str | None
+    """The token's text on its own."""
+
+
+PositionScores: TypeAlias = list[TokenScore]
+"""The log probabilities at a position: of the actual token first, then of the likeliest ones."""
+
+
+def position_scores(
+    tokens: Sequence[int], logprobs: Sequence[float], ranks: Sequence[int], name: Callable[[int], str]
+) -> PositionScores:
+    """The scores of a position: the actual token, then the likeliest ones except that token; `name` gives texts."""
+    first = tokens[0]
+    return [
+        TokenScore(token, logprob, rank, name(token))
+        for place, (token, logprob, rank) in enumerate(zip(tokens, logprobs, ranks, strict=True))
+        if place == 0 or token != first
+    ]
+
+
+SCORE_BYTES = 16
+"""Bytes of a token in `PackedScores`."""
+
+
+class PackedScores(msgspec.Struct, frozen=True, array_like=True):
+    """The log probabilities of a prompt, as arrays of native numbers."""
+
+    counts: bytes
+    """int32: the number of tokens at each position, from the second on."""
+    tokens: bytes
+    """int32: the tokens of all positions, one after the other."""
+    logprobs: bytes
+    """fp64: one for each token."""
+    ranks: bytes
+    """int32: one for each token."""
+
+    def positions(self, name: Callable[[int], str]) -> list[PositionScores | None]:
+        """The scores of every prompt token; None for the first, which nothing predicts."""
+        counts, tokens, ranks = (memoryview(each).cast("i") for each in (self.counts, self.tokens, self.ranks))
+        logprobs = memoryview(self.logprobs).cast("d")
+        positions: list[PositionScores | None] = [None]
+        start = 0
+        for count in counts:
+            taken = slice(start, start + count)
+            positions.append(position_scores(tokens[taken], logprobs[taken], ranks[taken], name))
+            start += count
+        return positions
+
+
+class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
+    """A generated token with its log probabilities."""
+
+    offset: int
+    """The offset of its text in the text of all generated tokens."""
+    scores: PositionScores
+
+
+_SCORED_TOKENS = msgspec.msgpack.Decoder(list[ScoredToken])
+
+
+def read_scored_tokens(packed: bytes | memoryview) -> list[ScoredToken]:
+    """The tokens of one delta."""
+    return _SCORED_TOKENS.decode(packed)
 
 
 class Delta(msgspec.Struct, tag="delta", frozen=True):
@@ -115,7 +216,13 @@ class Delta(msgspec.Struct, tag="delta", frozen=True):
     num_tokens: int
     finish_reason: str | None
     stop_reason: int | str | None = None
-    logprobs: tuple[PositionLogprobs, ...] | None = None
+    logprobs: bytes | None = None
+    """`list[ScoredToken]` in msgpack."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimates the memory that it takes while it waits to be read."""
+        return REPORT_BYTES + 2 * len(self.text) + len(self.logprobs or b"")
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):
@@ -124,8 +231,13 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
     number: int
     error: str | None
     num_cached: int
-    queue_seconds: float
-    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None
+    phases: PhaseSeconds
+    prompt_logprobs: bytes | None
+    """`PackedScores` in msgpack."""
+
+    @property
+    def num_bytes(self) -> int:
+        return REPORT_BYTES + len(self.prompt_logprobs or b"")
 
 
 class Vector(msgspec.Struct, tag="vector", frozen=True):
@@ -135,6 +247,10 @@ class Vector(msgspec.Struct, tag="vector", frozen=True):
     numbers: bytes
     """Little-endian fp32."""
 
+    @property
+    def num_bytes(self) -> int:
+        return REPORT_BYTES + len(self.numbers)
+
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
     """The engine's state after a step."""
@@ -142,37 +258,8 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     metrics: EngineMetrics
 
 
-Command: TypeAlias = Configure | Submit | Cancel | Probe | Stop
-Report: TypeAlias = Opened | Failed | Accepted | Refused | Delta | Ended | Vector | Progress
-
-
-class Codec(Generic[_T]):
-    """Frames of one direction."""
-
-    def __init__(self, kind: type[list[_T]], max_bytes: int) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(kind)
-        self._max_bytes = max_bytes
-
-    def encode(self, messages: Sequence[_T]) -> bytes:
-        """A whole frame."""
-        body = self._encoder.encode(messages)
-        if len(body) > self._max_bytes:
-            raise ProtocolError(f"expected a frame of at most {self._max_bytes} bytes, got {len(body)}")
-        return _LENGTH.pack(len(body)) + body
-
-    def length(self, header: bytes) -> int:
-        """Of the body that follows, before anything is set aside for it."""
-        (length,) = _LENGTH.unpack(header)
-        if length > self._max_bytes:
-            raise ProtocolError(f"expected a frame of at most {self._max_bytes} bytes, got {length}")
-        return int(length)
-
-    def decode(self, body: bytes) -> list[_T]:
-        try:
-            return self._decoder.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"expected a frame of known messages, got something else: {error}") from error
+Command: TypeAlias = Configure | Submit | Read | Cancel | Probe | Stop
+Report: TypeAlias = Loading | Opened | Failed | Accepted | Refused | Delta | Ended | Vector | Progress
 
 
 def command_codec() -> Codec[Command]:

@@ -16,23 +16,29 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from sightline.core.config import EngineConfig, Task
 from sightline.core.errors import ConfigError, SightlineError
-from sightline.core.ledger import Ledger
+from sightline.engine.measuring import LEAST_SECONDS, choose_limit
+from sightline.engine.steps import StepLoop
 from sightline.llm import build_engine, open_embedder
 from sightline.models.loading.default_model import default_model_path
-from sightline.runner.build import Runtime
 from sightline.runner.startup import startup_report
 from sightline.server.logs import log_as_json
 from sightline.server.process.channel import Channel, FrontEndGoneError
+from sightline.server.process.child import inherited_socket
 from sightline.server.process.loop import EmbeddingPurpose, GeneratingPurpose, Worker
-from sightline.server.process.protocol import Configure, Failed, Opened
+from sightline.server.process.protocol import Configure, Failed, Loading, Opened
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("sightline.engine")
+OPENAI_TEMPERATURE = 1.0
+"""The default temperature, as in OpenAI's API, unless the model's own files say how to sample."""
 ORPHAN_SECONDS = 10.0
-"""What a step has to end in, once the front end is gone."""
+"""Time that a running step has to end once the front end is gone."""
 
 
 def model_name(model: str | None) -> str:
@@ -46,29 +52,34 @@ def model_name(model: str | None) -> str:
 
 
 def describe(
-    name: str, runtime: Runtime, tokenizer: Tokenizer | None, ledger: Ledger, vector_size: int | None
+    name: str, engine: StepLoop[Any, Any, Any], tokenizer: Tokenizer | None, vector_size: int | None
 ) -> Opened:
     """What the front end needs to know."""
     if tokenizer is None:
         raise ConfigError("expected a model with its tokenizer, got one without; leave skip_tokenizer_init out")
-    config = runtime.config
+    runtime, ledger, config, limit = engine.runtime, engine.ledger, engine.runtime.config, engine.pace.max_step_ms
     shown = asdict(config) | {
         "device": config.device.name,
         "dtype": str(config.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_dtype).removeprefix("torch."),
         "quantization": config.quantization.value,
         "cache_tokens": config.cache_tokens,
+        "memory": str(config.memory),
+        "graph_sizes": ",".join(map(str, config.graph_sizes)),
+        "max_step_ms": limit or 0.0,
     }
+    when = "while rows generate" if vector_size is None else "unless one text takes longer"
+    told = "no limit of a step's time" if limit is None else f"steps of at most {limit:.0f} ms {when}"
     return Opened(
         model=name,
-        tokenizer=tokenizer.to_data(),
+        tokenizer=msgspec.msgpack.encode(tokenizer.to_data()),
         vocab_size=runtime.definition.vocab_size,
         vector_size=vector_size,
         max_model_len=config.max_model_len,
         max_rows=config.max_rows,
         max_queued=config.max_queued,
         config=shown,
-        lines=tuple(startup_report(runtime, ledger.notes)),
+        lines=(*startup_report(runtime, ledger.notes), told),
         degradations=tuple(map(str, ledger.degradations)),
         notes=tuple(map(str, ledger.notes)),
     )
@@ -77,15 +88,22 @@ def describe(
 def build(config: EngineConfig, channel: Channel) -> tuple[Opened, Callable[[], None]]:
     """What is built, and its loop."""
     name = model_name(config.model)
+
+    def tell_loading() -> None:
+        channel.send([Loading()])
+
     if Task(config.task) is Task.EMBED:
-        texts = open_embedder(config)
+        texts = open_embedder(config, tell_loading)
         embedder = texts.embedder
-        opened = describe(name, embedder.runtime, texts.tokenizer, texts.ledger, embedder.definition.state_size)
+        if config.max_step_ms is None:
+            # Steps are measured as they come: whoever sends one text waits for few of somebody who sends many.
+            embedder.pace.max_seconds = LEAST_SECONDS
+        opened = describe(name, embedder, texts.tokenizer, embedder.definition.state_size)
         return opened, Worker(EmbeddingPurpose(embedder), channel).run
-    engine = build_engine(config)
-    return describe(name, engine.runtime, engine.tokenizer, engine.ledger, None), Worker(
-        GeneratingPurpose(engine), channel
-    ).run
+    engine = build_engine(config, tell_loading, OPENAI_TEMPERATURE)
+    if config.max_step_ms is None:
+        choose_limit(engine)
+    return describe(name, engine, engine.tokenizer, None), Worker(GeneratingPurpose(engine), channel).run
 
 
 def work(run: Callable[[], None]) -> None:
@@ -97,15 +115,14 @@ def work(run: Callable[[], None]) -> None:
 
 
 def _end_soon() -> None:
-    """A step that never ends keeps nobody waiting: there is nobody left."""
+    """Ends the process even if a step hangs: nobody waits for its result."""
     time.sleep(ORPHAN_SECONDS)
     os._exit(1)
 
 
-def serve_engine(path: str) -> int:
-    """Connects to the front end at `path`, builds what it asks for, and works until told to stop."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
+def serve_engine(connection: socket.socket) -> int:
+    """Builds what the front end asks for, and works until told to stop."""
+    with connection:
         try:
             return _serve(Channel(connection, _end_soon))
         except FrontEndGoneError:
@@ -131,13 +148,13 @@ def _serve(channel: Channel) -> int:
 
 
 def main() -> None:
-    """The entry point: `python -m sightline.server.process.worker SOCKET`."""
+    """The entry point: `python -m sightline.server.process.worker DESCRIPTOR`, see `start_child`."""
     # A terminal's Ctrl-C reaches every process; the front end decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     log_as_json()
     try:
-        sys.exit(serve_engine(sys.argv[1]))
+        sys.exit(serve_engine(inherited_socket(sys.argv[1])))
     except Exception as error:
         logger.critical("the engine process ends: %s", error, exc_info=error)
         sys.exit(1)

@@ -36,6 +36,8 @@ class Attempt:
     is_cancelled: bool = False
     is_gone: bool = False
     """The client disconnected, so nobody will ask for the output."""
+    is_paused: bool = False
+    """The client does not read."""
     admitted_at: int | None = None
     """The step in which it first ran."""
     sequences: dict[int, SequenceState] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The clients of a simulated engine: they submit, stream, cancel, disconnect and retry.
+"""The clients of a simulated engine: they submit, stream, stop reading, cancel, disconnect and retry.
 
 Checks that each request ends once, in time, in its turn, and with the right answer. Does not look at pages.
 """
@@ -6,7 +6,7 @@ Checks that each request ends once, in time, in its turn, and with the right ans
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from sightline.core.errors import EngineClosedError, QueueFullError
@@ -110,14 +110,36 @@ class Clients:
             self._counts.gone_clients += 1
             self._engine.abandon(attempt.request_id)
 
-    def see_running(self, step: int) -> None:
-        """Records which sequences run, just before a forward pass."""
+    def stall(self, name: int) -> None:
+        """Pauses a request, because its client does not read."""
+        attempt = self._by_name.get(name)
+        if attempt is not None:
+            attempt.is_paused = True
+            self._counts.pauses += attempt.request_id in self._live
+            self._engine.pause(attempt.request_id)
+
+    def read_on(self, name: int) -> None:
+        """Resumes a request, paused or not."""
+        attempt = self._by_name.get(name)
+        if attempt is not None:
+            attempt.is_paused = False
+            self._engine.resume(attempt.request_id)
+
+    def read_all(self) -> None:
+        """Resumes every request."""
+        for name in self._by_name:
+            self.read_on(name)
+
+    def see_running(self, step: int, rows: Collection[int]) -> Iterator[str]:
+        """Records which sequences run, just before a forward pass over the rows. Yields those that should not."""
         for sequence in self._stage.scheduler.running:
             attempt = self._live.get(sequence.request.request_id)
             if attempt is not None:
                 attempt.sequences.setdefault(sequence.index, sequence)
                 if attempt.admitted_at is None:
                     attempt.admitted_at = step
+                if attempt.is_paused and sequence.table_row in rows:
+                    yield f"request {attempt.asked.name} is paused and runs"
 
     def after_step(self, step: int) -> Iterator[str]:
         """Yields everything that is wrong about which requests have ended, and how."""
@@ -170,7 +192,9 @@ class Clients:
         if not new or self._stage.faults.num_refused > self._began.num_refused:
             return
         for waiting in self._live.values():
-            if waiting.admitted_at is not None or waiting.is_gone or self._engine.is_finished(waiting.request_id):
+            if waiting.admitted_at is not None or waiting.is_gone or waiting.is_paused:
+                continue
+            if self._engine.is_finished(waiting.request_id):
                 continue
             for other in new:
                 if waiting.goes_before(other):

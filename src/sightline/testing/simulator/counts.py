@@ -25,6 +25,8 @@ class EventCounts:
     cancels: int = 0
     """Requests that ended because their client cancelled."""
     gone_clients: int = 0
+    pauses: int = 0
+    """Open requests whose client stopped reading."""
     deadlines: int = 0
     refusals: int = 0
     retries: int = 0

@@ -14,6 +14,8 @@ TICK = 2.0**-10
 """Seconds. Every time is a whole number of half ticks, which a float represents exactly."""
 STEP_TICKS = 8
 """Duration of a forward pass, plus one tick per token."""
+LOGIT_TICKS = 4
+"""Duration of a token's logits, if steps are limited in time."""
 UNBEARABLE = "the simulated forward pass cannot bear one of its rows"
 DEVICE_GONE = "the simulated device is gone"
 
@@ -41,6 +43,7 @@ class Faults:
     """The faults to inject next, and counts of those that were injected."""
 
     clock: VirtualClock = field(default_factory=VirtualClock)
+    logit_ticks: int = 0
     num_refusals: int = 0
     """How many of the next allocations to refuse."""
     fails_next: bool = False
@@ -61,10 +64,10 @@ class Faults:
         self.num_refused += 1
         return True
 
-    def begin_forward(self, num_tokens: int) -> None:
+    def begin_forward(self, num_tokens: int, num_logits: int) -> None:
         """Moves the clock by the duration of a forward pass, and raises the injected fault if there is one."""
         self.num_forwards += 1
-        self.clock.tick(STEP_TICKS + num_tokens)
+        self.clock.tick(STEP_TICKS + num_tokens + self.logit_ticks * num_logits)
         self.clock.now += self.next_seconds
         self.next_seconds = 0.0
         if self.device_is_gone:

@@ -46,6 +46,7 @@ class Invariants:
         holders = self._stage.holders()
         yield from self._owners(nodes)
         yield from self._rows(holders)
+        yield from self._parked()
         yield from self._in_flight()
         yield from self._tree(nodes, holders)
         yield from self._holdings(nodes, holders)
@@ -53,6 +54,7 @@ class Invariants:
     def before_forward(self, batch: Batch) -> Iterator[str]:
         """A batch writes only to pages that its rows do not share, and takes no page from a step in flight."""
         yield from self._in_flight()
+        yield from self._time(batch)
         for pool in self._store.pools:
             pages = {slot // self._size for slot in batch.pools[pool.key].write_slots.tolist()}
             for page in pages:
@@ -60,6 +62,20 @@ class Invariants:
                     yield f"a batch writes to page {page} of {pool.key}, which has {pool.allocator.owners(page)} owners"
         for row in batch.rows:
             self._launched[row] = tuple(pool.table.owned(row) for pool in self._store.pools)
+
+    def _time(self, batch: Batch) -> Iterator[str]:
+        """A step with a row that generates costs no more than its limit, unless its prompts are at their least.
+
+        Each row may have one token beyond that, which it was admitted with in the place of another.
+        """
+        limit, lengths = self._stage.engine.pace.limit(), batch.query_lens.exact()
+        if limit is None or 1 not in lengths or max(lengths) == 1:
+            return
+        costs, num_rows = limit.costs, len(lengths)
+        work = batch.num_tokens + costs.logit * len(batch.logit_indices)
+        least = (num_rows + limit.least) * (1 + costs.logit)
+        if work > max(limit.work, least) + num_rows * (1 + costs.logit):
+            yield f"a step with rows that generate costs {work:g}, and may cost {limit.work:g}"
 
     def at_rest(self) -> Iterator[str]:
         """A closed engine has freed every page and row."""
@@ -104,6 +120,15 @@ class Invariants:
         closed = [row for row in rows if row not in opened and self._store.row_pages(row)]
         if closed:
             yield f"rows {closed} are closed and have pages"
+
+    def _parked(self) -> Iterator[str]:
+        """A parked sequence holds nothing, and nobody will schedule it."""
+        scheduler = self._stage.scheduler
+        for sequence in scheduler._parked:
+            if sequence.table_row is not None or sequence.prefix is not None or sequence.num_pages:
+                yield "a parked sequence holds a row, pages or a node"
+            if not sequence.is_paused or sequence in scheduler.running or sequence in scheduler._waiting:
+                yield "a sequence is parked and runs or waits"
 
     def _in_flight(self) -> Iterator[str]:
         """A row in flight keeps the pages with which it was launched, and does not share those that it writes."""

@@ -35,7 +35,7 @@ from sightline.core.device import DeviceKind
 from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.weights import WeightReader
-from sightline.testing.simulator.faults import UNBEARABLE, Faults
+from sightline.testing.simulator.faults import LOGIT_TICKS, UNBEARABLE, Faults
 from sightline.testing.simulator.oracle import (
     MASK,
     MAX_LEN,
@@ -179,7 +179,7 @@ class ReadingModel(Model):
         del scratch
         batch = planned.batch
         self._watch(batch)
-        self._faults.begin_forward(batch.num_tokens)
+        self._faults.begin_forward(batch.num_tokens, len(batch.logit_indices))
         shape = (batch.num_tokens, 1, 1)
         tokens = batch.tokens.to(DTYPE).view(shape)
         inputs = SoftmaxInputs(q=tokens, k=tokens, v=batch.positions.to(DTYPE).view(shape), sinks=None)
@@ -214,6 +214,9 @@ class ReadingDefinition(ModelDefinition):
 
     def attention_specs(self) -> tuple[SoftmaxSpec, ...]:
         return SPECS
+
+    def step_costs(self) -> tuple[float, float]:
+        return LOGIT_TICKS, 0.0
 
     def load(self, weights: WeightReader) -> Model:
         del weights

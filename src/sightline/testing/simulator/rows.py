@@ -88,9 +88,8 @@ class RowShares:
             if sequence.rank[0] >= level and held[sequence.caller] > 1:
                 held[sequence.caller] -= 1
                 kept.remove(sequence)
-        prompts_took_all = num_tokens >= self._stage.scene.max_step_tokens and any(
-            sequence.num_pending > 1 for sequence in running
-        )
+        is_full = num_tokens >= self._stage.scene.max_step_tokens or self._stage.scene.max_step_ticks is not None
+        prompts_took_all = is_full and any(sequence.num_pending > 1 for sequence in running)
         leaving = [sequence for sequence in self._stage.holders() if sequence.is_out]
         num_pages = self._pages_of([*kept, *leaving]) + self._pages_for([*kept, *heads.values()], heads.values())
         if len(kept) == len(running) or prompts_took_all or num_pages > self._stage.scene.num_pages:

@@ -31,6 +31,8 @@ class Scene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     async_scheduling: bool
     paranoid: bool
     """Also compares the contents of plans, and fills pages with NaN when they are allocated and freed."""
+    max_step_ticks: int | None = None
+    """Limit of the time of steps while rows generate. With it, logits take time too."""
 
     def __post_init__(self) -> None:
         sizes = (self.page_size, self.num_pages, self.max_rows, self.max_step_tokens, self.max_len, self.max_queued)
@@ -88,6 +90,18 @@ class ClientGone(_Event, frozen=True, tag="client gone"):
     name: int
 
 
+class ClientStalls(_Event, frozen=True, tag="stall"):
+    """A client stops reading, so that its request is paused."""
+
+    name: int
+
+
+class ClientReads(_Event, frozen=True, tag="read"):
+    """A client reads again, so that its request is resumed."""
+
+    name: int
+
+
 class RefuseAllocations(_Event, frozen=True, tag="refuse allocations"):
     """The next allocations fail, even if there are free pages."""
 
@@ -113,7 +127,16 @@ class Close(_Event, frozen=True, tag="close"):
 
 
 Event: TypeAlias = (
-    ClientSubmits | ClientCancels | ClientGone | RefuseAllocations | FailForward | SlowForward | DeviceFault | Close
+    ClientSubmits
+    | ClientCancels
+    | ClientGone
+    | ClientStalls
+    | ClientReads
+    | RefuseAllocations
+    | FailForward
+    | SlowForward
+    | DeviceFault
+    | Close
 )
 
 

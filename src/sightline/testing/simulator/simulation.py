@@ -20,6 +20,8 @@ from sightline.testing.simulator.rows import RowShares
 from sightline.testing.simulator.scenario import (
     ClientCancels,
     ClientGone,
+    ClientReads,
+    ClientStalls,
     ClientSubmits,
     Close,
     DeviceFault,
@@ -103,7 +105,20 @@ class Simulation:
             coming.append(self._clients.next_retry)
         if coming:
             self._step = max(self._step, min(coming))
+        elif self._clients.num_live:
+            self._wake()
+            return True
         return bool(coming)
+
+    def _wake(self) -> None:
+        """Lets time pass until the next deadline of what is paused or, if there is none, lets every client read."""
+        engine, clock = self._stage.engine, self._stage.faults.clock
+        if engine.idle_seconds is not None:
+            clock.now += engine.idle_seconds
+        else:
+            self._clients.read_all()
+        if not engine.has_work:
+            self._check([f"{self._clients.num_live} requests never end"])
 
     def _require_progress(self) -> None:
         """Fails if requests are still open long after the last event."""
@@ -141,6 +156,10 @@ class Simulation:
                 self._clients.cancel(event.name)
             case ClientGone():
                 self._clients.leave(event.name)
+            case ClientStalls():
+                self._clients.stall(event.name)
+            case ClientReads():
+                self._clients.read_on(event.name)
             case RefuseAllocations():
                 faults.num_refusals += event.count
             case FailForward():
@@ -163,7 +182,7 @@ class Simulation:
 
     def _watch(self, batch: Batch) -> None:
         """Checks a batch just before its forward pass."""
-        self._clients.see_running(self._step)
+        self._findings.extend(self._clients.see_running(self._step, batch.rows))
         self._findings.extend(self._invariants.before_forward(batch))
         self._findings.extend(self._row_shares.after_decision(self._step, sum(batch.query_lens.exact())))
 

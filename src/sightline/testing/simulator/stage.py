@@ -23,7 +23,7 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import assemble_runtime, make_store
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import SequenceState
-from sightline.testing.simulator.faults import Faults, FaultyAllocator
+from sightline.testing.simulator.faults import LOGIT_TICKS, TICK, Faults, FaultyAllocator
 from sightline.testing.simulator.model import DTYPE, ReadingBackend, ReadingDefinition, ReadingModel
 from sightline.testing.simulator.scenario import Scene
 
@@ -80,8 +80,9 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
         require_proof=False,
         max_queued=scene.max_queued,
         async_scheduling=scene.async_scheduling,
+        max_step_ms=None if scene.max_step_ticks is None else scene.max_step_ticks * TICK * 1e3,
     )
-    faults = Faults()
+    faults = Faults(logit_ticks=0 if scene.max_step_ticks is None else LOGIT_TICKS)
     model = ReadingModel(faults, watch)
     definition = ReadingDefinition(model)
     groups = group_layers(definition.attention_specs())

@@ -1,4 +1,5 @@
-"""Draws a scenario from a seed: bursts of requests with common prefixes, clients that give up, and faults.
+"""Draws a scenario from a seed: bursts of requests with common prefixes, clients that give up or stop reading for a
+while, and faults.
 
 Draws from the seed alone, so that nothing that the engine does changes the events.
 """
@@ -13,6 +14,8 @@ from sightline.testing.simulator.oracle import NUM_ORDINARY, RAISING, SPOILING
 from sightline.testing.simulator.scenario import (
     ClientCancels,
     ClientGone,
+    ClientReads,
+    ClientStalls,
     ClientSubmits,
     Close,
     DeviceFault,
@@ -28,7 +31,8 @@ from sightline.testing.simulator.scenario import (
 def draw_scenario(seed: int, num_steps: int) -> Scenario:
     """Draws `num_steps` steps of traffic; then the open requests run to their end, unless the engine ends first."""
     draw = random.Random(seed)
-    workload = _Workload(draw, draw_scene(draw), draw.choice([0.07, 0.15, 0.3]), draw.random() < 0.15)
+    reading = random.Random(f"reading {seed}")
+    workload = _Workload(draw, draw_scene(draw), draw.choice([0.07, 0.15, 0.3]), draw.random() < 0.15, reading)
     for step in range(num_steps):
         workload.step(step)
     end = draw.random()
@@ -66,6 +70,8 @@ class _Workload:
     """Bursts per step."""
     samples: bool
     """True if some requests sample their tokens, so that continuations of one prompt differ."""
+    reading: random.Random
+    """Draws which clients stop reading."""
     events: list[Event] = field(default_factory=list)
     num_submitted: int = 0
 
@@ -83,6 +89,10 @@ class _Workload:
             self.events.append(ClientGone(at, name) if draw.random() < 0.3 else ClientCancels(at, name))
         if draw.random() < 0.04:
             self.events.append(self._fault(at))
+        if self.num_submitted and self.reading.random() < 0.1:
+            name = max(0, self.num_submitted - self.reading.randint(1, 6))
+            stops_reading = self.reading.random() < 0.6
+            self.events.append(ClientStalls(at, name) if stops_reading else ClientReads(at, name))
 
     def _fault(self, at: int) -> Event:
         kind = self.draw.randrange(3)

@@ -7,6 +7,7 @@ never with a request. Does not know tokens, nor how a template is kept within it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,6 +22,33 @@ MAX_SHOWN_CHARACTERS = 500
 """The longest part of a template's own error message that is passed on."""
 PROBE_SECONDS = 1.0
 """Time limit for each rendering at load that finds out which roles' content parts a template reads."""
+
+
+class Ending(Enum):
+    """How a rendered conversation ends."""
+
+    NEXT_TURN = "next turn"
+    """With the assistant's turn opened."""
+    CLOSED = "closed"
+    """With the last message."""
+    CONTINUED = "continued"
+    """In the middle of the last message, for the answer to continue it."""
+
+    @classmethod
+    def asked(cls, add_generation_prompt: bool | None, continue_final_message: bool | None) -> Ending:
+        """The ending that two switches of other engines mean. Raises `RequestError` if both are on."""
+        match add_generation_prompt, continue_final_message:
+            case True, True:
+                raise RequestError(
+                    "expected add_generation_prompt or continue_final_message, got both; the last message is continued "
+                    "or the next one is begun: leave one out"
+                )
+            case _, True:
+                return cls.CONTINUED
+            case False, _:
+                return cls.CLOSED
+            case _:
+                return cls.NEXT_TURN
 
 
 class ChatTemplate:
@@ -44,15 +72,17 @@ class ChatTemplate:
                 "expected a chat template in Jinja syntax, with the filters that chat templates use, got a fault: "
                 f"{str(error)[:MAX_SHOWN_CHARACTERS]} Get the model's files again."
             ) from error
+        self.variables = self._template.variables
+        """The names of the variables that it reads."""
         self._part_roles = frozenset(role for role, messages in _PROBES.items() if self._reads_parts(messages))
         """Roles whose content parts the template reads itself."""
 
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
+        ending: Ending = Ending.NEXT_TURN,
         /,
         *,
-        add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
         **variables: object,
     ) -> str:
@@ -62,7 +92,11 @@ class ChatTemplate:
         """
         checked = [self._in_form(message) for message in check_messages(messages)]
         context = {**variables, "tools": tools, "documents": variables.get("documents")}
-        return self._rendered(checked, {**context, "add_generation_prompt": add_generation_prompt}, RENDER_SECONDS)
+        context["add_generation_prompt"] = ending is Ending.NEXT_TURN
+        if ending is not Ending.CONTINUED:
+            return self._rendered(checked, context, RENDER_SECONDS)
+        checked[-1], text = _marked(checked[-1])
+        return _cut_at_mark(self._rendered(checked, context, RENDER_SECONDS), text)
 
     def _rendered(
         self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object], seconds: float
@@ -111,6 +145,9 @@ def read_template(path: Path) -> str:
         raise ConfigError(f"expected a file with a chat template, got {path}: {error}; name one that exists") from error
 
 
+_MARK = "END_OF_THE_CONTINUED_TEXT "
+"""Finds the end of a message in a rendering: the text itself may occur in what a template writes behind it. Ends with a
+space, which is gone where the template strips the text."""
 _PROBE_TEXTS = ("first probed text", "second probed text")
 _PROBE_KEY = "probed_key"
 _PROBE_VARIABLES: Mapping[str, object] = MappingProxyType(
@@ -150,9 +187,40 @@ def _check_message(message: object, where: str) -> dict[str, object]:
     if isinstance(content, list):
         for index, part in enumerate(content):
             _check_part(part, f"{where}.content[{index}]")
-    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+    elif content is None and role == "assistant":
+        # A template may put any content into a sentence: nothing is said with an empty one.
+        return dict(message) if message.get("tool_calls") else {**message, "content": ""}
+    elif not isinstance(content, str):
         raise RequestError(f"{where}.content: expected a string or a list of text parts, got {_shown(content)}")
     return dict(message)
+
+
+def _marked(message: Mapping[str, object]) -> tuple[dict[str, object], str]:
+    """A message with `_MARK` behind its text, and the text. Raises `RequestError` if an answer cannot continue it."""
+    match message.get("content"):
+        case str(text) if text.strip() and message["role"] == "assistant":
+            return {**message, "content": text + _MARK}, text
+        case [*others, {"text": str(text), **more}] if text.strip() and message["role"] == "assistant":
+            return {**message, "content": [*others, {**more, "text": text + _MARK}]}, text
+        case _:
+            raise RequestError(
+                "continue_final_message: expected a last message of the assistant with some text, got another; "
+                "leave it out"
+            )
+
+
+def _cut_at_mark(rendered: str, text: str) -> str:
+    """A rendered conversation up to the end of its last message's text, which templates may strip of spaces."""
+    place = rendered.rfind(_MARK.rstrip())
+    kept = rendered[: max(place, 0)]
+    # A template that strips the text has stripped the mark.
+    kept = kept if rendered.startswith(_MARK, place) else kept.rstrip()
+    if place < 0 or not kept.rstrip().endswith(text.strip()):
+        raise RequestError(
+            "continue_final_message: expected a template that repeats the last message, got one that changes it; leave "
+            "it out"
+        )
+    return kept
 
 
 def _check_part(part: object, where: str) -> None:

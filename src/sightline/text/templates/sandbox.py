@@ -23,6 +23,7 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -251,6 +252,8 @@ class SandboxedTemplate:
 
     def __init__(self, source: str) -> None:
         self._template = _ENVIRONMENT.from_string(source)
+        self.variables = frozenset(find_undeclared_variables(_ENVIRONMENT.parse(source)))
+        """The names of all variables that it reads and does not set itself."""
 
     def render(self, variables: Mapping[str, object], *, seconds: float, max_characters: int) -> str:
         """The rendered text. Raises `SecurityError` or `RequestError` if a limit is exceeded."""

@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from sightline.core.errors import CheckpointError
 from sightline.text.templates.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from sightline.text.tokenizers.json_file import read_json_object, read_text
+from sightline.text.tokenizers.library import library_faults
 from sightline.text.tokenizers.tokenizer import PromptTokens, Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -19,10 +20,17 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_JSON_FILE = "chat_template.json"
+MAX_ID_DIGITS = 9
+"""The most digits of a token id."""
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """The tokenizer of a folder. Raises `CheckpointError` if a file is missing or malformed."""
+    with library_faults(folder / TOKENIZER_FILE):
+        return _read_folder(folder)
+
+
+def _read_folder(folder: Path) -> Tokenizer:
     backend = _read_backend(folder / TOKENIZER_FILE)
     config = _read_optional(folder / CONFIG_FILE)
     special = {**_read_optional(folder / SPECIAL_TOKENS_FILE), **config}
@@ -44,10 +52,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             f"expected {path.name} in {path.parent}, got none. A tokenizer.model or vocab.txt alone is not "
             "read: save the tokenizer once with a current version of transformers."
         )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing narrower
-        raise CheckpointError(f"{path}: expected a tokenizer, got a fault: {error}. Get the file again.") from error
+    backend = tokenizers.Tokenizer.from_file(str(path))
     # Settings left over from training, which would truncate or pad a prompt.
     backend.no_truncation()
     backend.no_padding()
@@ -66,10 +71,10 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Map
             listed[token_id] = AddedToken(content, special=False, normalized=False)
     decoder = config.get("added_tokens_decoder")
     for token_id_text, fields in decoder.items() if isinstance(decoder, dict) else ():
-        if not isinstance(fields, dict) or not isinstance(fields.get("content"), str) or not token_id_text.isdecimal():
+        if not isinstance(fields, dict) or not isinstance(fields.get("content"), str) or not _is_id(token_id_text):
             raise CheckpointError(
                 f"{folder / CONFIG_FILE}: expected ids with an object of 'content' under "
-                f"'added_tokens_decoder', got {token_id_text!r}: {str(fields)[:80]}. Get the file again."
+                f"'added_tokens_decoder', got {token_id_text[:80]!r}: {str(fields)[:80]}. Get the file again."
             )
         flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
         stated = {flag: fields[flag] is True for flag in flags if flag in fields}
@@ -84,6 +89,10 @@ def _add_missing_tokens(backend: tokenizers.Tokenizer, folder: Path, config: Map
                 f"{backend.token_to_id(token.content)} from {TOKENIZER_FILE}. The files are from different "
                 "versions."
             )
+
+
+def _is_id(text: str) -> bool:
+    return len(text) <= MAX_ID_DIGITS and text.isascii() and text.isdecimal()
 
 
 def _token_text(config: Mapping[str, object], name: str) -> str | None:
@@ -143,10 +152,10 @@ def _template_source(folder: Path, config: Mapping[str, object]) -> str | None:
         return read_text(folder / TEMPLATE_FILE, max_bytes=4 * MAX_TEMPLATE_CHARACTERS)
     stated = config.get("chat_template") or _read_optional(folder / TEMPLATE_JSON_FILE).get("chat_template")
     if isinstance(stated, list):
-        named = {entry.get("name"): entry.get("template") for entry in stated if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in stated if isinstance(entry, dict)}
         if "default" not in named:
             raise CheckpointError(
-                f"{CONFIG_FILE}: expected a chat template named 'default', got {sorted(map(str, named))}. "
+                f"{CONFIG_FILE}: expected a chat template named 'default', got {str(sorted(named))[:80]}. "
                 "Put the one to use into chat_template.jinja."
             )
         stated = named["default"]

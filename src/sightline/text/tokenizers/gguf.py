@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from sightline.core.errors import CheckpointError
 from sightline.text.templates.chat_template import ChatTemplate
 from sightline.text.tokenizers.gguf_metadata import GgufMetadata
+from sightline.text.tokenizers.library import library_faults
 from sightline.text.tokenizers.tokenizer import PromptTokens, Tokenizer
 
 SPACE = "▁"
@@ -107,7 +108,11 @@ class _Vocabulary:
 
 def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
     """The tokenizer that a GGUF file describes. Raises `CheckpointError` if metadata is missing or malformed."""
-    values = GgufMetadata(metadata)
+    with library_faults("GGUF metadata 'tokenizer.ggml'"):
+        return _read_metadata(GgufMetadata(metadata))
+
+
+def _read_metadata(values: GgufMetadata) -> Tokenizer:
     kind = values.required_text("tokenizer.ggml.model")
     vocabulary = _read_vocabulary(values)
     if kind == "gpt2":

@@ -6,14 +6,15 @@ vocabulary came from: `folder` and `gguf` build tokenizers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, overload
 
 import tokenizers
 
 from sightline.core.errors import RequestError
-from sightline.text.templates.chat_template import ChatTemplate
+from sightline.text.templates.chat_template import ChatTemplate, Ending
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Tokenizer:
         self._special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
+        self._token_texts: dict[int, str] = {}
+        """Texts of single tokens, as far as they were asked for."""
         self.chat_template = chat_template
 
     @classmethod
@@ -110,6 +113,58 @@ class Tokenizer:
         """Number of tokens, added ones included. A model's embedding may have more rows, as padding."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encodes a prompt as `generate` does; without `add_special_tokens`, the text alone.
+
+        Unlike transformers' tokenizers, never adds a BOS to a text that begins with it.
+        """
+        return self.encode_prompt(text) if add_special_tokens else self.encode_text(text)
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tokenize: Literal[True] = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
+    ) -> list[int]: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
+    ) -> list[int] | str:
+        """The prompt for a conversation, as token ids or, without `tokenize`, as text.
+
+        `add_generation_prompt` begins the model's answer, `continue_final_message` leaves the last message open, and
+        `variables` are the template's own. Raises `RequestError` without a chat template.
+        """
+        if self.chat_template is None:
+            raise RequestError("expected a model with a chat template, got one without; use generate")
+        ending = Ending.asked(add_generation_prompt, continue_final_message)
+        rendered = self.chat_template.render(messages, ending, tools=tools, **variables)
+        return self.encode_rendered(rendered) if tokenize else rendered
+
     def encode_prompt(self, text: str) -> list[int]:
         """Encodes a raw prompt.
 
@@ -137,7 +192,9 @@ class Tokenizer:
     def encode_text(self, text: str) -> list[int]:
         """Encodes a text without the tokens around a prompt."""
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            # A batch of one: unlike `encode`, it lets other threads run, and computes no offsets.
+            [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            return encoding.ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"expected text of valid Unicode, got a lone surrogate or no text: {error}") from error
 
@@ -147,6 +204,13 @@ class Tokenizer:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             raise RequestError(f"expected token ids from 0, got {min(ids)} to {max(ids)}") from error
+
+    def token_text(self, token_id: int) -> str:
+        """The text of a token on its own."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's spelling of a token, or None beyond the vocabulary."""

@@ -15,6 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
+from sightline.kernels.packed_weights import WeightForm
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.loading.safetensors.mxfp4 import decode
@@ -90,7 +91,7 @@ def test_a_packed_checkpoint_looks_like_the_unquantised_one(tmp_path: Path) -> N
     model = packed_folder(tmp_path)
     checkpoint = opened(tmp_path)
     assert set(checkpoint.tensors) == set(model.state_dict())
-    assert checkpoint.tensors[GATE_UP] == TensorInfo((6, 64, 64), torch.bfloat16, "MXFP4")
+    assert checkpoint.tensors[GATE_UP] == TensorInfo((6, 64, 64), torch.bfloat16, "MXFP4", packed=WeightForm.MXFP4)
     assert torch.equal(checkpoint.load(GATE_UP).float(), model.state_dict()[GATE_UP])
     assert "quantization_config" not in checkpoint.config
 

@@ -42,6 +42,13 @@ MIN_KEYS_IN_PLACE = 1024
 At 16 rows of 256 keys, separate calls cost half as much again as gathering; at 512 keys they break even.
 """
 
+MIN_UNMASKED_KEYS = 16
+"""Tiles with fewer keys get a mask even if they need none.
+
+Without one, torch's fused kernel takes the NaN scores of fewer keys than a vector register holds for hidden keys, and
+returns zeros: a row whose queries or keys are NaN would go on as if nothing had happened.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class _TorchPlan(AttentionPlan[SoftmaxInputs]):
@@ -123,7 +130,11 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             keys=self._keys,
             values=self._values,
             write_slots=step.write_slots(self._pool),
-            tiles=tuple(self._tiles.plan(spans, step, buffers, knows_causal=fused)),
+            tiles=tuple(
+                self._tiles.plan(
+                    spans, step, buffers, knows_causal=fused, min_unmasked_keys=MIN_UNMASKED_KEYS if fused else 0
+                )
+            ),
             fused=fused,
             needs_lse=step.needs_lse,
         )

@@ -18,7 +18,7 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.loading.gguf.config import translate_config
 from sightline.models.loading.gguf.file import GgufFile, GgufTensor
 from sightline.models.loading.gguf.names import ROPE_FACTORS, LayoutNumbers, TensorSource, translate_tensors
-from sightline.models.loading.gguf.quantization import block_bits, can_dequantise, dequantise, read_blocks
+from sightline.models.loading.gguf.quantization import block_bits, block_scales, can_dequantise, dequantise, read_blocks
 from sightline.text.tokenizers.gguf import end_token_ids, tokenizer_from_gguf
 from sightline.text.tokenizers.gguf_metadata import GgufMetadata
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -59,6 +59,13 @@ class GgufCheckpoint(Checkpoint):
     def _read(self, name: str) -> torch.Tensor:
         source = self._sources[name]
         return source.layout.apply(*(self._decode(part, source.expert) for part in source.names))
+
+    def load_scales(self, name: str) -> torch.Tensor | None:
+        source = self._sources[name]
+        if len(source.names) > 1:
+            return None
+        tensor = self._file.tensors[source.names[0]]
+        return block_scales(self._raw(tensor, source.expert), tensor.storage)
 
     def _read_blocks(self, name: str) -> BlockWeights:
         source = self._sources[name]

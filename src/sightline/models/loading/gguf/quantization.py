@@ -118,6 +118,29 @@ _BLOCK_READERS: Mapping[str, _BlockReader] = MappingProxyType(
 )
 
 
+_SCALES: Mapping[str, slice] = MappingProxyType(
+    {
+        **dict.fromkeys(("Q8_0", "Q4_0", "Q5_0", "IQ4_NL", "IQ4_XS", "IQ1_S"), slice(0, 2)),
+        **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), slice(0, 2)),
+        **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), slice(0, 4)),
+        "Q2_K": slice(80, 84),
+        "Q3_K": slice(108, 110),
+        "Q6_K": slice(208, 210),
+        "TQ1_0": slice(52, 54),
+        "TQ2_0": slice(64, 66),
+    }
+)
+"""The bytes of a block that hold its fp16 scale, and its minimum if it has one. The rest of the block are integers."""
+
+
+def block_scales(raw: memoryview, storage: StorageType) -> torch.Tensor | None:
+    """The fp16 numbers of all blocks. If they are finite, so are the elements in fp32. None for other types."""
+    if storage.name not in _SCALES:
+        return None
+    blocks = torch.frombuffer(raw, dtype=torch.uint8).view(-1, storage.block_bytes)
+    return blocks[:, _SCALES[storage.name]].contiguous().view(torch.float16)
+
+
 _REFERENCE = """
     Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ1_S IQ1_M IQ4_NL IQ4_XS TQ1_0 TQ2_0
     MXFP4 NVFP4

@@ -26,7 +26,7 @@ class SafetensorsFile:
     """An open, memory-mapped file."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         try:
             self._handle = cast(Any, safe_open(path, framework="pt"))  # the package's stubs are untyped
             self.names: list[str] = list(self._handle.keys())
@@ -42,7 +42,7 @@ class SafetensorsFile:
         dtype = _DTYPES.get(stored_as)
         if dtype is None:
             raise UnsupportedModelError(
-                f"{self._path}: expected {name!r} in one of {', '.join(_DTYPES)}, got {stored_as}. "
+                f"{self.path}: expected {name!r} in one of {', '.join(_DTYPES)}, got {stored_as}. "
                 "Use an unquantised version of the model."
             )
         return TensorInfo(tuple(view.get_shape()), dtype, stored_as)
@@ -53,7 +53,7 @@ class SafetensorsFile:
         stored_as = str(view.get_dtype())
         if stored_as != expected:
             raise CheckpointError(
-                f"{self._path}: expected {name!r} in {expected}, got {stored_as}. The file is damaged: get it again."
+                f"{self.path}: expected {name!r} in {expected}, got {stored_as}. The file is damaged: get it again."
             )
         return tuple(view.get_shape())
 

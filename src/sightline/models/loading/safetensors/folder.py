@@ -66,8 +66,14 @@ class FolderCheckpoint(Checkpoint):
             ),
         )
 
+    def file_of(self, name: str) -> Path:
+        return (self._packed[name].codes if name in self._packed else self._owners[name]).path
+
     def load_tokenizer(self) -> Tokenizer:
         return tokenizer_from_folder(self.location)
+
+    def _read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._packed[name].read_packed()
 
     def _read(self, name: str) -> torch.Tensor:
         packed = self._packed.get(name)
@@ -135,11 +141,14 @@ def _read_index(path: Path) -> dict[str, str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", "..") or "\\" in file:
             raise CheckpointError(
-                f"{path}: expected the name of a file in the same folder for {name!r}, got {str(file)[:80]!r}."
+                f"{path}: expected the name of a file in the same folder for {name[:80]!r}, got {str(file)[:80]!r}."
             )
-    for file in sorted(set(weight_map.values())):
-        if not (path.parent / file).is_file():
-            raise CheckpointError(f"{path}: expected the file {file!r} beside it, got none. Get the missing part.")
+    # Compared with the files that are there: not every text can be looked up as a name.
+    missing = sorted(set(weight_map.values()) - {each.name for each in path.parent.iterdir() if each.is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{path}: expected the file {missing[0][:80]!r} beside it, got none. Get the missing part."
+        )
     return weight_map
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
 from sightline.models.loading.checkpoint import TensorInfo
 from sightline.models.loading.safetensors.file import SafetensorsFile
 from sightline.models.loading.safetensors.packed import (
@@ -54,11 +55,16 @@ class Fp8Tensor(PackedTensor):
                 f"expected {name} of shape [outputs, inputs] and {SCALES} with a factor for each block of "
                 f"{self.block[0]} x {self.block[1]}, got {shape} and {scales}. The file is damaged: get it again."
             )
-        return TensorInfo(shape, torch.float32, _CODES)
+        packed = WeightForm.FP8_BLOCKS if self.block == (FP8_BLOCK, FP8_BLOCK) else WeightForm.PLAIN
+        return TensorInfo(shape, torch.float32, _CODES, packed=packed)
 
     def read(self) -> Tensor:
         name, scales_name = self.parts
         return decode(self.codes.read(name), self.scales.read(scales_name), self.block)
+
+    def read_packed(self) -> tuple[Tensor, Tensor]:
+        name, scales_name = self.parts
+        return self.codes.read(name), self.scales.read(scales_name)
 
 
 @dataclass(frozen=True)

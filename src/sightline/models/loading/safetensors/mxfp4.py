@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sightline.core.errors import CheckpointError, UnsupportedModelError
+from sightline.kernels.packed_weights import WeightForm
 from sightline.models.loading.checkpoint import TensorInfo
 from sightline.models.loading.safetensors.file import SafetensorsFile
 from sightline.models.loading.safetensors.packed import (
@@ -50,11 +51,15 @@ class Mxfp4Tensor(PackedTensor):
                 f"without the last, got {blocks} and {scales}. The file is damaged: get it again."
             )
         experts, outputs, groups, _ = blocks
-        return TensorInfo((experts, groups * 2 * _BYTES, outputs), torch.bfloat16, "MXFP4")
+        return TensorInfo((experts, groups * 2 * _BYTES, outputs), torch.bfloat16, "MXFP4", packed=WeightForm.MXFP4)
 
     def read(self) -> Tensor:
         name, scales_name = self.parts
         return decode(self.codes.read(name), self.scales.read(scales_name)).transpose(1, 2)
+
+    def read_packed(self) -> tuple[Tensor, Tensor]:
+        name, scales_name = self.parts
+        return self.codes.read(name).flatten(2), self.scales.read(scales_name)
 
 
 class Mxfp4(PackedFormat):

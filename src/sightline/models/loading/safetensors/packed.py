@@ -34,6 +34,10 @@ class PackedTensor(ABC):
     def read(self) -> Tensor:
         """Decodes the tensor."""
 
+    @abstractmethod
+    def read_packed(self) -> tuple[Tensor, Tensor]:
+        """The codes and scales in the form that the description names, if any."""
+
 
 @dataclass(frozen=True)
 class PackedFormat(ABC):

@@ -1,0 +1,67 @@
+"""Host buffers from which numbers are copied to a device without waiting for the copy.
+
+    numbers ──▶ buffer 0, 1, … (pinned) ──one asynchronous copy──▶ device memory
+                   ▲                          │
+                   └──── free again ◀── event ┘
+
+A copy reads its buffer after the call that started it has returned. Writing the buffer before then would change what
+arrives, so each buffer has an event that is recorded behind its copy and waited for before the buffer is written again.
+Does not know what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NUM_BUFFERS = 4
+"""Copies that may be under way before the host waits for the oldest."""
+
+
+class CopyEvent(Protocol):
+    """Tells when a copy is over, as `torch.cuda.Event` does."""
+
+    def record(self) -> None:
+        """Marks the point behind all work that was given to the device so far."""
+
+    def synchronize(self) -> None:
+        """Waits for the device to reach that point. Returns at once if none was marked."""
+
+
+class FinishedCopy:
+    """The event of a copy that is over when its call returns, as between two places of host memory."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class StagingRing:
+    """Buffers of equal size, used in turn."""
+
+    def __init__(self, num_numbers: int, device: torch.device, make_event: Callable[[], CopyEvent]) -> None:
+        """Each buffer holds `num_numbers` int64; pinned if the device is not the host."""
+        pinned = device.type != "cpu"
+        buffers = [
+            torch.zeros(num_numbers, dtype=torch.int64, device="cpu", pin_memory=pinned) for _ in range(NUM_BUFFERS)
+        ]
+        self._turns = itertools.cycle([(buffer, buffer.numpy(), make_event()) for buffer in buffers])
+
+    @staticmethod
+    def of(num_numbers: int, device: torch.device) -> StagingRing:
+        """A ring with the device's own events."""
+        return StagingRing(num_numbers, device, torch.cuda.Event if device.type == "cuda" else FinishedCopy)
+
+    def copy(self, numbers: Sequence[int], target: Tensor) -> None:
+        """Copies the numbers to `target` [len(numbers)] int64, in stream order, by one copy."""
+        buffer, on_host, event = next(self._turns)
+        event.synchronize()
+        count = len(numbers)
+        on_host[:count] = np.array(numbers, dtype=np.int64)
+        target.copy_(buffer[:count], non_blocking=True)
+        event.record()

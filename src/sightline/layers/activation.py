@@ -1,0 +1,27 @@
+"""The non-linearities of feed-forwards, as data. Operations compute them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Activation(Enum):
+    """The non-linearity of a feed-forward."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """(up + 1) * gate * sigmoid(alpha * gate), with the gate at most `limit` and up within ±`limit`."""
+
+    alpha: float
+    limit: float
+
+
+Gate = Activation | ClampedSwiglu
+"""How gate and up are combined. An `Activation` is applied to the gate, and the result multiplied by up."""

@@ -1,0 +1,112 @@
+"""The operations that layers name between their matrix products. The device decides the kernels.
+
+    Layer ──names──▶ Operations ◀── TorchOperations (any device), TritonOperations (a GPU)
+
+Norms, rotations and activations are data; an implementation reads them. It computes in fp32, and takes and writes the
+dtype of the buffers. Does not know layers, nor where buffers come from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+
+from sightline.layers.activation import Activation, Gate
+from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
+from sightline.layers.rotary import Halves, Rotary, RotaryTable
+
+
+class TurnedHeads(NamedTuple):
+    """Queries and keys on their way from the projection to attention. `q` and `k` may be overwritten."""
+
+    q: Tensor
+    """[num_tokens, num_q_heads, head_dim], as projected."""
+    k: Tensor
+    """[num_tokens, num_kv_heads, head_dim], as projected."""
+    turned: Halves
+    """Heads of `q` and `k` together, in the same memory."""
+    rotated: Halves
+    """The result, in memory of its own."""
+
+
+class LatentRows(NamedTuple):
+    """The parts of latent attention's inputs that are normalised or rotated. `turned` may be overwritten."""
+
+    unnormed: Tensor
+    """[num_tokens, latent_dim], as projected."""
+    latent: Tensor
+    """The normalised latent, in memory of its own."""
+    k_rope: Tensor
+    """[num_tokens, rope_dim]: the key's rope part, as projected."""
+    turned: Halves
+    """[num_tokens, num_q_heads + 1, rope_dim]: the rope parts of the queries, as projected, and room for the key's."""
+    k_rope_room: Tensor | None
+    """The last head of `turned`, if the key's rope part has to be copied there; None if it is there already."""
+    rotated: Halves
+    """The rotated parts of queries and key, in memory of their own."""
+
+
+class Operations(ABC):
+    """One method per operation. Rows are tokens; any number of them is allowed, also none."""
+
+    turns: ClassVar[bool]
+    """True if buffers may be feature-major. Otherwise a row's features must be contiguous; rows may be strided."""
+
+    @abstractmethod
+    def embed(self, weight: Tensor, tokens: Tensor, scale: float, out: Tensor) -> None:
+        """Writes the rows of weight [vocab_size, hidden] for tokens [num_tokens] int64, times `scale`.
+
+        The scale is rounded to the dtype of `out`, as models were trained.
+        """
+
+    @abstractmethod
+    def add_rows(self, table: Tensor, rows: Tensor, out: Tensor) -> None:
+        """Adds the rows of table [num_rows, hidden] that `rows` [num_tokens] int64 names to `out`."""
+
+    @abstractmethod
+    def rotary_table(self, rotary: Rotary, positions: Tensor, out: RotaryTable) -> None:
+        """Writes the cosines and sines for positions [num_tokens] int64. Angles are computed in fp32."""
+
+    @abstractmethod
+    def norm(self, x: Tensor, norm: RmsNorm, out: Tensor) -> None:
+        """Writes the norm of x [num_tokens, features] to `out`, which may be x itself."""
+
+    @abstractmethod
+    def norm_rows(self, x: Tensor, rows: Tensor, norm: RmsNorm, out: Tensor) -> None:
+        """Writes the norm of the rows of x that `rows` [num_wanted] int64 names to `out` [num_wanted, features]."""
+
+    @abstractmethod
+    def add_normed(self, result: Tensor, norm: RmsNorm, stream: Tensor) -> None:
+        """Adds the norm of `result` to the stream, both [num_tokens, features]. May overwrite the result."""
+
+    @abstractmethod
+    def add_normed_then_norm(
+        self, result: Tensor, norm: RmsNorm, stream: Tensor, next_norm: RmsNorm, out: Tensor
+    ) -> None:
+        """`add_normed`, then the `next_norm` of the stream, written to `out`."""
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, norm: LayerNorm, out: Tensor) -> None:
+        """Writes the norm of x [num_tokens, features] to `out`, which may be x itself."""
+
+    @abstractmethod
+    def turn_heads(self, heads: TurnedHeads, norms: HeadNorms | None, table: RotaryTable) -> None:
+        """Normalises each head of queries and keys, if there are norms, and rotates them."""
+
+    @abstractmethod
+    def turn_latents(self, rows: LatentRows, norm: RmsNorm, table: RotaryTable) -> None:
+        """Normalises the latent, and rotates the rope parts of queries and key."""
+
+    @abstractmethod
+    def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        """Combines gate and up, [num_tokens, size] each, as `kind` says. They are halves of one projection's output."""
+
+    @abstractmethod
+    def activate(self, kind: Activation, x: Tensor) -> None:
+        """Applies the activation to x [num_tokens, size] in place."""
+
+    @abstractmethod
+    def softcap(self, logits: Tensor, cap: float) -> None:
+        """Replaces the logits [num_rows, vocab_size] fp32 by cap * tanh(logits / cap)."""

@@ -1,0 +1,107 @@
+"""Experts whose weights are stacked, computed all at once on the device.
+
+Every launch has a size that the host knows before the step, and nothing is read back: a step can be captured in a CUDA
+graph. Does not know how checkpoints store experts. Needs Triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sightline.kernels.triton.expert_groups import TILE_FIELDS, group_choices, tile_table
+from sightline.kernels.triton.experts import (
+    GateKind,
+    GateRule,
+    GroupedChoices,
+    StackedWeights,
+    choose_tiles,
+    combine_parts,
+    down_product,
+    gate_up_product,
+)
+from sightline.kernels.triton.routing import RoutingRule, choose_experts
+from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers.moe import ExpertBank
+from sightline.layers.routing import Groups, Routing, Score, Share
+from sightline.layers.scratch import Scratch
+from sightline.layers.sink import Sink
+
+_KINDS = {
+    Activation.SILU: GateKind.SILU,
+    Activation.GELU: GateKind.GELU,
+    Activation.GELU_TANH: GateKind.GELU_TANH,
+    Activation.RELU: GateKind.RELU,
+}
+_ONE_GROUP = Groups(1, 1, ranked_by=1)
+
+
+class StackedBuffers:
+    """What the tokens of a step chose, their order by expert, and the results of the two products."""
+
+    def __init__(self, scratch: Scratch, per_token: int, size: int, hidden: int) -> None:
+        self.experts = scratch.take_rows("experts.chosen", per_token, torch.int32)
+        self.weights = scratch.take_rows("experts.weights", per_token, torch.float32)
+        self.order = scratch.take_rows("experts.order", per_token, torch.int32).view(-1)
+        self.tiles = scratch.take_rows("experts.tiles", TILE_FIELDS * per_token, torch.int32)
+        self.inner = scratch.take_rows("experts.inner", per_token * size).view(-1, size)
+        self.parts = scratch.take_rows("experts.parts", per_token * hidden).view(-1, hidden)
+
+
+@dataclass(frozen=True, eq=False)
+class StackedExperts(ExpertBank):
+    """The weights of all experts, one tensor for each projection."""
+
+    gate_up: StackedWeights
+    """[num_experts, 2 * size, hidden]: all gates, then all ups."""
+    down: StackedWeights
+    """[num_experts, hidden, size]."""
+    gate: Gate
+
+    def reserve(self, scratch: Scratch, per_token: int) -> None:
+        self._buffers(scratch, per_token)
+
+    def choose(
+        self, routing: Routing, logits: Tensor, correction: Tensor | None, scratch: Scratch
+    ) -> tuple[Tensor, Tensor]:
+        buffers = self._buffers(scratch, routing.experts_per_token)
+        choose_experts(logits, correction, routing_rule(routing), buffers.experts, buffers.weights)
+        return buffers.experts, buffers.weights
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, sink: Sink, scratch: Scratch) -> None:
+        num_choices, per_token, num_experts = experts.numel(), experts.shape[1], self.down.weight.shape[0]
+        buffers = self._buffers(scratch, per_token)
+        config = choose_tiles(num_choices, self.down, x.dtype)
+        tiles = tile_table(buffers.tiles, num_choices, num_experts, config.rows)
+        group_choices(experts, num_experts, config.rows, buffers.order, tiles)
+        choices = GroupedChoices(buffers.order, tiles, per_token)
+        gate_up_product(x, self.gate_up, _gate_rule(self.gate), choices, buffers.inner, config)
+        down_product(buffers.inner, self.down, choices, buffers.parts, config)
+        combine_parts(buffers.parts, weights, sink.target, adds=sink.adds)
+
+    def _buffers(self, scratch: Scratch, per_token: int) -> StackedBuffers:
+        size, hidden = self.gate_up.weight.shape[1] // 2, self.down.weight.shape[1]
+        return scratch.of(StackedBuffers, per_token, size, hidden)
+
+
+def _gate_rule(gate: Gate) -> GateRule:
+    match gate:
+        case Activation():
+            return GateRule(_KINDS[gate])
+        case ClampedSwiglu(alpha, limit):
+            return GateRule(GateKind.CLAMPED_SWIGLU, alpha, limit)
+
+
+def routing_rule(routing: Routing) -> RoutingRule:
+    """The routing as the kernel reads it."""
+    groups = routing.groups or _ONE_GROUP
+    return RoutingRule(
+        sigmoid=routing.score is Score.SIGMOID,
+        normalised=routing.share is Share.OF_CHOSEN,
+        scale=routing.scale,
+        num_groups=groups.num_groups,
+        groups_per_token=groups.groups_per_token,
+        ranked_by=groups.ranked_by,
+    )

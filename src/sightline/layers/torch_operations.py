@@ -1,0 +1,120 @@
+"""The operations in torch, for any device. The order of the arithmetic is what results on a CPU are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
+from sightline.layers.operations import LatentRows, Operations, TurnedHeads
+from sightline.layers.rotary import Halves, Rotary, RotaryTable
+
+_ACTIVATIONS: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        Activation.SILU: F.silu,
+        Activation.GELU: F.gelu,
+        Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+        Activation.RELU: F.relu,
+    }
+)
+_IN_PLACE: MappingProxyType[Activation, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        Activation.SILU: torch.ops.aten.silu_,
+        Activation.GELU: torch.ops.aten.gelu_,
+        Activation.GELU_TANH: partial(torch.ops.aten.gelu_, approximate="tanh"),
+        Activation.RELU: torch.ops.aten.relu_,
+    }
+)
+
+
+class TorchOperations(Operations):
+    """Buffers may have any memory order."""
+
+    turns = True
+
+    def embed(self, weight: Tensor, tokens: Tensor, scale: float, out: Tensor) -> None:
+        out.copy_(F.embedding(tokens, weight))
+        scale_by(scale, out)
+
+    def add_rows(self, table: Tensor, rows: Tensor, out: Tensor) -> None:
+        out.add_(table.index_select(0, rows))
+
+    def rotary_table(self, rotary: Rotary, positions: Tensor, out: RotaryTable) -> None:
+        angles = positions.float()[:, None, None] * rotary.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if rotary.amplitude != 1.0:
+            cos, sin = cos.mul_(rotary.amplitude), sin.mul_(rotary.amplitude)
+        torch.cat((cos, cos), dim=-1, out=out.cos)
+        torch.neg(out.sin.copy_(sin), out=out.minus_sin)
+
+    def norm(self, x: Tensor, norm: RmsNorm, out: Tensor) -> None:
+        if x.dtype != torch.float32:
+            out.copy_(F.rms_norm(x.float(), norm.weight.shape, norm.weight, norm.epsilon))
+            return
+        # The vector's length instead of its mean square takes four small operations: torch's own norm takes twice as
+        # long for one row and ten times as long for a prompt.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        torch.div(x, length.hypot_(norm.least_length), out=out).mul_(norm.scaled_weight)
+
+    def norm_rows(self, x: Tensor, rows: Tensor, norm: RmsNorm, out: Tensor) -> None:
+        torch.index_select(x, 0, rows, out=out)
+        self.norm(out, norm, out)
+
+    def add_normed(self, result: Tensor, norm: RmsNorm, stream: Tensor) -> None:
+        self.norm(result, norm, result)
+        stream.add_(result)
+
+    def add_normed_then_norm(
+        self, result: Tensor, norm: RmsNorm, stream: Tensor, next_norm: RmsNorm, out: Tensor
+    ) -> None:
+        self.add_normed(result, norm, stream)
+        self.norm(stream, next_norm, out)
+
+    def layer_norm(self, x: Tensor, norm: LayerNorm, out: Tensor) -> None:
+        out.copy_(F.layer_norm(x.float(), norm.weight.shape, norm.weight, norm.bias, norm.epsilon))
+
+    def turn_heads(self, heads: TurnedHeads, norms: HeadNorms | None, table: RotaryTable) -> None:
+        if norms is not None:
+            self.norm(heads.q, norms.q, heads.q)
+            self.norm(heads.k, norms.k, heads.k)
+        # One rotation for queries and keys: with few tokens, the time depends on the number of operations.
+        _rotate(heads.turned, table, heads.rotated)
+
+    def turn_latents(self, rows: LatentRows, norm: RmsNorm, table: RotaryTable) -> None:
+        if rows.k_rope_room is not None:
+            rows.k_rope_room.copy_(rows.k_rope)
+        self.norm(rows.unnormed, norm, rows.latent)
+        _rotate(rows.turned, table, rows.rotated)
+
+    def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        match kind:
+            case Activation():
+                torch.mul(_ACTIVATIONS[kind](gate), up, out=out)
+            case ClampedSwiglu(alpha, limit):
+                gate = gate.clamp(max=limit)
+                torch.mul((up.clamp(-limit, limit) + 1.0) * gate, torch.sigmoid(alpha * gate), out=out)
+
+    def activate(self, kind: Activation, x: Tensor) -> None:
+        _IN_PLACE[kind](x)
+
+    def softcap(self, logits: Tensor, cap: float) -> None:
+        logits.div_(cap).tanh_().mul_(cap)
+
+
+def scale_by(scale: float, x: Tensor) -> None:
+    """Multiplies x by the scale, rounded to the dtype of x."""
+    if scale != 1.0:
+        x.mul_(torch.tensor(scale, dtype=x.dtype, device="cpu"))
+
+
+def _rotate(x: Halves, table: RotaryTable, out: Halves) -> None:
+    """Writes the rotated x to `out`, which must not overlap x. Dimension i pairs with i + head_dim / 2."""
+    torch.mul(x.whole, table.cos, out=out.whole)
+    out.first.addcmul_(x.second, table.minus_sin)
+    out.second.addcmul_(x.first, table.sin)

@@ -1,0 +1,82 @@
+"""Random weights for a config: a checkpoint whose tensors are generated on the device when they are read.
+
+For measurements, where shapes matter and values do not. Every tensor depends on its name and the seed alone. The scales
+keep activations finite through any number of layers, and tokens different from each other, so that routers spread them
+over the experts:
+
+    embeddings                       1
+    projections into the stream      1 / sqrt(inputs * 2 * layers): all layers together add about as much as a token has
+    other projections                1 / sqrt(inputs)
+    norms, and biases and sinks      exactly 1, and exactly 0
+
+Does not know model families: a model is built once on torch's meta device, and what it asks for are its tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import MappingProxyType
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from sightline.core.ledger import Ledger
+from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
+from sightline.models.loading.config_only import ConfigCheckpoint
+from sightline.models.registry import define_model
+from sightline.models.weights import WeightReader
+
+_DTYPE = torch.bfloat16
+_INTO_STREAM = re.compile(r"\b(o_proj|down_proj)\b")
+
+
+class RandomCheckpoint(ConfigCheckpoint):
+    """The model of a config.json, with random weights and without a tokenizer."""
+
+    def __init__(self, path: Path, device: torch.device, ledger: Ledger, seed: int = 0) -> None:
+        """Reads the config. Weights are generated on `device`, each when it is loaded."""
+        super().__init__(path)
+        if self.packed_as is not None:
+            ledger.degrade(
+                "quantization_config", f"has no effect: random weights are {_DTYPE}", "use a config without it"
+            )
+        definition = define_model(self.config, Ledger())
+        shapes = _ShapeReader(self)
+        definition.load(shapes)
+        self.tensors = MappingProxyType(shapes.asked)
+        self._num_layers = len(definition.attention_specs())
+        self._device = device
+        self._seed = seed
+
+    def _read(self, name: str) -> Tensor:
+        made = torch.empty(self.tensors[name].shape, dtype=_DTYPE, device=self._device)
+        if "norm" in name:
+            return made.fill_(1.0)
+        if name.endswith(("bias", "sinks")):
+            return made.zero_()
+        generator = torch.Generator(self._device).manual_seed(crc32(name.encode(), self._seed))
+        return made.normal_(0.0, self._scale(name), generator=generator)
+
+    def _scale(self, name: str) -> float:
+        if "embed" in name:
+            return 1.0
+        # A matrix is stored outputs first, a stack of experts inputs first.
+        num_inputs = self.tensors[name].shape[1]
+        return 1.0 / math.sqrt(num_inputs * (2 * self._num_layers if _INTO_STREAM.search(name) else 1))
+
+
+class _ShapeReader(WeightReader):
+    """Records which tensors a model asks for, and gives it tensors without memory."""
+
+    def __init__(self, described: Checkpoint) -> None:
+        super().__init__(described, _DTYPE, torch.device("meta"), Ledger(), lambda _done, _total: None)
+        self.asked: dict[str, TensorInfo] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(self._claim(name, shape).shape, dtype=dtype or _DTYPE, device=self.device)
+
+    def _claim(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        return self.asked.setdefault(name, TensorInfo(shape, _DTYPE, "BF16"))

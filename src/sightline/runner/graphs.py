@@ -1,0 +1,134 @@
+"""Steps of a few fixed shapes that are captured once and then replayed, and the choice of the shape for a step.
+
+    work ─ fits a bucket? ─ no ──▶ Batch in memory of its own ─ plan ─ certificate ─ eager forward
+                  │
+                  └─ yes ──▶ Batch.inside the bucket, padded, one copy ─ the same plan, into the bucket's plan buffers
+                             ─ the same certificate ─ replay
+
+A bucket is the memory of the inputs of one shape. Its plan buffers belong to the planner, its recording to the runner.
+Does not know models or what a replay is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sightline.attention.capability import GraphLevel, Work, decode_work
+from sightline.attention.planner import GroupBinding, Planner
+from sightline.cache.pools import CacheStore
+from sightline.core.batch import CAUSAL, Batch, RowWork
+from sightline.core.batch_memory import StaticMemory, StepShape
+from sightline.core.errors import ConfigError
+from sightline.core.ledger import Ledger
+from sightline.core.staging import StagingRing
+from sightline.runner.batching import assemble
+from sightline.runner.recording import Recorder
+from sightline.runner.runner import Runner
+
+MAX_NEW_TOKENS = 8
+"""Most new tokens of a row in a captured step that is not decode."""
+
+
+class Graphs:
+    """The buckets of an engine; none if its steps are all eager."""
+
+    def __init__(self, sizes: Sequence[int], store: CacheStore, planner: Planner, bindings: Sequence[GroupBinding]):
+        """`sizes` are numbers of tokens, and so of rows."""
+        self._sizes = tuple(sizes)
+        self._store = store
+        self._planner = planner
+        self._bindings = tuple(bindings)
+        # Decode first, then by size: the first that fits is the best.
+        shapes = [*_decode_shapes(sizes, bindings), *_mixed_shapes(sizes, bindings)]
+        self.buckets = _make_buckets(shapes, store) if shapes else ()
+        for bucket in self.buckets:
+            planner.reserve(bucket)
+        self.num_bytes = 0
+        """Device memory that the graphs keep, beyond what eager steps have."""
+
+    def assemble(self, work: Sequence[RowWork]) -> Batch:
+        """A batch of paged rows: in the first bucket that it fits, otherwise in memory of its own."""
+        bucket = self._bucket_for(work) if self.buckets else None
+        return assemble(work, self._store) if bucket is None else Batch.inside(work, self._store.pools, bucket)
+
+    def _bucket_for(self, work: Sequence[RowWork]) -> StaticMemory | None:
+        lens = [len(row.tokens) + row.num_pending for row in work]
+        num_tokens, longest = sum(lens), max(lens, default=0)
+        if longest > MAX_NEW_TOKENS or any(row.mask is not CAUSAL for row in work):
+            return None
+        for bucket in self.buckets:
+            # A row without new tokens is a row all the same.
+            if max(num_tokens, len(work)) <= bucket.shape.size and longest <= bucket.shape.query_bound:
+                return bucket
+        return None
+
+    def capture(
+        self, runner: Runner, recorder: Recorder, ledger: Ledger, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Captures every bucket, the largest first, so that the others reuse its memory. No row may be open yet.
+
+        `on_progress` is told how many of how many are captured.
+        """
+        self._tell_uncaptured(ledger)
+        order = sorted(self.buckets, key=lambda bucket: bucket.shape.size, reverse=True)
+        for done, bucket in enumerate(order):
+            on_progress(done, len(order))
+            self._capture(bucket, runner, recorder)
+        on_progress(len(order), len(order))
+        self.num_bytes = recorder.num_bytes
+
+    def _capture(self, bucket: StaticMemory, runner: Runner, recorder: Recorder) -> None:
+        """Plans a step without padding once, and records it."""
+        store, rows = self._store, list[int]()
+        try:
+            for _ in range(bucket.shape.size):
+                rows.append(store.open_row())
+                store.grow_row(rows[-1], 1)
+            work = [RowWork(row, [0], context_len=0, num_logits=1) for row in rows]
+            planned = self._planner.plan(Batch.inside(work, store.pools, bucket))
+            runner.capture(planned, recorder)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"expected a step of {bucket.shape} that can be captured in a CUDA graph, got: {error}; use "
+                "enforce_eager, or fewer cuda_graph_sizes if memory is short"
+            ) from error
+        finally:
+            # In the order in which they were free before.
+            for row in reversed(rows):
+                store.close_row(row)
+
+    def _tell_uncaptured(self, ledger: Ledger) -> None:
+        decoded = {bucket.shape.size for bucket in self.buckets if bucket.shape.query_bound == 1}
+        for size in self._sizes:
+            for binding in self._bindings if size not in decoded else ():
+                part = binding.serving[decode_work(size)]
+                if part.capability.graph is GraphLevel.NONE:
+                    ledger.degrade(
+                        "cuda_graph_sizes",
+                        f"steps of {size} rows run eagerly: {type(part.backend).__name__}, which serves "
+                        f"{binding.group.name}, cannot be captured",
+                        "choose another decode_attention_backend, or enforce_eager",
+                    )
+
+
+def _make_buckets(shapes: Sequence[StepShape], store: CacheStore) -> tuple[StaticMemory, ...]:
+    """A bucket for each shape. All are filled from one ring."""
+    num_pools, device = len(store.pools), store.device
+    ring = StagingRing.of(max([StaticMemory.num_numbers(shape, num_pools) for shape in shapes]), device)
+    return tuple(StaticMemory(shape, num_pools, device, ring) for shape in shapes)
+
+
+def _decode_shapes(sizes: Sequence[int], bindings: Sequence[GroupBinding]) -> list[StepShape]:
+    """Steps of one new token a row, where the backends that decode so many rows can be captured."""
+
+    def is_captured(size: int) -> bool:
+        return all(each.serving[decode_work(size)].capability.graph is not GraphLevel.NONE for each in bindings)
+
+    return [StepShape(size, 1) for size in sizes if is_captured(size)]
+
+
+def _mixed_shapes(sizes: Sequence[int], bindings: Sequence[GroupBinding]) -> list[StepShape]:
+    """Steps of a few new tokens a row, where the backends that serve any rows can be captured with any."""
+    if not all(each.serving[Work.PREFILL].capability.graph is GraphLevel.FULL for each in bindings):
+        return []
+    return [StepShape(size, min(size, MAX_NEW_TOKENS)) for size in sizes if size > 1]

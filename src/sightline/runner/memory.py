@@ -1,0 +1,29 @@
+"""The memory ledger of an engine on a card: read from the device once the engine is built."""
+
+from __future__ import annotations
+
+from sightline.attention.workspace import Workspace
+from sightline.cache.pools import CacheStore
+from sightline.core.device import DeviceKind, device_memory
+from sightline.core.ledger import Ledger
+from sightline.core.memory import MemoryLedger, account, gibibytes
+from sightline.core.resolution import ResolvedConfig
+
+
+def memory_ledger(config: ResolvedConfig, store: CacheStore, workspace: Workspace) -> MemoryLedger | None:
+    """Who holds the card's memory; None on a CPU, or if the engine was not sized from what the device reports."""
+    if config.device.kind is not DeviceKind.CUDA or not config.memory.allowed_bytes:
+        return None
+    cache_bytes = sum(pool.num_bytes for pool in store.pools)
+    return account(config.memory, device_memory(config.device), cache_bytes, workspace.num_bytes)
+
+
+def tell_excess(config: ResolvedConfig, store: CacheStore, workspace: Workspace, ledger: Ledger) -> None:
+    """Records it if the process holds more of the card than it may."""
+    memory = memory_ledger(config, store, workspace)
+    if memory is not None and memory.held > memory.allowed:
+        ledger.degrade(
+            "memory_fraction",
+            f"the process holds {gibibytes(memory.held)} of the card, more than its {gibibytes(memory.allowed)}",
+            "lower memory_fraction or cache_tokens",
+        )

@@ -1,0 +1,117 @@
+"""A batch in memory at fixed addresses is the padded batch, and overwrites the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sightline.core.batch import Batch, RowWork
+from sightline.core.batch_memory import StaticMemory, StepShape
+from sightline.core.errors import BatchError
+from sightline.core.staging import StagingRing
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A pool whose slots tell their row and place."""
+
+    key: str
+    table_id: int = 3
+    num_table_rows: int = 20
+
+    def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
+        return tuple(10 * row for row in rows)
+
+    def slots_to_write(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+        return [100 * row + place for row, first, count in spans for place in range(first, first + count)]
+
+
+SOURCES = (Pages("kv"), Pages("window"))
+
+
+def static(size: int, query_bound: int, num_pools: int = 2) -> StaticMemory:
+    shape = StepShape(size, query_bound)
+    return StaticMemory(shape, num_pools, CPU, StagingRing.of(StaticMemory.num_numbers(shape, num_pools), CPU))
+
+
+def numbers(batch: Batch) -> dict[str, object]:
+    """All that a batch consists of but its bounds of new tokens, its logits' padding and its identity."""
+    return {
+        "tokens": batch.tokens.tolist(),
+        "positions": batch.positions.tolist(),
+        "query_lens": (batch.query_lens.device.tolist(), batch.query_lens.host),
+        "context_lens": (batch.context_lens.device.tolist(), batch.context_lens.bound, batch.context_lens.host),
+        "rows": (batch.rows, batch.table_rows.tolist(), batch.masks),
+        "pools": {key: (each.table_id, each.versions, each.write_slots.tolist()) for key, each in batch.pools.items()},
+        "logits": (batch.logit_indices.tolist()[: len(batch.logit_places)], batch.logit_rows, batch.logit_places),
+        "pending": batch.pending,
+    }
+
+
+@pytest.mark.parametrize("size", [3, 5, 8, 17])
+@pytest.mark.parametrize(
+    "work",
+    [
+        [RowWork(4, [7], 9, 1), RowWork(2, [8], 0, 1), RowWork(9, [5], 30, 1)],
+        [RowWork(4, [7, 6], 9, 2), RowWork(2, [], 5, 1, num_pending=1)],
+        [RowWork(1, [3], 0, 0)],
+        [],
+    ],
+    ids=["decode", "mixed", "one", "none"],
+)
+def test_a_batch_in_static_memory_is_the_padded_one(size: int, work: list[RowWork]) -> None:
+    memory = static(size, 2)
+    memory._block.fill_(-7)
+    batch = Batch.inside(work, SOURCES, memory)
+    assert numbers(batch) == numbers(Batch(tuple(work), SOURCES, CPU).pad(size, size))
+    assert batch.query_lens.bound == (2,) * size
+    assert batch.logit_indices.shape == (size,)
+    assert set(batch.logit_indices.tolist()[len(batch.logit_places) :]) <= {0}
+
+
+def test_the_next_batch_overwrites_the_one_before_at_the_same_addresses() -> None:
+    memory = static(4, 1)
+    first = Batch.inside([RowWork(row, [row], 5, 1) for row in (1, 2, 3, 4)], SOURCES, memory)
+    second = Batch.inside([RowWork(7, [9], 3, 1)], SOURCES, memory)
+    assert (first.is_overwritten, second.is_overwritten) == (True, False)
+    assert first.tokens.data_ptr() == second.tokens.data_ptr()
+    assert second.tokens.tolist() == [9, 0, 0, 0]
+    assert second.pools["window"].write_slots.tolist() == [703, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        ([RowWork(row, [1], 0, 1) for row in (1, 2, 3)], "expected tokens to be at most 2 on cpu, got 3 on cpu"),
+        ([RowWork(1, [1, 2], 0, 1)], "expected query_lens to be at most 1, got 2"),
+    ],
+    ids=["rows", "tokens"],
+)
+def test_a_batch_that_does_not_fit_is_refused_and_nothing_overwritten(work: list[RowWork], message: str) -> None:
+    memory = static(2, 1)
+    held = Batch.inside([RowWork(1, [5], 0, 1)], SOURCES, memory)
+    with pytest.raises(BatchError, match=message):
+        Batch.inside(work, SOURCES, memory)
+    assert (held.is_overwritten, held.tokens.tolist()) == (False, [5, 0])
+
+
+def test_pending_tokens_are_put_in_place() -> None:
+    memory = static(3, 1)
+    batch = Batch.inside([RowWork(1, [5], 0, 1), RowWork(2, [], 4, 1, num_pending=1)], SOURCES, memory)
+    filled = batch.filled([1], torch.tensor([77]))
+    assert (filled.tokens.tolist(), filled.tokens.data_ptr()) == ([5, 77, 0], batch.tokens.data_ptr())
+    assert (batch.is_overwritten, filled.is_overwritten, filled.pending) == (True, False, frozenset())
+
+
+def test_a_batch_that_is_padded_or_taken_from_has_memory_of_its_own() -> None:
+    memory = static(3, 1)
+    batch = Batch.inside([RowWork(1, [5], 0, 1), RowWork(2, [6], 4, 1)], SOURCES, memory)
+    others = [batch.pad(5, 6), batch.take([1])]
+    Batch.inside([], SOURCES, memory)
+    assert [other.is_overwritten for other in others] == [False, False]
+    assert others[1].tokens.tolist() == [6]

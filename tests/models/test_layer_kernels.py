@@ -1,0 +1,106 @@
+"""Whole models compute the same with fused kernels, and a dense layer takes few of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from sightline.core.config import EngineConfig, LayerKernels
+from sightline.core.errors import ConfigError
+from sightline.layers.linear import Linear
+from sightline.layers.operations import Operations
+from sightline.layers.torch_operations import TorchOperations
+from sightline.layers.triton_operations import TritonOperations
+from sightline.runner import build
+from sightline.runner.build import Runtime
+from support.tiny_bert import CLS, SEP, make_bert, open_tiny, save_embedder, vectors
+from support.tiny_models import FAMILIES, Models, load_runtime, random_prompts, relative_error, stepped_logits
+
+TOLERANCE = 1e-4
+"""Of the logits' scale."""
+PROMPT_LENS = (5, 1)
+QUICK = "qwen3"
+"""Runs in `make test`; the other families belong to `make prove`."""
+DENSE = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+MOST_KERNELS = 9
+OUTSIDE = ("embed", "rotary_table", "norm_rows", "softcap")
+"""Operations of a step, not of a layer."""
+every_family = pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=() if each == QUICK else pytest.mark.prove) for each in FAMILIES]
+)
+
+
+def load(folder: Path, monkeypatch: pytest.MonkeyPatch, operations: Operations) -> Runtime:
+    """A runtime with operations that its settings would not choose: on a CPU, Triton's are for tests only."""
+    monkeypatch.setattr(build, "make_operations", lambda kernels: operations)
+    return load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=4))
+
+
+def logits_of(runtime: Runtime) -> Tensor:
+    sequences = random_prompts([length + 2 for length in PROMPT_LENS])
+    return torch.cat(stepped_logits(runtime, sequences, PROMPT_LENS, chunk=4))
+
+
+@every_family
+def test_a_model_with_fused_kernels_gives_the_same_logits(
+    models: Models, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = models[family]
+    expected = logits_of(load(folder, monkeypatch, TorchOperations()))
+    got = logits_of(load(folder, monkeypatch, TritonOperations()))
+    assert relative_error(got, expected) <= TOLERANCE
+
+
+def test_an_encoder_with_fused_kernels_gives_the_same_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_embedder(make_bert(), tmp_path)
+    texts = [[CLS, 5, 6, 7, SEP], [CLS, 8, SEP]]
+    expected = vectors(open_tiny(folder), texts)
+    monkeypatch.setattr(build, "make_operations", lambda kernels: TritonOperations())
+    torch.testing.assert_close(vectors(open_tiny(folder), texts), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_a_dense_layer_takes_few_kernels_beside_attention(
+    models: Models, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation is one kernel, as `test_triton_operations` counts, and so is a product and a bias that is added."""
+    _, folder = models[family]
+    runtime = load(folder, monkeypatch, TritonOperations())
+    counts = Counter[str]()
+
+    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any) -> Any:
+            counts[name] += 1 + (name == "add" and self.bias is not None)
+            return method(self, *args)
+
+        return call
+
+    for kind, names in ((TritonOperations, Operations.__abstractmethods__), (Linear, ("__call__", "add"))):
+        for name in names:
+            monkeypatch.setattr(kind, name, counted(name, getattr(kind, name)))
+    [sequence] = random_prompts([1])
+    stepped_logits(runtime, [sequence], [1], chunk=8)
+    head = 1
+    in_layers = counts.total() - head - sum(counts[name] for name in OUTSIDE)
+    num_layers = len(runtime.definition.attention_specs())
+    assert counts["turn_heads"] == num_layers
+    assert in_layers <= MOST_KERNELS * num_layers, counts
+
+
+def test_the_setting_chooses_the_kernels() -> None:
+    assert isinstance(build.make_operations(LayerKernels.TORCH), TorchOperations)
+    assert isinstance(build.make_operations(LayerKernels.TRITON), TritonOperations)
+
+
+def test_fused_kernels_are_refused_on_a_cpu(models: Models) -> None:
+    _, folder = models["llama"]
+    with pytest.raises(ConfigError, match="expected layer_kernels torch on the device cpu, got triton"):
+        load_runtime(folder, EngineConfig(device="cpu", layer_kernels="triton"))

@@ -1,0 +1,52 @@
+"""An engine on a card says who holds its memory, and tells if the process holds more than it may."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sightline.core.config import EngineConfig
+from sightline.core.device import Device, DeviceKind, DeviceMemory
+from sightline.core.ledger import Ledger
+from sightline.core.memory import share_out
+from sightline.core.resolution import ModelFacts, resolve
+from sightline.runner import memory as memory_module
+from sightline.runner.memory import memory_ledger, tell_excess
+
+GIB = 1 << 30
+CARD = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
+CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
+START = DeviceMemory(80 * GIB, 79 * GIB, 0)
+FACTS = ModelFacts(max_positions=1000, weight_elements=500, quantised_bytes=0, cache_elements_per_token=10)
+STORE: Any = SimpleNamespace(pools=(SimpleNamespace(num_bytes=3 * GIB), SimpleNamespace(num_bytes=4 * GIB)))
+WORKSPACE: Any = SimpleNamespace(num_bytes=GIB)
+
+
+def configured(device: Device) -> Any:
+    config = resolve(EngineConfig(cache_tokens=64), FACTS, CPU, Ledger())
+    return replace(config, device=device, memory=share_out(device.kind, START, 0.5, 10 * GIB))
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
+    now = DeviceMemory(START.total_bytes, START.free_bytes - held, held)
+    monkeypatch.setattr(memory_module, "device_memory", lambda device: now)
+
+
+def test_pools_and_leases_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(monkeypatch, 19 * GIB)
+    ledger = memory_ledger(configured(CARD), STORE, WORKSPACE)
+    assert ledger is not None
+    assert (ledger.weights, ledger.cache, ledger.scratch, ledger.other) == (10 * GIB, 7 * GIB, GIB, GIB)
+    assert memory_ledger(configured(CPU), STORE, WORKSPACE) is None
+
+
+@pytest.mark.parametrize(("held", "told"), [(40, []), (41, ["memory_fraction"])])
+def test_more_than_the_share_of_the_card_is_told(monkeypatch: pytest.MonkeyPatch, held: int, told: list[str]) -> None:
+    hold(monkeypatch, held * GIB)
+    ledger = Ledger()
+    tell_excess(configured(CARD), STORE, WORKSPACE, ledger)
+    assert [entry.subject for entry in ledger.degradations] == told

@@ -1,0 +1,68 @@
+"""On an NVIDIA GPU: random weights are made there, memory adds up, and a profile knows kernels and idle time."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from sightline.bench.engine.profile_step import COPIES, IDLE, KERNELS, profile_steps
+from sightline.bench.engine.work import CONFIGS, load_subject
+from sightline.core.config import EngineConfig
+from sightline.core.ledger import Ledger
+from sightline.models.random_weights import RandomCheckpoint
+from sightline.runner.build import build_runtime
+from sightline.runner.memory import memory_ledger
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+CARD = torch.device("cuda", 0)
+
+
+def cut(folder: Path, name: str, num_layers: int) -> Path:
+    """One of Sightline's own configs with few layers."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads((CONFIGS / f"{name}.json").read_text()) | {"num_hidden_layers": num_layers}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["llama-8b", "deepseek-v2-lite", "gpt-oss-20b"])
+def test_weights_are_made_on_the_card_without_a_second_copy_of_the_model(name: str, tmp_path: Path) -> None:
+    path = cut(tmp_path, name, 4)
+    checkpoint = RandomCheckpoint(path, CARD, Ledger(strict=True))
+    sizes = [2 * math.prod(info.shape) for info in checkpoint.tensors.values()]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    config = EngineConfig(device="cuda", cache_tokens=1024, max_model_len=512)
+    runtime = build_runtime(config, checkpoint, Ledger(), lambda done, total: None)
+    rest = sum(pool.num_bytes for pool in runtime.store.pools) + runtime.workspace.num_bytes
+    # A tensor and what is made of it: a joined, reordered or checked copy, and a layer's experts side by side.
+    assert torch.cuda.max_memory_allocated() - before <= sum(sizes) + rest + 3 * max(sizes) + (1 << 28)
+
+
+def test_the_ledger_names_all_but_a_little_of_what_the_driver_calls_used(tmp_path: Path) -> None:
+    checkpoint = RandomCheckpoint(cut(tmp_path, "llama-8b", 8), CARD, Ledger(strict=True))
+    ledger = Ledger(strict=True)
+    runtime = build_runtime(EngineConfig(device="cuda", memory_fraction=0.5), checkpoint, ledger, lambda _d, _t: None)
+    memory = memory_ledger(runtime.config, runtime.store, runtime.workspace)
+    assert memory is not None
+    assert memory.held <= memory.allowed
+    assert abs(memory.other) <= 0.02 * memory.total
+    assert memory.held >= 0.5 * memory.allowed
+
+
+def test_a_profile_on_a_card_has_kernels_and_idle_time(tmp_path: Path) -> None:
+    settings: dict[str, object] = {"device": "cuda", "cache_tokens": 4096, "max_model_len": 1024}
+    subject = load_subject(settings, str(cut(tmp_path, "qwen3-0.6b", 4)))
+    profile = profile_steps(subject.llm.engine, rows=4, context=64, num_steps=8)
+    assert list(profile.groups) == [KERNELS, COPIES, IDLE]
+    assert profile.groups[KERNELS] > 0
+    assert sum(profile.groups.values()) == pytest.approx(profile.step_seconds, rel=0.05)
+    assert 4 < profile.calls_per_layer < 100
