@@ -27,6 +27,7 @@ from support.tiny_models import make_model, random_prompts
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 PLAIN = EffectiveParams(1.0, 1.0, 0, 0.0, 5, 16, frozenset({7}), True, frozenset({2}))
 CHANGES: list[dict[str, Any]] = [
@@ -151,7 +152,7 @@ def test_an_engines_steps_sample_without_waiting(
         SamplingParams(temperature=0.7, top_k=5, top_p=0.9, seed=1, max_tokens=12, ignore_eos=True),
     ]
     monkeypatch.setattr(engine, "sample", guarded(sampled.sample))
-    monkeypatch.setattr("sightline.engine.launch.assemble", guarded(assemble))
+    monkeypatch.setattr("sightline.runner.graphs.assemble", guarded(assemble))
     answers = {}
     for device in ("cpu", "cuda"):
         llm = LLM(
