@@ -7,8 +7,15 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from sightline.kernels.triton import thin_product as module
 from sightline.kernels.triton.gates import GateKind, GateRule
-from sightline.kernels.triton.thin_product import MOST_ROWS, fits_thin_product, thin_gated_product, thin_product
+from sightline.kernels.triton.thin_product import (
+    MOST_ROWS,
+    ThinConfig,
+    fits_thin_product,
+    thin_gated_product,
+    thin_product,
+)
 from sightline.layers.activation import Activation
 from sightline.layers.linear import GateRoom, Linear
 from sightline.layers.thin_linear import ThinLinear
@@ -127,3 +134,18 @@ def test_a_projection_is_the_same_with_any_number_of_rows(rows: int, dtype: torc
     tolerance = 1e-5 if dtype is torch.float32 else 2.0**-5
     for plain, thin in zip(*results, strict=True):
         torch.testing.assert_close(thin.float(), plain.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("inputs", "held"), [(64, 64), (80, 64), (272, 128)])
+@pytest.mark.parametrize("gates", [False, True], ids=["", "gated"])
+def test_weights_held_before_the_wait(inputs: int, held: int, monkeypatch: pytest.MonkeyPatch, *, gates: bool) -> None:
+    monkeypatch.setattr(module, "choose_thin", lambda *_, **__: ThinConfig(16, 32, 2, held))
+    case, rule = Case(3, 40, inputs, torch.bfloat16), GateRule(GateKind.SILU)
+    out, wide = case.room(20 if gates else 40)
+    expected = case.expected(None)
+    if gates:
+        thin_gated_product(case.x, case.weight, None, rule, out, overlaps=False)
+        expected = gated(rule, *expected.float().chunk(2, dim=-1)).double()
+    else:
+        thin_product(case.x, case.weight, None, out, adds=False, overlaps=False)
+    case.check(out, wide, expected)
