@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from sightline.kernels.triton import thin_product as module
 from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.thin_product import (
     MOST_ROWS,
-    ThinConfig,
+    exact_product,
+    fits_exact_product,
     fits_thin_product,
     thin_gated_product,
     thin_product,
@@ -89,6 +89,8 @@ def test_gates(rows: int, outputs: int, inputs: int, kind: GateKind, *, has_bias
     case.check(out, wide, gated(rule, gate, up).double())
 
 
+# The interpreter's, of padding outputs, whose weights are 0.
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_affects_no_other(bad: float) -> None:
     case = Case(3, 48, 272, torch.bfloat16)
@@ -136,16 +138,19 @@ def test_a_projection_is_the_same_with_any_number_of_rows(rows: int, dtype: torc
         torch.testing.assert_close(thin.float(), plain.float(), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("inputs", "held"), [(64, 64), (80, 64), (272, 128)])
-@pytest.mark.parametrize("gates", [False, True], ids=["", "gated"])
-def test_weights_held_before_the_wait(inputs: int, held: int, monkeypatch: pytest.MonkeyPatch, *, gates: bool) -> None:
-    monkeypatch.setattr(module, "choose_thin", lambda *_, **__: ThinConfig(16, 32, 2, held))
-    case, rule = Case(3, 40, inputs, torch.bfloat16), GateRule(GateKind.SILU)
-    out, wide = case.room(20 if gates else 40)
-    expected = case.expected(None)
-    if gates:
-        thin_gated_product(case.x, case.weight, None, rule, out, overlaps=False)
-        expected = gated(rule, *expected.float().chunk(2, dim=-1)).double()
-    else:
-        thin_product(case.x, case.weight, None, out, adds=False, overlaps=False)
-    case.check(out, wide, expected)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 1, 16), (3, 7, 40), (16, 64, 2100)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_exact_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, has_bias: bool) -> None:
+    case = Case(rows, outputs, inputs, dtype)
+    weight, bias = torch.randn(outputs, inputs).to(DEVICE) * inputs**-0.5, case.bias if has_bias else None
+    wide = torch.ones(rows + 2, outputs + 2, device=DEVICE)
+    out = wide[1:-1, 1:-1]
+    out.fill_(torch.nan)
+    assert fits_exact_product(case.x, weight)
+    exact_product(case.x, weight, bias, out, overlaps=False)
+    expected = case.x.double() @ weight.double().T
+    expected = expected if bias is None else expected + bias.double()
+    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=3e-6)
+    out.fill_(1.0)
+    assert (wide == 1.0).all(), "wrote beside its rows"

@@ -40,7 +40,7 @@ from sightline.kernels.triton.pointwise import activate, add_rows, gate, softcap
 from sightline.kernels.triton.project import project_real
 from sightline.kernels.triton.rotations import rotary_table, turn_heads, turn_latents
 from sightline.kernels.triton.routing import RoutingRule, choose_experts
-from sightline.kernels.triton.thin_product import thin_gated_product, thin_product
+from sightline.kernels.triton.thin_product import exact_product, thin_gated_product, thin_product
 from sightline.kernels.triton.write import write_keys_values, write_latents
 
 BF16, FP8, FP32, INT64 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64
@@ -175,6 +175,7 @@ def compile_thin_products() -> None:
         thin_product(x, weight, bias, meta(TOKENS, 2 * outputs), adds=False, overlaps=True)
         rule = GateRule(GateKind.CLAMPED_SWIGLU)
         thin_gated_product(x, weight, bias, rule, meta(TOKENS, outputs), overlaps=True)
+    exact_product(meta(TOKENS, 2048), meta(64, 2048, dtype=FP32), None, meta(TOKENS, 64, dtype=FP32), overlaps=True)
 
 
 def stacked_for(form: WeightForm, outputs: int, inputs: int, dtype: torch.dtype) -> StackedWeights:

@@ -35,7 +35,10 @@ class Projection(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Writes `out` [rows, out_features] from x [rows, in_features]."""
+        """Writes `out` [rows, out_features] from x [rows, in_features].
+
+        If the weights have a wider dtype than x, the product is computed in theirs.
+        """
 
     @abstractmethod
     def add(self, x: Tensor, out: Tensor) -> None:
@@ -60,6 +63,7 @@ class Linear(Projection):
         self._transposed = weight.t()
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
+        x = x.to(self.weight.dtype)
         if self.bias is None:
             torch.mm(x, self._transposed, out=out)
         else:

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sightline.kernels.triton.thin_product import fits_thin_product, thin_gated_product, thin_product
+from sightline.kernels.triton.thin_product import (
+    exact_product,
+    fits_exact_product,
+    fits_thin_product,
+    thin_gated_product,
+    thin_product,
+)
 from sightline.layers.activation import Gate
 from sightline.layers.linear import GateRoom, Linear
 from sightline.layers.operations import Operations
@@ -27,6 +33,8 @@ class ThinLinear(Linear):
     def __call__(self, x: Tensor, out: Tensor) -> None:
         if fits_thin_product(x, self.weight):
             thin_product(x, self.weight, self.bias, out, adds=False, overlaps=self._overlaps)
+        elif fits_exact_product(x, self.weight):
+            exact_product(x, self.weight, self.bias, out, overlaps=self._overlaps)
         else:
             super().__call__(x, out)
 

@@ -2,7 +2,8 @@
 
 Their time is that of reading the weights. A program multiplies all rows with a block of outputs, so each weight is read
 once, by a pipeline of loads. The gate of a feed-forward and the addition to the residual stream are part of the
-launch. Rows of x and `out` may be strided. Does not know layers.
+launch. Products with fp32 weights, such as a router's, are computed in fp32, a program for each row and a few outputs.
+Rows of x and `out` may be strided. Does not know layers.
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +23,9 @@ MOST_ROWS = 16
 _ROWS = 16
 """The rows of a program's product, some of which may be padding: the fewest that tensor cores multiply."""
 
+_EXACT_OUTPUTS = 4
+_MOST_EXACT_OUTPUTS = 1024
+
 
 @dataclass(frozen=True)
 class ThinConfig:
@@ -33,8 +37,6 @@ class ThinConfig:
     """The number of inputs that are read at a time."""
     stages: int
     """The number of blocks on their way."""
-    held: int = 0
-    """The number of inputs, a power of 2, whose weights are loaded before the previous launch is over."""
 
 
 def fits_thin_product(x: Tensor, weight: Tensor) -> bool:
@@ -44,6 +46,7 @@ def fits_thin_product(x: Tensor, weight: Tensor) -> bool:
     """
     return (
         0 < x.shape[0] <= MOST_ROWS
+        and x.dtype == weight.dtype
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[1] % BORDER == 0
         and weight.is_contiguous()
@@ -63,6 +66,39 @@ def thin_gated_product(
 ) -> None:
     """Writes gate and up, the halves of x weight^T + bias, combined as the rule says. Otherwise like `thin_product`."""
     _launch(x, weight, bias, out, num_outputs=weight.shape[0] // 2, adds=False, overlaps=overlaps, rule=rule)
+
+
+def fits_exact_product(x: Tensor, weight: Tensor) -> bool:
+    """True if `exact_product` is for these. There are few outputs: each row reads all weights."""
+    return (
+        0 < x.shape[0] <= MOST_ROWS
+        and weight.shape[0] <= _MOST_EXACT_OUTPUTS
+        and weight.dtype is torch.float32
+        and weight.is_contiguous()
+    )
+
+
+def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, overlaps: bool) -> None:
+    """Writes x weight^T + bias to out [num_rows, out_features], all computed in fp32; x has any dtype.
+
+    `fits_exact_product` must hold. `overlaps` is as in `thin_product`.
+    """
+    num_outputs, num_inputs = weight.shape
+    _exact_kernel[(x.shape[0], triton.cdiv(num_outputs, _EXACT_OUTPUTS))](
+        x,
+        weight,
+        bias,
+        out,
+        row_stride(x),
+        row_stride(out),
+        INPUTS=num_inputs,
+        OUTPUTS=num_outputs,
+        OUTPUT_BLOCK=_EXACT_OUTPUTS,
+        INPUT_BLOCK=min(2048, triton.next_power_of_2(num_inputs)),
+        HAS_BIAS=bias is not None,
+        num_warps=4,
+        **overlap_settings(overlaps),
+    )
 
 
 def choose_thin(num_outputs: int, num_inputs: int, *, gates: bool) -> ThinConfig:
@@ -104,7 +140,6 @@ def _launch(
         ROWS=_ROWS,
         OUTPUT_BLOCK=config.outputs,
         INPUT_BLOCK=config.inputs,
-        HELD=config.held,
         STAGES=config.stages,
         KIND=None if rule is None else int(rule.kind),
         ADDS=adds,
@@ -127,31 +162,21 @@ def _block(places, inside, inputs_left, INPUT_BLOCK: tl.constexpr, IS_WHOLE: tl.
 def _thin_kernel(
     x, weight, bias, out, num_rows, alpha, limit, x_stride, out_stride,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr, HELD: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes a block of outputs of all rows."""
     row = tl.arange(0, ROWS)
     output = tl.program_id(0).to(tl.int64) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
     column = tl.arange(0, INPUT_BLOCK)
     is_row, is_output = row < num_rows, output < OUTPUTS
-    IS_WHOLE: tl.constexpr = (INPUTS - HELD) % INPUT_BLOCK == 0 and OUTPUTS % OUTPUT_BLOCK == 0
-    x_rows, weight_rows = x + row[:, None] * x_stride, weight + output[:, None] * INPUTS
-    x_places, weight_places = x_rows + column[None, :], weight_rows + column[None, :]
+    IS_WHOLE: tl.constexpr = INPUTS % INPUT_BLOCK == 0 and OUTPUTS % OUTPUT_BLOCK == 0
+    x_places = x + row[:, None] * x_stride + column[None, :]
+    weight_places = weight + output[:, None] * INPUTS + column[None, :]
     sums = tl.zeros([ROWS, OUTPUT_BLOCK], tl.float32)
     up_sums = tl.zeros([ROWS, OUTPUT_BLOCK], tl.float32)
-    if HELD > 0:
-        held = tl.arange(0, HELD)[None, :]
-        held_factors = tl.load(weight_rows + held, mask=is_output[:, None], other=0.0)
-        if KIND is not None:
-            held_ups = tl.load(weight_rows + (OUTPUTS * INPUTS + held), mask=is_output[:, None], other=0.0)
     wait_for_previous(OVERLAPS)
-    if HELD > 0:
-        held_x = tl.load(x_rows + held, mask=is_row[:, None], other=0.0)
-        sums = product(held_x, tl.trans(held_factors), sums, INTERPRETED)
-        if KIND is not None:
-            up_sums = product(held_x, tl.trans(held_ups), up_sums, INTERPRETED)
-    for start in tl.range(HELD, INPUTS, INPUT_BLOCK, num_stages=STAGES):
+    for start in tl.range(0, INPUTS, INPUT_BLOCK, num_stages=STAGES):
         left = INPUTS - start
         given = tl.load(x_places + start, mask=is_row[:, None] & (column < left)[None, :], other=0.0)
         factors = _block(weight_places + start, is_output[:, None], left, INPUT_BLOCK, IS_WHOLE)
@@ -170,3 +195,27 @@ def _thin_kernel(
     if ADDS:
         sums += tl.load(places, mask=inside, other=0.0).to(tl.float32)
     tl.store(places, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _exact_kernel(
+    x, weight, bias, out, x_stride, out_stride,
+    INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A program computes a few outputs of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * OUTPUT_BLOCK + tl.arange(0, OUTPUT_BLOCK)
+    column = tl.arange(0, INPUT_BLOCK)
+    is_output = output < OUTPUTS
+    wait_for_previous(OVERLAPS)
+    sums = tl.zeros([OUTPUT_BLOCK, INPUT_BLOCK], tl.float32)
+    for start in range(0, INPUTS, INPUT_BLOCK):
+        inside = start + column < INPUTS
+        given = tl.load(x + row * x_stride + start + column, mask=inside, other=0.0).to(tl.float32)
+        places = weight + output[:, None] * INPUTS + (start + column)[None, :]
+        sums += tl.load(places, mask=is_output[:, None] & inside[None, :], other=0.0) * given[None, :]
+    result = tl.sum(sums, axis=1)
+    if HAS_BIAS:
+        result += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + output, result.to(out.dtype.element_ty), mask=is_output)
