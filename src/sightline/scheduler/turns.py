@@ -1,6 +1,7 @@
 """The order in which waiting sequences of one priority are considered.
 
-By how little the caller has used, then by arrival; callers without a row come first. Knows values only.
+By how little the caller has used, then by arrival. Callers that could take a row from another come first, those with
+the fewest rows before the others: otherwise a row would be given away only to be taken back. Knows values only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
 from sightline.scheduler.decision import WaitingSequence
+from sightline.scheduler.victims import LEAST_LEAD
 
 
 class QueuePosition(NamedTuple):
@@ -26,28 +28,37 @@ def in_turn(
     lines: Mapping[str, Sequence[WaitingSequence]],
     usage: Mapping[str, int],
     held: Mapping[str, int],
+    least_lead: float = LEAST_LEAD,
 ) -> Generator[tuple[QueuePosition, WaitingSequence], None, None]:
-    """Yields the sequences of one priority in turn, counting each one's prompt as its caller's usage, as if admitted.
+    """Yields the sequences of one priority in turn, counting each one's prompt and row as its caller's, as if admitted.
 
-    Each caller that holds no row goes before the others, with one sequence, in the turn of the first of all.
+    Callers without a row, and callers over whom another leads by at least `least_lead` rows, go before the others, in
+    the turn of the first of all.
     """
     tokens = dict(usage)
-    deprived: list[tuple[QueuePosition, str, int]] = []
-    others: list[tuple[QueuePosition, str, int]] = []
+    most = max(held.values(), default=0)
+    heaps: dict[int, list[tuple[QueuePosition, str, int]]] = {}
+    """The next place of each line, by how many rows its caller holds."""
     for caller, line in lines.items():
-        heads = others if caller in held else deprived
-        heads.append((QueuePosition(priority, tokens[caller], line[0].arrival), caller, 0))
-    heapq.heapify(deprived)
-    heapq.heapify(others)
-    while deprived or others:
-        turn = min(heads[0][0] for heads in (deprived, others) if heads)
-        _, caller, place = heapq.heappop(deprived or others)
+        position = QueuePosition(priority, tokens[caller], line[0].arrival)
+        heaps.setdefault(held.get(caller, 0), []).append((position, caller, 0))
+    for heap in heaps.values():
+        heapq.heapify(heap)
+    while heaps:
+        turn = min(heap[0][0] for heap in heaps.values())
+        num_held = min(heaps)
+        if num_held and num_held + least_lead > most:
+            num_held = min(heaps, key=lambda each: heaps[each][0])
+        _, caller, place = heapq.heappop(heaps[num_held])
+        if not heaps[num_held]:
+            del heaps[num_held]
         line = lines[caller]
         yield turn, line[place]
         tokens[caller] += _charge(line[place])
+        most = max(most, num_held + 1)
         if place + 1 < len(line):
             position = QueuePosition(priority, tokens[caller], line[place + 1].arrival)
-            heapq.heappush(others, (position, caller, place + 1))
+            heapq.heappush(heaps.setdefault(num_held + 1, []), (position, caller, place + 1))
 
 
 def usage_after(usage: Mapping[str, int], lines: Mapping[str, Sequence[WaitingSequence]]) -> Mapping[str, int]:
