@@ -13,8 +13,8 @@
 
 The first in rank can have every page there is, and no request needs more, so some sequence always makes progress. (It
 gives way itself only if it holds pages twice, its own and the cache's, and shares them when it is admitted again.) Each
-time a row is taken, its old and its new caller hold numbers of rows that are closer to each other, so rows are not taken
-back and forth.
+time a row is taken, the two callers hold numbers of rows that are closer to each other, so rows are not taken back and
+forth.
 
 Knows values only, and changes none: each step returns a new `Draft`. The scheduler carries the decision out.
 """

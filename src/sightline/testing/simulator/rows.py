@@ -55,10 +55,7 @@ class RowShares:
         running = self._stage.scheduler.running
         had = Counter(sequence.caller for sequence in self._ran)
         held = Counter(sequence.caller for sequence in running)
-        if self._prompts_took_all(num_tokens):
-            denied = set[str]()
-        else:
-            denied = self._deprived() | self._behind()
+        denied = set[str]() if self._prompts_took_all(num_tokens) else self._deprived() | self._behind()
         self._denied = Counter({each: self._denied[each] + 1 for each in denied if held[each] <= had[each]})
         for caller, count in self._denied.items():
             if count > _PATIENCE:
