@@ -54,14 +54,14 @@ class BoundedProtocol(HttpToolsProtocol):
     """The most bytes of the request line and all headers together."""
     head_seconds: ClassVar[float] = 15.0
     """The most time from the start of a connection, or from a request's first byte, to the end of its headers."""
-    write_buffer_bytes: ClassVar[int] = 2 << 10
+    write_buffer_bytes: ClassVar[int] = 1 << 10
     """Bytes that may wait to be sent before the sender waits too, until all are sent. Few, because they count as read:
     the request of a client that reads nothing is to pause soon."""
     write_seconds: ClassVar[float] = 60.0
     """How often the progress of a client that leaves the write buffer full is measured."""
-    min_write_bytes: ClassVar[int] = 20 << 10
+    min_write_bytes: ClassVar[int] = 12 << 10
     """What such a client must have taken of the full buffer in that time; otherwise the connection is aborted. Up to
-    twice as much goes to the system directly and is not counted."""
+    four times as much goes to the system directly and is not counted."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

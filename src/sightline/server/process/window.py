@@ -14,8 +14,8 @@ import msgspec
 
 MAX_UNREAD_REPORTS = 64
 """Reports of a stream that may wait for its client."""
-FIRST_UNREAD_BYTES = 2 << 10
-"""Contents of reports that may wait for a client which has read nothing: 4 tokens with 20 log probabilities each."""
+FIRST_UNREAD_BYTES = 1 << 10
+"""Contents of reports that may wait for a client which has read nothing: 2 tokens with 20 log probabilities each."""
 MAX_UNREAD_BYTES = 16 << 10
 """Contents of reports that may wait for a client which has read much."""
 BYTES_READ_PER_BYTE = 8
