@@ -210,12 +210,12 @@ def _can_admit(state: SchedulerState, draft: Draft) -> bool:
         return False
     if draft.num_free_rows or (draft.going and draft.going[-1].priority > min(state.urgencies.values())):
         return True
-    most: dict[int, int] = {}
-    """The most rows of a caller that has one of that priority."""
+    most_rows: dict[int, int] = {}
     for each in draft.going:
-        most[each.priority] = max(most.get(each.priority, 0), draft.held[each.caller])
+        most_rows[each.priority] = max(most_rows.get(each.priority, 0), draft.held[each.caller])
     return any(
-        draft.held.get(caller, 0) + LEAST_LEAD <= most.get(priority, 0) for caller, priority in state.urgencies.items()
+        draft.held.get(caller, 0) + LEAST_LEAD <= most_rows.get(priority, 0)
+        for caller, priority in state.urgencies.items()
     )
 
 

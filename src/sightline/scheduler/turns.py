@@ -37,28 +37,27 @@ def in_turn(
     """
     tokens = dict(usage)
     most = max(held.values(), default=0)
-    heaps: dict[int, list[tuple[QueuePosition, str, int]]] = {}
-    """The next place of each line, by how many rows its caller holds."""
+    heads_by_rows: dict[int, list[tuple[QueuePosition, str, int]]] = {}
     for caller, line in lines.items():
         position = QueuePosition(priority, tokens[caller], line[0].arrival)
-        heaps.setdefault(held.get(caller, 0), []).append((position, caller, 0))
-    for heap in heaps.values():
-        heapq.heapify(heap)
-    while heaps:
-        turn = min(heap[0][0] for heap in heaps.values())
-        num_held = min(heaps)
+        heads_by_rows.setdefault(held.get(caller, 0), []).append((position, caller, 0))
+    for heads in heads_by_rows.values():
+        heapq.heapify(heads)
+    while heads_by_rows:
+        turn = min(heads[0][0] for heads in heads_by_rows.values())
+        num_held = min(heads_by_rows)
         if num_held and num_held + least_lead > most:
-            num_held = min(heaps, key=lambda each: heaps[each][0])
-        _, caller, place = heapq.heappop(heaps[num_held])
-        if not heaps[num_held]:
-            del heaps[num_held]
+            num_held = min(heads_by_rows, key=lambda each: heads_by_rows[each][0])
+        _, caller, place = heapq.heappop(heads_by_rows[num_held])
+        if not heads_by_rows[num_held]:
+            del heads_by_rows[num_held]
         line = lines[caller]
         yield turn, line[place]
         tokens[caller] += _charge(line[place])
         most = max(most, num_held + 1)
         if place + 1 < len(line):
             position = QueuePosition(priority, tokens[caller], line[place + 1].arrival)
-            heapq.heappush(heaps.setdefault(num_held + 1, []), (position, caller, place + 1))
+            heapq.heappush(heads_by_rows.setdefault(num_held + 1, []), (position, caller, place + 1))
 
 
 def usage_after(usage: Mapping[str, int], lines: Mapping[str, Sequence[WaitingSequence]]) -> Mapping[str, int]:
