@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -111,12 +112,13 @@ def test_the_first_continuation_may_give_way_and_the_others_go_on() -> None:
     loop.assert_baseline()
 
 
-def test_the_queue_is_not_looked_at_where_every_caller_that_waits_has_a_row(
+def test_the_queue_is_not_looked_at_where_every_caller_that_waits_has_its_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = Loop(make_store(max_rows=4))
-    flooded(loop, 3)
-    loop.submit("b", 3, 40, terms=B)
+    flooded(loop, 2)
+    for index in range(2):
+        loop.submit(f"b{index}", 3, 40, terms=B)
     loop.step()
     for index in range(50):
         loop.submit(f"more {index}", 3, 2, terms=(A, B)[index % 2])
@@ -132,6 +134,61 @@ def test_rows_are_counted_right_after_an_interruption() -> None:
     loop.scheduler._running.held.clear()
     loop.scheduler.recount([])
     assert loop.scheduler._running.held == {"a": 3}
+
+
+def fair_shares(demands: Mapping[str, int], num_rows: int) -> Counter[str]:
+    """Max-min shares: each row goes to a caller with the fewest that wants one more."""
+    shares = Counter[str]()
+    for _ in range(num_rows):
+        wanting = [caller for caller in demands if shares[caller] < demands[caller]]
+        if wanting:
+            shares[min(wanting, key=lambda caller: (shares[caller], caller))] += 1
+    return shares
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    waves=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 7), st.integers(0, 6)), min_size=1, max_size=5),
+    max_rows=st.integers(1, 7),
+    spare_budget=st.integers(0, 20),
+    depth=st.integers(0, 1),
+)
+def test_with_constant_demand_shares_come_within_one_of_fair_ones_and_then_nobody_gives_way(
+    waves: list[tuple[str, int, int]], max_rows: int, spare_budget: int, depth: int
+) -> None:
+    """A wave is a caller, how many requests it sends at once, and when. None ends before the test does."""
+    loop = Loop(make_store(32 * max_rows + 8, max_rows), max_rows + spare_budget, depth=depth)
+    sequences = list[SequenceState]()
+    for step in range(90):
+        for index, (caller, count, delay) in enumerate(waves):
+            if delay == step:
+                names = [f"{index}-{number}" for number in range(count)]
+                sequences += [loop.submit(name, 3, 110, terms=Terms(caller)) for name in names]
+        loop.step()
+        if step == 70:
+            num_retractions = loop.scheduler.num_retractions
+    assert loop.scheduler.num_retractions == num_retractions, "rows are taken back and forth"
+    # Each wave moves a row at most once: what comes later may change who has too many.
+    assert num_retractions <= max_rows * len(waves)
+    assert all(sequence.num_retractions <= len(waves) for sequence in sequences)
+    demands = Counter(sequence.caller for sequence in sequences)
+    held = Counter(sequence.caller for sequence in loop.scheduler.running)
+    fair = fair_shares(demands, max_rows)
+    assert held.total() == fair.total()
+    assert all(abs(held[caller] - fair[caller]) <= 1 for caller in demands), (held, fair)
+
+
+def test_sixteen_clients_beside_a_flood_have_sixteen_rows_at_once_and_keep_them() -> None:
+    loop = Loop(make_store(400, max_rows=32), budget=128)
+    flood = flooded(loop, 100)
+    others = [loop.submit(f"b{index}", 3, 20, terms=B) for index in range(12)]
+    loop.step()
+    assert Counter(sequence.caller for sequence in loop.scheduler.running) == {"a": 20, "b": 12}
+    assert loop.scheduler.num_retractions == 12
+    for _ in range(18):
+        loop.step()
+    assert all(sequence.num_generated == 19 for sequence in others), "none of them waits for a row"
+    assert max(sequence.num_retractions for sequence in flood) == 1
 
 
 workloads = st.lists(

@@ -1,4 +1,5 @@
-"""Rows are shared: who has none gets one of the caller that holds the most, and nobody loses its only one."""
+"""Rows are shared: who has at least two fewer than the caller with the most gets one of them, and nobody loses its only
+one."""
 
 from __future__ import annotations
 
@@ -43,9 +44,16 @@ def waits(callers: str, priority: int = 0) -> list[Standing]:
         ("aab", "ab", [], []),
         ("aaa", "a", [], []),
         ("aaa", "aab", [3], [102]),
+        ("aaab", "b", [3], [100]),
+        ("aaaab", "bbb", [4], [100]),
+        ("aaaaab", "bbb", [5, 4], [100, 101]),
+        ("aaaaaa", "bbbbb", [6, 5, 4], [100, 101, 102]),
+        ("aaaabbbc", "cc", [4], [100]),
+        ("aaaabbbbc", "ccc", [8, 4], [100, 101]),
+        ("aaaaab", "bc", [5, 4], [101, 100]),
     ],
 )
-def test_who_has_no_row_gets_the_last_of_the_caller_that_holds_the_most(
+def test_who_has_two_fewer_gets_the_last_of_the_caller_that_holds_the_most(
     running: str, waiting: str, retracted: list[int], let_in: list[int]
 ) -> None:
     decision = decide(state(of(running), waits(waiting), free=90, rows=0, budget=64))
@@ -93,6 +101,15 @@ def test_as_many_give_way_as_there_are_pages_to_find_and_none_in_vain() -> None:
     assert len(hopeless.rows) == 4
 
 
+def test_several_rows_give_way_for_one_only_where_its_caller_has_none() -> None:
+    running = [decoding(9, caller=caller) for caller in "aaaaaab"]
+    large = Standing(16, 0, caller="b")
+    assert decide(state(running, [large], free=1, rows=4, budget=64)).retracted == ()
+    assert decide(state(running, [large], free=8, rows=4, budget=64)).retracted == (6,)
+    first = replace(large, caller="c")
+    assert decide(state(running, [first], free=1, rows=4, budget=64)).retracted == (6, 5, 4)
+
+
 def test_who_cannot_be_let_in_is_overtaken_by_callers_without_a_row_only() -> None:
     running = of("aabb")
     large, small = Standing(80, 0, caller="a"), Standing(4, 0, caller="b")
@@ -125,9 +142,10 @@ def numbers(sequences: Iterable[RunningSequence]) -> list[int]:
 def test_what_somebody_forks_does_not_give_way_to_share_rows() -> None:
     running = state(of("aab")).running
     held = {"a": 2, "b": 1}
-    assert numbers(victims(running, held, 0, is_deprived=True)) == [2]
-    assert numbers(victims(running, held, 0, is_deprived=True, spared={2})) == [1]
-    assert numbers(victims(running, held, 0, is_deprived=False)) == []
+    assert numbers(victims(running, held, 0, 0)) == [2]
+    assert numbers(victims(running, held, 0, 0, spared={2})) == [1]
+    assert numbers(victims(running, held, 0, 1)) == []
+    assert numbers(victims(running, held, 0, None)) == []
 
 
 def rows_after(given_state: SchedulerState, decision: Decision) -> list[tuple[str, int]]:
@@ -144,7 +162,7 @@ sharers = st.lists(st.tuples(st.sampled_from("aaabcd"), st.integers(0, 1)), max_
 @given(running=sharers, waiting=sharers, free_rows=st.integers(0, 2), spare_budget=st.integers(0, 40))
 @example(running=[("a", 0), ("b", 1)], waiting=[("a", 0), ("b", 0)], free_rows=0, spare_budget=0)
 @example(running=[("a", 0)] * 4, waiting=[("a", 0), ("b", 0)], free_rows=0, spare_budget=0)
-def test_where_there_are_pages_nobody_waits_without_a_row_while_another_has_two_that_are_not_more_urgent(
+def test_where_there_are_pages_nobody_waits_while_another_has_two_more_that_are_not_more_urgent(
     running: Sequence[tuple[str, int]], waiting: Sequence[tuple[str, int]], free_rows: int, spare_budget: int
 ) -> None:
     given_state = state(
@@ -155,22 +173,20 @@ def test_where_there_are_pages_nobody_waits_without_a_row_while_another_has_two_
         budget=max(1, len(running)) + spare_budget,
     )
     decision = decide(given_state)
-    after = rows_after(given_state, decision)
-    held = Counter(caller for caller, _ in after)
+    held = Counter(caller for caller, _ in rows_after(given_state, decision))
     let_in = [each for each in waiting_in(given_state) if each.arrival in decision.admitted]
-    before = Counter(caller for caller, _ in running)
-    kept = Counter(each.caller for each in given_state.running if each.arrival not in decision.retracted)
-    urgencies = [each.priority for each in let_in]
+    kept = [each for each in given_state.running if each.arrival not in decision.retracted]
+    gone = [each for each in given_state.running if each.arrival in decision.retracted]
     # Rows that generate do not keep anybody out; prompts that come before do.
     is_full = spare_budget > 0 and sum(decision.rows.values()) == given_state.max_step_tokens
-    for sequence in waiting_in(given_state):
-        deprived = sequence not in let_in and not held[sequence.caller] and not before[sequence.caller]
-        crowded = [caller for caller, priority in after if held[caller] > 1 and priority >= sequence.priority]
-        others = [caller for caller, _ in running if caller in crowded]
-        assert not (deprived and others) or is_full
-    for victim in (each for each in given_state.running if each.arrival in decision.retracted):
-        pushed = any(urgency < victim.priority for urgency in urgencies)
+    for sequence in (each for each in waiting_in(given_state) if each not in let_in):
+        others = [each for each in kept if each.priority >= sequence.priority]
+        is_behind = any(held[each.caller] >= held[sequence.caller] + 2 for each in others)
+        assert not is_behind or is_full or sequence.caller in {each.caller for each in gone}
+    for victim in gone:
+        pushed = any(each.priority < victim.priority for each in let_in)
         assert pushed or held[victim.caller] > 0, "nobody loses the only row"
-        assert pushed or any(not kept[each.caller] for each in let_in), "nor for nothing"
+        takers = [each.caller for each in let_in if each.caller != victim.caller]
+        assert pushed or any(held[caller] <= held[victim.caller] for caller in takers), "nor for nothing"
     again = decide(given_state)
     assert again == decision

@@ -14,7 +14,8 @@ import pytest
 
 from sightline.server.desks.protocol import ReadBody
 from sightline.server.http.limits import Limits
-from sightline.server.process.window import MAX_UNREAD_REPORTS
+from sightline.server.process.protocol import TOKEN_SCORE_BYTES
+from sightline.server.process.window import FIRST_UNREAD_BYTES, MAX_UNREAD_BYTES, MAX_UNREAD_REPORTS, UnreadLimit
 from sightline.server.serve import memory_bound
 from support import local_front_end as local
 from support.fake_engine import MAX_MODEL_LEN, MAX_ROWS
@@ -202,10 +203,14 @@ def test_desks_and_places_are_shared_by_key_however_many_connections_one_has() -
 def test_only_streams_have_a_window() -> None:
     async def work() -> None:
         async with local_front_end() as front_end:
-            for stream, n in ((False, 1), (True, 1), (True, 4)):
-                await front_end.ask(COMPLETIONS, {"prompt": "a", "n": n, "max_tokens": 1, "stream": stream}).answer()
+            for stream, n, logprobs in ((False, 1, 0), (True, 1, 5), (True, 4, 0), (True, 6, 5)):
+                body = {"prompt": "a", "n": n, "max_tokens": 1, "stream": stream, "logprobs": logprobs}
+                await front_end.ask(COMPLETIONS, body).answer()
             windows = [command.max_unread for command in front_end.engine.submitted]
-            assert windows == [None, MAX_UNREAD_REPORTS, MAX_UNREAD_REPORTS], "whole answers pause, or streams do not"
+            plain = UnreadLimit(MAX_UNREAD_REPORTS, FIRST_UNREAD_BYTES, MAX_UNREAD_BYTES)
+            # Two reports of each of 6 continuations, with six log probabilities each.
+            wide = UnreadLimit(MAX_UNREAD_REPORTS, 2 * 6 * 6 * TOKEN_SCORE_BYTES, MAX_UNREAD_BYTES)
+            assert windows == [None, plain, plain, wide], "whole answers pause, or streams do not"
 
     run(work)
 

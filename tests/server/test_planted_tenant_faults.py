@@ -46,7 +46,9 @@ slow_reader = partial(
     test_reading.test_a_client_that_reads_nothing_stops_its_own_request_and_gets_all_of_it_when_it_reads,
     in_flight=False,
     n=1,
+    limit=test_reading.REPORTS,
 )
+grown = test_reading.test_a_window_of_large_reports_is_full_soon_and_grows_with_what_is_read
 resumed = test_reading.test_a_resumed_request_sends_only_what_is_left_of_its_window
 handled = test_reading.test_a_report_that_its_reader_still_handles_is_not_read
 unread = test_front_end.test_a_stream_that_nobody_reads_stops_at_its_window
@@ -93,6 +95,12 @@ FAULTS = {
     "stream without a window": Fault(tenant_faults.give_streams_no_window, unread, "an answer runs on unread"),
     "unread count lost on resume": Fault(
         tenant_faults.forget_unread_reports_on_resume, resumed, "forgotten when a request is resumed"
+    ),
+    "window by reports alone": Fault(
+        tenant_faults.let_a_window_hold_reports_of_any_size, grown, "large reports fill no window"
+    ),
+    "window that grows at once": Fault(
+        tenant_faults.let_a_window_grow_at_once, grown, "a client that has read nothing has a large window"
     ),
     "report acknowledged before its event is sent": Fault(
         tenant_faults.acknowledge_reports_before_they_are_sent, handled, "acknowledged before its event is sent"

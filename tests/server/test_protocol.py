@@ -33,6 +33,7 @@ from sightline.server.process.protocol import (
     command_codec,
     report_codec,
 )
+from sightline.server.process.window import UnreadLimit
 from support.commands import submit
 
 T = TypeVar("T")
@@ -42,8 +43,8 @@ PARAMS = SamplingParams(
 COMMANDS: list[Command] = [
     Configure(EngineConfig(model="m", seed=3), "info"),
     submit({1: (1, 2, 3), 2: ()}, PARAMS, Terms("key-1", -3, 2.5)),
-    submit({3: (4, 5)}, None, Terms("key-1"), 64),
-    Read(1, 16),
+    submit({3: (4, 5)}, None, Terms("key-1"), UnreadLimit(64, 100, 200)),
+    Read(1, 16, 300),
     Cancel(2),
     Probe(),
     Stop(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,12 +29,16 @@ from sightline.server.process.protocol import (
     Stop,
     read_scored_tokens,
 )
-from sightline.server.process.window import ReadWindow, read_batch
+from sightline.server.process.window import ReadBatch, ReadCount, ReadWindow, UnreadLimit, unread_limit
 from support.commands import UNBOUNDED, submit
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
 MAX_UNREAD = 8
+REPORTS = UnreadLimit(MAX_UNREAD, 1 << 20, 1 << 20)
+"""Full after so many reports."""
+CONTENTS = UnreadLimit(1000, 150, 150)
+"""Full after a few reports, whose contents are about 30 bytes each."""
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=0)
 MAX_TAKES = 400
 
@@ -104,19 +108,22 @@ def prompts(count: int) -> dict[int, tuple[int, ...]]:
     return {number: tuple(prompt) for number, prompt in enumerate(random_prompts([9] * count), 1)}
 
 
-def serve_a_slow_reader(engine: Engine, n: int = 1) -> FakeChannel:
+def serve_a_slow_reader(engine: Engine, n: int = 1, limit: UnreadLimit = REPORTS) -> FakeChannel:
     """Two prompts, the first of which is streamed to a client that reads nothing until nothing else happens, and then
     everything in batches. Checks what both get, and how much ever waits for the slow one."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True, logprobs=0, n=n)
     slow, other = prompts(2).items()
-    num_read, num_waits = 0, 0
+    num_read, num_waits, reads = 0, 0, ReadCount(limit)
 
     def say(channel: FakeChannel, wait: bool) -> list[Command]:
         nonlocal num_read, num_waits
         if channel.num_takes == 1:
-            return [submit(dict([slow]), params, Terms(), MAX_UNREAD), submit(dict([other]), params, Terms())]
+            return [submit(dict([slow]), params, Terms(), limit), submit(dict([other]), params, Terms())]
         # A step in flight is reported after the pause, and a step gives every continuation a report.
-        assert len(channel.deltas(1)) - num_read <= MAX_UNREAD + 2 * n, "more reports wait than the window holds"
+        unread = channel.deltas(1)[num_read:]
+        assert len(unread) <= limit.max_reports + 2 * n, "more reports wait than the window holds"
+        contents = [delta.num_content_bytes for delta in unread]
+        assert sum(contents[: -2 * n]) <= limit.max_bytes, "more bytes wait than the window holds"
         if not wait:
             return []
         if channel.ended(1):
@@ -124,10 +131,9 @@ def serve_a_slow_reader(engine: Engine, n: int = 1) -> FakeChannel:
         assert channel.ended(2), "the other one waits for a client that reads nothing"
         num_waits += 1
         assert num_waits < 200, "a request that was read is not resumed"
-        batch = read_batch(MAX_UNREAD)
-        count = (len(channel.deltas(1)) - num_read) // batch
-        num_read += count * batch
-        return [Read(1, batch)] * count
+        batches = [reads.read(num_bytes) for num_bytes in contents]
+        num_read += len(contents)
+        return [Read(1, *batch) for batch in batches if batch is not None]
 
     channel = work(engine, say)
     assert num_waits >= 40 * n // (MAX_UNREAD + 2 * n), "it never paused"
@@ -139,11 +145,12 @@ def serve_a_slow_reader(engine: Engine, n: int = 1) -> FakeChannel:
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("limit", [REPORTS, CONTENTS], ids=["by reports", "by bytes"])
 def test_a_client_that_reads_nothing_stops_its_own_request_and_gets_all_of_it_when_it_reads(
-    folder: Path, in_flight: bool, n: int
+    folder: Path, in_flight: bool, n: int, limit: UnreadLimit
 ) -> None:
     llm = tiny(folder, in_flight=in_flight)
-    channel = serve_a_slow_reader(llm.engine, n)
+    channel = serve_a_slow_reader(llm.engine, n, limit)
     plain = work(
         tiny(folder).engine,
         lambda each, wait: (
@@ -162,16 +169,27 @@ def test_a_client_that_reads_nothing_stops_its_own_request_and_gets_all_of_it_wh
 
 def let_the_queue_grow(patch: pytest.MonkeyPatch) -> None:
     """The window is ignored."""
-    patch.setattr(ReadWindow, "sent", lambda window: False)
+    patch.setattr(ReadWindow, "sent", lambda window, num_bytes: False)
+
+
+def count_reports_only(patch: pytest.MonkeyPatch) -> None:
+    """A window is full after so many reports, however large they are."""
+    sent = ReadWindow.sent
+    patch.setattr(ReadWindow, "sent", lambda window, num_bytes: sent(window, 0))
 
 
 def never_resume(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReadWindow, "read", lambda window, count: False)
+    patch.setattr(ReadWindow, "read", lambda window, count, num_bytes: False)
 
 
 def forget_what_was_read(patch: pytest.MonkeyPatch) -> None:
     read = ReadWindow.read
-    patch.setattr(ReadWindow, "read", lambda window, count: read(window, 0))
+    patch.setattr(ReadWindow, "read", lambda window, count, num_bytes: read(window, 0, 0))
+
+
+def forget_the_bytes_that_were_read(patch: pytest.MonkeyPatch) -> None:
+    read = ReadWindow.read
+    patch.setattr(ReadWindow, "read", lambda window, count, num_bytes: read(window, count, 0))
 
 
 def pause_everybody(patch: pytest.MonkeyPatch) -> None:
@@ -190,22 +208,32 @@ def stay_busy(patch: pytest.MonkeyPatch) -> None:
 
 
 BUGS = {
-    let_the_queue_grow: "more reports wait than the window holds",
-    never_resume: "is not resumed",
-    forget_what_was_read: "is not resumed",
-    pause_everybody: "the other one waits",
-    stay_busy: "the loop never comes to rest",
+    let_the_queue_grow: (REPORTS, "more reports wait than the window holds"),
+    count_reports_only: (CONTENTS, "more bytes wait than the window holds"),
+    never_resume: (REPORTS, "is not resumed"),
+    forget_what_was_read: (REPORTS, "is not resumed"),
+    forget_the_bytes_that_were_read: (CONTENTS, "is not resumed"),
+    pause_everybody: (REPORTS, "the other one waits"),
+    stay_busy: (REPORTS, "the loop never comes to rest"),
 }
 
 
-@pytest.mark.parametrize(("plant", "finding"), BUGS.items(), ids=[plant.__name__ for plant in BUGS])
+@pytest.mark.parametrize(
+    ("plant", "limit", "finding"),
+    [(plant, *found) for plant, found in BUGS.items()],
+    ids=[plant.__name__ for plant in BUGS],
+)
 def test_a_planted_bug_of_the_window_is_found(
-    folder: Path, plant: Callable[[pytest.MonkeyPatch], None], finding: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    limit: UnreadLimit,
+    finding: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = tiny(folder).engine
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=finding):
-        serve_a_slow_reader(engine)
+        serve_a_slow_reader(engine, limit=limit)
 
 
 def test_a_paused_request_ends_at_its_deadline_although_nothing_else_happens(folder: Path) -> None:
@@ -216,7 +244,7 @@ def test_a_paused_request_ends_at_its_deadline_although_nothing_else_happens(fol
     def say(channel: FakeChannel, wait: bool) -> list[Command]:
         nonlocal now
         if channel.num_takes == 1:
-            return [submit(prompts(1), PARAMS, Terms(timeout=30.0), MAX_UNREAD)]
+            return [submit(prompts(1), PARAMS, Terms(timeout=30.0), REPORTS)]
         if wait and not channel.ended(1):
             assert channel.num_paused == 1
             # What a wait that is over looks like.
@@ -236,12 +264,12 @@ def test_a_paused_request_can_be_cancelled_and_is_not_heard_of_again(folder: Pat
 
     def say(channel: FakeChannel, wait: bool) -> list[Command]:
         if channel.num_takes == 1:
-            return [submit(prompts(1), PARAMS, Terms(), MAX_UNREAD)]
+            return [submit(prompts(1), PARAMS, Terms(), REPORTS)]
         if not wait:
             return []
         if len(channel.waits) == 2:
             assert channel.num_paused == 1
-            return [Cancel(1), Read(1, 4), Read(7, 1)]
+            return [Cancel(1), Read(1, 4, 90), Read(7, 1, 20)]
         assert channel.num_paused == 0, "no step reports it"
         return [Stop()]
 
@@ -256,7 +284,7 @@ def test_a_probe_makes_a_step_where_all_that_is_left_is_paused(folder: Path) -> 
 
     def say(channel: FakeChannel, wait: bool) -> list[Command]:
         if channel.num_takes == 1:
-            return [submit(prompts(1), PARAMS, Terms(), MAX_UNREAD)]
+            return [submit(prompts(1), PARAMS, Terms(), REPORTS)]
         if not wait:
             return []
         steps.append([each.metrics.steps for each in channel.reports if isinstance(each, Progress)][-1])
@@ -267,43 +295,82 @@ def test_a_probe_makes_a_step_where_all_that_is_left_is_paused(folder: Path) -> 
     assert len(channel.deltas(1)) == MAX_UNREAD
 
 
-@given(st.integers(1, 200), st.lists(st.integers(0, 12), max_size=60))
+limits = st.builds(
+    lambda max_reports, first_bytes, more: UnreadLimit(max_reports, first_bytes, first_bytes + more),
+    st.integers(1, 200),
+    st.integers(1, 300),
+    st.integers(0, 3000),
+)
+
+
+@given(limits, st.lists(st.tuples(st.integers(0, 12), st.integers(0, 90)), max_size=60))
 def test_a_window_pauses_where_it_is_full_and_a_client_that_reads_all_is_never_left_paused(
-    max_unread: int, reads: list[int]
+    limit: UnreadLimit, reads: list[tuple[int, int]]
 ) -> None:
-    window, is_paused, num_sent, num_read, num_told = ReadWindow(max_unread), False, 0, 0, 0
-    batch = read_batch(max_unread)
-    for step, count in enumerate([*reads, 10**6]):
-        while not is_paused and (step < len(reads) or num_sent < 3 * max_unread):
-            is_paused = window.sent()
-            num_sent += 1
-            if num_sent % 7 == 0:
-                break
-        assert num_sent - num_told <= max_unread
-        assert is_paused or num_sent - num_told < max_unread
-        num_read = min(num_sent, num_read + count)
-        while num_read - num_told >= batch:
-            num_told += batch
-            if window.read(batch):
-                assert is_paused
-                assert num_sent - num_told <= max_unread // 2
-                is_paused = False
+    """(how many reports the client reads next, the size of those that are sent before)."""
+    window, client = ReadWindow(limit), ReadCount(limit)
+    is_paused, num_told, told_bytes = False, 0, 0
+    sent, unread = list[int](), deque[int]()
+    for step, (count, size) in enumerate([*reads, (10**6, 50)]):
+        num_before = len(sent)
+        while not is_paused and len(sent) - num_before < (7 if step < len(reads) else 3 * limit.max_reports):
+            is_paused = window.sent(size)
+            sent.append(size)
+            unread.append(size)
+        waiting = sent[num_told:]
+        is_full = len(waiting) >= limit.max_reports or sum(waiting) >= limit.num_bytes(told_bytes)
+        assert is_paused or not is_full
+        assert len(waiting) <= limit.max_reports
+        assert sum(waiting[:-1]) < max(limit.num_bytes(told_bytes), 1) or sum(waiting[:-1]) == 0
+        for _ in range(min(count, len(unread))):
+            if (batch := client.read(unread.popleft())) is not None:
+                num_told += batch.num_reports
+                told_bytes += batch.num_bytes
+                if window.read(*batch):
+                    assert is_paused
+                    assert 2 * len(sent[num_told:]) <= limit.max_reports
+                    assert 2 * sum(sent[num_told:]) <= limit.num_bytes(told_bytes)
+                    is_paused = False
     assert not is_paused, "everything was read"
 
 
 def test_more_may_be_read_than_was_sent() -> None:
-    window = ReadWindow(2)
-    assert not window.read(9)
-    assert [window.sent(), window.sent(), window.sent()] == [False, True, False]
-    assert [window.read(1), window.read(1), window.read(1)] == [False, True, False]
+    window = ReadWindow(UnreadLimit(2, 99, 99))
+    assert not window.read(9, 9)
+    assert [window.sent(1), window.sent(1), window.sent(1)] == [False, True, False]
+    assert [window.read(1, 1), window.read(1, 1), window.read(1, 1)] == [False, True, False]
 
 
 def test_a_resumed_request_sends_only_what_is_left_of_its_window() -> None:
-    window = ReadWindow(8)
-    assert [window.sent() for _ in range(8)] == [False] * 7 + [True]
-    assert [window.read(2), window.read(2)] == [False, True]
-    num_sent = next(count for count in range(1, 100) if window.sent())
+    window = ReadWindow(UnreadLimit(8, 99, 99))
+    assert [window.sent(1) for _ in range(8)] == [False] * 7 + [True]
+    assert [window.read(2, 2), window.read(2, 2)] == [False, True]
+    num_sent = next(count for count in range(1, 100) if window.sent(1))
     assert num_sent == 4, f"unread reports are forgotten when a request is resumed: 4 of 8 are left, {num_sent} go out"
+
+
+def test_a_window_of_large_reports_is_full_soon_and_grows_with_what_is_read() -> None:
+    scored, plain = 21 * 24, 10
+    limit = unread_limit(1, scored)
+    window = ReadWindow(limit)
+    num_sent = next((count for count in range(1, 65) if window.sent(scored)), 64)
+    assert num_sent < 64, "large reports fill no window"
+    assert num_sent == 3, "a client that has read nothing has a large window"
+    assert window.read(3, 3 * scored)
+    for _ in range(400):
+        assert not window.sent(scored)
+        window.read(1, scored)
+    assert next(count for count in range(1, 100) if window.sent(scored)) == 33
+    window = ReadWindow(limit)
+    assert next(count for count in range(1, 100) if window.sent(plain)) == 64
+
+
+def test_what_was_read_is_told_in_batches_of_a_quarter_of_a_window() -> None:
+    reads = ReadCount(UnreadLimit(8, 400, 800))
+    assert [reads.read(1) for _ in range(4)] == [None, ReadBatch(2, 2), None, ReadBatch(2, 2)]
+    assert [reads.read(60), reads.read(60)] == [None, ReadBatch(2, 120)]
+    assert reads.read(104) is None, "a quarter of what may wait after so much was read"
+    assert reads.read(4) == ReadBatch(2, 108)
 
 
 async def _read(answers: Answers, count: int) -> None:
@@ -341,16 +408,24 @@ class _Meter:
         """Counts nothing."""
 
 
-@pytest.mark.parametrize(("max_unread", "expected"), [(None, {}), (8, {Read(1, 2): 4}), (64, {})])
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (None, {}),
+        (REPORTS, {Read(1, 2, 4): 4}),
+        (UnreadLimit(64, 99, 99), {}),
+        (UnreadLimit(64, 10, 10), {Read(1, 2, 4): 4}),
+    ],
+)
 def test_the_engine_is_told_what_a_client_has_read_in_batches(
-    max_unread: int | None, expected: dict[Command, int]
+    limit: UnreadLimit | None, expected: dict[Command, int]
 ) -> None:
     port, writer = EnginePort(_Meter()), _Writer()  # type: ignore[arg-type]
     port._writer, port._commands = writer, _Codec()  # type: ignore[assignment]
     port._open.set()
 
     async def run() -> None:
-        answers = port.submit([b""], b"", Terms(), 0.0, UNBOUNDED, max_unread)
+        answers = port.submit([b""], b"", Terms(), 0.0, UNBOUNDED, limit)
         for _ in range(9):
             port._take(Delta(1, 0, "x", 1, None), 0.0)
         assert not writer.sent, "nothing was read"
@@ -364,7 +439,7 @@ def test_a_report_that_its_reader_still_handles_is_not_read() -> None:
     told: list[Read] = []
 
     async def run() -> None:
-        answers = Answers({1: 3}, 0.0, UNBOUNDED, told.append, 2)
+        answers = Answers({1: 3}, 0.0, UNBOUNDED, told.append, REPORTS)
         for _ in range(3):
             answers.put(Delta(1, 0, "x", 1, None))
         reports = answers.reports()
@@ -372,7 +447,7 @@ def test_a_report_that_its_reader_still_handles_is_not_read() -> None:
         await anext(reports)
         assert not told, "a report is acknowledged before its event is sent"
         await anext(reports)
-        assert told == [Read(1, 2)]
+        assert told == [Read(1, 2, 4)]
 
     asyncio.run(run())
 
@@ -383,7 +458,7 @@ def test_nothing_is_told_of_a_request_that_is_over() -> None:
     port._open.set()
 
     async def run() -> None:
-        answers = port.submit([b""], b"", Terms(), 0.0, UNBOUNDED, 4)
+        answers = port.submit([b""], b"", Terms(), 0.0, UNBOUNDED, UnreadLimit(16, 99, 99))
         for _ in range(9):
             port._take(Delta(1, 0, "x", 1, None), 0.0)
         port._take(Ended(1, None, 0, PhaseSeconds(0.0), None), 0.0)

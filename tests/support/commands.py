@@ -9,13 +9,14 @@ import msgspec
 from sightline.core.request import SamplingParams, Terms
 from sightline.server.process.frames import pack_tokens
 from sightline.server.process.protocol import Submit
+from sightline.server.process.window import UnreadLimit
 
 
 def submit(
     prompts: Mapping[int, Sequence[int]],
     params: SamplingParams | None,
     terms: Terms,
-    max_unread: int | None = None,
+    max_unread: UnreadLimit | None = None,
 ) -> Submit:
     """Prompts by number; without `params` it asks for vectors."""
     packed = {number: pack_tokens(prompt) for number, prompt in prompts.items()}

@@ -111,9 +111,9 @@ class LocalEngine:
                 for number, prompt in prompts.items():
                     self._tell(Accepted(number, b"{}"))
                     self.waiting[number] = deque(_reports(number, prompt, packed))
-                    self._room[number] = float("inf") if max_unread is None else max_unread
+                    self._room[number] = float("inf") if max_unread is None else max_unread.max_reports
                     self._go_on(number)
-            case Read(number, count) if number in self.waiting:
+            case Read(number, count, _) if number in self.waiting:
                 self._room[number] += count
                 self._go_on(number)
             case Cancel(number):

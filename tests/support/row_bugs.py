@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import pytest
 
@@ -18,26 +18,51 @@ def _plant_victims(patch: pytest.MonkeyPatch, change: Callable[..., Iterator[Run
 def let_a_caller_keep_all_rows(patch: pytest.MonkeyPatch) -> None:
     """Who has no row waits until somebody ends."""
 
-    def urgency_alone(*state: object, is_deprived: bool, **rest: object) -> Iterator[RunningSequence]:
-        return victims(*state, is_deprived=False, **rest)  # type: ignore[arg-type]
+    def urgency_alone(
+        running: Sequence[RunningSequence], held: Mapping[str, int], priority: int, num_held: int | None, *rest: object
+    ) -> Iterator[RunningSequence]:
+        return victims(running, held, priority, None)
 
     _plant_victims(patch, urgency_alone)
+
+
+def let_a_caller_keep_all_rows_but_one(patch: pytest.MonkeyPatch) -> None:
+    """Who has a row gets no other one before somebody ends."""
+
+    def for_the_first_row(
+        running: Sequence[RunningSequence],
+        held: Mapping[str, int],
+        priority: int,
+        num_held: int | None,
+        spared: Collection[int],
+    ) -> Iterator[RunningSequence]:
+        return victims(running, held, priority, None if num_held else num_held, spared)
+
+    _plant_victims(patch, for_the_first_row)
 
 
 def take_the_only_row_of_a_caller(patch: pytest.MonkeyPatch) -> None:
     """Who has no row takes that of the last in rank, whosever it is."""
 
     def from_anybody(
-        running: Sequence[RunningSequence], held: object, priority: int, *, is_deprived: bool, **rest: object
+        running: Sequence[RunningSequence], held: object, priority: int, num_held: int | None, *rest: object
     ) -> Iterator[RunningSequence]:
-        least = priority if is_deprived else priority + 1
+        least = priority if num_held == 0 else priority + 1
         return (sequence for sequence in reversed(running) if sequence.priority >= least)
 
     _plant_victims(patch, from_anybody)
 
 
-def take_rows_for_callers_that_have_some(patch: pytest.MonkeyPatch) -> None:
-    def for_everybody(*state: object, is_deprived: bool, **rest: object) -> Iterator[RunningSequence]:
-        return victims(*state, is_deprived=True, **rest)  # type: ignore[arg-type]
+def take_rows_from_callers_that_have_as_few(patch: pytest.MonkeyPatch) -> None:
+    """Rows go back and forth between callers that wait."""
 
-    _plant_victims(patch, for_everybody)
+    def from_equals(
+        running: Sequence[RunningSequence],
+        held: Mapping[str, int],
+        priority: int,
+        num_held: int | None,
+        spared: Collection[int],
+    ) -> Iterator[RunningSequence]:
+        return victims(running, held, priority, None if num_held is None else max(0, num_held - 2), spared)
+
+    _plant_victims(patch, from_equals)

@@ -27,7 +27,7 @@ from sightline.server.http.routing import Call, Reply
 from sightline.server.process.child import Child
 from sightline.server.process.port import Answers, EnginePort, RequestReport
 from sightline.server.process.protocol import Delta
-from sightline.server.process.window import ReadWindow
+from sightline.server.process.window import ReadWindow, UnreadLimit
 from sightline.server.service import Service
 from support.commands import UNBOUNDED
 
@@ -107,13 +107,23 @@ def give_streams_no_window(patch: pytest.MonkeyPatch) -> None:
 def forget_unread_reports_on_resume(patch: pytest.MonkeyPatch) -> None:
     read = ReadWindow.read
 
-    def forgetful(window: ReadWindow, count: int) -> bool:
-        resumes = read(window, count)
+    def forgetful(window: ReadWindow, count: int, num_bytes: int) -> bool:
+        resumes = read(window, count, num_bytes)
         if resumes:
             window._num_unread = 0
         return resumes
 
     patch.setattr(ReadWindow, "read", forgetful)
+
+
+def let_a_window_hold_reports_of_any_size(patch: pytest.MonkeyPatch) -> None:
+    sent = ReadWindow.sent
+    patch.setattr(ReadWindow, "sent", lambda window, num_bytes: sent(window, 0))
+
+
+def let_a_window_grow_at_once(patch: pytest.MonkeyPatch) -> None:
+    """What the socket's buffers take in is taken for reading."""
+    patch.setattr(UnreadLimit, "num_bytes", lambda limit, num_read: limit.max_bytes)
 
 
 def acknowledge_reports_before_they_are_sent(patch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,16 @@
     2. decode  rows with one pending token go first, so that none stalls
     3. turns   the rest of the token budget, or of the time that rows that generate may wait, goes to prompts, running
                or new, in turn: by priority, then by their callers' usage, then by arrival; among new ones of a
-               priority, callers without a row come first; a sequence that cannot be admitted is not overtaken
+               priority, callers with fewer rows than others come first; a sequence that cannot be admitted is not
+               overtaken
        urgency if a new sequence cannot be admitted, rows of a higher priority number give way to it
-       rows    if the caller of a new sequence has no row, and no row or pages are free, the lowest-ranked row of the
-               caller with the most rows gives way: only if it has at least two, and never a more urgent one
+       rows    if no row or pages are free for a new sequence, the lowest-ranked row of the caller with the most rows
+               gives way: only if it has at least two more than the caller of the new one, and never a more urgent one
 
 The first in rank can have every page there is, and no request needs more, so some sequence always makes progress. (It
 gives way itself only if it holds pages twice, its own and the cache's, and shares them when it is admitted again.) Each
-time a row is taken for a caller that has none, one more caller has one, so rows are not taken back and forth.
+time a row is taken, the two callers hold numbers of rows that are closer to each other, so rows are not taken back and
+forth.
 
 Knows values only, and changes none: each step returns a new `Draft`. The scheduler carries the decision out.
 """
@@ -36,7 +38,7 @@ from sightline.scheduler.decision import (
 )
 from sightline.scheduler.tally import Holding, Tally
 from sightline.scheduler.turns import QueuePosition, in_turn, usage_after
-from sightline.scheduler.victims import victims
+from sightline.scheduler.victims import LEAST_LEAD, victims
 
 Entry: TypeAlias = tuple[QueuePosition, RunningSequence | WaitingSequence]
 """A prompt, running or new, and when it is its turn."""
@@ -171,7 +173,7 @@ def take_turns(state: SchedulerState, draft: Draft) -> Draft:
                 return draft
             if isinstance(sequence, RunningSequence):
                 draft = _continue(draft, sequence)
-            elif draft.is_full and not (priority == draft.awaited and _is_deprived(draft, sequence.caller)):
+            elif draft.is_full and not (priority == draft.awaited and _is_behind(draft, sequence.caller)):
                 # Only prompts are left.
                 is_open = False
                 newcomers.close()
@@ -208,18 +210,19 @@ def _can_admit(state: SchedulerState, draft: Draft) -> bool:
         return False
     if draft.num_free_rows or (draft.going and draft.going[-1].priority > min(state.urgencies.values())):
         return True
-    if len(draft.going) == len(draft.held):
-        return False
-    deprived = state.urgencies.keys() - draft.held.keys()
-    if not deprived:
-        return False
-    priority = min(state.urgencies[caller] for caller in deprived)
-    return any(victims(draft.going, draft.held, priority, is_deprived=True))
+    most_rows: dict[int, int] = {}
+    for each in draft.going:
+        most_rows[each.priority] = max(most_rows.get(each.priority, 0), draft.held[each.caller])
+    return any(
+        draft.held.get(caller, 0) + LEAST_LEAD <= most_rows.get(priority, 0)
+        for caller, priority in state.urgencies.items()
+    )
 
 
-def _is_deprived(draft: Draft, caller: str) -> bool:
-    """True if the caller has no row and none is on its way, to it or from it."""
-    return caller not in draft.held and caller not in draft.leaving
+def _is_behind(draft: Draft, caller: str) -> bool:
+    """True if the caller may take a row of the one with the most, and none of its own is on its way out."""
+    lead = max(draft.held.values(), default=0) - draft.held.get(caller, 0)
+    return lead >= LEAST_LEAD and caller not in draft.leaving
 
 
 def _admit(state: SchedulerState, draft: Draft, newcomer: WaitingSequence) -> Draft:
@@ -294,8 +297,9 @@ def _fits(draft: Draft, needed: int, finding: Finding) -> bool:
 
 def _victims(draft: Draft, newcomer: WaitingSequence) -> Iterator[RunningSequence]:
     """Sequences that may give way to a waiting one, in order."""
-    is_deprived = _is_deprived(draft, newcomer.caller)
-    return victims(draft.going, draft.held, newcomer.priority, is_deprived=is_deprived, spared=draft.forked)
+    # A caller whose row is on its way out does not take another's for it.
+    num_held = None if newcomer.caller in draft.leaving else draft.held.get(newcomer.caller, 0)
+    return victims(draft.going, draft.held, newcomer.priority, num_held, draft.forked)
 
 
 def _make_way(state: SchedulerState, draft: Draft, newcomer: WaitingSequence, needed: int, finding: Finding) -> Draft:

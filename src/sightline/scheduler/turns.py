@@ -1,6 +1,7 @@
 """The order in which waiting sequences of one priority are considered.
 
-By how little the caller has used, then by arrival; callers without a row come first. Knows values only.
+By how little the caller has used, then by arrival. Callers that could take a row from another come first, those with
+the fewest rows before the others: otherwise a row would be given away only to be taken back. Knows values only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple
 
 from sightline.scheduler.decision import WaitingSequence
+from sightline.scheduler.victims import LEAST_LEAD
 
 
 class QueuePosition(NamedTuple):
@@ -26,28 +28,36 @@ def in_turn(
     lines: Mapping[str, Sequence[WaitingSequence]],
     usage: Mapping[str, int],
     held: Mapping[str, int],
+    least_lead: float = LEAST_LEAD,
 ) -> Generator[tuple[QueuePosition, WaitingSequence], None, None]:
-    """Yields the sequences of one priority in turn, counting each one's prompt as its caller's usage, as if admitted.
+    """Yields the sequences of one priority in turn, counting each one's prompt and row as its caller's, as if admitted.
 
-    Each caller that holds no row goes before the others, with one sequence, in the turn of the first of all.
+    Callers without a row, and callers over whom another leads by at least `least_lead` rows, go before the others, in
+    the turn of the first of all.
     """
     tokens = dict(usage)
-    deprived: list[tuple[QueuePosition, str, int]] = []
-    others: list[tuple[QueuePosition, str, int]] = []
+    most = max(held.values(), default=0)
+    heads_by_rows: dict[int, list[tuple[QueuePosition, str, int]]] = {}
     for caller, line in lines.items():
-        heads = others if caller in held else deprived
-        heads.append((QueuePosition(priority, tokens[caller], line[0].arrival), caller, 0))
-    heapq.heapify(deprived)
-    heapq.heapify(others)
-    while deprived or others:
-        turn = min(heads[0][0] for heads in (deprived, others) if heads)
-        _, caller, place = heapq.heappop(deprived or others)
+        position = QueuePosition(priority, tokens[caller], line[0].arrival)
+        heads_by_rows.setdefault(held.get(caller, 0), []).append((position, caller, 0))
+    for heads in heads_by_rows.values():
+        heapq.heapify(heads)
+    while heads_by_rows:
+        turn = min(heads[0][0] for heads in heads_by_rows.values())
+        num_held = min(heads_by_rows)
+        if num_held and num_held + least_lead > most:
+            num_held = min(heads_by_rows, key=lambda each: heads_by_rows[each][0])
+        _, caller, place = heapq.heappop(heads_by_rows[num_held])
+        if not heads_by_rows[num_held]:
+            del heads_by_rows[num_held]
         line = lines[caller]
         yield turn, line[place]
         tokens[caller] += _charge(line[place])
+        most = max(most, num_held + 1)
         if place + 1 < len(line):
             position = QueuePosition(priority, tokens[caller], line[place + 1].arrival)
-            heapq.heappush(others, (position, caller, place + 1))
+            heapq.heappush(heads_by_rows.setdefault(num_held + 1, []), (position, caller, place + 1))
 
 
 def usage_after(usage: Mapping[str, int], lines: Mapping[str, Sequence[WaitingSequence]]) -> Mapping[str, int]:

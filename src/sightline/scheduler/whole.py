@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 
@@ -67,7 +68,9 @@ class WholeQueue:
         usage: Mapping[str, int] = {caller: shares.of(caller) for caller in self._waiting.urgencies}
         views = []
         for priority in sorted(levels):
-            views += [view for _, view in islice(in_turn(priority, levels[priority], usage, {}), self._max_rows)]
+            # Whole sequences leave their rows at once, so what counts beyond the first is tokens.
+            turns = in_turn(priority, levels[priority], usage, {}, least_lead=math.inf)
+            views += [view for _, view in islice(turns, self._max_rows)]
             if len(views) >= self._max_rows:
                 break
             usage = usage_after(usage, levels[priority])

@@ -35,8 +35,8 @@ from sightline.server.http.limits import COST_IN_CONTEXTS, ByteBudget, Limits, s
 from sightline.server.http.routing import Call, Header, Reply
 from sightline.server.logs import log
 from sightline.server.process.port import Answers, AnswerTooLargeError, EngineDownError, EnginePort, RefusedError
-from sightline.server.process.protocol import Opened
-from sightline.server.process.window import MAX_UNREAD_REPORTS
+from sightline.server.process.protocol import TOKEN_SCORE_BYTES, Opened
+from sightline.server.process.window import unread_limit
 
 logger = logging.getLogger("sightline.server")
 RESTART_SECONDS = 2
@@ -167,9 +167,8 @@ class Service:
         # Texts to embed have no deadline in the engine: their handler waits only so long.
         timeout = None if order.params is None else self.request_timeout
         terms = Terms(caller=call.caller, priority=order.priority, timeout=timeout)
-        # At least two reports of every continuation, so that none waits for the others to be read.
-        most = None if order.stream is None else max(MAX_UNREAD_REPORTS, 2 * order.n)
-        answers = self.port.submit(order.prompts, order.params, terms, call.received_at, unread, most)
+        limit = None if order.stream is None else unread_limit(order.n, TOKEN_SCORE_BYTES * order.stream.num_scored)
+        answers = self.port.submit(order.prompts, order.params, terms, call.received_at, unread, limit)
         held.callback(self.port.cancel, answers)
         call.trace.model, call.trace.times = order.model, answers.times
         call.facts["prompt_tokens"] = sum(answers.prompt_lens.values())

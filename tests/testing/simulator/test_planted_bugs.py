@@ -38,7 +38,8 @@ from support.pause_bugs import (
 )
 from support.row_bugs import (
     let_a_caller_keep_all_rows,
-    take_rows_for_callers_that_have_some,
+    let_a_caller_keep_all_rows_but_one,
+    take_rows_from_callers_that_have_as_few,
     take_the_only_row_of_a_caller,
 )
 
@@ -343,8 +344,9 @@ BUGS = (
     refuse_too_early,
     grow_one_pool_only,
     let_a_caller_keep_all_rows,
+    let_a_caller_keep_all_rows_but_one,
     take_the_only_row_of_a_caller,
-    take_rows_for_callers_that_have_some,
+    take_rows_from_callers_that_have_as_few,
     never_resume_a_paused_row,
     leak_the_pages_of_a_paused_row,
     keep_the_lock_of_a_paused_row,

@@ -171,6 +171,11 @@ class StreamShape(Struct, frozen=True):
     echoed: tuple[str, ...] = ()
     """The text that each prompt's continuations begin with; empty if they begin with nothing."""
 
+    @property
+    def num_scored(self) -> int:
+        """Log probabilities of each generated token: its own, and those of the likeliest."""
+        return 0 if self.num_logprobs is None else 1 + self.num_logprobs
+
 
 class Order(Struct, tag="order", frozen=True):
     """What the engine has to do for a body."""

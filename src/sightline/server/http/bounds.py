@@ -28,7 +28,7 @@ CHUNKED_BYTES = 8 << 10
 """How much of a body in chunks is parsed in one turn of the event loop: every chunk, be it of one byte, is a call."""
 UNFRAMED = "sightline.unframed"
 """The ASGI extension of clients before HTTP/1.1: a `send` for answers whose end is the end of the connection."""
-UNSENT_BYTES = 16 << 10
+UNSENT_BYTES = 4 << 10
 """About the most that the system holds of what it cannot send to a client; without a limit it is megabytes."""
 NOTSENT_LOWAT: int | None = {"linux": 25, "darwin": 0x201}.get(sys.platform)
 """The socket option `TCP_NOTSENT_LOWAT`, which Python names only from 3.12 on."""
@@ -54,16 +54,18 @@ class BoundedProtocol(HttpToolsProtocol):
     """The most bytes of the request line and all headers together."""
     head_seconds: ClassVar[float] = 15.0
     """The most time from the start of a connection, or from a request's first byte, to the end of its headers."""
-    write_buffer_bytes: ClassVar[int] = 32 << 10
-    """Bytes that may wait to be sent before the sender waits too."""
+    write_buffer_bytes: ClassVar[int] = 1 << 10
+    """Bytes that may wait to be sent before the sender waits too, until all are sent. Few, because they count as read:
+    the request of a client that reads nothing is to pause soon."""
     write_seconds: ClassVar[float] = 60.0
     """How often the progress of a client that leaves the write buffer full is measured."""
-    min_write_bytes: ClassVar[int] = 64 << 10
-    """What such a client must have taken in that time; otherwise the connection is aborted."""
+    min_write_bytes: ClassVar[int] = 12 << 10
+    """What such a client must have taken of the full buffer in that time; otherwise the connection is aborted. Up to
+    four times as much goes to the system directly and is not counted."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(self.write_buffer_bytes)
+        transport.set_write_buffer_limits(self.write_buffer_bytes, 0)
         self._num_head_bytes = self._head_size = 0
         self._is_in_head = True
         self._is_deaf = self._is_chunked = False

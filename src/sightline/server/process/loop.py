@@ -206,8 +206,8 @@ class Worker:
         match command:
             case Submit():
                 self._pending.append(PendingPrompts(command))
-            case Read(number, count):
-                if number in self._windows and self._windows[number].read(count):
+            case Read(number, count, num_bytes):
+                if number in self._windows and self._windows[number].read(count, num_bytes):
                     self._engine.resume(self._jobs[number])
             case Cancel(number):
                 request_id = self._jobs.pop(number, None)
@@ -257,7 +257,9 @@ class Worker:
             for report in self._purpose.reports(number, request_id):
                 self._outgoing.append(report)
                 match report:
-                    case Delta() if number in self._windows and self._windows[number].sent():
+                    case Delta(num_content_bytes=num_bytes) if number in self._windows and self._windows[number].sent(
+                        num_bytes
+                    ):
                         self._engine.pause(request_id)
                     case Ended():
                         del self._jobs[number]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
@@ -38,7 +38,7 @@ from sightline.server.process.protocol import (
     report_codec,
 )
 from sightline.server.process.timing import RequestTimes, TokenTimes
-from sightline.server.process.window import read_batch
+from sightline.server.process.window import ReadCount, UnreadLimit
 
 MAX_BUFFERED_COMMANDS = 1 << 26
 """Bytes that may wait to be sent; an engine process that reads nothing is given no more."""
@@ -90,12 +90,13 @@ class Answers:
         received_at: float,
         unread: UnreadBytes,
         acknowledge: Callable[[Read], None],
-        num_acknowledged: int | None = None,
+        limit: UnreadLimit | None = None,
     ) -> None:
         """`prompt_lens` are the prompts' numbers of tokens, by the requests' numbers.
 
-        `acknowledge` is called whenever `num_acknowledged` more deltas of a prompt have been read. None: the answer is
-        sent as a whole, and the contents of what was read count until then.
+        `acknowledge` is called whenever so many more deltas of a prompt have been read that its request may have to run
+        on: `limit` is what may be unread of each. None: the answer is sent as a whole, and the contents of what was
+        read count until then.
         """
         self.prompt_lens = prompt_lens
         self.places = {number: place for place, number in enumerate(prompt_lens)}
@@ -110,9 +111,8 @@ class Answers:
         self._early: deque[Delta | Ended] = deque()
         """What prompts gained before the last of them was accepted."""
         self._acknowledge = acknowledge
-        self._num_acknowledged = num_acknowledged
-        self._num_read: Counter[int] = Counter()
-        """The deltas that were read and not acknowledged, by number."""
+        self._reads = {} if limit is None else {number: ReadCount(limit) for number in prompt_lens}
+        """What was read of each prompt and not acknowledged, by number; empty if the answer is sent as a whole."""
 
     def put(self, report: RequestReport) -> bool:
         """Takes in a report; returns False if there is no room for it: the requests are then of no more use."""
@@ -157,14 +157,13 @@ class Answers:
                     raise EngineDownError(f"expected what a request gained, got {type(report).__name__}")
 
     def _count_read(self, delta: Delta) -> None:
-        if self._num_acknowledged is None:
+        if not self._reads:
             # Only its contents are kept: a long answer is few objects.
             self._unread.give_back(REPORT_BYTES)
             return
         self._unread.give_back(delta.num_bytes)
-        self._num_read[delta.number] += 1
-        if self._num_read[delta.number] >= self._num_acknowledged:
-            self._acknowledge(Read(delta.number, self._num_read.pop(delta.number)))
+        if (batch := self._reads[delta.number].read(delta.num_content_bytes)) is not None:
+            self._acknowledge(Read(delta.number, batch.num_reports, batch.num_bytes))
 
     async def vectors(self) -> list[Vector]:
         """Every text's vector, in order.
@@ -255,18 +254,17 @@ class EnginePort:
         terms: Terms,
         received_at: float,
         unread: UnreadBytes,
-        max_unread: int | None = None,
+        max_unread: UnreadLimit | None = None,
     ) -> Answers:
         """Sends prompts to continue, or, without `params`, texts to embed; `unread` counts the bytes of their reports.
 
-        A prompt pauses while `max_unread` of its deltas are unread, if that is given. Raises `EngineDownError` if there
+        A prompt pauses while `max_unread` of its deltas is unread, if that is given. Raises `EngineDownError` if there
         is no engine process.
         """
         numbered = {next(self._numbers): prompt for prompt in prompts}
         self._send([Submit(numbered, params, terms, max_unread)])
         lengths = {number: len(prompt) // TOKEN_BYTES for number, prompt in numbered.items()}
-        batch = None if max_unread is None else read_batch(max_unread)
-        answers = Answers(lengths, received_at, unread, self._tell_read, batch)
+        answers = Answers(lengths, received_at, unread, self._tell_read, max_unread)
         self._answers |= dict.fromkeys(numbered, answers)
         return answers
 

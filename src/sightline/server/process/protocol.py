@@ -15,6 +15,7 @@ from sightline.core.config import EngineConfig
 from sightline.core.metrics import EngineMetrics, PhaseSeconds
 from sightline.core.request import Terms
 from sightline.server.process.frames import Codec
+from sightline.server.process.window import UnreadLimit
 
 MAX_COMMAND_BYTES = 1 << 26
 """A frame to the engine process: the tokens of a request, a few bytes each."""
@@ -39,7 +40,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
     params: bytes | None
     """`SamplingParams` in msgpack; None asks for vectors."""
     terms: Terms
-    max_unread: int | None = None
+    max_unread: UnreadLimit | None = None
     """`Delta` reports that may be unread before a request pauses; None: it never does, as its answer is read whole."""
 
 
@@ -48,6 +49,8 @@ class Read(msgspec.Struct, tag="read", frozen=True):
 
     number: int
     count: int
+    num_bytes: int
+    """Of their contents."""
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -191,6 +194,10 @@ class PackedScores(msgspec.Struct, frozen=True, array_like=True):
         return positions
 
 
+TOKEN_SCORE_BYTES = 32
+"""About the most bytes of a `TokenScore` in msgpack, with a text of a few letters."""
+
+
 class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
     """A generated token with its log probabilities."""
 
@@ -222,7 +229,12 @@ class Delta(msgspec.Struct, tag="delta", frozen=True):
     @property
     def num_bytes(self) -> int:
         """Estimates the memory that it takes while it waits to be read."""
-        return REPORT_BYTES + 2 * len(self.text) + len(self.logprobs or b"")
+        return REPORT_BYTES + self.num_content_bytes
+
+    @property
+    def num_content_bytes(self) -> int:
+        """Estimates the memory of its text and its log probabilities."""
+        return 2 * len(self.text) + len(self.logprobs or b"")
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):

@@ -1,4 +1,5 @@
-"""Checks that callers share the rows: a waiting caller without a row gets one, and none loses its only row to another.
+"""Checks that callers share the rows: none waits for long while another holds two rows more, and none loses its only
+row, or a row that it needs to hold as many as the one that takes it.
 
 Compares the running sequences before and after a scheduling decision. Judges only if pages and tokens are no reason to
 wait. Does not know how the decision was made.
@@ -14,8 +15,8 @@ from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.stage import Stage
 
 _PATIENCE = 3
-"""Consecutive decisions that may leave a caller without a row: an urgent request may take its row, and the rows that
-should be given up may be in flight."""
+"""Consecutive decisions that may leave a caller behind: an urgent request may take its row, and the rows that should be
+given up may be in flight."""
 
 
 class RowShares:
@@ -33,7 +34,7 @@ class RowShares:
         self._last_step = -1
         """The last step whose decision was checked."""
         self._denied: Counter[str] = Counter()
-        """For each caller, the consecutive decisions that left it without a row."""
+        """For each caller, the consecutive decisions that left it behind another and gave it no row."""
 
     def before_step(self) -> None:
         """Records the state before a decision."""
@@ -51,30 +52,55 @@ class RowShares:
             self._denied.clear()
             return
         yield from self._taken()
-        denied = self._deprived(num_tokens)
-        self._denied = Counter({caller: self._denied[caller] + 1 for caller in denied})
+        running = self._stage.scheduler.running
+        had = Counter(sequence.caller for sequence in self._ran)
+        held = Counter(sequence.caller for sequence in running)
+        denied = set[str]() if self._prompts_took_all(num_tokens) else self._deprived() | self._behind()
+        self._denied = Counter({each: self._denied[each] + 1 for each in denied if held[each] <= had[each]})
         for caller, count in self._denied.items():
             if count > _PATIENCE:
-                yield f"caller {caller!r} has no row, and another keeps two or more"
+                yield f"caller {caller!r} has {held[caller]} rows, and another keeps at least two more"
+
+    def _prompts_took_all(self, num_tokens: int) -> bool:
+        """True if prompts may have used up the step, so that nobody could be admitted to it."""
+        scene, running = self._stage.scene, self._stage.scheduler.running
+        is_full = num_tokens >= scene.max_step_tokens or scene.max_step_ticks is not None
+        is_scoring = any(sequence.wants_scores for sequence in self._stage.waiting())
+        return (is_full or is_scoring) and any(sequence.num_pending > 1 for sequence in running)
 
     def _taken(self) -> Iterator[str]:
-        """Yields rows that were taken for no reason, or that were a caller's only one."""
+        """Yields rows that were taken for no reason: their caller then has fewer rows than any that got one."""
         running = self._stage.scheduler.running
         held = Counter(sequence.caller for sequence in running)
-        keeping = {sequence.caller for sequence in self._ran if sequence in running}
         new = [sequence for sequence in running if sequence not in self._ran]
         had_pages = self._num_used + self._pages_for([*self._ran, *new], new) <= self._stage.scene.num_pages
         for victim in self._ran:
             if victim in running or victim.is_out or any(other.rank[0] < victim.rank[0] for other in new):
                 continue
-            is_shared = any(other.rank[0] == victim.rank[0] and other.caller not in keeping for other in new)
+            takers = {other.caller for other in new if other.rank[0] == victim.rank[0]} - {victim.caller}
+            is_shared = any(held[taker] <= held[victim.caller] for taker in takers)
             self._counts.shared_rows += is_shared
-            if had_pages and not is_shared:
-                yield f"a row of caller {victim.caller!r} was taken, and no new row is more urgent or a caller's first"
-            elif had_pages and not held[victim.caller]:
+            if had_pages and not held[victim.caller]:
                 yield f"caller {victim.caller!r} lost its only row to one that is not more urgent"
+            elif had_pages and not is_shared:
+                yield f"a row of caller {victim.caller!r} was taken for none that is more urgent or has as few"
 
-    def _deprived(self, num_tokens: int) -> set[str]:
+    def _behind(self) -> set[str]:
+        """Returns the callers of the most urgent waiting sequences that hold two rows fewer than another, if there are
+        pages for all of them."""
+        running, waiting = self._stage.scheduler.running, self._stage.waiting()
+        level = min((sequence.rank[0] for sequence in waiting), default=0)
+        held = Counter(sequence.caller for sequence in running)
+        most = max((held[sequence.caller] for sequence in running if sequence.rank[0] == level), default=0)
+        heads = {each.caller: each for each in waiting if each.rank[0] == level and held[each.caller] + 2 <= most}
+        if not heads:
+            return set()
+        # Whichever of its sequences a caller sends first, it is no longer than this.
+        longest = [max(waiting, key=lambda each: len(each.tokens))] * len(heads)
+        num_pages = self._pages_of(self._stage.holders()) + self._pages_for([*running, *longest], longest)
+        return set(heads) if num_pages <= self._stage.scene.num_pages else set()
+
+    def _deprived(self) -> set[str]:
         """Returns the callers of the most urgent waiting sequences that have no row, if another could give one up."""
         running, waiting = self._stage.scheduler.running, self._stage.waiting()
         level = min((sequence.rank[0] for sequence in waiting), default=0)
@@ -88,11 +114,9 @@ class RowShares:
             if sequence.rank[0] >= level and held[sequence.caller] > 1:
                 held[sequence.caller] -= 1
                 kept.remove(sequence)
-        is_full = num_tokens >= self._stage.scene.max_step_tokens or self._stage.scene.max_step_ticks is not None
-        prompts_took_all = is_full and any(sequence.num_pending > 1 for sequence in running)
         leaving = [sequence for sequence in self._stage.holders() if sequence.is_out]
         num_pages = self._pages_of([*kept, *leaving]) + self._pages_for([*kept, *heads.values()], heads.values())
-        if len(kept) == len(running) or prompts_took_all or num_pages > self._stage.scene.num_pages:
+        if len(kept) == len(running) or num_pages > self._stage.scene.num_pages:
             return set()
         return set(heads)
 
