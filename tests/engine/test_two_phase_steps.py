@@ -17,7 +17,7 @@ from sightline import LLM, RequestOutput, SamplingParams
 from sightline.core.request import Terms
 from sightline.engine.engine import Engine
 from sightline.llm import EngineSettings, TokensPrompt
-from sightline.runner.sampling.sampler import Chosen, RowSampling, choose, choose_unread
+from sightline.runner.sampling.sampler import BestTokens, Chosen, RowSampling, choose_unread
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
@@ -90,8 +90,8 @@ def test_answers_are_those_of_steps_one_after_the_other(folder: Path, changes: d
 def test_the_form_of_a_gpu_gives_the_answers_of_the_cpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ask(tiny(folder, async_scheduling=False), VARIED)
 
-    def as_on_a_gpu(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor) -> Chosen:
-        return Chosen(choose_unread(logits, rows, inputs), choose(logits, rows, inputs).finite)
+    def as_on_a_gpu(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor, best: BestTokens) -> Chosen:
+        return Chosen(choose_unread(logits, rows, inputs, best))
 
     monkeypatch.setattr("sightline.engine.sampled.choose", as_on_a_gpu)
     outputs = ask(tiny(folder), VARIED)

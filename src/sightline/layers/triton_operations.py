@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sightline.kernels.triton import pointwise, rotations
+from sightline.kernels.triton import greedy, pointwise, rotations
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
 from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
@@ -73,3 +73,6 @@ class TritonOperations(Operations):
 
     def softcap(self, logits: Tensor, cap: float) -> None:
         pointwise.softcap(logits, cap)
+
+    def best_tokens(self, logits: Tensor, out: Tensor) -> None:
+        greedy.best_tokens(logits, out)
