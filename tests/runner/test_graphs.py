@@ -13,7 +13,7 @@ import torch
 from sightline import LLM
 from sightline.attention.capability import GraphLevel
 from sightline.attention.planner import PlannedBatch
-from sightline.core.batch import FULL, Batch, RowWork
+from sightline.core.batch import FULL, RowWork
 from sightline.core.errors import ConfigError, LaneBusyError, PlanError
 from sightline.layers.scratch import Scratch
 from sightline.models.decoder import Decoder
@@ -215,9 +215,7 @@ def test_tokens_that_a_step_in_flight_chooses_are_put_into_the_bucket(folder: Pa
     runtime = runtime_of(make, folder)
     rows = Rows(runtime, [5])
     runtime.store.grow_row(rows.rows[0], 6)
-    batch = runtime.graphs.assemble([RowWork(rows.rows[0], [], 5, 1, num_pending=1)])
-    filled = batch.filled([0], torch.tensor([42]))
-    assert (batch.is_overwritten, filled.is_overwritten) == (True, False)
-    assert (filled.tokens.tolist(), filled.tokens.data_ptr()) == ([42], batch.tokens.data_ptr())
-    assert isinstance(filled, Batch)
-    assert runtime.runner.forward(runtime.planner.plan(filled)).shape[0] == 1
+    batch = runtime.graphs.assemble([RowWork(rows.rows[0], [], 5, 1, unread=[1])], torch.tensor([41, 42]))
+    assert batch.tokens.tolist() == [42]
+    assert batch.tokens.data_ptr() == runtime.graphs.buckets[0]._views[0].data_ptr()
+    assert runtime.runner.forward(runtime.planner.plan(batch)).shape[0] == 1

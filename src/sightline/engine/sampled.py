@@ -111,7 +111,7 @@ def sample(
     asked = {index: place for place, index in enumerate(completing) if sampling[place].params.logprobs is not None}
     spans: dict[int, _ScoredSpan] = {}
     scores_shape, packed, tokens = (0, 0), chosen.packed, chosen.tokens
-    if asked or any([row.scores_prompt for row in rows]):
+    if asked or any(row.scores_prompt for row in rows):
         spans, scores = _scored(rows, lives, logits, asked, tokens)
         scores_shape = (scores.shape[0], scores.shape[1])
         packed = torch.cat([packed.view(-1), scores.view(-1).view(torch.int64)])
