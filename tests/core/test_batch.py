@@ -201,13 +201,13 @@ def test_replacing_a_fact_derives_everything_that_follows_from_it_again() -> Non
 def test_tokens_that_a_step_in_flight_chooses_are_taken_from_the_device() -> None:
     work = make_work(MIXED)
     chosen = torch.tensor([70, 77, 71])
-    rows = (work[0], replace(work[1], tokens=(), unread=[1]), work[2])
+    rows = (work[0], replace(work[1], tokens=(), unread=1), work[2])
     batch = Batch(rows, SOURCES, CPU, chosen)
     assert batch.query_lens.exact() == (3, 1, 2)
     assert batch.tokens.tolist() == [1000, 1001, 1002, 77, 1004, 1005]
     assert batch.take([1, 0]).tokens.tolist() == [77, 1000, 1001, 1002]
     assert replace(batch).tokens.tolist() == batch.tokens.tolist()
-    longer = replace(batch, work=(replace(work[0], unread=[2]), *rows[1:]))
+    longer = replace(batch, work=(replace(work[0], unread=2), *rows[1:]))
     assert longer.tokens.tolist() == [1000, 1001, 1002, 71, 77, 1004, 1005]
     assert chosen.tolist() == [70, 77, 71]
 
@@ -218,7 +218,7 @@ def test_tokens_that_a_step_in_flight_chooses_are_taken_from_the_device() -> Non
     ids=["all", "in another order", "the first", "the last", "one"],
 )
 def test_decode_rows_go_on_with_their_own_tokens(places: list[int], expected: list[int]) -> None:
-    rows = tuple(RowWork(index + 1, [], 4, 1, unread=[place]) for index, place in enumerate(places))
+    rows = tuple(RowWork(index + 1, [], 4, 1, unread=place) for index, place in enumerate(places))
     chosen = torch.tensor([5, 6, 7])
     assert Batch(rows, SOURCES, CPU, chosen).tokens.tolist() == expected
     known = RowWork(9, [3], 4, 1)
@@ -229,16 +229,16 @@ def test_decode_rows_go_on_with_their_own_tokens(places: list[int], expected: li
 @pytest.mark.parametrize(
     ("unread", "num_chosen", "message"),
     [
-        ([[0], [2]], 2, r"among the 2 tokens that are being chosen, got \[0, 2\]"),
-        ([[-1], [1]], 2, "among the 2 tokens"),
-        ([[1], [1]], 2, "each token that is being chosen once"),
-        ([[0], [1]], None, "among the 0 tokens"),
+        ([0, 2], 2, r"among the 2 tokens that are being chosen, got \[0, 2\]"),
+        ([-1, 1], 2, "among the 2 tokens"),
+        ([1, 1], 2, "each token that is being chosen once"),
+        ([0, 1], None, "among the 0 tokens"),
     ],
 )
 def test_a_row_continues_a_token_that_is_chosen_and_its_own(
-    unread: list[list[int]], num_chosen: int | None, message: str
+    unread: list[int], num_chosen: int | None, message: str
 ) -> None:
-    rows = tuple(RowWork(index + 1, [], 4, 1, unread=places) for index, places in enumerate(unread))
+    rows = tuple(RowWork(index + 1, [], 4, 1, unread=place) for index, place in enumerate(unread))
     chosen = None if num_chosen is None else torch.zeros(num_chosen, dtype=torch.int64)
     with pytest.raises(BatchError, match=message):
         Batch(rows, SOURCES, CPU, chosen)

@@ -58,7 +58,7 @@ def numbers(batch: Batch) -> dict[str, object]:
     "work",
     [
         [RowWork(4, [7], 9, 1), RowWork(2, [8], 0, 1), RowWork(9, [5], 30, 1)],
-        [RowWork(4, [7, 6], 9, 2), RowWork(2, [], 5, 1, unread=[1])],
+        [RowWork(4, [7, 6], 9, 2), RowWork(2, [], 5, 1, unread=1)],
         [RowWork(1, [3], 0, 0)],
         [],
     ],
@@ -104,10 +104,10 @@ def test_a_batch_that_does_not_fit_is_refused_and_nothing_overwritten(work: list
 def test_tokens_that_a_step_in_flight_chooses_are_put_in_place() -> None:
     memory = static(3, 1)
     chosen = torch.tensor([76, 77])
-    work = [RowWork(1, [5], 0, 1), RowWork(2, [], 4, 1, unread=[1])]
+    work = [RowWork(1, [5], 0, 1), RowWork(2, [], 4, 1, unread=1)]
     batch = Batch.inside(work, SOURCES, memory, chosen)
     assert (batch.tokens.tolist(), batch.is_overwritten) == ([5, 77, 0], False)
-    following = Batch.inside([replace(work[1], unread=[0])], SOURCES, memory, chosen[:1])
+    following = Batch.inside([replace(work[1], unread=0)], SOURCES, memory, chosen[:1])
     assert (following.tokens.tolist(), following.tokens.data_ptr()) == ([76, 0, 0], batch.tokens.data_ptr())
     assert (batch.is_overwritten, following.is_overwritten) == (True, False)
 
@@ -119,8 +119,8 @@ def test_a_batch_reaches_the_device_by_one_copy_whatever_it_continues(
     copies = []
     copy = StagingRing.copy
 
-    def counted(ring: StagingRing, numbers: Sequence[int], target: Tensor) -> None:
-        copies.append(len(numbers))
+    def counted(ring: StagingRing, numbers: Iterable[int], target: Tensor) -> None:
+        copies.append(len(target))
         copy(ring, numbers, target)
 
     def refused(*_: object) -> tuple[Tensor, ...]:
@@ -129,7 +129,7 @@ def test_a_batch_reaches_the_device_by_one_copy_whatever_it_continues(
     monkeypatch.setattr(StagingRing, "copy", counted)
     memory = static(4, 1)
     monkeypatch.setattr("sightline.core.lengths.sent", refused)
-    work = [RowWork(row + 1, [], 4, 1, unread=[place]) for row, place in enumerate(unread)]
+    work = [RowWork(row + 1, [], 4, 1, unread=place) for row, place in enumerate(unread)]
     batch = Batch.inside(work, SOURCES, memory, torch.tensor([70, 71]))
     assert batch.tokens.tolist() == [70 + unread[0], 70 + unread[1], 0, 0]
     assert copies == [4 * (8 + len(SOURCES))]

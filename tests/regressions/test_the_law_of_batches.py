@@ -423,7 +423,7 @@ def test_a_fork_copies_committed_entries_behind_its_own(runtime: Runtime) -> Non
 
 def test_a_token_that_is_still_being_chosen_is_taken_from_the_device(runtime: Runtime) -> None:
     row = open_row(runtime)
-    work = RowWork(row, PROMPT[:2], 0, 1, unread=[1])
+    work = RowWork(row, PROMPT[:2], 0, 1, unread=1)
     with pytest.raises(BatchError, match="expected unread to be among the 0 tokens that are being chosen"):
         assemble([work], runtime.store)
     batch = assemble([work], runtime.store, torch.tensor(PROMPT[1:3]))

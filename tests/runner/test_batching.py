@@ -170,7 +170,7 @@ def test_a_step_of_decode_rows_is_what_they_are_beside_a_prompt(
     for number, (context_len, is_pending) in enumerate(rows):
         row = open_row(store, context_len + 1)
         tokens = [] if is_pending else [100 + number]
-        work.append(RowWork(row, tokens, context_len, 1, unread=[number] if is_pending else ()))
+        work.append(RowWork(row, tokens, context_len, 1, unread=number if is_pending else None))
     prompt = RowWork(open_row(store, 3), [7, 8, 9], 0, 0)
     chosen = torch.arange(50, 50 + len(rows))
     alone, beside = assemble(work, store, chosen), assemble([*work, prompt], store, chosen)

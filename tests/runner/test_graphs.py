@@ -215,7 +215,7 @@ def test_tokens_that_a_step_in_flight_chooses_are_put_into_the_bucket(folder: Pa
     runtime = runtime_of(make, folder)
     rows = Rows(runtime, [5])
     runtime.store.grow_row(rows.rows[0], 6)
-    batch = runtime.graphs.assemble([RowWork(rows.rows[0], [], 5, 1, unread=[1])], torch.tensor([41, 42]))
+    batch = runtime.graphs.assemble([RowWork(rows.rows[0], [], 5, 1, unread=1)], torch.tensor([41, 42]))
     assert batch.tokens.tolist() == [42]
     assert batch.tokens.data_ptr() == runtime.graphs.buckets[0]._views[0].data_ptr()
     assert runtime.runner.forward(runtime.planner.plan(batch)).shape[0] == 1

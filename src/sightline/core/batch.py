@@ -97,8 +97,8 @@ class RowWork:
     mask: RowMask = CAUSAL
     positions: Sequence[int] | None = None
     """Positions of a tree's tokens. Tokens of other rows directly follow the context."""
-    unread: Sequence[int] = ()
-    """The new tokens after `tokens`, which steps in flight choose: where each is in the batch's `chosen`."""
+    unread: int | None = None
+    """Where the new token after `tokens` is in the batch's `chosen`, if a step in flight chooses it."""
 
 
 class PoolPages(Protocol):
@@ -201,7 +201,7 @@ class Batch:
             positions=on_device[1],
             query_lens=Lengths(on_device[4], bounds, query_lens + empty),
             context_lens=Lengths(on_device[5], context_lens, context_lens),
-            masks=tuple([row.mask for row in self.work]) + (CAUSAL,) * padding,
+            masks=facts.masks + (CAUSAL,) * padding,
             rows=padded_rows,
             table_rows=on_device[6],
             pools={
@@ -394,6 +394,7 @@ class _Facts:
     """The facts of all rows, as parallel lists."""
 
     rows: tuple[int, ...]
+    masks: tuple[RowMask, ...]
     tokens: list[int]
     positions: list[int]
     query_lens: list[int]
@@ -413,21 +414,23 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
     logit_rows: list[int] = []
     unread: list[int] = []
     unread_places: list[int] = []
-    query_lens = [len(row.tokens) + len(row.unread) for row in work]
+    query_lens = [len(row.tokens) + (row.unread is not None) for row in work]
     context_lens = [row.context_len for row in work]
     rows = tuple([row.table_row for row in work])
-    if query_lens.count(1) == len(work) and _is_plain_decode(work, context_lens):
+    masks = tuple([row.mask for row in work])
+    if query_lens.count(1) == len(work) == masks.count(CAUSAL) and _is_plain_decode(work, context_lens):
         # The usual step, which may have hundreds of rows.
         return _Facts(
             rows,
-            tokens=[0 if row.unread else row.tokens[0] for row in work],
+            masks,
+            tokens=[row.tokens[0] if row.unread is None else 0 for row in work],
             positions=context_lens,
             query_lens=query_lens,
             context_lens=context_lens,
             logit_indices=[*range(len(work))],
             logit_rows=[*range(len(work))],
-            unread=[row.unread[0] for row in work if row.unread],
-            unread_places=[index for index, row in enumerate(work) if row.unread],
+            unread=[row.unread for row in work if row.unread is not None],
+            unread_places=[index for index, row in enumerate(work) if row.unread is not None],
         )
     for index, (row, query_len, context_len) in enumerate(zip(work, query_lens, context_lens, strict=True)):
         num_logits = row.num_logits
@@ -436,10 +439,10 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
         if context_len < 0:
             raise BatchError("context_lens", index, "at least 0", context_len)
         tokens += row.tokens
-        if row.unread:
-            unread += row.unread
-            unread_places += range(len(tokens), len(tokens) + len(row.unread))
-            tokens += [0] * len(row.unread)
+        if row.unread is not None:
+            unread.append(row.unread)
+            unread_places.append(len(tokens))
+            tokens.append(0)
         if row.mask is CAUSAL and row.positions is None:
             positions += range(context_len, context_len + query_len)
         else:
@@ -447,15 +450,16 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
         if num_logits:
             logit_indices += range(len(tokens) - num_logits, len(tokens))
             logit_rows += [index] * num_logits
-    return _Facts(rows, tokens, positions, query_lens, context_lens, logit_indices, logit_rows, unread, unread_places)
+    return _Facts(
+        rows, masks, tokens, positions, query_lens, context_lens, logit_indices, logit_rows, unread, unread_places
+    )
 
 
 def _is_plain_decode(work: Sequence[RowWork], context_lens: Sequence[int]) -> bool:
-    """Whether rows of one token each all need logits, under a causal mask."""
+    """Whether rows of one token each under a causal mask all need logits."""
     return (
         min(context_lens, default=0) >= 0
         and [row.num_logits for row in work].count(1) == len(work)
-        and [row.mask for row in work].count(CAUSAL) == len(work)
         and [row.positions for row in work].count(None) == len(work)
     )
 

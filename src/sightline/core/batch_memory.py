@@ -80,7 +80,7 @@ class StaticMemory(BatchMemory):
             raise BatchError("tokens", None, f"at most {self.shape.size} on {self.device}", got, "run it eagerly")
         padded = [part for each, count in zip(lists, missing, strict=True) for part in (each, (0,) * count)]
         self.tenant += 1
-        self._ring.copy(list(itertools.chain.from_iterable(padded)), self._block)
+        self._ring.copy(itertools.chain.from_iterable(padded), self._block)
         return self._views
 
     def num_padding(self, num_rows: int) -> int:

@@ -175,7 +175,7 @@ class Launcher(Generic[LifeT]):
         runtime, phases, started_at = self._runtime, self.phases, self._clock()
         with device_faults():
             unread = unread_tokens(in_flight)
-            work = [row_work(row, self._mask, unread.places) for row in rows]
+            work = rows_work(rows, self._mask, unread.places)
             # A schedule has rows of one kind.
             if rows[0].sequence.is_whole:
                 batch = assemble_transient(work, runtime.store.device)
@@ -221,16 +221,29 @@ def unread_tokens(in_flight: Sequence[LaunchedStep[LifeT]]) -> UnreadTokens:
     return UnreadTokens(places, torch.cat(tokens))
 
 
-def row_work(row: ScheduledRow, mask: RowMask, unread: Mapping[SequenceState, int]) -> RowWork:
-    """What a scheduled row computes. Its last token may be one that a step in flight chooses."""
-    sequence, table_row, context_len, num_tokens = row.sequence, row.table_row, row.context_len, row.num_tokens
-    held = PADDING_ROW if sequence.is_whole else sequence.table_row
-    if held != table_row:
-        raise BatchError("rows", None, f"{held}, which its sequence holds", table_row)
-    tokens = sequence.tokens[context_len : context_len + num_tokens]
-    if len(tokens) == num_tokens:
-        return RowWork(table_row, tokens, context_len, row.num_logits, mask)
-    if len(tokens) + 1 < num_tokens or sequence not in unread:
-        known = f"{num_tokens} from {context_len} on that are known or being chosen"
-        raise BatchError("tokens", None, known, len(tokens))
-    return RowWork(table_row, tokens, context_len, row.num_logits, mask, None, (unread[sequence],))
+_NO_TOKENS: list[int] = []
+"""Shared by all rows that only continue a token in flight. Nothing changes it."""
+
+
+def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[SequenceState, int]) -> tuple[RowWork, ...]:
+    """What scheduled rows compute. The last token of a row may be one that a step in flight chooses."""
+    work = []
+    for row in rows:
+        sequence, table_row, context_len, num_tokens = row.sequence, row.table_row, row.context_len, row.num_tokens
+        held = PADDING_ROW if sequence.is_whole else sequence.table_row
+        if held != table_row:
+            raise BatchError("rows", None, f"{held}, which its sequence holds", table_row)
+        # The same as `num_logits`; a call for each row of each step would take longer than all else here.
+        num_logits = num_tokens if row.scores_prompt else 1 if row.completes else 0
+        # With two steps in flight the host lacks tokens before the row's, too.
+        num_known = max(0, len(sequence.tokens) - context_len)
+        if num_known >= num_tokens:
+            tokens = sequence.tokens[context_len : context_len + num_tokens]
+            work.append(RowWork(table_row, tokens, context_len, num_logits, mask))
+            continue
+        if num_known + 1 < num_tokens or sequence not in unread:
+            known = f"{num_tokens} from {context_len} on that are known or being chosen"
+            raise BatchError("tokens", None, known, num_known)
+        tokens = sequence.tokens[context_len:] if num_known else _NO_TOKENS
+        work.append(RowWork(table_row, tokens, context_len, num_logits, mask, None, unread[sequence]))
+    return tuple(work)

@@ -38,6 +38,9 @@ class _ScoredSpan(NamedTuple):
     num_prompt: int
 
 
+_NO_SPAN = _ScoredSpan(0, 0)
+
+
 @dataclass(frozen=True, eq=False)
 class Sampled:
     """The tokens that a step chooses for the rows that complete."""
@@ -72,18 +75,19 @@ class _Results(NamedTuple):
 
     def take(self, index: int) -> RowResult:
         step, row, live = self.step, self.step.rows[index], self.step.lives[index]
-        span = step.spans.get(index, _ScoredSpan(0, 0))
         if row.scores_prompt:
+            # A prompt of which no token follows has no scores.
+            span = step.spans.get(index, _NO_SPAN)
             live.keep_prompt_logprobs(row, self.read.scores[span.start : span.start + span.num_prompt])
         place = step.places.get(row.sequence)
         if place is None:
             return RowResult(row.seq_len)
-        token = self.read.tokens[place]
         if not self.read.finite[place]:
             live.fail_at(row.seq_len)
         elif live.error is None and (num_best := live.params.logprobs) is not None:
+            span = step.spans[index]
             live.keep_logprobs(row, read_scores(self.read.scores[span.start + span.num_prompt], num_best))
-        return RowResult(row.seq_len, (token,))
+        return RowResult(row.seq_len, (self.read.tokens[place],))
 
 
 def sample(
@@ -105,7 +109,9 @@ def sample(
         ends = list(accumulate([row.num_logits for row in rows]))
         [wanted] = moved([[ends[index] - 1 for index in completing]], logits.device)
         chosen_logits = logits.index_select(0, wanted)
-    sampling = [lives[index].sampling(rows[index], token_ends[index] - 1) for index in completing]
+    sampling = [
+        lives[index].greedy or lives[index].sampling(rows[index], token_ends[index] - 1) for index in completing
+    ]
     chosen = choose(chosen_logits, sampling, inputs, best)
     places = {rows[index].sequence: place for place, index in enumerate(completing)}
     asked = {index: place for place, index in enumerate(completing) if sampling[place].params.logprobs is not None}

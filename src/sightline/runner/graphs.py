@@ -59,9 +59,9 @@ class Graphs:
         return Batch.inside(work, self._store.pools, bucket, chosen)
 
     def _bucket_for(self, work: Sequence[RowWork]) -> StaticMemory | None:
-        lens = [len(row.tokens) + len(row.unread) for row in work]
+        lens = [len(row.tokens) + (row.unread is not None) for row in work]
         num_tokens, longest = sum(lens), max(lens, default=0)
-        if longest > MAX_NEW_TOKENS or any(row.mask is not CAUSAL for row in work):
+        if longest > MAX_NEW_TOKENS or [row.mask for row in work].count(CAUSAL) < len(work):
             return None
         for bucket in self.buckets:
             # A row without new tokens is a row all the same.
