@@ -1,7 +1,7 @@
 """Defers Ctrl-C and other signals while an operation must not be left half done.
 
-Calls the functions below `signal`, because every step of an engine comes here. Those of `signal` look each handler up in
-an enum and, before Python 3.13, raise and catch an exception if it is a function: 50 µs a step in place of 5.
+Calls the functions below `signal`, because every step of an engine comes here. Those of `signal` look each handler up
+in an enum and, before Python 3.13, raise and catch an exception if it is a function: 50 µs a step in place of 5.
 """
 
 from __future__ import annotations

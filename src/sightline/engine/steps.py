@@ -100,6 +100,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._closed = False
         self._fault: DeviceFaultError | None = None
         self._counts: Counter[str] = Counter()
+        self._num_generated = 0
         self._ends: Counter[str] = Counter()
         self._step_sizes = StepSizes()
 
@@ -178,7 +179,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             prefix_cache_queries=scheduler.num_queried_tokens,
             prefix_cache_hits=scheduler.num_hit_tokens,
             prompt_tokens=self._counts["prompt_tokens"],
-            generation_tokens=self._counts["generation_tokens"],
+            generation_tokens=self._num_generated,
             num_preemptions=scheduler.num_retractions,
             request_success=dict(self._ends),
             requests_refused=self._counts["refused"],
@@ -197,6 +198,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
     def reset_counts(self) -> None:
         """Begins all counts of `metrics` again."""
         self._counts.clear()
+        self._num_generated = 0
         self._ends.clear()
         self._step_sizes = StepSizes()
         scheduler, planner = self._scheduler, self.runtime.planner
@@ -418,7 +420,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         before = len(tokens)
         self._scheduler.commit(row, result)
         generated = len(tokens) - before
-        self._counts["generation_tokens"] += generated
+        self._num_generated += generated
         if generated and before == len(asked.prompt_token_ids):
             request = self._live[asked.request_id]
             if request.first_token_at is None:
