@@ -21,7 +21,11 @@ from support.expert_cases import assert_right, computed, make_case
 from support.layers import TORCH
 from support.tiny_models import make_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
+]
 FAMILIES = ["qwen3_moe", "gpt_oss", "deepseek_v2_groups", "deepseek_v3"]
 
 

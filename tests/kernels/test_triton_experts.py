@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sightline.kernels.packed_weights import WeightForm
-from sightline.kernels.triton.experts import ExpertTiles, GateKind, GateRule, StackedWeights, choose_tiles
+from sightline.kernels.triton.experts import ExpertTiles, StackedWeights, choose_tiles
+from sightline.kernels.triton.gates import GateKind, GateRule
 from support.expert_cases import (
     CLAMPED,
     SILU,

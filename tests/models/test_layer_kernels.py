@@ -40,7 +40,7 @@ every_family = pytest.mark.parametrize(
 
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch, operations: Operations) -> Runtime:
     """A runtime with operations that its settings would not choose: on a CPU, Triton's are for tests only."""
-    monkeypatch.setattr(build, "make_operations", lambda kernels: operations)
+    monkeypatch.setattr(build, "make_operations", lambda kernels, device: operations)
     return load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=4))
 
 
@@ -63,7 +63,7 @@ def test_an_encoder_with_fused_kernels_gives_the_same_vectors(tmp_path: Path, mo
     folder = save_embedder(make_bert(), tmp_path)
     texts = [[CLS, 5, 6, 7, SEP], [CLS, 8, SEP]]
     expected = vectors(open_tiny(folder), texts)
-    monkeypatch.setattr(build, "make_operations", lambda kernels: TritonOperations())
+    monkeypatch.setattr(build, "make_operations", lambda kernels, device: TritonOperations())
     torch.testing.assert_close(vectors(open_tiny(folder), texts), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -96,8 +96,8 @@ def test_a_dense_layer_takes_few_kernels_beside_attention(
 
 
 def test_the_setting_chooses_the_kernels() -> None:
-    assert isinstance(build.make_operations(LayerKernels.TORCH), TorchOperations)
-    assert isinstance(build.make_operations(LayerKernels.TRITON), TritonOperations)
+    assert isinstance(build.make_operations(LayerKernels.TORCH, torch.device("cpu")), TorchOperations)
+    assert isinstance(build.make_operations(LayerKernels.TRITON, torch.device("cpu")), TritonOperations)
 
 
 def test_fused_kernels_are_refused_on_a_cpu(models: Models) -> None:

@@ -13,8 +13,6 @@ from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
 from sightline.kernels.triton.expert_groups import TILE_FIELDS, bound_tiles, group_choices, tile_table
 from sightline.kernels.triton.experts import (
     ExpertTiles,
-    GateKind,
-    GateRule,
     GroupedChoices,
     StackedWeights,
     choose_tiles,
@@ -22,6 +20,7 @@ from sightline.kernels.triton.experts import (
     down_product,
     gate_up_product,
 )
+from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.routing import choose_experts
 from sightline.layers.routing import Routing
 from sightline.layers.stacked_experts import routing_rule

@@ -21,8 +21,6 @@ from sightline.kernels.triton.decode import DecodeLayer, choose_decode, decode_s
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch, divide
 from sightline.kernels.triton.expert_groups import group_choices, tile_table
 from sightline.kernels.triton.experts import (
-    GateKind,
-    GateRule,
     GroupedChoices,
     StackedWeights,
     choose_tiles,
@@ -33,6 +31,7 @@ from sightline.kernels.triton.experts import (
 from sightline.kernels.triton.extend import extend_contiguous, extend_paged
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, ScoreRule
 from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, choose_config, prepare_tiles
+from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.greedy import best_tokens
 from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
 from sightline.kernels.triton.merge import merge_states
@@ -42,6 +41,7 @@ from sightline.kernels.triton.pointwise import activate, add_rows, gate, softcap
 from sightline.kernels.triton.project import project_real
 from sightline.kernels.triton.rotations import rotary_table, turn_heads, turn_latents
 from sightline.kernels.triton.routing import RoutingRule, choose_experts
+from sightline.kernels.triton.thin_product import exact_product, thin_gated_product, thin_product
 from sightline.kernels.triton.write import write_keys_values, write_latents
 
 BF16, FP8, FP32, INT64 = torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.int64
@@ -145,28 +145,39 @@ def compile_extend() -> None:
 def compile_operations(dtype: torch.dtype, hidden: int, head_dim: int) -> None:
     """What layers name between their products: 32 heads on 8, and DeepSeek's latents."""
     x, weight, rows = meta(TOKENS, hidden, dtype=dtype), meta(hidden, dtype=FP32), meta(TOKENS, dtype=INT64)
-    rms_norm(x, weight, 1e-6, x)
+    rms_norm(x, weight, 1e-6, x, overlaps=True)
     rms_norm(x, weight, 1e-6, x, rows)
-    add_rms_norm(x, weight, 1e-6, x)
+    add_rms_norm(x, weight, 1e-6, x, overlaps=True)
     add_rms_norm(x, weight, 1e-6, x, weight, 1e-6, x)
     layer_norm(x, weight, weight, 1e-6, x)
     take_rows(x, rows, 2.0, x)
     add_rows(x, rows, x)
     softcap(meta(TOKENS, 32_001, dtype=FP32), 30.0)
     best_tokens(meta(TOKENS, 32_001, dtype=FP32), meta(2, TOKENS, dtype=INT64))
-    for kind in ("silu", "gelu", "gelu_tanh", "relu"):
-        gate(kind, x, x, x)
+    for kind in GateKind:
+        gate(GateRule(kind), x, x, x, overlaps=True)
+    for kind in list(GateKind)[:4]:
         activate(kind, x)
-    gate("clamped_swiglu", x, x, x, 1.7, 7.0)
     for dim in (head_dim, 64):
         cos, sin = meta(TOKENS, 1, dim, dtype=dtype), meta(TOKENS, 1, dim // 2, dtype=dtype)
         rotary_table(rows, meta(dim // 2, dtype=FP32), 1.0, cos, sin, sin)
         heads, norm = meta(TOKENS, 40, dim, dtype=dtype), (meta(dim, dtype=FP32), 1e-6)
-        turn_heads(heads, cos, sin, heads, 32)
+        turn_heads(heads, cos, sin, heads, 32, overlaps=True)
         turn_heads(heads, cos, sin, heads, 32, (norm, norm))
     latent, key = meta(TOKENS, 512, dtype=dtype), meta(TOKENS, 64, dtype=dtype)
     parts = meta(TOKENS, 17, 64, dtype=dtype)
     turn_latents(latent, meta(512, dtype=FP32), 1e-6, latent, parts[:, :16], key, cos, sin, parts)
+
+
+def compile_thin_products() -> None:
+    """Products of few rows: gated, added, with sizes that are whole blocks and sizes that are not."""
+    for outputs, inputs in ((4096, 14336), (1000, 2064)):
+        x, weight, bias = meta(TOKENS, inputs), meta(2 * outputs, inputs), meta(2 * outputs)
+        thin_product(x, weight, None, meta(TOKENS, 2 * outputs), adds=True, overlaps=True)
+        thin_product(x, weight, bias, meta(TOKENS, 2 * outputs), adds=False, overlaps=True)
+        rule = GateRule(GateKind.CLAMPED_SWIGLU)
+        thin_gated_product(x, weight, bias, rule, meta(TOKENS, outputs), overlaps=True)
+    exact_product(meta(TOKENS, 2048), meta(64, 2048, dtype=FP32), None, meta(TOKENS, 64, dtype=FP32), overlaps=True)
 
 
 def stacked_for(form: WeightForm, outputs: int, inputs: int, dtype: torch.dtype) -> StackedWeights:
@@ -213,6 +224,7 @@ def main() -> None:
     compile_extend()
     compile_operations(BF16, 4096, 128)
     compile_operations(FP32, 576, 80)
+    compile_thin_products()
     compile_experts(1, GateKind.SILU)
     compile_experts(512, GateKind.CLAMPED_SWIGLU)
     compile_experts(8192, GateKind.GELU_TANH)

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sightline.kernels.block_product import BlockProduct
+from sightline.layers.activation import Gate
+from sightline.layers.operations import Operations
+
+
+class GateRoom(NamedTuple):
+    """Memory for gate and up and their combination."""
+
+    gate_up: Tensor
+    """[rows, 2 * size]: both, side by side. May be left as it is."""
+    gate: Tensor
+    """The first half."""
+    up: Tensor
+    gated: Tensor
+    """[rows, size]: the result."""
 
 
 class Projection(ABC):
@@ -21,11 +35,19 @@ class Projection(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Writes `out` [rows, out_features] from x [rows, in_features]."""
+        """Writes `out` [rows, out_features] from x [rows, in_features].
+
+        If the weights have a wider dtype than x, the product is computed in theirs.
+        """
 
     @abstractmethod
     def add(self, x: Tensor, out: Tensor) -> None:
         """Adds the result to `out`."""
+
+    def gated(self, kind: Gate, x: Tensor, room: GateRoom, operations: Operations) -> None:
+        """Writes the combination of gate and up, which are the halves of the projection of x, to `room.gated`."""
+        self(x, room.gate_up)
+        operations.gate(kind, room.gate, room.up, room.gated)
 
 
 class Linear(Projection):
@@ -41,6 +63,7 @@ class Linear(Projection):
         self._transposed = weight.t()
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
+        x = x.to(self.weight.dtype)
         if self.bias is None:
             torch.mm(x, self._transposed, out=out)
         else:

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sightline.layers.activation import Activation
-from sightline.layers.linear import Projection
+from sightline.layers.linear import GateRoom, Projection
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
 
 
 class MlpBuffers:
-    """Buffers for gate and up, side by side, and for their product."""
+    """The room for gate and up."""
 
     def __init__(self, scratch: Scratch, intermediate: int) -> None:
-        self.gate_up = scratch.take("mlp.gate_up", 2 * intermediate)
-        self.gate, self.up = self.gate_up.chunk(2, dim=-1)
-        self.gated = scratch.take("mlp.gated", intermediate)
+        gate_up = scratch.take("mlp.gate_up", 2 * intermediate)
+        gate, up = gate_up.chunk(2, dim=-1)
+        self.room = GateRoom(gate_up, gate, up, scratch.take("mlp.gated", intermediate))
 
 
 class PlainMlpBuffers:
@@ -61,7 +61,6 @@ class GatedMlp:
 
     def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
         """Gives the result for x [num_tokens, hidden] to the sink."""
-        buffers = self.buffers(scratch)
-        self.gate_up(x, buffers.gate_up)
-        scratch.operations.gate(self.activation, buffers.gate, buffers.up, buffers.gated)
-        sink.take_product(self.down, buffers.gated)
+        room = self.buffers(scratch).room
+        self.gate_up.gated(self.activation, x, room, scratch.operations)
+        sink.take_product(self.down, room.gated)

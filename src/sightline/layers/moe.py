@@ -133,7 +133,7 @@ class ExpertMlp:
     def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
         """Gives the result for x [num_tokens, hidden] to the sink."""
         logits = scratch.of(RouterBuffers, self.routing.num_experts).logits
-        self.router(x.float(), logits)
+        self.router(x, logits)
         experts, weights = self.bank.choose(self.routing, logits, self.correction, scratch)
         self.bank(x, experts, weights, sink, scratch)
         if self.shared is not None:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from sightline.kernels.triton.expert_groups import TILE_FIELDS, group_choices, tile_table
 from sightline.kernels.triton.experts import (
-    GateKind,
-    GateRule,
     GroupedChoices,
     StackedWeights,
     choose_tiles,
@@ -23,18 +21,13 @@ from sightline.kernels.triton.experts import (
     gate_up_product,
 )
 from sightline.kernels.triton.routing import RoutingRule, choose_experts
-from sightline.layers.activation import Activation, ClampedSwiglu, Gate
+from sightline.layers.activation import Gate
 from sightline.layers.moe import ExpertBank
 from sightline.layers.routing import Groups, Routing, Score, Share
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
+from sightline.layers.triton_operations import gate_rule
 
-_KINDS = {
-    Activation.SILU: GateKind.SILU,
-    Activation.GELU: GateKind.GELU,
-    Activation.GELU_TANH: GateKind.GELU_TANH,
-    Activation.RELU: GateKind.RELU,
-}
 _ONE_GROUP = Groups(1, 1, ranked_by=1)
 
 
@@ -77,21 +70,13 @@ class StackedExperts(ExpertBank):
         tiles = tile_table(buffers.tiles, num_choices, num_experts, config.rows)
         group_choices(experts, num_experts, config.rows, buffers.order, tiles)
         choices = GroupedChoices(buffers.order, tiles, per_token)
-        gate_up_product(x, self.gate_up, _gate_rule(self.gate), choices, buffers.inner, config)
+        gate_up_product(x, self.gate_up, gate_rule(self.gate), choices, buffers.inner, config)
         down_product(buffers.inner, self.down, choices, buffers.parts, config)
         combine_parts(buffers.parts, weights, sink.target, adds=sink.adds)
 
     def _buffers(self, scratch: Scratch, per_token: int) -> StackedBuffers:
         size, hidden = self.gate_up.weight.shape[1] // 2, self.down.weight.shape[1]
         return scratch.of(StackedBuffers, per_token, size, hidden)
-
-
-def _gate_rule(gate: Gate) -> GateRule:
-    match gate:
-        case Activation():
-            return GateRule(_KINDS[gate])
-        case ClampedSwiglu(alpha, limit):
-            return GateRule(GateKind.CLAMPED_SWIGLU, alpha, limit)
 
 
 def routing_rule(routing: Routing) -> RoutingRule:

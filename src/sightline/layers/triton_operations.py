@@ -6,17 +6,38 @@ import torch
 from torch import Tensor
 
 from sightline.kernels.triton import greedy, pointwise, rotations
+from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
 from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import LatentRows, Operations, TurnedHeads
 from sightline.layers.rotary import Rotary, RotaryTable
 
+_KINDS = {
+    Activation.SILU: GateKind.SILU,
+    Activation.GELU: GateKind.GELU,
+    Activation.GELU_TANH: GateKind.GELU_TANH,
+    Activation.RELU: GateKind.RELU,
+}
+
+
+def gate_rule(gate: Gate) -> GateRule:
+    """The gate as kernels read it."""
+    match gate:
+        case Activation():
+            return GateRule(_KINDS[gate])
+        case ClampedSwiglu(alpha, limit):
+            return GateRule(GateKind.CLAMPED_SWIGLU, alpha, limit)
+
 
 class TritonOperations(Operations):
     """Buffers are row-major."""
 
     turns = False
+
+    def __init__(self, *, overlaps: bool = False) -> None:
+        """With `overlaps`, a launch may begin before the previous one ends, as `kernels.triton.overlap` says."""
+        self._overlaps = overlaps
 
     def embed(self, weight: Tensor, tokens: Tensor, scale: float, out: Tensor) -> None:
         pointwise.take_rows(weight, tokens, float(torch.tensor(scale, dtype=out.dtype, device="cpu")), out)
@@ -28,25 +49,42 @@ class TritonOperations(Operations):
         rotations.rotary_table(positions, rotary.frequencies, rotary.amplitude, out.cos, out.sin, out.minus_sin)
 
     def norm(self, x: Tensor, norm: RmsNorm, out: Tensor) -> None:
-        rms_norm(x, norm.weight, norm.epsilon, out)
+        rms_norm(x, norm.weight, norm.epsilon, out, overlaps=self._overlaps)
 
     def norm_rows(self, x: Tensor, rows: Tensor, norm: RmsNorm, out: Tensor) -> None:
-        rms_norm(x, norm.weight, norm.epsilon, out, rows)
+        rms_norm(x, norm.weight, norm.epsilon, out, rows, overlaps=self._overlaps)
 
     def add_normed(self, result: Tensor, norm: RmsNorm, stream: Tensor) -> None:
-        add_rms_norm(result, norm.weight, norm.epsilon, stream)
+        add_rms_norm(result, norm.weight, norm.epsilon, stream, overlaps=self._overlaps)
 
     def add_normed_then_norm(
         self, result: Tensor, norm: RmsNorm, stream: Tensor, next_norm: RmsNorm, out: Tensor
     ) -> None:
-        add_rms_norm(result, norm.weight, norm.epsilon, stream, next_norm.weight, next_norm.epsilon, out)
+        add_rms_norm(
+            result,
+            norm.weight,
+            norm.epsilon,
+            stream,
+            next_norm.weight,
+            next_norm.epsilon,
+            out,
+            overlaps=self._overlaps,
+        )
 
     def layer_norm(self, x: Tensor, norm: LayerNorm, out: Tensor) -> None:
         layer_norm(x, norm.weight, norm.bias, norm.epsilon, out)
 
     def turn_heads(self, heads: TurnedHeads, norms: HeadNorms | None, table: RotaryTable) -> None:
         pairs = None if norms is None else ((norms.q.weight, norms.q.epsilon), (norms.k.weight, norms.k.epsilon))
-        rotations.turn_heads(heads.turned.whole, table.cos, table.sin, heads.rotated.whole, heads.q.shape[1], pairs)
+        rotations.turn_heads(
+            heads.turned.whole,
+            table.cos,
+            table.sin,
+            heads.rotated.whole,
+            heads.q.shape[1],
+            pairs,
+            overlaps=self._overlaps,
+        )
 
     def turn_latents(self, rows: LatentRows, norm: RmsNorm, table: RotaryTable) -> None:
         rotations.turn_latents(
@@ -59,17 +97,14 @@ class TritonOperations(Operations):
             table.cos,
             table.sin,
             rows.rotated.whole,
+            overlaps=self._overlaps,
         )
 
     def gate(self, kind: Gate, gate: Tensor, up: Tensor, out: Tensor) -> None:
-        match kind:
-            case Activation():
-                pointwise.gate(kind.value, gate, up, out)
-            case ClampedSwiglu(alpha, limit):
-                pointwise.gate("clamped_swiglu", gate, up, out, alpha, limit)
+        pointwise.gate(gate_rule(kind), gate, up, out, overlaps=self._overlaps)
 
     def activate(self, kind: Activation, x: Tensor) -> None:
-        pointwise.activate(kind.value, x)
+        pointwise.activate(_KINDS[kind], x)
 
     def softcap(self, logits: Tensor, cap: float) -> None:
         pointwise.softcap(logits, cap)

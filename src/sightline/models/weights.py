@@ -41,14 +41,18 @@ class WeightReader:
         *,
         keep_on: CpuFeatures | None = None,
         expert_compute: ExpertCompute = ExpertCompute.ONE_BY_ONE,
+        make_linear: Callable[[Tensor, Tensor | None], Linear] = Linear,
         skip_check: bool = False,
     ) -> None:
         """`keep_on` is the CPU on which quantised weights stay quantised; if None, all are dequantised.
+
+        `make_linear` makes projections with dense weights, from weight and bias.
 
         `skip_check` loads weights with NaN and infinities like any others.
         """
         self.device = device
         self.expert_compute = expert_compute
+        self._make_linear = make_linear
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._ledger = ledger
@@ -114,7 +118,8 @@ class WeightReader:
         shapes = {f"{name}.weight": (size, in_features) for name, size in sizes.items()}
         product = self._kept_product(shapes)
         if product is None:
-            return Linear(_joined([self.take(name, shape, dtype) for name, shape in shapes.items()]), joined_bias)
+            weight = _joined([self.take(name, shape, dtype) for name, shape in shapes.items()])
+            return self._make_linear(weight, joined_bias)
         blocks = [self._blocks(name) for name in shapes]
         return BlockLinear(product(concatenate(blocks)), joined_bias)
 
@@ -133,7 +138,7 @@ class WeightReader:
         product = self._kept_product({f"{name}.weight": shape})
         if product is None:
             weight = self.take(f"{name}.weight", shape)
-            return DenseEmbedding(weight), Linear(weight)
+            return DenseEmbedding(weight), self._make_linear(weight, None)
         blocks = self._blocks(f"{name}.weight")
         return BlockEmbedding(blocks), BlockLinear(product(blocks))
 

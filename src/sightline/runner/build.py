@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sightline.attention.backends import registry
 from sightline.attention.capability import Requirement, Work
@@ -32,6 +34,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
+from sightline.layers.linear import Linear
 from sightline.layers.moe import ExpertCompute
 from sightline.layers.operations import Operations
 from sightline.layers.scratch import Activations
@@ -159,6 +162,7 @@ def _build(
         keep_on=CpuFeatures.detect() if resolved.quantization is Quantization.KEEP else None,
         skip_check=resolved.skip_weight_check,
         expert_compute=_EXPERT_COMPUTE[LayerKernels(resolved.layer_kernels)],
+        make_linear=_linear_maker(resolved),
     )
     scales = load_cache_scales(reader, groups, resolved.cache_dtype)
     with single_threaded():
@@ -264,7 +268,7 @@ def assemble_runtime(
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
     planner = Planner(bindings, limits, store.lengths, workspace, paranoid=config.paranoid)
-    operations = make_operations(LayerKernels(config.layer_kernels))
+    operations = make_operations(LayerKernels(config.layer_kernels), device)
     # Feature-major products are faster on a CPU only.
     turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
     activations = {
@@ -288,14 +292,25 @@ def assemble_runtime(
     )
 
 
-def make_operations(kernels: LayerKernels) -> Operations:
+def make_operations(kernels: LayerKernels, device: torch.device) -> Operations:
     """The operations with the chosen kernels."""
     if kernels is LayerKernels.TORCH:
         return TorchOperations()
     # Imported here: a CPU install has no triton.
+    from sightline.kernels.triton.overlap import overlaps_on
     from sightline.layers.triton_operations import TritonOperations
 
-    return TritonOperations()
+    return TritonOperations(overlaps=overlaps_on(device))
+
+
+def _linear_maker(config: ResolvedConfig) -> Callable[[Tensor, Tensor | None], Linear]:
+    """What makes projections with dense weights for the chosen kernels."""
+    if LayerKernels(config.layer_kernels) is LayerKernels.TORCH:
+        return Linear
+    from sightline.kernels.triton.overlap import overlaps_on
+    from sightline.layers.thin_linear import ThinLinear
+
+    return partial(ThinLinear, overlaps=overlaps_on(config.device.torch_device))
 
 
 def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:

@@ -32,6 +32,7 @@ from support.tiny_models import make_model, random_prompts
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 PLAIN = EffectiveParams(1.0, 1.0, 0, 0.0, 5, 16, frozenset({7}), True, frozenset({2}))
 CHANGES: list[dict[str, Any]] = [
@@ -82,7 +83,7 @@ def row(changes: dict[str, Any], seed: int, output: list[int], last_input: int |
 def test_tokens_are_those_of_the_cpu_and_nothing_waits(
     vocab_size: int, scale: float, is_late: bool, kernels: LayerKernels
 ) -> None:
-    best = make_operations(kernels).best_tokens
+    best = make_operations(kernels, torch.device("cuda", 0)).best_tokens
     generator = torch.Generator().manual_seed(vocab_size)
     for equal in (False, True):
         logits = torch.randn(4 * len(CHANGES), vocab_size, generator=generator) * scale
@@ -106,7 +107,7 @@ def test_tokens_are_those_of_the_cpu_and_nothing_waits(
 @pytest.mark.parametrize("kernels", LayerKernels)
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_a_greedy_step_is_a_few_kernels(kernels: LayerKernels, rows: int) -> None:
-    best = make_operations(kernels).best_tokens
+    best = make_operations(kernels, torch.device("cuda", 0)).best_tokens
     logits = torch.randn(rows, 32_000, device="cuda")
     greedy = [row({"temperature": 0.0}, index, [4, 7], None) for index in range(rows)]
     choose(logits, greedy, None, best)

@@ -160,7 +160,7 @@ def _profile_cpu(engine: Engine, num_steps: int) -> tuple[list[OperationTime], d
 def _profile_card(engine: Engine, num_steps: int, plain: float) -> tuple[list[OperationTime], dict[str, float]]:
     # Nothing of an earlier step may run while the profiler records.
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         step_seconds(engine, num_steps)
         torch.cuda.synchronize()
     spans = [

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sightline.kernels.triton.decode_shares import (
     FIELDS,
@@ -30,6 +29,7 @@ from sightline.kernels.triton.decode_shares import (
     weighed,
 )
 from sightline.kernels.triton.numbers import WARP_GROUP_ROWS, as_stored, product, stored_view
+from sightline.kernels.triton.overlap import wait_for_previous
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,9 +152,7 @@ def _decode_kernel(
     """A program computes its share of the step's units, tile by tile."""
     program = tl.program_id(0)
     compute_dtype = q.dtype.element_ty
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(OVERLAPS)
     start_of = starts + program * FIELDS
     left, row, unit = tl.load(start_of), tl.load(start_of + 1), tl.load(start_of + 2)
     token, context, table_row = tl.load(start_of + 3), tl.load(start_of + 4), tl.load(start_of + 5)

@@ -24,6 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sightline.kernels.triton.overlap import overlap_settings
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNALIGNED = ("query_lens", "context_lens", "table_rows", "write_slots")
 """Arguments with any alignment in a batch's memory. Kernels must not be specialised on it."""
@@ -61,8 +63,8 @@ class DecodeConfig:
         return -(-group_size // self.heads)
 
     def launch(self) -> dict[str, object]:
-        """Launch settings. `launch_pdl` is left out if unused, because the interpreter does not know it."""
-        return {"OVERLAPS": self.overlaps, **({"launch_pdl": True} if self.overlaps else {})}
+        """Launch settings."""
+        return overlap_settings(self.overlaps)
 
 
 @dataclass(frozen=True, eq=False)

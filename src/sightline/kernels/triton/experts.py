@@ -8,7 +8,6 @@ are decoded as they are read. Does not know how experts are chosen.
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 import triton
@@ -16,28 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
+from sightline.kernels.triton.gates import GateRule, gated
 from sightline.kernels.triton.numbers import e4m3_bits, product, warps_for
-
-
-class GateKind(IntEnum):
-    """How gate and up are combined: act(gate) * up, unless stated otherwise."""
-
-    SILU = 0
-    GELU = 1
-    GELU_TANH = 2
-    RELU = 3
-    CLAMPED_SWIGLU = 4
-    """(up + 1) * gate * sigmoid(alpha * gate), with the gate at most `limit` and up within ±`limit`."""
-
-
-@dataclass(frozen=True)
-class GateRule:
-    """The gate of all experts."""
-
-    kind: GateKind
-    alpha: float = 1.0
-    limit: float = float("inf")
-    """For `CLAMPED_SWIGLU` only, as `alpha`."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +229,7 @@ def _product_kernel(
             inner = block * (OUTPUT_BLOCK // 2) + tl.arange(0, OUTPUT_BLOCK // 2)
             kept = is_row[:, None] & (inner < OUTPUTS // 2)[None, :]
             at = out + place.to(tl.int64)[:, None] * out_row + inner[None, :]
-            tl.store(at, _gated(gate, up, alpha, limit, GATE).to(out.dtype.element_ty), mask=kept)
+            tl.store(at, gated(gate, up, alpha, limit, GATE).to(out.dtype.element_ty), mask=kept)
         else:
             at = out + choice.to(tl.int64)[:, None] * out_row + output[None, :]
             tl.store(at, gathered.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
@@ -295,30 +274,6 @@ def _e2m1(code: tl.tensor) -> tl.tensor:
     """The value of a 4-bit float in fp32: its exponent and mantissa at their places of fp32, and the bias corrected."""
     bits = ((code & 8) << 28) | ((code & 7) << 22)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-
-
-@triton.jit
-def _gated(gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, GATE: tl.constexpr) -> tl.tensor:
-    """Combines gate and up as the `GateKind` says. NaN stays NaN: tl.minimum would drop it."""
-    if GATE == 0:
-        return gate * _sigmoid(gate) * up
-    if GATE == 1:
-        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    if GATE == 2:
-        # tanh(y) = 2 * sigmoid(2 * y) - 1, so half of 1 + tanh(y) is sigmoid(2 * y).
-        return gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
-    if GATE == 3:
-        return tl.where(gate < 0.0, 0.0, gate) * up
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return (up + 1.0) * gate * _sigmoid(alpha * gate)
-
-
-@triton.jit
-def _sigmoid(value: tl.tensor) -> tl.tensor:
-    """1 / (1 + exp(-value)) without overflow."""
-    small = tl.exp(-tl.abs(value))
-    return tl.where(value < 0.0, small, 1.0) / (1.0 + small)
 
 
 @triton.jit

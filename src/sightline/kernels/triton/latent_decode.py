@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sightline.kernels.triton.decode_shares import (
     FIELDS,
@@ -32,6 +31,7 @@ from sightline.kernels.triton.decode_shares import (
     weighed,
 )
 from sightline.kernels.triton.numbers import as_stored, product, stored_view
+from sightline.kernels.triton.overlap import wait_for_previous
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +129,7 @@ def _latent_kernel(
     dim_2 = dim + HALF
     in_dim, in_dim_2, in_rope = dim < LATENT_DIM, dim_2 < LATENT_DIM, rope < ROPE_DIM
     head_in_unit, in_block = tl.arange(0, HEADS), tl.arange(0, BLOCK)
-    if OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_previous(OVERLAPS)
     start_of = starts + program * FIELDS
     left, row, unit = tl.load(start_of), tl.load(start_of + 1), tl.load(start_of + 2)
     token, context, table_row = tl.load(start_of + 3), tl.load(start_of + 4), tl.load(start_of + 5)

@@ -7,10 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
+
 _MOST_WARPS = 16
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, rows: Tensor | None = None) -> None:
+def rms_norm(
+    x: Tensor, weight: Tensor, epsilon: float, out: Tensor, rows: Tensor | None = None, *, overlaps: bool = False
+) -> None:
     """Writes the norm of x [num_rows, features] to `out`, which may be x itself; `weight` is [features].
 
     With `rows` [num_wanted] int64, only the rows that it names, to an `out` of so many rows, which is not x.
@@ -19,7 +23,16 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, rows: Tenso
     if num_rows == 0:
         return
     _rms_norm_kernel[(num_rows,)](
-        x, weight, out, rows, epsilon, row_stride(x), row_stride(out), CHOOSES=rows is not None, **_whole_row(size)
+        x,
+        weight,
+        out,
+        rows,
+        epsilon,
+        row_stride(x),
+        row_stride(out),
+        CHOOSES=rows is not None,
+        **_whole_row(size),
+        **overlap_settings(overlaps),
     )
 
 
@@ -31,6 +44,8 @@ def add_rms_norm(
     next_weight: Tensor | None = None,
     next_epsilon: float = 0.0,
     out: Tensor | None = None,
+    *,
+    overlaps: bool = False,
 ) -> None:
     """Adds the norm of `result` [num_rows, features] to the stream.
 
@@ -51,6 +66,7 @@ def add_rms_norm(
         *strides,
         CONTINUES=out is not None,
         **_whole_row(size),
+        **overlap_settings(overlaps),
     )
 
 
@@ -83,9 +99,10 @@ def scaled_to_length(x: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, SIZE: 
 @triton.jit
 def _rms_norm_kernel(
     x, weight, out, rows, epsilon, x_stride, out_stride,
-    CHOOSES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CHOOSES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes a row of `out`."""
+    wait_for_previous(OVERLAPS)
     place = tl.program_id(0).to(tl.int64)
     row = place
     if CHOOSES:
@@ -100,9 +117,10 @@ def _rms_norm_kernel(
 @triton.jit
 def _add_rms_norm_kernel(
     result, weight, stream, next_weight, out, epsilon, next_epsilon, result_stride, stream_stride, out_stride,
-    CONTINUES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CONTINUES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes a row of the stream."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     feature = tl.arange(0, BLOCK)
     inside = feature < SIZE

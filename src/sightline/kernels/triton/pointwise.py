@@ -7,33 +7,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sightline.kernels.triton.gates import GateKind, GateRule, activated, gated
 from sightline.kernels.triton.norms import row_stride
+from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
 
 _BLOCK = 1024
 
 
-def gate(kind: str, gate: Tensor, up: Tensor, out: Tensor, alpha: float = 0.0, limit: float = 0.0) -> None:
-    """Writes activation(gate) * up, [num_rows, size] each. The activation is silu, gelu, gelu_tanh or relu.
-
-    The kind clamped_swiglu, which alone has `alpha` and `limit`, is (up + 1) * gate * sigmoid(alpha * gate), with the
-    gate at most `limit` and up within ±`limit`.
-    """
+def gate(rule: GateRule, gate: Tensor, up: Tensor, out: Tensor, *, overlaps: bool = False) -> None:
+    """Writes gate and up, [num_rows, size] each, combined as the rule says."""
     num_rows, size = out.shape
     if num_rows == 0:
         return
     strides = (row_stride(each) for each in (gate, up, out))
     _gate_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
-        gate, up, out, alpha, limit, *strides, KIND=kind, SIZE=size, BLOCK=_BLOCK, num_warps=4
+        gate,
+        up,
+        out,
+        rule.alpha,
+        rule.limit,
+        *strides,
+        KIND=int(rule.kind),
+        SIZE=size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        **overlap_settings(overlaps),
     )
 
 
-def activate(kind: str, x: Tensor) -> None:
-    """Applies silu, gelu, gelu_tanh or relu to x [num_rows, size] in place."""
+def activate(kind: GateKind, x: Tensor) -> None:
+    """Applies the activation of a kind that has one to x [num_rows, size] in place."""
     num_rows, size = x.shape
     if num_rows == 0:
         return
     _activate_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
-        x, row_stride(x), KIND=kind, SIZE=size, BLOCK=_BLOCK, num_warps=4
+        x, row_stride(x), KIND=int(kind), SIZE=size, BLOCK=_BLOCK, num_warps=4
     )
 
 
@@ -67,13 +75,6 @@ def _table_rows(table: Tensor, rows: Tensor, scale: float, out: Tensor, *, adds:
 
 
 @triton.jit
-def _sigmoid(x):
-    """1 / (1 + exp(-x)), without an exponential that could overflow."""
-    small = tl.exp(-tl.abs(x))
-    return tl.where(x < 0.0, small, 1.0) / (1.0 + small)
-
-
-@triton.jit
 def _tanh(x):
     """(1 - exp(-2x)) / (1 + exp(-2x)), without an exponential that could overflow."""
     small = tl.exp(-2.0 * tl.abs(x))
@@ -82,36 +83,18 @@ def _tanh(x):
 
 
 @triton.jit
-def _activated(x, KIND: tl.constexpr):
-    if KIND == "silu":
-        result = x * _sigmoid(x)
-    elif KIND == "gelu":
-        result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":
-        result = 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    else:
-        tl.static_assert(KIND == "relu")
-        result = tl.where(x < 0.0, 0.0, x)
-    return result
-
-
-@triton.jit
 def _gate_kernel(
     gate, up, out, alpha, limit, gate_stride, up_stride, out_stride,
-    KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes a block of a row."""
+    wait_for_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = feature < SIZE
     opening = tl.load(gate + row * gate_stride + feature, mask=inside, other=0.0).to(tl.float32)
     passing = tl.load(up + row * up_stride + feature, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "clamped_swiglu":
-        opening = tl.where(opening > limit, limit, opening)
-        passing = tl.where(passing > limit, limit, tl.where(passing < -limit, -limit, passing))
-        result = (passing + 1.0) * opening * _sigmoid(alpha * opening)
-    else:
-        result = _activated(opening, KIND) * passing
+    result = gated(opening, passing, alpha, limit, KIND)
     tl.store(out + row * out_stride + feature, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -121,7 +104,7 @@ def _activate_kernel(x, x_stride, KIND: tl.constexpr, SIZE: tl.constexpr, BLOCK:
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     places = x + tl.program_id(0).to(tl.int64) * x_stride + feature
     value = tl.load(places, mask=feature < SIZE, other=0.0).to(tl.float32)
-    tl.store(places, _activated(value, KIND).to(x.dtype.element_ty), mask=feature < SIZE)
+    tl.store(places, activated(value, KIND).to(x.dtype.element_ty), mask=feature < SIZE)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sightline.kernels.triton.numbers import product, warps_for
+from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
 
 _BLOCK = 64
 """The number of inputs per iteration of the product."""
@@ -64,11 +65,10 @@ def project_real(
         HOLDS=holds,
         FEW=num_tokens <= tokens,
         BESIDE_BLOCK=triton.next_power_of_2(max(beside_dim, 1)),
-        OVERLAPS=overlaps,
         INTERPRETED=given.device.type == "cpu",
         num_warps=warps_for(4, tokens, given, up, up.mT),
         num_stages=1 if is_wide else 4,
-        **({"launch_pdl": True} if overlaps else {}),
+        **overlap_settings(overlaps),
     )
 
 
@@ -93,9 +93,8 @@ def _project_kernel(
         held = tl.load(columns + dim[:, None] * up_input, mask=(dim < INPUTS)[:, None] & is_output[None, :], other=0.0)
         if OVERLAPS:
             gdc_wait()
-    elif OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
+    else:
+        wait_for_previous(OVERLAPS)
     # Padding tokens may be read: the rows of a product do not affect each other.
     real = tl.load(num_real)
     read = real if INTERPRETED else num_tokens  # numpy would warn of overflows in padding rows

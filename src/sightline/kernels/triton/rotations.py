@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sightline.kernels.triton.norms import row_stride, scaled_to_length
+from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
 
 _PAIRS = 256
 """The number of pairs of dimensions that a program rotates; several heads if they are small."""
@@ -47,6 +48,8 @@ def turn_heads(
     out: Tensor,
     num_q_heads: int,
     norms: tuple[HeadNorm, HeadNorm] | None = None,
+    *,
+    overlaps: bool = False,
 ) -> None:
     """Writes the rotated heads of x [num_tokens, heads, head_dim], the first `num_q_heads` of which are queries.
 
@@ -73,6 +76,7 @@ def turn_heads(
         NORMS=norms is not None,
         **blocks,
         num_warps=1,
+        **overlap_settings(overlaps),
     )
 
 
@@ -86,6 +90,8 @@ def turn_latents(
     cos: Tensor,
     sin: Tensor,
     out: Tensor,
+    *,
+    overlaps: bool = False,
 ) -> None:
     """Writes the norm of `unnormed` [num_tokens, latent_dim] to `latent`, and rotated rope parts to `out`.
 
@@ -115,6 +121,7 @@ def turn_latents(
         LATENT_BLOCK=triton.next_power_of_2(latent_dim),
         **blocks,
         num_warps=2,
+        **overlap_settings(overlaps),
     )
 
 
@@ -157,9 +164,10 @@ def _turn_heads_kernel(
     x, q_weight, k_weight, cos, sin, out, q_epsilon, k_epsilon,
     x_token, x_head, cos_token, sin_token, out_token, out_head,
     NUM_Q_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, NORMS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program turns some heads of one token."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     pair = tl.arange(0, BLOCK_HALF)[None, :]
@@ -187,9 +195,10 @@ def _turn_latents_kernel(
     unnormed, weight, latent, q, k, cos, sin, out, epsilon,
     unnormed_token, latent_token, q_token, q_head, k_token, cos_token, sin_token, out_token, out_head,
     NUM_Q_HEADS: tl.constexpr, NUM_BLOCKS: tl.constexpr, LATENT: tl.constexpr, LATENT_BLOCK: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program rotates some rope parts of one token; the last one normalises its latent."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == NUM_BLOCKS:
         feature = tl.arange(0, LATENT_BLOCK)

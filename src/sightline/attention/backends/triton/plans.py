@@ -19,13 +19,12 @@ from sightline.core.batch import Batch, MaskKind, RowMask
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, LaunchMask
 from sightline.kernels.triton.extend_tiles import ExtendConfig, Tiles, prepare_tiles
+from sightline.kernels.triton.overlap import overlaps_on
 
 Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Takes a lease, given a name, a shape and a dtype."""
 
 _KINDS = {MaskKind.CAUSAL: LaunchMask.CAUSAL, MaskKind.FULL: LaunchMask.FULL, MaskKind.TREE: LaunchMask.TREE}
-_OVERLAPPING = frozenset({(9, 0)})
-"""Compute capabilities on which a launch may begin before the previous one ends."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Chip:
         return Chip(
             properties.multi_processor_count,
             properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
-            (properties.major, properties.minor) in _OVERLAPPING,
+            overlaps_on(device),
         )
 
 
