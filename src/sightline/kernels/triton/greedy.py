@@ -21,7 +21,8 @@ def best_tokens(logits: Tensor, out: Tensor) -> None:
     )
 
 
-@triton.jit
+# The distance is the number of rows: one compilation serves them all.
+@triton.jit(do_not_specialize=["out_stride"])
 def _best_tokens_kernel(logits, out, logits_stride, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """A program reads a row. Each lane keeps the first of its largest logits, so that equal ones need no order.
 
