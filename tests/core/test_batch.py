@@ -137,7 +137,7 @@ def test_lengths_that_only_the_device_knows_refuse_to_be_read_on_the_host() -> N
     assert Lengths(torch.tensor([3, 0]), (3, 0), (3, 0)).exact() == (3, 0)
 
 
-DERIVED = sorted({field.name for field in fields(Batch)} - {"work", "sources", "device"})
+DERIVED = sorted({field.name for field in fields(Batch)} - {"work", "sources", "device", "chosen"})
 
 
 @pytest.mark.parametrize("name", DERIVED)
@@ -198,33 +198,50 @@ def test_replacing_a_fact_derives_everything_that_follows_from_it_again() -> Non
     assert longer.pools["kv"].write_slots.tolist() == [11000, 11001, 11002, 12018, 13005, 13006]
 
 
-def test_pending_tokens_are_put_in_once_and_only_where_they_are_pending() -> None:
+def test_tokens_that_a_step_in_flight_chooses_are_taken_from_the_device() -> None:
     work = make_work(MIXED)
-    batch = Batch((work[0], replace(work[1], tokens=(), num_pending=1), work[2]), SOURCES, CPU)
-    assert (batch.query_lens.exact(), batch.pending) == ((3, 1, 2), frozenset({3}))
-    filled = batch.filled([3], torch.tensor([77]))
-    assert filled.tokens.tolist() == [1000, 1001, 1002, 77, 1004, 1005]
-    assert filled.batch_id != batch.batch_id
-    assert (filled.pending, batch.tokens.tolist()[3]) == (frozenset(), 0)
-    with pytest.raises(BatchError, match="expected tokens to be tokens at different places out of"):
-        filled.filled([3], torch.tensor([78]))
-    assert batch.take([1, 0]).pending == {0}
-    assert filled.take([1, 0]).tokens.tolist() == [77, 1000, 1001, 1002]
-    assert replace(filled).pending == {3}, "what was put in is not a fact that a new batch could know"
+    chosen = torch.tensor([70, 77, 71])
+    rows = (work[0], replace(work[1], tokens=(), unread=1), work[2])
+    batch = Batch(rows, SOURCES, CPU, chosen)
+    assert batch.query_lens.exact() == (3, 1, 2)
+    assert batch.tokens.tolist() == [1000, 1001, 1002, 77, 1004, 1005]
+    assert batch.take([1, 0]).tokens.tolist() == [77, 1000, 1001, 1002]
+    assert replace(batch).tokens.tolist() == batch.tokens.tolist()
+    longer = replace(batch, work=(replace(work[0], unread=2), *rows[1:]))
+    assert longer.tokens.tolist() == [1000, 1001, 1002, 71, 77, 1004, 1005]
+    assert chosen.tolist() == [70, 77, 71]
 
 
-@pytest.mark.parametrize("place", [2, 4])
-def test_a_token_that_is_there_is_not_overwritten(place: int) -> None:
-    with pytest.raises(BatchError, match="got"):
-        make_batch(MIXED).filled([place], torch.tensor([1]))
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [([0, 1, 2], [5, 6, 7]), ([2, 0, 1], [7, 5, 6]), ([0, 1], [5, 6]), ([1, 2], [6, 7]), ([2], [7])],
+    ids=["all", "in another order", "the first", "the last", "one"],
+)
+def test_decode_rows_go_on_with_their_own_tokens(places: list[int], expected: list[int]) -> None:
+    rows = tuple(RowWork(index + 1, [], 4, 1, unread=place) for index, place in enumerate(places))
+    chosen = torch.tensor([5, 6, 7])
+    assert Batch(rows, SOURCES, CPU, chosen).tokens.tolist() == expected
+    known = RowWork(9, [3], 4, 1)
+    assert Batch((known, *rows), SOURCES, CPU, chosen).tokens.tolist() == [3, *expected]
+    assert Batch((*rows, known), SOURCES, CPU, chosen).tokens.tolist() == [*expected, 3]
 
 
-@pytest.mark.parametrize(("places", "count"), [([3, 3], 2), ([3], 2), ([3, 4], 1), ([], 1)])
-def test_each_pending_token_is_put_in_once_with_a_token_of_its_own(places: list[int], count: int) -> None:
-    work = make_work(MIXED)
-    batch = Batch((work[0], replace(work[1], tokens=(), num_pending=2), work[2]), SOURCES, CPU)
-    with pytest.raises(BatchError, match="expected tokens to be"):
-        batch.filled(places, torch.zeros(count, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("unread", "num_chosen", "message"),
+    [
+        ([0, 2], 2, r"among the 2 tokens that are being chosen, got \[0, 2\]"),
+        ([-1, 1], 2, "among the 2 tokens"),
+        ([1, 1], 2, "each token that is being chosen once"),
+        ([0, 1], None, "among the 0 tokens"),
+    ],
+)
+def test_a_row_continues_a_token_that_is_chosen_and_its_own(
+    unread: list[int], num_chosen: int | None, message: str
+) -> None:
+    rows = tuple(RowWork(index + 1, [], 4, 1, unread=place) for index, place in enumerate(unread))
+    chosen = None if num_chosen is None else torch.zeros(num_chosen, dtype=torch.int64)
+    with pytest.raises(BatchError, match=message):
+        Batch(rows, SOURCES, CPU, chosen)
 
 
 def test_rows_are_not_taken_from_behind_padding() -> None:

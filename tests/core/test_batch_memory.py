@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from sightline.core.batch import Batch, RowWork
 from sightline.core.batch_memory import StaticMemory, StepShape
@@ -49,7 +50,6 @@ def numbers(batch: Batch) -> dict[str, object]:
         "rows": (batch.rows, batch.table_rows.tolist(), batch.masks),
         "pools": {key: (each.table_id, each.versions, each.write_slots.tolist()) for key, each in batch.pools.items()},
         "logits": (batch.logit_indices.tolist()[: len(batch.logit_places)], batch.logit_rows, batch.logit_places),
-        "pending": batch.pending,
     }
 
 
@@ -58,7 +58,7 @@ def numbers(batch: Batch) -> dict[str, object]:
     "work",
     [
         [RowWork(4, [7], 9, 1), RowWork(2, [8], 0, 1), RowWork(9, [5], 30, 1)],
-        [RowWork(4, [7, 6], 9, 2), RowWork(2, [], 5, 1, num_pending=1)],
+        [RowWork(4, [7, 6], 9, 2), RowWork(2, [], 5, 1, unread=1)],
         [RowWork(1, [3], 0, 0)],
         [],
     ],
@@ -67,8 +67,9 @@ def numbers(batch: Batch) -> dict[str, object]:
 def test_a_batch_in_static_memory_is_the_padded_one(size: int, work: list[RowWork]) -> None:
     memory = static(size, 2)
     memory._block.fill_(-7)
-    batch = Batch.inside(work, SOURCES, memory)
-    assert numbers(batch) == numbers(Batch(tuple(work), SOURCES, CPU).pad(size, size))
+    chosen = torch.tensor([40, 41])
+    batch = Batch.inside(work, SOURCES, memory, chosen)
+    assert numbers(batch) == numbers(Batch(tuple(work), SOURCES, CPU, chosen).pad(size, size))
     assert batch.query_lens.bound == (2,) * size
     assert batch.logit_indices.shape == (size,)
     assert set(batch.logit_indices.tolist()[len(batch.logit_places) :]) <= {0}
@@ -100,12 +101,38 @@ def test_a_batch_that_does_not_fit_is_refused_and_nothing_overwritten(work: list
     assert (held.is_overwritten, held.tokens.tolist()) == (False, [5, 0])
 
 
-def test_pending_tokens_are_put_in_place() -> None:
+def test_tokens_that_a_step_in_flight_chooses_are_put_in_place() -> None:
     memory = static(3, 1)
-    batch = Batch.inside([RowWork(1, [5], 0, 1), RowWork(2, [], 4, 1, num_pending=1)], SOURCES, memory)
-    filled = batch.filled([1], torch.tensor([77]))
-    assert (filled.tokens.tolist(), filled.tokens.data_ptr()) == ([5, 77, 0], batch.tokens.data_ptr())
-    assert (batch.is_overwritten, filled.is_overwritten, filled.pending) == (True, False, frozenset())
+    chosen = torch.tensor([76, 77])
+    work = [RowWork(1, [5], 0, 1), RowWork(2, [], 4, 1, unread=1)]
+    batch = Batch.inside(work, SOURCES, memory, chosen)
+    assert (batch.tokens.tolist(), batch.is_overwritten) == ([5, 77, 0], False)
+    following = Batch.inside([replace(work[1], unread=0)], SOURCES, memory, chosen[:1])
+    assert (following.tokens.tolist(), following.tokens.data_ptr()) == ([76, 0, 0], batch.tokens.data_ptr())
+    assert (batch.is_overwritten, following.is_overwritten) == (True, False)
+
+
+@pytest.mark.parametrize("unread", [[0, 1], [1, 0]], ids=["in order", "in another order"])
+def test_a_batch_reaches_the_device_by_one_copy_whatever_it_continues(
+    unread: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = []
+    copy = StagingRing.copy
+
+    def counted(ring: StagingRing, numbers: Iterable[int], target: Tensor) -> None:
+        copies.append(len(target))
+        copy(ring, numbers, target)
+
+    def refused(*_: object) -> tuple[Tensor, ...]:
+        raise AssertionError("a second copy")
+
+    monkeypatch.setattr(StagingRing, "copy", counted)
+    memory = static(4, 1)
+    monkeypatch.setattr("sightline.core.lengths.sent", refused)
+    work = [RowWork(row + 1, [], 4, 1, unread=place) for row, place in enumerate(unread)]
+    batch = Batch.inside(work, SOURCES, memory, torch.tensor([70, 71]))
+    assert batch.tokens.tolist() == [70 + unread[0], 70 + unread[1], 0, 0]
+    assert copies == [4 * (8 + len(SOURCES))]
 
 
 def test_a_batch_that_is_padded_or_taken_from_has_memory_of_its_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import threading
@@ -97,7 +98,7 @@ def test_an_interruption_while_handlers_are_exchanged_loses_no_later_signal(
 ) -> None:
     """`call` counts the exchanges: of SIGINT and SIGALRM at the beginning, and at the end."""
     ticks: list[int] = []
-    exchange, calls = signal.signal, iter(range(4))
+    exchange, calls = _signal.signal, iter(range(4))
     previous = exchange(signal.SIGALRM, lambda number, _: ticks.append(number))
 
     def interrupted(number: int, handler: Callable[[int, FrameType | None], None]) -> None:
@@ -107,7 +108,7 @@ def test_an_interruption_while_handlers_are_exchanged_loses_no_later_signal(
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(signal, "signal", interrupted)
+            patch.setattr(_signal, "signal", interrupted)
             with pytest.raises(KeyboardInterrupt), uninterrupted():
                 pass
         with pytest.raises(KeyboardInterrupt):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -14,10 +15,15 @@ import torch
 from torch import Tensor
 
 from sightline import LLM, RequestOutput, SamplingParams
-from sightline.core.request import Terms
+from sightline.core.batch import CAUSAL
+from sightline.core.errors import BatchError
+from sightline.core.request import Request, RowNeeds, Terms
 from sightline.engine.engine import Engine
+from sightline.engine.launch import LaunchedStep, Outcome, rows_work, unread_tokens
+from sightline.engine.live import LiveSequence
 from sightline.llm import EngineSettings, TokensPrompt
-from sightline.runner.sampling.sampler import Chosen, RowSampling, choose, choose_unread
+from sightline.runner.sampling.sampler import BestTokens, Chosen, RowSampling, choose_unread
+from sightline.scheduler.sequence import ScheduledRow, SequenceState
 from support.engines import is_at_rest
 from support.tiny_models import make_model, random_prompts
 
@@ -90,8 +96,8 @@ def test_answers_are_those_of_steps_one_after_the_other(folder: Path, changes: d
 def test_the_form_of_a_gpu_gives_the_answers_of_the_cpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ask(tiny(folder, async_scheduling=False), VARIED)
 
-    def as_on_a_gpu(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor) -> Chosen:
-        return Chosen(choose_unread(logits, rows, inputs), choose(logits, rows, inputs).finite)
+    def as_on_a_gpu(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor, best: BestTokens) -> Chosen:
+        return Chosen(choose_unread(logits, rows, inputs, best))
 
     monkeypatch.setattr("sightline.engine.sampled.choose", as_on_a_gpu)
     outputs = ask(tiny(folder), VARIED)
@@ -277,3 +283,33 @@ def test_real_interrupts_at_any_moment_leak_and_lose_nothing(folder: Path, in_fl
         [each.token_ids for each in output.outputs] for output in expected
     ]
     assert is_at_rest(llm)
+
+
+def in_flight(places: dict[SequenceState, int], tokens: list[int]) -> LaunchedStep[LiveSequence]:
+    """A step in flight that chooses these tokens."""
+    outcome = SimpleNamespace(places=places, next_tokens=torch.tensor(tokens))
+    return LaunchedStep((), (), cast("Outcome", outcome), 0.0)
+
+
+def test_a_row_continues_the_token_that_the_last_step_in_flight_chooses() -> None:
+    first, second, third = (SequenceState(Request(name, None, (1, 2), RowNeeds(9))) for name in ("a", "b", "c"))
+    one = in_flight({first: 0, second: 1}, [70, 71])
+    assert unread_tokens([]) == ({}, None)
+    places, tokens = unread_tokens([one])
+    assert tokens is not None
+    assert {each: int(tokens[place]) for each, place in places.items()} == {first: 70, second: 71}
+    places, tokens = unread_tokens([one, in_flight({third: 0, first: 1}, [80, 81])])
+    assert tokens is not None
+    assert {each: int(tokens[place]) for each, place in places.items()} == {first: 81, second: 71, third: 80}
+
+
+def test_a_row_whose_token_nobody_chooses_is_refused() -> None:
+    sequence = SequenceState(Request("a", None, (1, 2), RowNeeds(9)))
+    sequence.table_row = 3
+    row = ScheduledRow(sequence, 3, 2, 1, completes=True, scores_prompt=False)
+    [work] = rows_work([row], CAUSAL, {sequence: 5})
+    assert (work.tokens, work.unread) == ([], 5)
+    with pytest.raises(BatchError, match="expected tokens to be 1 from 2 on that are known or being chosen, got 0"):
+        rows_work([row], CAUSAL, {})
+    with pytest.raises(BatchError, match="expected tokens to be 2 from 2 on"):
+        rows_work([replace(row, num_tokens=2)], CAUSAL, {sequence: 5})

@@ -421,16 +421,14 @@ def test_a_fork_copies_committed_entries_behind_its_own(runtime: Runtime) -> Non
     assert store.lengths.launched(second) == 2
 
 
-def test_a_token_that_is_still_being_chosen_keeps_a_batch_from_being_planned(runtime: Runtime) -> None:
+def test_a_token_that_is_still_being_chosen_is_taken_from_the_device(runtime: Runtime) -> None:
     row = open_row(runtime)
-    work = RowWork(row, PROMPT[:2], 0, 1, num_pending=1)
-    batch = assemble([work], runtime.store)
-    refused(runtime, batch, "tokens")
-    filled = batch.filled([2], torch.tensor(PROMPT[2:3]))
-    assert torch.equal(filled.tokens, torch.tensor(PROMPT[:3]))
-    forward(runtime, filled)
-    with pytest.raises(BatchError, match="that are not there yet"):
-        forward(runtime, replace(filled))
+    work = RowWork(row, PROMPT[:2], 0, 1, unread=1)
+    with pytest.raises(BatchError, match="expected unread to be among the 0 tokens that are being chosen"):
+        assemble([work], runtime.store)
+    batch = assemble([work], runtime.store, torch.tensor(PROMPT[1:3]))
+    assert torch.equal(batch.tokens, torch.tensor(PROMPT[:3]))
+    forward(runtime, batch)
 
 
 def test_what_is_launched_in_one_lane_is_not_read_in_another_before_it_is_committed() -> None:

@@ -170,13 +170,14 @@ def test_a_step_of_decode_rows_is_what_they_are_beside_a_prompt(
     for number, (context_len, is_pending) in enumerate(rows):
         row = open_row(store, context_len + 1)
         tokens = [] if is_pending else [100 + number]
-        work.append(RowWork(row, tokens, context_len, 1, num_pending=int(is_pending)))
+        work.append(RowWork(row, tokens, context_len, 1, unread=number if is_pending else None))
     prompt = RowWork(open_row(store, 3), [7, 8, 9], 0, 0)
-    alone, beside = assemble(work, store), assemble([*work, prompt], store)
+    chosen = torch.arange(50, 50 + len(rows))
+    alone, beside = assemble(work, store, chosen), assemble([*work, prompt], store, chosen)
     count = len(work)
     for name in ("tokens", "positions", "table_rows"):
         assert getattr(alone, name).tolist() == getattr(beside, name)[:count].tolist()
-    for name in ("logit_rows", "logit_places", "pending"):
+    for name in ("logit_rows", "logit_places"):
         assert getattr(alone, name) == getattr(beside, name)
     assert alone.logit_indices.tolist() == beside.logit_indices.tolist()
     assert alone.context_lens.exact() == beside.context_lens.exact()[:count]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from sightline import LLM
+from sightline import LLM, SamplingParams
 from sightline.attention.capability import GraphLevel
 from sightline.attention.planner import PlannedBatch
-from sightline.core.batch import FULL, Batch, RowWork
+from sightline.core.batch import FULL, RowWork
 from sightline.core.errors import ConfigError, LaneBusyError, PlanError
+from sightline.core.staging import StagingRing
 from sightline.layers.scratch import Scratch
 from sightline.models.decoder import Decoder
 from sightline.runner.startup import startup_report
@@ -215,9 +217,38 @@ def test_tokens_that_a_step_in_flight_chooses_are_put_into_the_bucket(folder: Pa
     runtime = runtime_of(make, folder)
     rows = Rows(runtime, [5])
     runtime.store.grow_row(rows.rows[0], 6)
-    batch = runtime.graphs.assemble([RowWork(rows.rows[0], [], 5, 1, num_pending=1)])
-    filled = batch.filled([0], torch.tensor([42]))
-    assert (batch.is_overwritten, filled.is_overwritten) == (True, False)
-    assert (filled.tokens.tolist(), filled.tokens.data_ptr()) == ([42], batch.tokens.data_ptr())
-    assert isinstance(filled, Batch)
-    assert runtime.runner.forward(runtime.planner.plan(filled)).shape[0] == 1
+    batch = runtime.graphs.assemble([RowWork(rows.rows[0], [], 5, 1, unread=1)], torch.tensor([41, 42]))
+    assert batch.tokens.tolist() == [42]
+    assert batch.tokens.data_ptr() == runtime.graphs.buckets[0]._views[0].data_ptr()
+    assert runtime.runner.forward(runtime.planner.plan(batch)).shape[0] == 1
+
+
+def test_a_greedy_step_behind_one_in_flight_sends_numbers_once(
+    folder: Path, make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(folder, async_scheduling=True, paranoid=False, cuda_graph_sizes="2").engine
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    requests = [engine.submit(prompt, params) for prompt in ([1, 2, 3], [4, 5])]
+    for _ in range(4):
+        engine.step()
+    sizes = []
+    copy = StagingRing.copy
+
+    def counted(ring: StagingRing, numbers: Iterable[int], target: Tensor) -> None:
+        sizes.append(len(target))
+        copy(ring, numbers, target)
+
+    def refused(*_: object) -> tuple[Tensor, ...]:
+        raise AssertionError("a second copy")
+
+    before = engine.runtime.runner.num_replayed
+    with monkeypatch.context() as patch:
+        patch.setattr(StagingRing, "copy", counted)
+        for module in ("core.lengths", "runner.sampling.sampler"):
+            patch.setattr(f"sightline.{module}.sent", refused)
+        for _ in range(5):
+            engine.step()
+    assert (len(sizes), engine.runtime.runner.num_replayed - before) == (5, 5)
+    while engine.has_work:
+        engine.step()
+    assert [engine.pop_output(each).error for each in requests] == [None, None]

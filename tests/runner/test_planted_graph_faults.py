@@ -25,7 +25,7 @@ from support.slow_copies import SlowDevice
 from support.tiny_models import make_model
 
 pytestmark = pytest.mark.prove
-TOKENS, CONTEXTS, FIRST_POOL = 0, 3, 6
+TOKENS, CONTEXTS, FIRST_POOL = 0, 5, 8
 """Places of lists in what `StaticMemory.put` is given."""
 
 

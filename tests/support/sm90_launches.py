@@ -32,6 +32,7 @@ from sightline.kernels.triton.extend import extend_contiguous, extend_paged
 from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, ScoreRule
 from sightline.kernels.triton.extend_tiles import FIELDS, ExtendConfig, Tiles, choose_config, prepare_tiles
 from sightline.kernels.triton.gates import GateKind, GateRule
+from sightline.kernels.triton.greedy import best_tokens
 from sightline.kernels.triton.latent_decode import LatentLayer, choose_latent_decode, decode_latent
 from sightline.kernels.triton.merge import merge_states
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
@@ -152,6 +153,7 @@ def compile_operations(dtype: torch.dtype, hidden: int, head_dim: int) -> None:
     take_rows(x, rows, 2.0, x)
     add_rows(x, rows, x)
     softcap(meta(TOKENS, 32_001, dtype=FP32), 30.0)
+    best_tokens(meta(TOKENS, 32_001, dtype=FP32), meta(2, TOKENS, dtype=INT64))
     for kind in GateKind:
         gate(GateRule(kind), x, x, x, overlaps=True)
     for kind in list(GateKind)[:4]:

@@ -40,7 +40,7 @@ from sightline.cache.lengths import RowLengths
 from sightline.cache.pools import GroupCache, Pool
 from sightline.core.batch import Batch, BatchId, MaskKind
 from sightline.core.batch_memory import BatchMemory, StaticMemory
-from sightline.core.errors import BatchError, PlanError, StalePlanError, UnplannedBatchError
+from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
 
 REBUILD_BATCH = "Build a new batch from the current page tables."
 
@@ -355,9 +355,6 @@ class Planner:
                 f"expected at most {self._limits.max_rows} rows and {self._limits.max_step_tokens} tokens in a "
                 f"step, got {batch.num_rows} and {batch.num_tokens}"
             )
-        if batch.pending:
-            missing = f"{len(batch.pending)} that are not there yet"
-            raise BatchError("tokens", None, "all there", missing, "put them in with Batch.filled")
 
     def _batch_changes(self, batch: Batch, versions: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
         """Why the batch itself cannot run: its pools are not ours, or its tensors or pages changed owner."""

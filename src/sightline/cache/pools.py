@@ -134,11 +134,12 @@ class Pool:
         counts = self.allocator.owner_counts
         slots: list[int] = []
         for index, (row, first, count) in enumerate(spans):
-            pages, place, stop = pages_by_row[row], first, first + count
-            if count == 1 and first < len(pages) * size and counts[pages[first // size]] == 1:
+            pages, number = pages_by_row[row], first // size
+            if count == 1 and number < len(pages) and counts[page := pages[number]] == 1:
                 # The usual row, of which a step may have hundreds.
-                slots.append(pages[first // size] * size + first % size)
+                slots.append(page * size + first - number * size)
                 continue
+            place, stop = first, first + count
             if len(pages) * size < stop:
                 raise BatchError(
                     "pages", index, f"enough for {stop} tokens in row {row} of pool {self.key}", len(pages)

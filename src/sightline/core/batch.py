@@ -9,7 +9,10 @@ that `dataclasses.replace` cannot change one of them alone. A contradiction betw
 
 A prefill row has a long query and no context, a decode row a query of one, a chunk both, a tree step a mask: they are
 rows of the same kind and may stand in the same batch. Every operation that changes a batch (`pad`, `take`, `split`,
-`idle`, `filled`) returns a new batch with a new id, which no plan belongs to.
+`idle`) returns a new batch with a new id, which no plan belongs to.
+
+Tokens that steps in flight choose are facts too, but only the device knows them: the batch is made with the tensor that
+will hold them, and copies them into its own in stream order.
 
 Knows nothing of plans or backends, and of pools only what `PoolPages` says. Whether a context is really in the cache is
 checked by `cache.lengths`.
@@ -30,10 +33,11 @@ from sightline.core.batch_memory import BatchMemory, StaticMemory
 from sightline.core.errors import BatchError
 from sightline.core.lengths import (
     Lengths,
+    check_unread,
     extend,
-    moved,
     pad_lengths,
     placed_lengths,
+    put_chosen,
     slice_lengths,
     take_lengths,
 )
@@ -93,8 +97,8 @@ class RowWork:
     mask: RowMask = CAUSAL
     positions: Sequence[int] | None = None
     """Positions of a tree's tokens. Tokens of other rows directly follow the context."""
-    num_pending: int = 0
-    """New tokens after `tokens` that a step in flight is still choosing; `Batch.filled` puts them in."""
+    unread: int | None = None
+    """Where the new token after `tokens` is in the batch's `chosen`, if a step in flight chooses it."""
 
 
 class PoolPages(Protocol):
@@ -131,6 +135,8 @@ class Batch:
     sources: tuple[PoolPages, ...]
     """The pools that the rows read and write. Empty: the step touches no cache."""
     device: torch.device
+    chosen: Tensor | None = None
+    """[num_chosen] int64 on the device: tokens that steps in flight choose. None if no row continues one."""
     tokens: Tensor = field(init=False)
     """[num_tokens] int64, row after row, then padding."""
     positions: Tensor = field(init=False)
@@ -151,8 +157,6 @@ class Batch:
     """The row of each of these tokens, without padding."""
     logit_places: tuple[int, ...] = field(init=False)
     """`logit_indices` on the host, without padding."""
-    pending: frozenset[int] = field(init=False)
-    """Indices of tokens that are not chosen yet. A batch with pending tokens cannot be planned."""
     memory: BatchMemory = field(init=False)
     """Memory of the tensors; tells whether another batch has reused it."""
     tenant: int = field(init=False)
@@ -163,13 +167,15 @@ class Batch:
         self._derive(BatchMemory())
 
     @staticmethod
-    def inside(work: Sequence[RowWork], sources: tuple[PoolPages, ...], memory: StaticMemory) -> Batch:
+    def inside(
+        work: Sequence[RowWork], sources: tuple[PoolPages, ...], memory: StaticMemory, chosen: Tensor | None = None
+    ) -> Batch:
         """A batch of causal rows padded to the memory's shape, with its tensors there.
 
         Every batch that was there before is overwritten.
         """
         batch: Batch = object.__new__(Batch)
-        batch._set(work=tuple(work), sources=sources, device=memory.device)
+        batch._set(work=tuple(work), sources=sources, device=memory.device, chosen=chosen)
         batch._derive(memory)
         return batch
 
@@ -178,31 +184,33 @@ class Batch:
         facts = _flattened(self.work)
         rows, query_lens, context_lens = facts.rows, tuple(facts.query_lens), tuple(facts.context_lens)
         _check_rows(rows, context_lens, self.sources)
+        if facts.unread:
+            check_unread(facts.unread, self.chosen)
         slots = [source.slots_to_write(zip(rows, context_lens, query_lens, strict=True)) for source in self.sources]
         bounds, padding = memory.query_bounds(query_lens), memory.num_padding(len(rows))
         # A single copy to the device.
-        on_device = memory.put(
-            [facts.tokens, facts.positions, query_lens, context_lens, rows, facts.logit_indices, *slots], self.device
-        )
+        per_token = [facts.tokens, facts.positions, facts.unread_places, facts.unread]
+        on_device = memory.put([*per_token, query_lens, context_lens, rows, facts.logit_indices, *slots], self.device)
+        if facts.unread and self.chosen is not None:
+            put_chosen(on_device[0], (facts.unread_places, facts.unread), on_device[2:4], self.chosen)
         empty = (0,) * padding
         context_lens += empty
         padded_rows = rows + (PADDING_ROW,) * padding
         self._set(
             tokens=on_device[0],
             positions=on_device[1],
-            query_lens=Lengths(on_device[2], bounds, query_lens + empty),
-            context_lens=Lengths(on_device[3], context_lens, context_lens),
-            masks=tuple([row.mask for row in self.work]) + (CAUSAL,) * padding,
+            query_lens=Lengths(on_device[4], bounds, query_lens + empty),
+            context_lens=Lengths(on_device[5], context_lens, context_lens),
+            masks=facts.masks + (CAUSAL,) * padding,
             rows=padded_rows,
-            table_rows=on_device[4],
+            table_rows=on_device[6],
             pools={
                 source.key: PoolRows(source.table_id, source.versions(padded_rows), write_slots)
-                for source, write_slots in zip(self.sources, on_device[6:], strict=True)
+                for source, write_slots in zip(self.sources, on_device[8:], strict=True)
             },
-            logit_indices=on_device[5],
+            logit_indices=on_device[7],
             logit_rows=tuple(facts.logit_rows),
             logit_places=tuple(facts.logit_indices),
-            pending=frozenset(facts.pending),
             memory=memory,
             tenant=memory.tenant,
             batch_id=_next_batch_id(),
@@ -248,16 +256,6 @@ class Batch:
             if bound > 1 or mask.kind is not MaskKind.CAUSAL:
                 return row
         return len(bounds)
-
-    def filled(self, places: Sequence[int], tokens: Tensor) -> Batch:
-        """A new batch with pending tokens filled in: `tokens` [n] int64 on the device, at n distinct indices."""
-        if not self.pending.issuperset(places) or len(set(places)) != len(places):
-            raise BatchError("tokens", None, f"tokens at different places out of {sorted(self.pending)}", list(places))
-        if tokens.shape != (len(places),):
-            raise BatchError("tokens", None, f"{len(places)} tokens, one for each place", tuple(tokens.shape))
-        [index] = moved([places], self.device)
-        filled, memory = self.memory.fill(self.tokens, index, tokens)
-        return self._with(tokens=filled, pending=self.pending - frozenset(places), memory=memory)
 
     def pad(self, num_rows: int, num_tokens: int) -> Batch:
         """A new batch with empty rows and padding tokens appended."""
@@ -320,7 +318,6 @@ class Batch:
             logit_rows=tuple(new for new, row in enumerate(rows) for _ in wanted[row]),
             logit_places=tuple(logit_indices),
             memory=BatchMemory(),
-            pending=frozenset(new_token[token] for token in self.pending if token in new_token),
         )
 
     def split(self, first_rows: int) -> tuple[Batch, Batch]:
@@ -397,13 +394,17 @@ class _Facts:
     """The facts of all rows, as parallel lists."""
 
     rows: tuple[int, ...]
+    masks: tuple[RowMask, ...]
     tokens: list[int]
     positions: list[int]
     query_lens: list[int]
     context_lens: list[int]
     logit_indices: list[int]
     logit_rows: list[int]
-    pending: list[int]
+    unread: list[int]
+    """Where tokens that the host does not know are in `chosen`."""
+    unread_places: list[int]
+    """Where they belong in the batch."""
 
 
 def _flattened(work: Sequence[RowWork]) -> _Facts:
@@ -411,21 +412,25 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
     positions: list[int] = []
     logit_indices: list[int] = []
     logit_rows: list[int] = []
-    pending: list[int] = []
-    query_lens = [len(row.tokens) + row.num_pending for row in work]
+    unread: list[int] = []
+    unread_places: list[int] = []
+    query_lens = [len(row.tokens) + (row.unread is not None) for row in work]
     context_lens = [row.context_len for row in work]
     rows = tuple([row.table_row for row in work])
-    if query_lens.count(1) == len(work) and _is_plain_decode(work, context_lens):
+    masks = tuple([row.mask for row in work])
+    if query_lens.count(1) == len(work) == masks.count(CAUSAL) and _is_plain_decode(work, context_lens):
         # The usual step, which may have hundreds of rows.
         return _Facts(
             rows,
-            tokens=[0 if row.num_pending else row.tokens[0] for row in work],
+            masks,
+            tokens=[row.tokens[0] if row.unread is None else 0 for row in work],
             positions=context_lens,
             query_lens=query_lens,
             context_lens=context_lens,
             logit_indices=[*range(len(work))],
             logit_rows=[*range(len(work))],
-            pending=[index for index, row in enumerate(work) if row.num_pending],
+            unread=[row.unread for row in work if row.unread is not None],
+            unread_places=[index for index, row in enumerate(work) if row.unread is not None],
         )
     for index, (row, query_len, context_len) in enumerate(zip(work, query_lens, context_lens, strict=True)):
         num_logits = row.num_logits
@@ -434,9 +439,10 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
         if context_len < 0:
             raise BatchError("context_lens", index, "at least 0", context_len)
         tokens += row.tokens
-        if row.num_pending:
-            pending += range(len(tokens), len(tokens) + row.num_pending)
-            tokens += [0] * row.num_pending
+        if row.unread is not None:
+            unread.append(row.unread)
+            unread_places.append(len(tokens))
+            tokens.append(0)
         if row.mask is CAUSAL and row.positions is None:
             positions += range(context_len, context_len + query_len)
         else:
@@ -444,15 +450,16 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
         if num_logits:
             logit_indices += range(len(tokens) - num_logits, len(tokens))
             logit_rows += [index] * num_logits
-    return _Facts(rows, tokens, positions, query_lens, context_lens, logit_indices, logit_rows, pending)
+    return _Facts(
+        rows, masks, tokens, positions, query_lens, context_lens, logit_indices, logit_rows, unread, unread_places
+    )
 
 
 def _is_plain_decode(work: Sequence[RowWork], context_lens: Sequence[int]) -> bool:
-    """Whether rows of one token each all need logits, under a causal mask."""
+    """Whether rows of one token each under a causal mask all need logits."""
     return (
         min(context_lens, default=0) >= 0
         and [row.num_logits for row in work].count(1) == len(work)
-        and [row.mask for row in work].count(CAUSAL) == len(work)
         and [row.positions for row in work].count(None) == len(work)
     )
 

@@ -36,10 +36,6 @@ class BatchMemory:
         """Upper bounds of the rows' new tokens."""
         return query_lens
 
-    def fill(self, tokens: Tensor, places: Tensor, values: Tensor) -> tuple[Tensor, BatchMemory]:
-        """The tokens with values at some places, and the memory that they are in."""
-        return tokens.index_copy(0, places, values), BatchMemory()
-
 
 @dataclass(frozen=True)
 class StepShape:
@@ -84,7 +80,7 @@ class StaticMemory(BatchMemory):
             raise BatchError("tokens", None, f"at most {self.shape.size} on {self.device}", got, "run it eagerly")
         padded = [part for each, count in zip(lists, missing, strict=True) for part in (each, (0,) * count)]
         self.tenant += 1
-        self._ring.copy(list(itertools.chain.from_iterable(padded)), self._block)
+        self._ring.copy(itertools.chain.from_iterable(padded), self._block)
         return self._views
 
     def num_padding(self, num_rows: int) -> int:
@@ -97,12 +93,8 @@ class StaticMemory(BatchMemory):
             raise BatchError("query_lens", None, f"at most {bound}", max(query_lens), "run it eagerly")
         return (bound,) * self.shape.size
 
-    def fill(self, tokens: Tensor, places: Tensor, values: Tensor) -> tuple[Tensor, BatchMemory]:
-        """Works in place: the batch that had the tokens is overwritten."""
-        self.tenant += 1
-        return tokens.index_copy_(0, places, values), self
-
 
 def _sizes(shape: StepShape, num_pools: int) -> list[int]:
-    """Tokens, positions, query lengths, context lengths, table rows, logit indices, and write slots of each pool."""
-    return [shape.size] * (6 + num_pools)
+    """Tokens, positions, places and sources of tokens that steps in flight choose, query lengths, context lengths,
+    table rows, logit indices, and write slots of each pool."""
+    return [shape.size] * (8 + num_pools)

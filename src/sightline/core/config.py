@@ -69,7 +69,7 @@ class KeptSettings:
     decode_attention_backend: str | None = setting(None, "In place of attention_backend, for rows of one new token.")
     layer_kernels: str = setting(
         LayerKernels.TORCH.value,
-        "Kernels of norms, rotations, activations and experts: torch, or triton, fused, on a GPU.",
+        "Kernels of norms, rotations, activations, experts and greedy choice: torch, or triton, fused, on a GPU.",
         choices=tuple(each.value for each in LayerKernels),
     )
     max_step_ms: float | None = setting(

@@ -1,14 +1,19 @@
-"""Defers Ctrl-C and other signals while an operation must not be left half done."""
+"""Defers Ctrl-C and other signals while an operation must not be left half done.
+
+Calls the functions below `signal`, because every step of an engine comes here. Those of `signal` look each handler up
+in an enum and, before Python 3.13, raise and catch an exception if it is a function: 50 µs a step in place of 5.
+"""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_INTERRUPTING = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+_INTERRUPTING = tuple(int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))
 """Signals whose handlers usually raise: Ctrl-C, a termination request, a timer."""
 
 
@@ -22,25 +27,24 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {number: signal.getsignal(number) for number in _INTERRUPTING}
-    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    handlers = {number: handler for number in _INTERRUPTING if callable(handler := _signal.getsignal(number))}
     caught: list[tuple[int, FrameType | None]] = []
     is_over = False
 
     def defer(number: int, frame: FrameType | None) -> None:
         if is_over:
-            handlers[signal.Signals(number)](number, frame)
+            handlers[number](number, frame)
         else:
             caught.append((number, frame))
 
     try:
         for number in handlers:
-            signal.signal(number, defer)
+            _signal.signal(number, defer)
         yield
     finally:
         # An interruption in here may leave `defer` installed: from this line on it only passes signals on.
         is_over = True
         for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for signalled, frame in caught:
-            handlers[signal.Signals(signalled)](signalled, frame)
+            _signal.signal(number, handler)
+        for number, frame in caught:
+            handlers[number](number, frame)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sightline.core.errors import BatchError
 from sightline.core.transfer import sent
 
 
@@ -59,6 +60,31 @@ def moved(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor,
     # Reads lists in a third of numpy's time.
     struct.pack_into(f"{len(joined)}q", joined.data, 0, *itertools.chain.from_iterable(lists))
     return sent([joined], device)[0].split_with_sizes(sizes)
+
+
+def check_unread(unread: Sequence[int], chosen: Tensor | None) -> None:
+    """Each token that the host does not know must be one of the chosen, and no other row's."""
+    num_chosen = 0 if chosen is None else chosen.shape[0]
+    if min(unread) < 0 or max(unread) >= num_chosen:
+        raise BatchError("unread", None, f"among the {num_chosen} tokens that are being chosen", list(unread))
+    if len(set(unread)) != len(unread):
+        raise BatchError("unread", None, "each token that is being chosen once", list(unread))
+
+
+def put_chosen(
+    tokens: Tensor, indices: tuple[list[int], list[int]], on_device: tuple[Tensor, ...], chosen: Tensor
+) -> None:
+    """Copies chosen tokens into a batch's, in stream order.
+
+    `indices` are their places in the batch, which increase, and those in `chosen`; `on_device` begins with the same.
+    """
+    places, sources = indices
+    count = len(places)
+    if places == sources and places[-1] + 1 == count == chosen.shape[0]:
+        # Each goes on where it was, as in most steps of decode.
+        tokens[:count].copy_(chosen)
+    else:
+        tokens.index_copy_(0, on_device[0][:count], chosen.index_select(0, on_device[1][:count]))
 
 
 def extend(values: Tensor, count: int, fill: int) -> Tensor:

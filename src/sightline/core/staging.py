@@ -12,10 +12,10 @@ Does not know what the numbers mean.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,22 +46,26 @@ class StagingRing:
 
     def __init__(self, num_numbers: int, device: torch.device, make_event: Callable[[], CopyEvent]) -> None:
         """Each buffer holds `num_numbers` int64; pinned if the device is not the host."""
+        self._num_numbers = num_numbers
         pinned = device.type != "cpu"
         buffers = [
             torch.zeros(num_numbers, dtype=torch.int64, device="cpu", pin_memory=pinned) for _ in range(NUM_BUFFERS)
         ]
-        self._turns = itertools.cycle([(buffer, buffer.numpy(), make_event()) for buffer in buffers])
+        self._turns = itertools.cycle([(buffer, buffer.numpy().data, make_event()) for buffer in buffers])
 
     @staticmethod
     def of(num_numbers: int, device: torch.device) -> StagingRing:
         """A ring with the device's own events."""
         return StagingRing(num_numbers, device, torch.cuda.Event if device.type == "cuda" else FinishedCopy)
 
-    def copy(self, numbers: Sequence[int], target: Tensor) -> None:
-        """Copies the numbers to `target` [len(numbers)] int64, in stream order, by one copy."""
+    def copy(self, numbers: Iterable[int], target: Tensor) -> None:
+        """Copies as many numbers as `target` [num_numbers] int64 holds there, in stream order, by one copy."""
+        count = target.shape[0]
+        if count > self._num_numbers:
+            raise ValueError(f"expected at most {self._num_numbers} numbers, got {count}")
         buffer, on_host, event = next(self._turns)
         event.synchronize()
-        count = len(numbers)
-        on_host[:count] = np.array(numbers, dtype=np.int64)
+        # Reads lists in a third of numpy's time.
+        struct.pack_into(f"{count}q", on_host, 0, *numbers)
         target.copy_(buffer[:count], non_blocking=True)
         event.record()

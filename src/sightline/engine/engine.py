@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from sightline.attention.lanes import Depth
@@ -57,7 +58,8 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
             check_streamable(tokenizer)
         scored = max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size)
         costs = StepCosts(*runtime.definition.step_costs())
-        super().__init__(runtime, sample, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored)
+        consume = partial(sample, runtime.operations.best_tokens)
+        super().__init__(runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored)
         self.tokenizer = tokenizer
         self.generation = generation
         self._intake = Intake(

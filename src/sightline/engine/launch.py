@@ -10,16 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from sightline.core.batch import PADDING_ROW, Batch, RowMask, RowWork
+from sightline.core.batch import PADDING_ROW, RowMask, RowWork
 from sightline.core.device import device_faults
 from sightline.core.errors import BatchError, DeviceFaultError
-from sightline.core.lengths import moved
 from sightline.core.metrics import PhaseTimes, StepPhase
 from sightline.core.request import FinishReason
 from sightline.runner.batching import assemble_transient
@@ -176,15 +174,15 @@ class Launcher(Generic[LifeT]):
     ) -> LaunchedStep[LifeT]:
         runtime, phases, started_at = self._runtime, self.phases, self._clock()
         with device_faults():
-            work = [row_work(row, self._mask) for row in rows]
+            unread = unread_tokens(in_flight)
+            work = rows_work(rows, self._mask, unread.places)
             # A schedule has rows of one kind.
             if rows[0].sequence.is_whole:
                 batch = assemble_transient(work, runtime.store.device)
             else:
-                batch = runtime.graphs.assemble(work)
-            filled = _filled(batch, rows, in_flight)
+                batch = runtime.graphs.assemble(work, unread.tokens)
             phases.end(StepPhase.ASSEMBLE)
-            planned = runtime.planner.plan(filled)
+            planned = runtime.planner.plan(batch)
             phases.end(StepPhase.PLAN)
             try:
                 outputs = runtime.runner.forward(planned)
@@ -197,31 +195,55 @@ class Launcher(Generic[LifeT]):
                 raise
 
 
-def _filled(batch: Batch, rows: Sequence[ScheduledRow], in_flight: Sequence[LaunchedStep[LifeT]]) -> Batch:
-    """The batch with the tokens that steps in flight choose, where it continues them; the host never sees them."""
-    if not batch.pending:
-        return batch
-    ends = accumulate([row.num_tokens for row in rows])
-    pending = batch.pending
-    unread = [(row.sequence, end - 1) for row, end in zip(rows, ends, strict=True) if end - 1 in pending]
-    # The last step in flight that chose for a sequence chose what comes next.
-    for step in reversed(in_flight):
-        chosen = step.outcome.places
-        found = [(place, chosen[sequence]) for sequence, place in unread if sequence in chosen]
-        if found:
-            [index] = moved([[source for _, source in found]], batch.device)
-            batch = batch.filled([place for place, _ in found], step.outcome.next_tokens.index_select(0, index))
-            if not batch.pending:
-                break
-            unread = [each for each in unread if each[0] not in chosen]
-    return batch
+class UnreadTokens(NamedTuple):
+    """The tokens that steps in flight choose, which the host has not read."""
+
+    places: Mapping[SequenceState, int]
+    """Sequences, and where the next token of each is in `tokens`."""
+    tokens: Tensor | None
+    """[num_tokens] int64 on the device; None if no step is in flight."""
 
 
-def row_work(row: ScheduledRow, mask: RowMask) -> RowWork:
-    """What a scheduled row computes. A token that is on its way is pending."""
-    sequence, table_row, context_len, num_tokens = row.sequence, row.table_row, row.context_len, row.num_tokens
-    held = PADDING_ROW if sequence.is_whole else sequence.table_row
-    if held != table_row:
-        raise BatchError("rows", None, f"{held}, which its sequence holds", table_row)
-    tokens = sequence.tokens[context_len : context_len + num_tokens]
-    return RowWork(table_row, tokens, context_len, row.num_logits, mask, None, num_tokens - len(tokens))
+def unread_tokens(in_flight: Sequence[LaunchedStep[LifeT]]) -> UnreadTokens:
+    """The tokens of all steps in flight. The last step that chose for a sequence chose what comes next."""
+    if not in_flight:
+        return UnreadTokens({}, None)
+    if len(in_flight) == 1:
+        outcome = in_flight[0].outcome
+        return UnreadTokens(outcome.places, outcome.next_tokens)
+    places: dict[SequenceState, int] = {}
+    tokens: list[Tensor] = []
+    start = 0
+    for step in in_flight:
+        places.update((sequence, start + place) for sequence, place in step.outcome.places.items())
+        tokens.append(step.outcome.next_tokens)
+        start += len(tokens[-1])
+    return UnreadTokens(places, torch.cat(tokens))
+
+
+_NO_TOKENS: list[int] = []
+"""Shared by all rows that only continue a token in flight. Nothing changes it."""
+
+
+def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[SequenceState, int]) -> tuple[RowWork, ...]:
+    """What scheduled rows compute. The last token of a row may be one that a step in flight chooses."""
+    work = []
+    for row in rows:
+        sequence, table_row, context_len, num_tokens = row.sequence, row.table_row, row.context_len, row.num_tokens
+        held = PADDING_ROW if sequence.is_whole else sequence.table_row
+        if held != table_row:
+            raise BatchError("rows", None, f"{held}, which its sequence holds", table_row)
+        # The same as `num_logits`; a call for each row of each step would take longer than all else here.
+        num_logits = num_tokens if row.scores_prompt else 1 if row.completes else 0
+        # With two steps in flight the host lacks tokens before the row's, too.
+        num_known = max(0, len(sequence.tokens) - context_len)
+        if num_known >= num_tokens:
+            tokens = sequence.tokens[context_len : context_len + num_tokens]
+            work.append(RowWork(table_row, tokens, context_len, num_logits, mask))
+            continue
+        if num_known + 1 < num_tokens or sequence not in unread:
+            known = f"{num_tokens} from {context_len} on that are known or being chosen"
+            raise BatchError("tokens", None, known, num_known)
+        tokens = sequence.tokens[context_len:] if num_known else _NO_TOKENS
+        work.append(RowWork(table_row, tokens, context_len, num_logits, mask, None, unread[sequence]))
+    return tuple(work)

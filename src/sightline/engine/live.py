@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from sightline.core.request import (
@@ -79,6 +80,12 @@ class LiveSequence:
         """The generated tokens from the `start`-th on."""
         return tuple(self.sequence.tokens[len(self.sequence.request.prompt_token_ids) + start :])
 
+    @cached_property
+    def greedy(self) -> RowSampling | None:
+        """How every token is chosen, if that is the likeliest one in any place; otherwise None."""
+        is_greedy = self.params.temperature == 0.0 and self.adjustment is None
+        return RowSampling(self.params, 0) if is_greedy else None
+
     def sampling(self, row: ScheduledRow, last_input: int) -> RowSampling:
         """How the token behind a row is chosen; `last_input` is where the step's tokens hold the row's last one."""
         place = self._place(row)
@@ -122,10 +129,12 @@ class LiveSequence:
         return self.ending
 
     def _read_tokens(self) -> FinishReason | None:
-        for token in self.generated(self.num_taken_in):
-            ends = token in self.params.eos_token_ids or token in self.params.stop_token_ids
+        params, sequence = self.params, self.sequence
+        num_prompt_tokens = len(sequence.request.prompt_token_ids)
+        for token in sequence.tokens[num_prompt_tokens + self.num_taken_in :]:
+            ends = token in params.eos_token_ids or token in params.stop_token_ids
             text = ""
-            if self.detokenizer is not None and (not ends or self.params.include_stop_str_in_output):
+            if self.detokenizer is not None and (not ends or params.include_stop_str_in_output):
                 text = self.detokenizer.push([token])
             # Counted once its text is there: where an interruption lost it, the token is read again.
             self._offsets[self.num_taken_in :] = [self._num_characters]
@@ -133,12 +142,12 @@ class LiveSequence:
             self._num_characters += len(text)
             if text:
                 self._say(text)
-            if self._stopped_by_text():
+            if self.stops is not None and self._stopped_by_text():
                 return FinishReason.STOP
             if ends:
-                self.stop_reason = None if token in self.params.eos_token_ids else token
+                self.stop_reason = None if token in params.eos_token_ids else token
                 return FinishReason.STOP
-        return FinishReason.LENGTH if self.sequence.num_generated >= self.params.max_tokens else None
+        return FinishReason.LENGTH if len(sequence.tokens) >= num_prompt_tokens + params.max_tokens else None
 
     def finish(self, reason: FinishReason) -> None:
         """Gives out the text that was held back. It may hold a stop string, which then is the end."""

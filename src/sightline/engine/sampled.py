@@ -17,7 +17,7 @@ from sightline.core.lengths import moved
 from sightline.core.transfer import Arrival
 from sightline.engine.live import LiveSequence
 from sightline.runner.sampling.logprobs import read_scores, score_tokens
-from sightline.runner.sampling.sampler import choose
+from sightline.runner.sampling.sampler import BestTokens, choose
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 
 
@@ -38,6 +38,9 @@ class _ScoredSpan(NamedTuple):
     num_prompt: int
 
 
+_NO_SPAN = _ScoredSpan(0, 0)
+
+
 @dataclass(frozen=True, eq=False)
 class Sampled:
     """The tokens that a step chooses for the rows that complete."""
@@ -50,14 +53,17 @@ class Sampled:
     """The scores of each row that has some, by the row's index."""
     scores_shape: tuple[int, int]
     arrival: Arrival
-    """Tokens, finite flags and scores, in one fp64 vector."""
+    """`Chosen.packed`; with scores, a vector of it and the bits of the scores."""
 
     def read(self) -> SampledTokens:
         """Waits for the device."""
-        values, count = self.arrival.wait(), len(self.places)
-        tokens, finite, scores = values.split_with_sizes([count, count, len(values) - 2 * count])
-        shaped = scores.view(self.scores_shape).tolist() if self.spans else ()
-        return SampledTokens(tokens.long().tolist(), finite.bool().tolist(), shaped)
+        values, count = self.arrival.wait().view(-1), len(self.places)
+        shaped: Sequence[Sequence[float]] = ()
+        if self.spans:
+            shaped = values[2 * count :].view(torch.float64).view(self.scores_shape).tolist()
+            values = values[: 2 * count]
+        numbers = values.tolist()
+        return SampledTokens(numbers[:count], [flag == 1 for flag in numbers[count:]], shaped)
 
     def results(self) -> _Results:
         return _Results(self, self.read())
@@ -69,25 +75,28 @@ class _Results(NamedTuple):
 
     def take(self, index: int) -> RowResult:
         step, row, live = self.step, self.step.rows[index], self.step.lives[index]
-        span = step.spans.get(index, _ScoredSpan(0, 0))
         if row.scores_prompt:
+            # A prompt of which no token follows has no scores.
+            span = step.spans.get(index, _NO_SPAN)
             live.keep_prompt_logprobs(row, self.read.scores[span.start : span.start + span.num_prompt])
         place = step.places.get(row.sequence)
         if place is None:
             return RowResult(row.seq_len)
-        token = self.read.tokens[place]
         if not self.read.finite[place]:
             live.fail_at(row.seq_len)
         elif live.error is None and (num_best := live.params.logprobs) is not None:
+            span = step.spans[index]
             live.keep_logprobs(row, read_scores(self.read.scores[span.start + span.num_prompt], num_best))
-        return RowResult(row.seq_len, (token,))
+        return RowResult(row.seq_len, (self.read.tokens[place],))
 
 
-def sample(rows: Sequence[ScheduledRow], lives: Sequence[LiveSequence], inputs: Tensor, logits: Tensor) -> Sampled:
+def sample(
+    best: BestTokens, rows: Sequence[ScheduledRow], lives: Sequence[LiveSequence], inputs: Tensor, logits: Tensor
+) -> Sampled:
     """Chooses the next token of each row that completes and may have one more.
 
     `inputs` are the step's tokens [num_tokens] int64, `logits` [num_logits, vocab_size] fp32 those of all rows that
-    need some, in order. Does not wait for a GPU.
+    need some, in order. `best` has the device's kernels. Does not wait for a GPU.
     """
     token_ends = list(accumulate([row.num_tokens for row in rows]))
     completing = [
@@ -100,16 +109,19 @@ def sample(rows: Sequence[ScheduledRow], lives: Sequence[LiveSequence], inputs: 
         ends = list(accumulate([row.num_logits for row in rows]))
         [wanted] = moved([[ends[index] - 1 for index in completing]], logits.device)
         chosen_logits = logits.index_select(0, wanted)
-    sampling = [lives[index].sampling(rows[index], token_ends[index] - 1) for index in completing]
-    chosen = choose(chosen_logits, sampling, inputs)
+    sampling = [
+        lives[index].greedy or lives[index].sampling(rows[index], token_ends[index] - 1) for index in completing
+    ]
+    chosen = choose(chosen_logits, sampling, inputs, best)
     places = {rows[index].sequence: place for place, index in enumerate(completing)}
     asked = {index: place for place, index in enumerate(completing) if sampling[place].params.logprobs is not None}
     spans: dict[int, _ScoredSpan] = {}
-    scores = logits.new_zeros((0, 0), dtype=torch.float64)
+    scores_shape, packed, tokens = (0, 0), chosen.packed, chosen.tokens
     if asked or any(row.scores_prompt for row in rows):
-        spans, scores = _scored(rows, lives, logits, asked, chosen.tokens)
-    packed = torch.cat([chosen.tokens.double(), chosen.finite.double(), scores.view(-1)])
-    return Sampled(rows, lives, places, chosen.tokens, spans, (scores.shape[0], scores.shape[1]), Arrival(packed))
+        spans, scores = _scored(rows, lives, logits, asked, tokens)
+        scores_shape = (scores.shape[0], scores.shape[1])
+        packed = torch.cat([packed.view(-1), scores.view(-1).view(torch.int64)])
+    return Sampled(rows, lives, places, tokens, spans, scores_shape, Arrival(packed))
 
 
 def _scored(

@@ -100,6 +100,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._closed = False
         self._fault: DeviceFaultError | None = None
         self._counts: Counter[str] = Counter()
+        self._num_generated = 0
         self._ends: Counter[str] = Counter()
         self._step_sizes = StepSizes()
 
@@ -178,7 +179,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             prefix_cache_queries=scheduler.num_queried_tokens,
             prefix_cache_hits=scheduler.num_hit_tokens,
             prompt_tokens=self._counts["prompt_tokens"],
-            generation_tokens=self._counts["generation_tokens"],
+            generation_tokens=self._num_generated,
             num_preemptions=scheduler.num_retractions,
             request_success=dict(self._ends),
             requests_refused=self._counts["refused"],
@@ -197,6 +198,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
     def reset_counts(self) -> None:
         """Begins all counts of `metrics` again."""
         self._counts.clear()
+        self._num_generated = 0
         self._ends.clear()
         self._step_sizes = StepSizes()
         scheduler, planner = self._scheduler, self.runtime.planner
@@ -264,7 +266,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             self.phases.end(StepPhase.SCHEDULE)
             launch: Launch[LifeT] = Launch((), ())
             if rows:
-                launch = self._launcher.launch(rows, [self._life(row) for row in rows], self._in_flight)
+                launch = self._launcher.launch(rows, self._lives(rows), self._in_flight)
             with uninterrupted():
                 self._take_off(launch)
                 self.phases.end(StepPhase.COMMIT)
@@ -364,11 +366,16 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             self._end_late()
             return self._scheduler.schedule().rows
 
-    def _life(self, row: ScheduledRow) -> LifeT:
-        live = self._live[row.sequence.request.request_id]
-        if live.started_at is None:
-            live.started_at = self._clock()
-        return live.sequences[row.sequence.index]
+    def _lives(self, rows: Sequence[ScheduledRow]) -> list[LifeT]:
+        """The rows' lives. Their requests have started."""
+        lives: list[LifeT] = []
+        for row in rows:
+            sequence = row.sequence
+            live = self._live[sequence.request.request_id]
+            if live.started_at is None:
+                live.started_at = self._clock()
+            lives.append(live.sequences[sequence.index])
+        return lives
 
     def _take_off(self, launch: Launch[LifeT]) -> None:
         """Records what was launched as in flight, and ends the rows that could not be."""
@@ -385,8 +392,9 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         """Takes the oldest step's results in, row by row; after an interruption, from the row that it came in."""
         results = step.results()
         self.phases.end(StepPhase.READ)
-        for index in range(self._num_taken, len(step.rows)):
-            row, live = step.rows[index], step.lives[index]
+        rows, lives = step.rows, step.lives
+        for index in range(self._num_taken, len(rows)):
+            row, live = rows[index], lives[index]
             if not row.sequence.is_out:
                 try:
                     self._take(row, live, results.take(index))
@@ -398,8 +406,8 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         # In this order: to take a row once more changes nothing, to pass one over would.
         self._num_taken = 0
         self._in_flight.popleft()
-        self._scheduler.landed(step.rows)
-        self.pace.observe(step.rows, step.started_at, self._clock())
+        self._scheduler.landed(rows)
+        self.pace.observe(rows, step.started_at, self._clock())
         self._end_late()
         self.phases.end(StepPhase.COMMIT)
 
@@ -408,12 +416,13 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         if live.error is not None:
             self._finish(live, FinishReason.ERROR)
             return
-        before = live.sequence.num_generated
+        tokens, asked = live.sequence.tokens, live.sequence.request
+        before = len(tokens)
         self._scheduler.commit(row, result)
-        generated = live.sequence.num_generated - before
-        self._counts["generation_tokens"] += generated
-        if generated and not before:
-            request = self._live[live.sequence.request.request_id]
+        generated = len(tokens) - before
+        self._num_generated += generated
+        if generated and before == len(asked.prompt_token_ids):
+            request = self._live[asked.request_id]
             if request.first_token_at is None:
                 request.first_token_at = self._clock()
         if row.completes:

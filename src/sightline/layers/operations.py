@@ -1,4 +1,5 @@
-"""The operations that layers name between their matrix products. The device decides the kernels.
+"""The operations that layers name between their matrix products, and the greedy choice behind them. The device decides
+the kernels.
 
     Layer ──names──▶ Operations ◀── TorchOperations (any device), TritonOperations (a GPU)
 
@@ -110,3 +111,7 @@ class Operations(ABC):
     @abstractmethod
     def softcap(self, logits: Tensor, cap: float) -> None:
         """Replaces the logits [num_rows, vocab_size] fp32 by cap * tanh(logits / cap)."""
+
+    @abstractmethod
+    def best_tokens(self, logits: Tensor, out: Tensor) -> None:
+        """Writes the likeliest token of each row and whether its logits are finite, see `kernels.greedy`."""

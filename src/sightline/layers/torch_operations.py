@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sightline.kernels import greedy
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
 from sightline.layers.norm import HeadNorms, LayerNorm, RmsNorm
 from sightline.layers.operations import LatentRows, Operations, TurnedHeads
@@ -105,6 +106,9 @@ class TorchOperations(Operations):
 
     def softcap(self, logits: Tensor, cap: float) -> None:
         logits.div_(cap).tanh_().mul_(cap)
+
+    def best_tokens(self, logits: Tensor, out: Tensor) -> None:
+        greedy.best_tokens(logits, out)
 
 
 def scale_by(scale: float, x: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sightline.kernels.triton import pointwise, rotations
+from sightline.kernels.triton import greedy, pointwise, rotations
 from sightline.kernels.triton.gates import GateKind, GateRule
 from sightline.kernels.triton.norms import add_rms_norm, layer_norm, rms_norm
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
@@ -108,3 +108,6 @@ class TritonOperations(Operations):
 
     def softcap(self, logits: Tensor, cap: float) -> None:
         pointwise.softcap(logits, cap)
+
+    def best_tokens(self, logits: Tensor, out: Tensor) -> None:
+        greedy.best_tokens(logits, out)

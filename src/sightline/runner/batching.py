@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from sightline.cache.pools import CacheStore
 from sightline.core.batch import Batch, RowWork
 
 
-def assemble(work: Sequence[RowWork], store: CacheStore) -> Batch:
-    """A batch of paged rows. The pages that they write must be allocated, and belong to no other row."""
-    return Batch(tuple(work), store.pools, store.device)
+def assemble(work: Sequence[RowWork], store: CacheStore, chosen: Tensor | None = None) -> Batch:
+    """A batch of paged rows. The pages that they write must be allocated, and belong to no other row.
+
+    `chosen` are the tokens that steps in flight choose, if rows continue some.
+    """
+    return Batch(tuple(work), store.pools, store.device, chosen)
 
 
 def assemble_transient(work: Sequence[RowWork], device: torch.device) -> Batch:

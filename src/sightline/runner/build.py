@@ -68,6 +68,8 @@ class Runtime:
     planner: Planner
     runner: Runner
     graphs: Graphs
+    operations: Operations
+    """With the kernels of the device."""
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,7 @@ def assemble_runtime(
         planner=planner,
         runner=runner,
         graphs=graphs,
+        operations=operations,
     )
 
 

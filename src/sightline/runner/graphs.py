@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from sightline.attention.capability import GraphLevel, Work, decode_work
 from sightline.attention.planner import GroupBinding, Planner
 from sightline.cache.pools import CacheStore
@@ -46,15 +48,20 @@ class Graphs:
         self.num_bytes = 0
         """Device memory that the graphs keep, beyond what eager steps have."""
 
-    def assemble(self, work: Sequence[RowWork]) -> Batch:
-        """A batch of paged rows: in the first bucket that it fits, otherwise in memory of its own."""
+    def assemble(self, work: Sequence[RowWork], chosen: Tensor | None = None) -> Batch:
+        """A batch of paged rows: in the first bucket that it fits, otherwise in memory of its own.
+
+        `chosen` are the tokens that steps in flight choose, if rows continue some.
+        """
         bucket = self._bucket_for(work) if self.buckets else None
-        return assemble(work, self._store) if bucket is None else Batch.inside(work, self._store.pools, bucket)
+        if bucket is None:
+            return assemble(work, self._store, chosen)
+        return Batch.inside(work, self._store.pools, bucket, chosen)
 
     def _bucket_for(self, work: Sequence[RowWork]) -> StaticMemory | None:
-        lens = [len(row.tokens) + row.num_pending for row in work]
+        lens = [len(row.tokens) + (row.unread is not None) for row in work]
         num_tokens, longest = sum(lens), max(lens, default=0)
-        if longest > MAX_NEW_TOKENS or any(row.mask is not CAUSAL for row in work):
+        if longest > MAX_NEW_TOKENS or [row.mask for row in work].count(CAUSAL) < len(work):
             return None
         for bucket in self.buckets:
             # A row without new tokens is a row all the same.

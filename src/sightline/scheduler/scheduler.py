@@ -148,7 +148,7 @@ class Scheduler:
 
         Idempotent, so that it can be repeated after an interruption.
         """
-        sequence, seq_len, tokens = row.sequence, result[0], result[1]
+        sequence, seq_len, tokens = row.sequence, result.seq_len, result.tokens
         row_len = row.context_len + row.num_tokens
         if (row.completes and row_len < sequence.max_expected) != bool(tokens):
             raise ValueError(f"expected tokens exactly where a row completes, got {tokens}")

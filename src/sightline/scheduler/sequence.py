@@ -149,8 +149,12 @@ class ScheduledRow:
         return self.context_len + self.num_tokens
 
 
-class RowResult(NamedTuple):
-    """What a step gave a row, to be committed."""
+@dataclass(eq=False, slots=True)
+class RowResult:
+    """What a step gave a row, to be committed.
+
+    Treat as immutable. Not frozen, because one is created per row per step.
+    """
 
     seq_len: int
     """Accepted length: entries of the row up to here are kept, entries behind it are discarded."""

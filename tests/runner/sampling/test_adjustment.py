@@ -16,6 +16,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from sightline.core.request import EffectiveParams, LogitBias, TokenIds
 from sightline.core.transfer import sent
+from sightline.kernels.greedy import best_tokens
 from sightline.runner.sampling.adjust import (
     AdjustedRow,
     Adjustments,
@@ -284,8 +285,8 @@ def test_a_token_that_only_the_device_knows_counts_as_one_that_was_read(
     # Whoever makes the parameters sees to it that one token is left.
     left, finite = expected.isfinite().any(dim=-1), torch.ones(len(rows), dtype=torch.bool)
     chosen = choose_on_host(logits, read, None, finite)[left]
-    assert torch.equal(choose_unread(logits, read, None)[left], chosen)
-    assert torch.equal(choose_unread(logits, unread, inputs)[left], chosen)
+    assert torch.equal(choose_unread(logits, read, None, best_tokens)[0][left], chosen)
+    assert torch.equal(choose_unread(logits, unread, inputs, best_tokens)[0][left], chosen)
     assert torch.equal(choose_on_host(logits, unread, inputs, finite)[left], chosen)
     assert torch.equal(logits, random_logits(len(rows), seed)), "the logits are not as they were"
 

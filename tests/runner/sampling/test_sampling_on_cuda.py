@@ -11,14 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from sightline import LLM, SamplingParams
+from sightline.core.batch import PADDING_ROW, Batch, RowWork
+from sightline.core.batch_memory import StaticMemory, StepShape
+from sightline.core.config import LayerKernels
 from sightline.core.request import EffectiveParams, LogitBias, TokenIds
 from sightline.core.staging import StagingRing
 from sightline.core.transfer import Arrival
 from sightline.engine import engine, sampled
 from sightline.llm import TokensPrompt
-from sightline.runner.batching import assemble
+from sightline.runner.build import make_operations
+from sightline.runner.graphs import Graphs
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.logprobs import score_tokens
 from sightline.runner.sampling.sampler import RowSampling, choose
@@ -74,7 +79,11 @@ def row(changes: dict[str, Any], seed: int, output: list[int], last_input: int |
 @pytest.mark.parametrize("vocab_size", [100, 32_000, 128_256])
 @pytest.mark.parametrize("scale", [0.3, 4.0])
 @pytest.mark.parametrize("is_late", [False, True], ids=["read", "unread"])
-def test_tokens_are_those_of_the_cpu_and_nothing_waits(vocab_size: int, scale: float, is_late: bool) -> None:
+@pytest.mark.parametrize("kernels", LayerKernels)
+def test_tokens_are_those_of_the_cpu_and_nothing_waits(
+    vocab_size: int, scale: float, is_late: bool, kernels: LayerKernels
+) -> None:
+    best = make_operations(kernels, torch.device("cuda", 0)).best_tokens
     generator = torch.Generator().manual_seed(vocab_size)
     for equal in (False, True):
         logits = torch.randn(4 * len(CHANGES), vocab_size, generator=generator) * scale
@@ -86,14 +95,43 @@ def test_tokens_are_those_of_the_cpu_and_nothing_waits(vocab_size: int, scale: f
         inputs = torch.tensor([index % 9 for index in range(len(logits))])
         expected = choose(logits, rows, inputs)
         on_device, inputs_on_device = logits.cuda(), inputs.cuda()
-        choose(on_device, rows, inputs_on_device)
+        choose(on_device, rows, inputs_on_device, best)
         torch.cuda.synchronize()
         with no_sync():
-            chosen = choose(on_device, rows, inputs_on_device)
-            arrival = Arrival(chosen.tokens)
-        assert arrival.wait().tolist() == expected.tokens.tolist()
-        assert chosen.finite.tolist() == expected.finite.tolist()
+            chosen = choose(on_device, rows, inputs_on_device, best)
+            arrival = Arrival(chosen.packed)
+        assert arrival.wait().tolist() == expected.packed.tolist()
         assert torch.equal(on_device.cpu(), logits), "the logits are not as they were"
+
+
+@pytest.mark.parametrize("kernels", LayerKernels)
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_a_greedy_step_is_a_few_kernels(kernels: LayerKernels, rows: int) -> None:
+    best = make_operations(kernels, torch.device("cuda", 0)).best_tokens
+    logits = torch.randn(rows, 32_000, device="cuda")
+    greedy = [row({"temperature": 0.0}, index, [4, 7], None) for index in range(rows)]
+    choose(logits, greedy, None, best)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        choose(logits, greedy, None, best)
+        torch.cuda.synchronize()
+    launched = [event.name for event in recorded.events() or () if event.device_type == DeviceType.CUDA]
+    assert 1 <= len(launched) <= {LayerKernels.TRITON: 1, LayerKernels.TORCH: 8}[kernels], launched
+
+
+@pytest.mark.parametrize("unread", [[0, 1, 2], [2, 0], [1]], ids=["all", "some", "one"])
+def test_a_batch_takes_the_tokens_of_a_step_in_flight_without_waiting(unread: list[int]) -> None:
+    chosen, shape = torch.tensor([70, 71, 72], device="cuda"), StepShape(4, 1)
+    memory = StaticMemory(shape, 0, chosen.device, StagingRing.of(StaticMemory.num_numbers(shape, 0), chosen.device))
+    work = tuple(RowWork(PADDING_ROW, [], 0, 1, unread=place) for place in unread)
+    batch = Batch.inside(work, (), memory, chosen)
+    torch.cuda.synchronize()
+    with no_sync():
+        batch = Batch.inside(work, (), memory, chosen)
+        alone = Batch(work, (), chosen.device, chosen)
+    expected = [70 + place for place in unread]
+    assert batch.tokens.tolist() == [*expected, *[0] * (4 - len(unread))]
+    assert alone.tokens.tolist() == expected
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -111,7 +149,10 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
 def test_scores_are_those_of_the_cpu() -> None:
     logits = torch.randn(9, 5000, generator=torch.Generator().manual_seed(2)) * 3
     tokens = torch.arange(9) * 500
-    torch.testing.assert_close(score_tokens(logits.cuda(), tokens.cuda(), 20).cpu(), score_tokens(logits, tokens, 20))
+    got, expected = score_tokens(logits.cuda(), tokens.cuda(), 20).cpu(), score_tokens(logits, tokens, 20)
+    # Flags, ranks and ids come first. The log probabilities behind them are computed in fp32, and stored in fp64.
+    assert torch.equal(got[:, :23], expected[:, :23])
+    torch.testing.assert_close(got[:, 23:], expected[:, 23:], rtol=0.0, atol=1e-5)
 
 
 def test_a_default_device_does_not_move_what_belongs_on_the_host() -> None:
@@ -131,8 +172,9 @@ def test_results_wait_for_their_step_and_not_for_the_next() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kernels", [each.value for each in LayerKernels])
 def test_an_engines_steps_sample_without_waiting(
-    in_flight: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    in_flight: bool, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -152,7 +194,7 @@ def test_an_engines_steps_sample_without_waiting(
         SamplingParams(temperature=0.7, top_k=5, top_p=0.9, seed=1, max_tokens=12, ignore_eos=True),
     ]
     monkeypatch.setattr(engine, "sample", guarded(sampled.sample))
-    monkeypatch.setattr("sightline.runner.graphs.assemble", guarded(assemble))
+    monkeypatch.setattr(Graphs, "assemble", guarded(Graphs.assemble))
     answers = {}
     for device in ("cpu", "cuda"):
         llm = LLM(
@@ -161,6 +203,7 @@ def test_an_engines_steps_sample_without_waiting(
             cache_tokens=2048,
             device=device,
             dtype="float32",
+            layer_kernels=kernels if device == "cuda" else "torch",
             async_scheduling=in_flight,
         )
         outputs = llm.generate(prompts, params, use_tqdm=False)

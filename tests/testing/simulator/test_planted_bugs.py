@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch, Planner, StepPlan
 from sightline.cache.pools import Bundle, CacheStore, Pool
@@ -16,7 +15,7 @@ from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
 from sightline.engine.deadlines import Deadlines
 from sightline.engine.engine import Engine
-from sightline.engine.launch import Launch, LaunchedStep, Launcher, RowFailure
+from sightline.engine.launch import Launch, LaunchedStep, Launcher, RowFailure, UnreadTokens, unread_tokens
 from sightline.engine.live import LiveSequence
 from sightline.engine.sampled import Sampled, SampledTokens
 from sightline.scheduler.costs import StepLimit
@@ -230,12 +229,12 @@ def share_the_tail_of_a_fork(patch: pytest.MonkeyPatch) -> None:
 
 def give_a_token_to_the_wrong_row(patch: pytest.MonkeyPatch) -> None:
     """Of the tokens that a step in flight chooses, each row goes on with its neighbour's."""
-    filled = Batch.filled
 
-    def rotated(batch: Batch, places: Sequence[int], tokens: Tensor) -> Batch:
-        return filled(batch, places, tokens.roll(1))
+    def rotated(in_flight: Sequence[LaunchedStep[LiveSequence]]) -> UnreadTokens:
+        places, tokens = unread_tokens(in_flight)
+        return UnreadTokens(places, None if tokens is None else tokens.roll(1))
 
-    patch.setattr(Batch, "filled", rotated)
+    patch.setattr("sightline.engine.launch.unread_tokens", rotated)
 
 
 def forget_priorities(patch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ logits changes a choice only if two tokens were about equally good.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from sightline.core.request import EffectiveParams
 from sightline.core.transfer import sent
+from sightline.kernels.greedy import best_tokens
 from sightline.runner.sampling.adjust import (
     AdjustArrays,
     AdjustedRow,
@@ -63,21 +65,37 @@ class RowSampling:
 class Chosen:
     """The choice for each row, on the device, so that the next step can use it before the host reads it."""
 
-    tokens: Tensor
-    """[num_rows] int64."""
-    finite: Tensor
-    """[num_rows] bool: False if the row's logits held a NaN or an infinity. Its token is then meaningless."""
+    packed: Tensor
+    """[2, num_rows] int64, contiguous: `tokens`, then `finite`."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[num_rows] int64."""
+        return self.packed[0]
+
+    @property
+    def finite(self) -> Tensor:
+        """[num_rows] int64: 0 if the row's logits held a NaN or an infinity, otherwise 1. If 0, its token is
+        meaningless."""
+        return self.packed[1]
 
 
-def choose(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None = None) -> Chosen:
+BestTokens: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Writes the likeliest token of each row and whether its logits are finite, as `kernels.greedy.best_tokens` does."""
+
+
+def choose(
+    logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None = None, best: BestTokens = best_tokens
+) -> Chosen:
     """Chooses one token for each row of logits [num_rows, vocab_size] fp32. The logits are unchanged afterwards.
 
-    `inputs` are the step's input tokens [num_tokens] int64, which rows with `unread_at` need. Does not wait for a GPU.
+    `inputs` are the step's input tokens [num_tokens] int64, which rows with `unread_at` need; `best` is used on a GPU,
+    and has the kernels for it. Does not wait for a GPU.
     """
-    finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
     if logits.device.type == "cpu":
-        return Chosen(choose_on_host(logits, rows, inputs, finite), finite)
-    return Chosen(choose_unread(logits, rows, inputs), finite)
+        finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
+        return Chosen(torch.stack([choose_on_host(logits, rows, inputs, finite), finite]))
+    return Chosen(choose_unread(logits, rows, inputs, best))
 
 
 def choose_on_host(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None, finite: Tensor) -> Tensor:
@@ -99,21 +117,28 @@ def choose_on_host(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor |
         return tokens
 
 
-def choose_unread(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None) -> Tensor:
-    """The same on any device, without a host read. All parameters reach the device by one copy."""
+def choose_unread(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None, best: BestTokens) -> Tensor:
+    """The tokens and whether they are finite, as in `Chosen`, on any device without a host read.
+
+    All parameters reach the device by one copy. A step of rows that only take their likeliest token needs none.
+    """
+    packed = torch.empty((2, len(rows)), dtype=torch.int64, device=logits.device)
+    best(logits, packed)
     drawn = [(index, row) for index, row in enumerate(rows) if row.params.temperature > 0.0]
     changes = _changes(rows, logits.shape[1])
     if not drawn and changes is None:
-        return logits.argmax(-1)
+        return packed
+    tokens = packed[0]
     keys = _keys([row for _, row in drawn])
     race = race_arrays([(index, row.params) for index, row in drawn], keys, logits.shape[1])
     integers, numbers, *tensors = sent([race.integers, race.numbers, *(changes or ())], logits.device)
     with adjusted(logits, Adjustments(*tensors), inputs) if changes is not None else nullcontext(logits) as values:
-        tokens = values.argmax(-1) if len(drawn) < len(rows) else integers.new_zeros(len(rows))
+        if changes is not None and len(drawn) < len(rows):
+            tokens.copy_(values.argmax(-1))
         if drawn:
             on_device = race.on_device(integers, numbers)
             tokens.index_copy_(0, on_device.index, run(values, on_device))
-        return tokens
+    return packed
 
 
 def _adjusted(logits: Tensor, rows: Sequence[RowSampling], inputs: Tensor | None) -> AbstractContextManager[Tensor]:
