@@ -7,6 +7,7 @@ how a model is built.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 
 import torch
 
@@ -71,6 +72,9 @@ class ResolvedConfig(KeptSettings):
     prefix_caching: bool
     max_queued: int
     """Sequences that may wait."""
+    async_scheduling: bool = False
+    """Whether a step is launched before the previous one is read."""
+    layer_kernels: LayerKernels = LayerKernels.TORCH
     graph_sizes: tuple[int, ...] = ()
     """Numbers of rows for which steps are captured, in order; empty: every step is eager."""
     memory: MemoryBudget = MemoryBudget()  # noqa: RUF009 - frozen
@@ -84,10 +88,7 @@ class ResolvedConfig(KeptSettings):
 
 def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
     """Decides everything that the config leaves open. Raises `ConfigError` for settings that cannot work."""
-    if LayerKernels(config.layer_kernels) is LayerKernels.TRITON and device.kind is not DeviceKind.CUDA:
-        raise ConfigError(
-            f"expected layer_kernels torch on the device {device.name}, got triton, which needs a GPU; leave it out"
-        )
+    layer_kernels = _resolve_layer_kernels(config.layer_kernels, device, ledger)
     dtype = _resolve_dtype(config.dtype, device, ledger)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else CACHE_DTYPES[config.kv_cache_dtype]
     asked_len = config.max_model_len
@@ -97,7 +98,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
             f"got {asked_len}; lower it"
         )
     model_len = asked_len or facts.max_positions
-    sizes = _resolve_sizes(config, facts, model_len, ledger)
+    sizes = _resolve_sizes(config, facts, device, model_len, ledger)
     page_size = PAGE_SIZES[device.kind.value] if config.page_size is None else config.page_size
     memory = _share_memory(config, facts, device, dtype)
     num_pages = 0
@@ -123,6 +124,8 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         memory=memory,
         prefix_caching=sizes.prefix_caching,
         max_queued=config.max_queued_requests,
+        async_scheduling=_resolve_async_scheduling(config, device),
+        layer_kernels=layer_kernels,
         graph_sizes=_resolve_graph_sizes(config, device, min(sizes.max_rows, num_pages - PADDING_PAGES), ledger),
         **{kept.name: vars(config)[kept.name] for kept in fields(KeptSettings)},
     )
@@ -138,10 +141,10 @@ class _Sizes:
     is_transient: bool
 
 
-def _resolve_sizes(config: EngineConfig, facts: ModelFacts, model_len: int, ledger: Ledger) -> _Sizes:
+def _resolve_sizes(config: EngineConfig, facts: ModelFacts, device: Device, model_len: int, ledger: Ledger) -> _Sizes:
     task, embeds = Task(config.task), Task(config.task) is Task.EMBED
     asked_tokens = config.max_num_batched_tokens
-    step_tokens = STEP_TOKENS[task] if asked_tokens is None else asked_tokens
+    step_tokens = STEP_TOKENS[task][device.kind.value] if asked_tokens is None else asked_tokens
     prefix_caching = not embeds if config.prefix_caching is None else config.prefix_caching
     if facts.takes_texts_whole:
         if prefix_caching:
@@ -155,7 +158,7 @@ def _resolve_sizes(config: EngineConfig, facts: ModelFacts, model_len: int, ledg
             )
         step_tokens = max(step_tokens, model_len)
     asked_rows = config.max_num_seqs
-    max_rows = min(ROWS[task] if asked_rows is None else asked_rows, step_tokens)
+    max_rows = min(ROWS[task][device.kind.value] if asked_rows is None else asked_rows, step_tokens)
     if asked_rows is not None and max_rows < asked_rows:
         ledger.degrade(
             "max_num_seqs",
@@ -186,6 +189,8 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
 def _resolve_graph_sizes(config: EngineConfig, device: Device, most: int, ledger: Ledger) -> tuple[int, ...]:
     """The sizes asked for, up to `most`, which rows and pages allow."""
     asked = config.cuda_graph_sizes
+    if asked is None and device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE:
+        asked = "auto"
     if config.enforce_eager or asked is None:
         return ()
     # Python refuses to convert thousands of digits.
@@ -207,6 +212,33 @@ def _resolve_graph_sizes(config: EngineConfig, device: Device, most: int, ledger
             "leave them out, or raise max_num_seqs or cache_tokens",
         )
     return tuple(size for size in sizes if size <= most)
+
+
+def _resolve_layer_kernels(asked: str, device: Device, ledger: Ledger) -> LayerKernels:
+    """Triton on a GPU, unless torch is asked for or Triton is not installed."""
+    is_card = device.kind is DeviceKind.CUDA
+    if asked != "auto":
+        kernels = LayerKernels(asked)
+        if kernels is LayerKernels.TRITON and not is_card:
+            raise ConfigError(
+                f"expected layer_kernels torch on the device {device.name}, got triton, which needs a GPU; leave it out"
+            )
+        return kernels
+    if is_card and find_spec("triton") is None:
+        ledger.degrade(
+            "layer_kernels",
+            "layers run torch's kernels, several times slower: triton is not installed",
+            "install triton, or ask for layer_kernels torch",
+        )
+        return LayerKernels.TORCH
+    return LayerKernels.TRITON if is_card else LayerKernels.TORCH
+
+
+def _resolve_async_scheduling(config: EngineConfig, device: Device) -> bool:
+    """As asked; otherwise on a GPU only, where the host prepares a step while the device computes the one before."""
+    if config.async_scheduling is not None:
+        return config.async_scheduling
+    return device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE
 
 
 def _share_memory(config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype) -> MemoryBudget:

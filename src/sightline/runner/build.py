@@ -156,7 +156,7 @@ def _build(
         on_progress,
         keep_on=CpuFeatures.detect() if resolved.quantization is Quantization.KEEP else None,
         skip_check=resolved.skip_weight_check,
-        expert_compute=_EXPERT_COMPUTE[LayerKernels(resolved.layer_kernels)],
+        expert_compute=_EXPERT_COMPUTE[resolved.layer_kernels],
     )
     scales = load_cache_scales(reader, groups, resolved.cache_dtype)
     with single_threaded():
@@ -262,7 +262,7 @@ def assemble_runtime(
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
     planner = Planner(bindings, limits, store.lengths, workspace, paranoid=config.paranoid)
-    operations = make_operations(LayerKernels(config.layer_kernels))
+    operations = make_operations(config.layer_kernels)
     # Feature-major products are faster on a CPU only.
     turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
     activations = {

@@ -99,16 +99,19 @@ class Graphs:
 
     def _tell_uncaptured(self, ledger: Ledger) -> None:
         decoded = {bucket.shape.size for bucket in self.buckets if bucket.shape.query_bound == 1}
-        for size in self._sizes:
-            for binding in self._bindings if size not in decoded else ():
+        for binding in self._bindings:
+            eager = dict[str, list[int]]()
+            for size in self._sizes:
                 part = binding.serving[decode_work(size)]
-                if part.capability.graph is GraphLevel.NONE:
-                    ledger.degrade(
-                        "cuda_graph_sizes",
-                        f"steps of {size} rows run eagerly: {type(part.backend).__name__}, which serves "
-                        f"{binding.group.name}, cannot be captured",
-                        "choose another decode_attention_backend, or enforce_eager",
-                    )
+                if size not in decoded and part.capability.graph is GraphLevel.NONE:
+                    eager.setdefault(type(part.backend).__name__, []).append(size)
+            for backend, sizes in eager.items():
+                ledger.degrade(
+                    "cuda_graph_sizes",
+                    f"steps of {', '.join(map(str, sizes))} rows run eagerly: {backend}, which serves "
+                    f"{binding.group.name}, cannot be captured",
+                    "choose another decode_attention_backend, or enforce_eager",
+                )
 
 
 def _make_buckets(shapes: Sequence[StepShape], store: CacheStore) -> tuple[StaticMemory, ...]:

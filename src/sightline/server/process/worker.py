@@ -63,6 +63,7 @@ def describe(
         "dtype": str(config.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_dtype).removeprefix("torch."),
         "quantization": config.quantization.value,
+        "layer_kernels": config.layer_kernels.value,
         "cache_tokens": config.cache_tokens,
         "memory": str(config.memory),
         "graph_sizes": ",".join(map(str, config.graph_sizes)),
