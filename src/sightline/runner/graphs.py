@@ -11,7 +11,7 @@ Does not know models or what a replay is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sightline.attention.capability import GraphLevel, Work, decode_work
 from sightline.attention.planner import GroupBinding, Planner
@@ -22,6 +22,7 @@ from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.staging import StagingRing
 from sightline.runner.batching import assemble
+from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep
 from sightline.runner.recording import Recorder
 from sightline.runner.runner import Runner
 
@@ -62,19 +63,14 @@ class Graphs:
                 return bucket
         return None
 
-    def capture(
-        self, runner: Runner, recorder: Recorder, ledger: Ledger, on_progress: Callable[[int, int], None]
-    ) -> None:
-        """Captures every bucket, the largest first, so that the others reuse its memory. No row may be open yet.
-
-        `on_progress` is told how many of how many are captured.
-        """
+    def capture(self, runner: Runner, recorder: Recorder, ledger: Ledger, on_step: OnBuildStep) -> None:
+        """Captures every bucket, the largest first, so that the others reuse its memory. No row may be open yet."""
         self._tell_uncaptured(ledger)
         order = sorted(self.buckets, key=lambda bucket: bucket.shape.size, reverse=True)
         for done, bucket in enumerate(order):
-            on_progress(done, len(order))
+            on_step(BuildStep(BuildPhase.GRAPHS, str(bucket.shape), done, len(order)))
             self._capture(bucket, runner, recorder)
-        on_progress(len(order), len(order))
+        on_step(BuildStep(BuildPhase.GRAPHS, "", len(order), len(order)))
         self.num_bytes = recorder.num_bytes
 
     def _capture(self, bucket: StaticMemory, runner: Runner, recorder: Recorder) -> None:
