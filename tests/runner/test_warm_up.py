@@ -17,6 +17,7 @@ from sightline.core.config import EngineConfig
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.engine.rehearsal import KINDS, rehearse
+from sightline.llm import TokensPrompt
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import Runtime, build_embedding_runtime, build_runtime
 from sightline.runner.progress import BuildPhase, BuildStep
@@ -131,7 +132,8 @@ def test_a_step_that_cannot_run_is_refused_at_start_with_its_kind_and_the_memory
 
 def test_rehearsed_requests_leave_nothing_and_change_no_answer(folder: Path) -> None:
     llm = LLM(str(folder), **SMALL)
-    prompt, params = {"prompt_token_ids": random_prompts([9])[0]}, SamplingParams(max_tokens=8, ignore_eos=True)
+    prompt: TokensPrompt = {"prompt_token_ids": random_prompts([9])[0]}
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
     expected = LLM(str(folder), **SMALL).generate([prompt], params, use_tqdm=False)
     told: list[str] = []
     rehearse(llm.engine, lambda step: told.append(step.what))
