@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,13 @@ PARAMS = [
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that Triton compiles or loads from its cache, as it does so."""
     names: list[str] = []
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda *_, **told: names.append(str(told.get("repr")))
     )
-    yield names
+    return names
 
 
 def random_requests(seed: int, longest: int) -> tuple[list[TokensPrompt], list[SamplingParams]]:
