@@ -503,3 +503,22 @@ def test_without_triton_a_gpu_runs_torch_kernels_and_it_is_told(monkeypatch: pyt
     assert resolve(EngineConfig(), FACTS, CUDA, ledger).layer_kernels is LayerKernels.TORCH
     assert [each.subject for each in ledger.degradations] == ["layer_kernels"]
     assert resolved(EngineConfig(layer_kernels="torch"), device=CUDA).layer_kernels is LayerKernels.TORCH
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [({"enforce_eager": True}, 4 * 8), ({}, 4 * 8 + 2 * (1 + 2 + 4 + 8)), ({"cuda_graph_sizes": "4"}, 4 * 8 + 2 * 4)],
+    ids=str,
+)
+def test_the_logits_of_steps_and_graphs_are_reserved_before_the_cache_is_sized(
+    settings: dict[str, Any], rows: int
+) -> None:
+    config = EngineConfig(max_num_seqs=8, layer_kernels="torch", **settings)
+    reserved = [resolved(config, replace(FACTS, vocab_size=size), CUDA).memory.reserve_bytes for size in (0, 1000)]
+    assert reserved[1] - reserved[0] == rows * 1000 * 4
+
+
+def test_an_embedder_reserves_nothing_for_logits() -> None:
+    config = EngineConfig(task="embed", layer_kernels="torch")
+    reserved = [resolved(config, replace(FACTS, vocab_size=size), CUDA).memory.reserve_bytes for size in (0, 1000)]
+    assert reserved[0] == reserved[1]

@@ -35,6 +35,10 @@ DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), s
 CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025, 64))
 """Numbers of rows that `--cuda-graph-sizes auto` captures, and the most rows of a step."""
+OUTPUT_COPIES = 4
+"""Copies of a step's logits that exist at once: the outputs, those of the step in flight, and two of the sampler."""
+BUCKETS_PER_SIZE = 2
+"""Graphs of a size, each of which keeps its logits: one for decode, one for a few new tokens a row."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class ModelFacts:
     """Bytes of the weights that stay quantised."""
     cache_elements_per_token: int
     """Sum over all layers and pools."""
+    vocab_size: int = 0
+    """The logits of a token."""
     takes_texts_whole: bool = False
     """True if every token sees every other: a text cannot be chunked, and nothing of it can be cached."""
 
@@ -100,7 +106,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     model_len = asked_len or facts.max_positions
     sizes = _resolve_sizes(config, facts, device, model_len, ledger)
     page_size = PAGE_SIZES[device.kind.value] if config.page_size is None else config.page_size
-    memory = _share_memory(config, facts, device, dtype)
+    memory = _share_memory(config, facts, device, dtype, sizes.max_rows)
     num_pages = 0
     if sizes.is_transient:
         _tell_what_a_cache_would_need(config, facts, device, ledger)
@@ -241,18 +247,31 @@ def _resolve_async_scheduling(config: EngineConfig, device: Device) -> bool:
     return device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE
 
 
-def _share_memory(config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype) -> MemoryBudget:
+def _share_memory(
+    config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype, max_rows: int
+) -> MemoryBudget:
     """Shares out the device's memory. Raises if a card cannot hold the weights."""
     asked = config.memory_fraction
     fraction = MEMORY_FRACTIONS[device.kind.value] if asked is None else asked
     weight_bytes = facts.weight_elements * dtype.itemsize + facts.quantised_bytes
-    memory = share_out(device.kind, device_memory(device), fraction, weight_bytes)
+    memory = share_out(
+        device.kind, device_memory(device), fraction, weight_bytes, _output_bytes(config, facts, device, max_rows)
+    )
     if device.kind is DeviceKind.CUDA and memory.room_bytes < 0:
         raise ConfigError(
             f"expected weights that fit {fraction:g} of the card, got {-memory.room_bytes:,} bytes too many "
             f"({memory}); raise memory_fraction, free memory, or use a smaller model or dtype"
         )
     return memory
+
+
+def _output_bytes(config: EngineConfig, facts: ModelFacts, device: Device, max_rows: int) -> int:
+    """What the logits of steps and of captured graphs take at most, in fp32. An embedder has none."""
+    if Task(config.task) is Task.EMBED:
+        return 0
+    # Sizes that no step has are told when the sizes are resolved.
+    captured = _resolve_graph_sizes(config, device, max_rows, Ledger())
+    return (OUTPUT_COPIES * max_rows + BUCKETS_PER_SIZE * sum(captured)) * facts.vocab_size * torch.float32.itemsize
 
 
 def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> None:

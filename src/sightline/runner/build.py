@@ -340,6 +340,7 @@ def model_facts(
         quantised_bits += math.prod(info.shape) * (PACKED_BITS[info.blocks] + lookup_bits)
     return ModelFacts(
         max_positions=definition.max_positions,
+        vocab_size=definition.vocab_size,
         weight_elements=elements,
         quantised_bytes=quantised_bits // 8,
         cache_elements_per_token=sum(
