@@ -61,7 +61,7 @@ class Sightline:
         config = EngineConfig(max_model_len=context + 256, cache_tokens=context + 512, max_num_seqs=2, dtype="float32")
         ledger = Ledger()
         checkpoint = open_checkpoint(folder, ledger)
-        self.runtime: Runtime = build_runtime(config, checkpoint, ledger, lambda *_: None)
+        self.runtime: Runtime = build_runtime(config, checkpoint, ledger)
         self.row = self.runtime.store.open_row()
         self.length = 0
 

@@ -41,7 +41,7 @@ def test_weights_are_made_on_the_card_without_a_second_copy_of_the_model(name: s
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     config = EngineConfig(device="cuda", cache_tokens=1024, max_model_len=512)
-    runtime = build_runtime(config, checkpoint, Ledger(), lambda done, total: None)
+    runtime = build_runtime(config, checkpoint, Ledger())
     rest = sum(pool.num_bytes for pool in runtime.store.pools) + runtime.workspace.num_bytes
     # A tensor and what is made of it: a joined, reordered or checked copy, and a layer's experts side by side.
     assert torch.cuda.max_memory_allocated() - before <= sum(sizes) + rest + 3 * max(sizes) + (1 << 28)
@@ -50,7 +50,7 @@ def test_weights_are_made_on_the_card_without_a_second_copy_of_the_model(name: s
 def test_the_ledger_names_all_but_a_little_of_what_the_driver_calls_used(tmp_path: Path) -> None:
     checkpoint = RandomCheckpoint(cut(tmp_path, "llama-8b", 8), CARD, Ledger(strict=True))
     ledger = Ledger(strict=True)
-    runtime = build_runtime(EngineConfig(device="cuda", memory_fraction=0.5), checkpoint, ledger, lambda _d, _t: None)
+    runtime = build_runtime(EngineConfig(device="cuda", memory_fraction=0.5), checkpoint, ledger)
     memory = memory_ledger(runtime.config, runtime.store, runtime.workspace)
     assert memory is not None
     assert memory.held <= memory.allowed

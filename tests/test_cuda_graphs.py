@@ -50,6 +50,12 @@ def test_the_memory_of_graphs_is_told(folder: Path) -> None:
     assert any("7 CUDA graphs for 1, 2, 4, 8 rows" in line for line in startup_report(runtime))
 
 
+def test_graphs_of_all_sizes_fit_in_what_is_reserved_for_them(folder: Path) -> None:
+    runtime = runtime_of(make, folder, cuda_graph_sizes=None, max_num_seqs=64, max_num_batched_tokens=64)
+    assert runtime.config.graph_sizes[-1] == 64
+    assert runtime.graphs.num_bytes <= runtime.config.memory.reserve_bytes
+
+
 def test_numbers_from_pinned_buffers_arrive_as_they_were_sent() -> None:
     device = torch.device("cuda")
     ring, size = StagingRing.of(1 << 16, device), 1 << 16

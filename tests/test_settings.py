@@ -112,7 +112,8 @@ def test_no_setting_is_accepted_and_ignored() -> None:
 def test_settings_that_are_kept_are_those_of_both_configs() -> None:
     kept = {each.name for each in fields(KeptSettings)}
     assert kept == {each.name for each in fields(ResolvedConfig)} & stated(EngineConfig).keys() - {
-        *("max_model_len", "page_size", "prefix_caching", "device", "dtype", "quantization")
+        *("max_model_len", "page_size", "prefix_caching", "device", "dtype", "quantization"),
+        *("async_scheduling", "layer_kernels"),
     }
 
 
@@ -202,7 +203,7 @@ def test_a_setting_and_its_alias_with_different_values_are_refused_with_both_nam
             EngineKeywords(**given)
     if isinstance(value, bool):
         words = [flag(name), flag(target, negated=not other)]
-        if target in ("async_scheduling", "enforce_eager") and not other:
+        if target == "enforce_eager" and not other:
             return
     else:
         words = [flag(name), str(value), flag(target), str(other)]

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from sightline.core.beams import BeamSearchOutput, BeamSearchParams
 from sightline.core.config import EngineConfig, EngineKeywords, Task
+from sightline.core.device import DeviceKind
 from sightline.core.errors import ConfigError, RequestError
 from sightline.core.interruption import uninterrupted
 from sightline.core.ledger import Ledger
@@ -25,11 +26,13 @@ from sightline.core.turns import Turn
 from sightline.engine.beams import BeamSearch
 from sightline.engine.calls import BatchCall, Encoded, SharedEngine, TextStream, refused_output
 from sightline.engine.engine import Engine
+from sightline.engine.rehearsal import rehearse
 from sightline.engine.text_embedder import TextEmbedder, build_embedder, log_ledger
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import build_runtime
+from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep, ignore
 from sightline.text.templates.chat_template import read_template
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
@@ -88,48 +91,44 @@ def configured_by(
     return decorate
 
 
-def build_engine(
-    config: EngineConfig, on_loading: Callable[[], None] = lambda: None, temperature: float = 0.0
-) -> Engine:
+def build_engine(config: EngineConfig, on_step: OnBuildStep = ignore, temperature: float = 0.0) -> Engine:
     """Opens the model and builds an engine for it, with a progress bar on a terminal.
 
-    Calls `on_loading` before weights are read: by then the model is known to be supported. `temperature` is for
+    `on_step` is told first that weights are read: by then the model is known to be supported. `temperature` is for
     requests that name none, unless the model's own files say how to sample.
     """
     ledger = Ledger(strict=config.strict)
-    return build_engine_of(config, open_named(config, ledger), ledger, on_loading, temperature)
+    return build_engine_of(config, open_named(config, ledger), ledger, on_step, temperature)
 
 
 def build_engine_of(
     config: EngineConfig,
     checkpoint: Checkpoint,
     ledger: Ledger,
-    on_loading: Callable[[], None] = lambda: None,
+    on_step: OnBuildStep = ignore,
     temperature: float = 0.0,
 ) -> Engine:
     """Like `build_engine`, for a checkpoint that is open."""
-    with _loading(checkpoint, on_loading) as (bar, on_progress):
-        capturing = bar.add_task("Capturing CUDA graphs", visible=False)
-
-        def show_captured(done: int, total: int) -> None:
-            bar.update(capturing, completed=done, total=total, visible=True)
-
-        runtime = build_runtime(config, checkpoint, ledger, on_progress, show_captured)
-    tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
-    if config.chat_template is not None and tokenizer is not None:
-        tokenizer = tokenizer.with_template(read_template(Path(config.chat_template)))
-    log_ledger(ledger)
-    return Engine(runtime, tokenizer, checkpoint.generation.with_temperature(temperature), ledger)
+    with _shown(on_step) as show:
+        runtime = build_runtime(config, checkpoint, ledger, show)
+        tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
+        if config.chat_template is not None and tokenizer is not None:
+            tokenizer = tokenizer.with_template(read_template(Path(config.chat_template)))
+        log_ledger(ledger)
+        engine = Engine(runtime, tokenizer, checkpoint.generation.with_temperature(temperature), ledger)
+        if runtime.config.device.kind is DeviceKind.CUDA:
+            rehearse(engine, show)
+    return engine
 
 
-def open_embedder(config: EngineConfig, on_loading: Callable[[], None] = lambda: None) -> TextEmbedder:
+def open_embedder(config: EngineConfig, on_step: OnBuildStep = ignore) -> TextEmbedder:
     """Like `build_engine`, for a model that embeds."""
     if config.model is None:
         raise ConfigError("expected a model to embed with, got none: the default model only generates; name one")
     ledger = Ledger(strict=config.strict)
     checkpoint = open_named(config, ledger)
-    with _loading(checkpoint, on_loading) as (_, on_progress):
-        return build_embedder(config, checkpoint, ledger, on_progress)
+    with _shown(on_step) as show:
+        return build_embedder(config, checkpoint, ledger, show)
 
 
 def open_named(config: EngineConfig, ledger: Ledger) -> Checkpoint:
@@ -138,19 +137,18 @@ def open_named(config: EngineConfig, ledger: Ledger) -> Checkpoint:
 
 
 @contextmanager
-def _loading(
-    checkpoint: Checkpoint, on_loading: Callable[[], None]
-) -> Iterator[tuple[Progress, Callable[[int, int], None]]]:
-    """Shows how many tensors of a checkpoint are loaded; yields the progress bar and the function that is told."""
+def _shown(on_step: OnBuildStep) -> Iterator[OnBuildStep]:
+    """Shows the phases of a build, a bar each, and tells `on_step` too; yields the function to tell."""
     with _progress_bar(enabled=True) as bar:
-        task = bar.add_task(f"Loading {checkpoint.location.name}", total=len(checkpoint.tensors))
+        tasks = dict[BuildPhase, TaskID]()
 
-        def show(done: int, total: int) -> None:
-            if done == 0:
-                on_loading()
-            bar.update(task, completed=done, total=total)
+        def show(step: BuildStep) -> None:
+            if step.phase not in tasks:
+                tasks[step.phase] = bar.add_task(step.title)
+            bar.update(tasks[step.phase], description=step.title, completed=step.done, total=step.total)
+            on_step(step)
 
-        yield bar, show
+        yield show
 
 
 class LLM:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sightline.core import resolution as resolution_module
-from sightline.core.config import PADDING_PAGES, EngineConfig, Quantization
+from sightline.core.config import PADDING_PAGES, EngineConfig, LayerKernels, Quantization
 from sightline.core.device import Device, DeviceKind, DeviceMemory
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
@@ -424,7 +424,7 @@ def graph_sizes(asked: str | None, ledger: Ledger | None = None, **settings: Any
 @pytest.mark.parametrize(
     ("asked", "rows", "expected"),
     [
-        (None, 64, ()),
+        (None, 20, (1, 2, 4, 8, 16, 20)),
         ("8,2, 2,1", 64, (1, 2, 8)),
         ("auto", 1, (1,)),
         ("auto", 20, (1, 2, 4, 8, 16, 20)),
@@ -462,6 +462,63 @@ def test_graphs_on_a_cpu_are_told_and_eager_is_always_fine() -> None:
     ledger = Ledger()
     assert resolve(EngineConfig(cuda_graph_sizes="auto"), FACTS, CPU, ledger).graph_sizes == ()
     assert [each.subject for each in ledger.degradations] == ["cuda_graph_sizes"]
-    assert resolved(EngineConfig(enforce_eager=True)).graph_sizes == ()
+    for device in (CPU, CUDA):
+        assert resolved(EngineConfig(enforce_eager=True), device=device).graph_sizes == ()
     with pytest.raises(ConfigError, match="expected cuda_graph_sizes or enforce_eager, got both; leave one out"):
         EngineConfig(enforce_eager=True, cuda_graph_sizes="auto")
+
+
+def test_a_gpu_gets_graphs_fused_kernels_overlap_and_large_steps_without_being_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resolution_module, "find_spec", lambda name: object())
+    config = resolved(EngineConfig(), device=CUDA)
+    assert config.graph_sizes == (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+    assert config.layer_kernels is LayerKernels.TRITON
+    assert config.async_scheduling
+    assert (config.max_rows, config.max_step_tokens) == (256, 8192)
+
+
+def test_a_cpu_gets_none_of_it_and_nothing_is_degraded() -> None:
+    config = resolved(EngineConfig())
+    assert (config.graph_sizes, config.layer_kernels, config.async_scheduling) == ((), LayerKernels.TORCH, False)
+    assert (config.max_rows, config.max_step_tokens) == (64, 512)
+
+
+def test_an_embedding_engine_on_a_gpu_captures_nothing_and_leaves_nothing_in_flight() -> None:
+    config = resolved(EngineConfig(task="embed"), device=CUDA)
+    assert (config.graph_sizes, config.async_scheduling) == ((), False)
+    assert (config.max_rows, config.max_step_tokens) == (1024, 4096)
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_overlap_is_as_asked_on_any_device(device: Device, asked: bool) -> None:
+    assert resolved(EngineConfig(async_scheduling=asked), device=device).async_scheduling is asked
+
+
+def test_without_triton_a_gpu_runs_torch_kernels_and_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolution_module, "find_spec", lambda name: None)
+    ledger = Ledger()
+    assert resolve(EngineConfig(), FACTS, CUDA, ledger).layer_kernels is LayerKernels.TORCH
+    assert [each.subject for each in ledger.degradations] == ["layer_kernels"]
+    assert resolved(EngineConfig(layer_kernels="torch"), device=CUDA).layer_kernels is LayerKernels.TORCH
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [({"enforce_eager": True}, 4 * 8), ({}, 4 * 8 + 2 * (1 + 2 + 4 + 8)), ({"cuda_graph_sizes": "4"}, 4 * 8 + 2 * 4)],
+    ids=str,
+)
+def test_the_logits_of_steps_and_graphs_are_reserved_before_the_cache_is_sized(
+    settings: dict[str, Any], rows: int
+) -> None:
+    config = EngineConfig(max_num_seqs=8, layer_kernels="torch", **settings)
+    reserved = [resolved(config, replace(FACTS, vocab_size=size), CUDA).memory.reserve_bytes for size in (0, 1000)]
+    assert reserved[1] - reserved[0] == rows * 1000 * 4
+
+
+def test_an_embedder_reserves_nothing_for_logits() -> None:
+    config = EngineConfig(task="embed", layer_kernels="torch")
+    reserved = [resolved(config, replace(FACTS, vocab_size=size), CUDA).memory.reserve_bytes for size in (0, 1000)]
+    assert reserved[0] == reserved[1]

@@ -34,6 +34,14 @@ def test_a_small_card_keeps_a_reserve_too() -> None:
     assert small.reserve_bytes == LEAST_RESERVE
 
 
+def test_logits_are_reserved_beside_the_rest_on_a_card_only() -> None:
+    start = DeviceMemory(80 * GIB, 80 * GIB, 0)
+    without, with_outputs = (share_out(DeviceKind.CUDA, start, 1.0, 0, each) for each in (0, 2 * GIB))
+    assert with_outputs.reserve_bytes == without.reserve_bytes + 2 * GIB
+    assert with_outputs.cache_bytes < without.cache_bytes
+    assert share_out(DeviceKind.CPU, start, 1.0, 0, 2 * GIB).reserve_bytes == 0
+
+
 def test_a_cpu_has_no_reserve_and_its_cache_takes_a_share_of_the_rest() -> None:
     shared = share_out(DeviceKind.CPU, DeviceMemory(10 * GIB, 10 * GIB, 0), 0.5, 2 * GIB)
     assert (shared.reserve_bytes, shared.scratch_bytes, shared.room_bytes) == (0, GIB, 7 * GIB)

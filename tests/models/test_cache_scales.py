@@ -48,7 +48,7 @@ def per_layer(*names: str, layers: int = 3) -> dict[str, Tensor]:
 def built(folder: Path, *, strict: bool = False, **settings: object) -> tuple[Runtime, list[str]]:
     ledger = Ledger(strict=strict)
     config = EngineConfig(cache_tokens=256, page_size=8, **settings)  # type: ignore[arg-type]
-    runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger, lambda done, total: None)
+    runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger)
     return runtime, [str(entry) for entry in ledger if entry.subject != "max_model_len"]
 
 

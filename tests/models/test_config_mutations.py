@@ -120,10 +120,10 @@ def compute(checkpoint: Checkpoint, *, embeds: bool) -> Tensor:
     ledger = Ledger()
     if embeds:
         settings = EngineConfig(task="embed", dtype="float32", device="cpu")
-        runtime, _ = build_embedding_runtime(settings, checkpoint, ledger, lambda *_: None)
+        runtime, _ = build_embedding_runtime(settings, checkpoint, ledger)
     else:
         settings = EngineConfig(dtype="float32", device="cpu", cache_tokens=64, page_size=16, max_num_seqs=1)
-        runtime = build_runtime(settings, checkpoint, ledger, lambda *_: None)
+        runtime = build_runtime(settings, checkpoint, ledger)
     row = RowWork(0, TOKENS, 0, len(TOKENS), FULL if embeds else CAUSAL)
     batch = assemble_transient([row], torch.device("cpu"))
     with torch.inference_mode():

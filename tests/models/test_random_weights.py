@@ -40,7 +40,7 @@ def open_random(config: Path, seed: int = 0) -> RandomCheckpoint:
 
 def build(config: Path, **settings: Any) -> Runtime:
     engine_config = EngineConfig(cache_tokens=2 * NUM_TOKENS, max_num_batched_tokens=NUM_TOKENS, **settings)
-    return build_runtime(engine_config, open_random(config), Ledger(), lambda done, total: None)
+    return build_runtime(engine_config, open_random(config), Ledger())
 
 
 def written(folder: Path, name: str, changed: dict[str, Any]) -> Path:

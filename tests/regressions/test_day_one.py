@@ -144,7 +144,7 @@ def test_a_model_on_a_backend_that_lacks_its_feature_does_not_start(
     def build(backend: str) -> Runtime:
         config = EngineConfig(cache_tokens=256, attention_backend=backend)
         checkpoint = open_checkpoint(tmp_path, Ledger())
-        return build_runtime(config, checkpoint, Ledger(), lambda done, total: progress.append(done))
+        return build_runtime(config, checkpoint, Ledger(), lambda step: progress.append(step.done))
 
     with pytest.raises(NoBackendError, match=rf"lacking: lacks .*{feature.value}"):
         build("lacking")

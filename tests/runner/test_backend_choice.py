@@ -217,7 +217,7 @@ def test_an_engine_tells_its_choices(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     ledger = Ledger()
     config = EngineConfig(attention_backend="torch,triton", cache_tokens=64, max_model_len=64)
-    build_runtime(config, open_checkpoint(tmp_path, ledger), ledger, lambda done, total: None)
+    build_runtime(config, open_checkpoint(tmp_path, ledger), ledger)
     assert [entry.subject for entry in ledger] == ["attention_backend"]
 
 
@@ -247,5 +247,5 @@ def test_a_broken_library_is_found_before_weights_are_read(tmp_path: Path, monke
     monkeypatch.setattr(registry, "installed", lambda: (torch_backend,))
     ledger, read = Ledger(), list[int]()
     with pytest.raises(ConfigError, match="the library is broken"):
-        build_runtime(EngineConfig(), open_checkpoint(tmp_path, ledger), ledger, lambda done, total: read.append(done))
+        build_runtime(EngineConfig(), open_checkpoint(tmp_path, ledger), ledger, lambda step: read.append(step.done))
     assert read == []

@@ -25,6 +25,7 @@ from sightline.diagnose.capabilities import capability_matrix
 from sightline.runner import startup
 from sightline.runner.environment import collect_environment
 from sightline.runner.missing import missing_packages
+from sightline.runner.progress import BuildTimes
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 HOPPER = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
@@ -116,6 +117,7 @@ def test_the_start_up_report_tells_what_would_help_on_the_device(device: Device,
         bindings=(),
         selections=(),
         graphs=SimpleNamespace(buckets=()),
+        times=BuildTimes(),
     )
     lines = startup.startup_report(runtime)  # type: ignore[arg-type]
     assert [line.split(" is not installed")[0] for line in lines[2:]] == list(told)

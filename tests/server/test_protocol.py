@@ -51,7 +51,7 @@ COMMANDS: list[Command] = [
 ]
 TOKENS = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
 REPORTS: list[Report] = [
-    Loading(),
+    Loading("reading weights (0 of 9)"),
     Opened("m", b"tokenizer", 9, 5, 8, 7, 6, {"a": None, "b": 1.5}, ("x",), ("y",), ("z",)),
     Failed("no"),
     Accepted(1, b'{"seed": 7}'),

@@ -54,6 +54,8 @@ def make_engine(folder: Path, **changes: Any) -> LLM:
         "dtype": "float32",
         "paranoid": True,
         "cuda_graph_sizes": "1,2,4,8",
+        "layer_kernels": "torch",
+        "async_scheduling": False,
         **changes,
     }
     return LLM(str(folder), **settings)

@@ -87,7 +87,7 @@ class FakeEngine:
         if "fail" in settings:
             self._send(Failed(f"it was asked to fail: {settings['fail']}"))
             return
-        self._send(Loading())
+        self._send(Loading("reading weights (0 of 9)"))
         time.sleep(float(settings.get("opening", 0.0)))
         queued = configure.config.max_queued_requests
         self._send(

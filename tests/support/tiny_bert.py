@@ -104,7 +104,7 @@ def open_tiny(folder: Path, config: EngineConfig | None = None, *, strict: bool 
         paranoid=True,
         skip_tokenizer_init=not (folder / "tokenizer.json").is_file(),
     )
-    return build_embedder(wishes, open_checkpoint(folder, ledger), ledger, lambda done, total: None)
+    return build_embedder(wishes, open_checkpoint(folder, ledger), ledger)
 
 
 def vectors(embedder: TextEmbedder, texts: Sequence[Sequence[int]]) -> Tensor:

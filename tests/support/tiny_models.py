@@ -215,7 +215,7 @@ def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
 def load_runtime(folder: Path, config: EngineConfig) -> Runtime:
     """The runtime over poisoned, shuffled pools."""
     ledger = Ledger(strict=True)
-    runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger, lambda done, total: None)
+    runtime = build_runtime(config, open_checkpoint(folder, ledger), ledger)
     fill_pools(runtime.store, Unused.NAN)
     arrange_free_pages(runtime.store, Layout.SHUFFLED, seed=3)
     return runtime

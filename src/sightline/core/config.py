@@ -44,8 +44,9 @@ CACHE_DTYPE_NAMES = (*DTYPE_NAMES, "fp8", "fp8_e4m3", "float8_e4m3fn")
 """`fp8` is e4m3, the more precise of the two 8-bit floats."""
 PADDING_PAGES = 1
 """Pages of every pool that no sequence owns: padding tokens write there, and nothing reads them."""
-ROWS = {Task.GENERATE: 64, Task.EMBED: 1024}
-STEP_TOKENS = {Task.GENERATE: 512, Task.EMBED: 4096}
+ROWS = {Task.GENERATE: {"cpu": 64, "cuda": 256}, Task.EMBED: {"cpu": 1024, "cuda": 1024}}
+STEP_TOKENS = {Task.GENERATE: {"cpu": 512, "cuda": 8192}, Task.EMBED: {"cpu": 4096, "cuda": 4096}}
+"""On a GPU, a step of few tokens takes as long as one of many: its weights are read either way."""
 PAGE_SIZES = {"cpu": 16, "cuda": 64}
 """On a GPU, as many tokens as kernels read at once: with smaller pages they look up every key separately."""
 MEMORY_FRACTIONS = {"cpu": 0.5, "cuda": 0.9}
@@ -59,19 +60,11 @@ _answering = keywords(
 class KeptSettings:
     """Settings that arrive in the engine as the user gives them."""
 
-    async_scheduling: bool = setting(
-        False, "Launch a step before the previous one is read: faster on a GPU.", only_generates=True
-    )
     attention_backend: str | None = setting(
         None, "Attention backend, or one for each kind of layer: torch,torch-latent."
     )
     prefill_attention_backend: str | None = setting(None, "In place of attention_backend, for rows of many new tokens.")
     decode_attention_backend: str | None = setting(None, "In place of attention_backend, for rows of one new token.")
-    layer_kernels: str = setting(
-        LayerKernels.TORCH.value,
-        "Kernels of norms, rotations, activations, experts and greedy choice: torch, or triton, fused, on a GPU.",
-        choices=tuple(each.value for each in LayerKernels),
-    )
     max_step_ms: float | None = setting(
         None,
         "Longest step, in milliseconds, while rows generate: long prompts are read in chunks that fit; 0 is no limit. "
@@ -112,12 +105,14 @@ class EngineConfig(KeptSettings):
     max_model_len: int | None = setting(None, "Longest sequence, in tokens; the model's own limit without it.", low=1)
     max_num_seqs: int | None = setting(
         None,
-        f"Most sequences that run at once; without it {ROWS[Task.GENERATE]}, or {ROWS[Task.EMBED]} to embed.",
+        "Most sequences that run at once; without it {cpu} on a CPU and {cuda} on a GPU".format(**ROWS[Task.GENERATE])
+        + ", or {cpu} to embed.".format(**ROWS[Task.EMBED]),
         low=1,
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        f"Most tokens in one step; without it {STEP_TOKENS[Task.GENERATE]}, or {STEP_TOKENS[Task.EMBED]} to embed.",
+        "Most tokens in one step; without it {cpu} on a CPU and {cuda} on a GPU".format(**STEP_TOKENS[Task.GENERATE])
+        + ", or {cpu} to embed.".format(**STEP_TOKENS[Task.EMBED]),
         low=1,
     )
     page_size: int | None = setting(
@@ -143,10 +138,21 @@ class EngineConfig(KeptSettings):
     cuda_graph_sizes: str | None = setting(
         None,
         "Numbers of rows for which decode steps are captured in CUDA graphs, such as 1,2,4,8, or auto; a step is "
-        "padded to the next. Without it, no step is captured.",
+        "padded to the next. Without it, auto on a GPU; a CPU captures nothing.",
         only_generates=True,
     )
     enforce_eager: bool = setting(False, "Capture no CUDA graphs.")
+    async_scheduling: bool | None = setting(
+        None,
+        "Launch a step before the previous one is read: faster on a GPU. Without it, on a GPU only.",
+        only_generates=True,
+    )
+    layer_kernels: str = setting(
+        "auto",
+        "Kernels of norms, rotations, gates, experts, products of few rows and greedy choice: torch, or triton, fused, "
+        "on a GPU. auto is triton on a GPU where it is installed, otherwise torch.",
+        choices=("auto", *(each.value for each in LayerKernels)),
+    )
     max_queued_requests: int = setting(1024, "Sequences that may wait; further ones are refused at once.", low=1)
     tensor_parallel_size: int = setting(1, "Devices that share the model; only 1 is supported yet.", low=1)
     chat_template: str | None = setting(

@@ -17,7 +17,7 @@ SCRATCH_SHARE = 8
 """Scratch memory may take 1 / SCRATCH_SHARE of what the weights leave; the cache is sized from the rest."""
 RESERVE_SHARE = 50
 LEAST_RESERVE = 1 << 30
-"""On a GPU, 1 / RESERVE_SHARE of the card, and at least this, is kept for kernels, graphs, logits and temporaries."""
+"""On a GPU, 1 / RESERVE_SHARE of the card, and at least this, is kept for kernels and temporaries, besides logits."""
 _UNKNOWN = DeviceMemory(0, 0, 0)
 
 
@@ -46,15 +46,17 @@ class MemoryBudget:
         )
 
 
-def share_out(kind: DeviceKind, start: DeviceMemory, fraction: float, weight_bytes: int) -> MemoryBudget:
-    """Shares out a device's memory.
+def share_out(
+    kind: DeviceKind, start: DeviceMemory, fraction: float, weight_bytes: int, output_bytes: int = 0
+) -> MemoryBudget:
+    """Shares out a device's memory. `output_bytes` is what logits take on a card, those of captured graphs included.
 
     `fraction` is the share of a whole card that the process may hold. On a CPU, whose memory others use too, it is the
     share of what weights and scratch leave that the cache takes.
     """
     is_card = kind is DeviceKind.CUDA
     allowed = int(start.total_bytes * fraction) if is_card else start.total_bytes
-    reserve = max(LEAST_RESERVE, start.total_bytes // RESERVE_SHARE) if is_card else 0
+    reserve = max(LEAST_RESERVE, start.total_bytes // RESERVE_SHARE) + output_bytes if is_card else 0
     left = min(allowed - start.held_bytes, start.free_bytes) - weight_bytes - reserve
     scratch = max(0, left) // SCRATCH_SHARE
     room = left - scratch

@@ -7,6 +7,7 @@ how a model is built.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 
 import torch
 
@@ -34,6 +35,10 @@ DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), s
 CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025, 64))
 """Numbers of rows that `--cuda-graph-sizes auto` captures, and the most rows of a step."""
+OUTPUT_COPIES = 4
+"""Copies of a step's logits that exist at once: the outputs, those of the step in flight, and two of the sampler."""
+BUCKETS_PER_SIZE = 2
+"""Graphs of a size, each of which keeps its logits: one for decode, one for a few new tokens a row."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class ModelFacts:
     """Bytes of the weights that stay quantised."""
     cache_elements_per_token: int
     """Sum over all layers and pools."""
+    vocab_size: int = 0
+    """The logits of a token."""
     takes_texts_whole: bool = False
     """True if every token sees every other: a text cannot be chunked, and nothing of it can be cached."""
 
@@ -71,6 +78,9 @@ class ResolvedConfig(KeptSettings):
     prefix_caching: bool
     max_queued: int
     """Sequences that may wait."""
+    async_scheduling: bool = False
+    """Whether a step is launched before the previous one is read."""
+    layer_kernels: LayerKernels = LayerKernels.TORCH
     graph_sizes: tuple[int, ...] = ()
     """Numbers of rows for which steps are captured, in order; empty: every step is eager."""
     memory: MemoryBudget = MemoryBudget()  # noqa: RUF009 - frozen
@@ -84,10 +94,7 @@ class ResolvedConfig(KeptSettings):
 
 def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
     """Decides everything that the config leaves open. Raises `ConfigError` for settings that cannot work."""
-    if LayerKernels(config.layer_kernels) is LayerKernels.TRITON and device.kind is not DeviceKind.CUDA:
-        raise ConfigError(
-            f"expected layer_kernels torch on the device {device.name}, got triton, which needs a GPU; leave it out"
-        )
+    layer_kernels = _resolve_layer_kernels(config.layer_kernels, device, ledger)
     dtype = _resolve_dtype(config.dtype, device, ledger)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else CACHE_DTYPES[config.kv_cache_dtype]
     asked_len = config.max_model_len
@@ -97,9 +104,9 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
             f"got {asked_len}; lower it"
         )
     model_len = asked_len or facts.max_positions
-    sizes = _resolve_sizes(config, facts, model_len, ledger)
+    sizes = _resolve_sizes(config, facts, device, model_len, ledger)
     page_size = PAGE_SIZES[device.kind.value] if config.page_size is None else config.page_size
-    memory = _share_memory(config, facts, device, dtype)
+    memory = _share_memory(config, facts, device, dtype, sizes.max_rows)
     num_pages = 0
     if sizes.is_transient:
         _tell_what_a_cache_would_need(config, facts, device, ledger)
@@ -123,6 +130,8 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         memory=memory,
         prefix_caching=sizes.prefix_caching,
         max_queued=config.max_queued_requests,
+        async_scheduling=_resolve_async_scheduling(config, device),
+        layer_kernels=layer_kernels,
         graph_sizes=_resolve_graph_sizes(config, device, min(sizes.max_rows, num_pages - PADDING_PAGES), ledger),
         **{kept.name: vars(config)[kept.name] for kept in fields(KeptSettings)},
     )
@@ -138,10 +147,10 @@ class _Sizes:
     is_transient: bool
 
 
-def _resolve_sizes(config: EngineConfig, facts: ModelFacts, model_len: int, ledger: Ledger) -> _Sizes:
+def _resolve_sizes(config: EngineConfig, facts: ModelFacts, device: Device, model_len: int, ledger: Ledger) -> _Sizes:
     task, embeds = Task(config.task), Task(config.task) is Task.EMBED
     asked_tokens = config.max_num_batched_tokens
-    step_tokens = STEP_TOKENS[task] if asked_tokens is None else asked_tokens
+    step_tokens = STEP_TOKENS[task][device.kind.value] if asked_tokens is None else asked_tokens
     prefix_caching = not embeds if config.prefix_caching is None else config.prefix_caching
     if facts.takes_texts_whole:
         if prefix_caching:
@@ -155,7 +164,7 @@ def _resolve_sizes(config: EngineConfig, facts: ModelFacts, model_len: int, ledg
             )
         step_tokens = max(step_tokens, model_len)
     asked_rows = config.max_num_seqs
-    max_rows = min(ROWS[task] if asked_rows is None else asked_rows, step_tokens)
+    max_rows = min(ROWS[task][device.kind.value] if asked_rows is None else asked_rows, step_tokens)
     if asked_rows is not None and max_rows < asked_rows:
         ledger.degrade(
             "max_num_seqs",
@@ -186,6 +195,8 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
 def _resolve_graph_sizes(config: EngineConfig, device: Device, most: int, ledger: Ledger) -> tuple[int, ...]:
     """The sizes asked for, up to `most`, which rows and pages allow."""
     asked = config.cuda_graph_sizes
+    if asked is None and device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE:
+        asked = "auto"
     if config.enforce_eager or asked is None:
         return ()
     # Python refuses to convert thousands of digits.
@@ -209,18 +220,58 @@ def _resolve_graph_sizes(config: EngineConfig, device: Device, most: int, ledger
     return tuple(size for size in sizes if size <= most)
 
 
-def _share_memory(config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype) -> MemoryBudget:
+def _resolve_layer_kernels(asked: str, device: Device, ledger: Ledger) -> LayerKernels:
+    """Triton on a GPU, unless torch is asked for or Triton is not installed."""
+    is_card = device.kind is DeviceKind.CUDA
+    if asked != "auto":
+        kernels = LayerKernels(asked)
+        if kernels is LayerKernels.TRITON and not is_card:
+            raise ConfigError(
+                f"expected layer_kernels torch on the device {device.name}, got triton, which needs a GPU; leave it out"
+            )
+        return kernels
+    if is_card and find_spec("triton") is None:
+        ledger.degrade(
+            "layer_kernels",
+            "layers run torch's kernels, several times slower: triton is not installed",
+            "install triton, or ask for layer_kernels torch",
+        )
+        return LayerKernels.TORCH
+    return LayerKernels.TRITON if is_card else LayerKernels.TORCH
+
+
+def _resolve_async_scheduling(config: EngineConfig, device: Device) -> bool:
+    """As asked; otherwise on a GPU only, where the host prepares a step while the device computes the one before."""
+    if config.async_scheduling is not None:
+        return config.async_scheduling
+    return device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE
+
+
+def _share_memory(
+    config: EngineConfig, facts: ModelFacts, device: Device, dtype: torch.dtype, max_rows: int
+) -> MemoryBudget:
     """Shares out the device's memory. Raises if a card cannot hold the weights."""
     asked = config.memory_fraction
     fraction = MEMORY_FRACTIONS[device.kind.value] if asked is None else asked
     weight_bytes = facts.weight_elements * dtype.itemsize + facts.quantised_bytes
-    memory = share_out(device.kind, device_memory(device), fraction, weight_bytes)
+    memory = share_out(
+        device.kind, device_memory(device), fraction, weight_bytes, _output_bytes(config, facts, device, max_rows)
+    )
     if device.kind is DeviceKind.CUDA and memory.room_bytes < 0:
         raise ConfigError(
             f"expected weights that fit {fraction:g} of the card, got {-memory.room_bytes:,} bytes too many "
             f"({memory}); raise memory_fraction, free memory, or use a smaller model or dtype"
         )
     return memory
+
+
+def _output_bytes(config: EngineConfig, facts: ModelFacts, device: Device, max_rows: int) -> int:
+    """What the logits of steps and of captured graphs take at most, in fp32. An embedder has none."""
+    if Task(config.task) is Task.EMBED:
+        return 0
+    # Sizes that no step has are told when the sizes are resolved.
+    captured = _resolve_graph_sizes(config, device, max_rows, Ledger())
+    return (OUTPUT_COPIES * max_rows + BUCKETS_PER_SIZE * sum(captured)) * facts.vocab_size * torch.float32.itemsize
 
 
 def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> None:

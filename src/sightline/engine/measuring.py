@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from sightline.core.request import SamplingParams, Terms
 from sightline.engine.engine import Engine
@@ -52,12 +53,22 @@ def choose_limit(engine: Engine, clock: Callable[[], float] = time.monotonic) ->
 
 def _run(engine: Engine, prompt_len: int, num_tokens: int, clock: Callable[[], float], end: float) -> None:
     """Runs a request until it is finished or `end` has passed, but at least until a decode step was timed."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
+    run_unseen(engine, prompt_len, params, lambda: clock() >= end and engine.pace.has_decoded)
+
+
+def run_unseen(
+    engine: Engine, prompt_len: int, params: SamplingParams, is_enough: Callable[[], bool] = lambda: False
+) -> None:
+    """Runs a request of the engine's own until it is finished or is enough, and leaves nothing of it but counts.
+
+    Prompt and answer are shortened to what the engine can hold.
+    """
     config = engine.runtime.config
     prompt_len = min(prompt_len, config.max_step_tokens, config.max_model_len - 1)
-    num_tokens = min(num_tokens, config.max_model_len - prompt_len)
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, seed=0)
+    params = replace(params, max_tokens=min(params.max_tokens or 1, config.max_model_len - prompt_len))
     request_id = engine.submit([0] * prompt_len, params, None, Terms("measuring"))
-    while not engine.is_finished(request_id) and (clock() < end or not engine.pace.has_decoded):
+    while not engine.is_finished(request_id) and not is_enough():
         engine.step()
     engine.forget(request_id)
     while engine.has_work:

@@ -24,6 +24,7 @@ from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.pooling import Pooling, PoolingKind, read_pooling
 from sightline.models.registry import define_embedder
 from sightline.runner.build import build_embedding_runtime
+from sightline.runner.progress import OnBuildStep, ignore
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger("sightline")
@@ -182,11 +183,11 @@ def embedder_config(config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger
 
 
 def build_embedder(
-    config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger, on_progress: Callable[[int, int], None]
+    config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger, on_step: OnBuildStep = ignore
 ) -> TextEmbedder:
     """Builds an embedder for an opened model, as its own files say."""
     config, pooling = embedder_config(config, checkpoint, ledger)
-    runtime, definition = build_embedding_runtime(config, checkpoint, ledger, on_progress)
+    runtime, definition = build_embedding_runtime(config, checkpoint, ledger, on_step)
     if runtime.config.prefix_caching and pooling.kind is not PoolingKind.LAST:
         ledger.degrade(
             "prefix_caching",
@@ -195,4 +196,7 @@ def build_embedder(
         )
     log_ledger(ledger)
     tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
-    return TextEmbedder(Embedder(runtime, definition, pooling, ledger), tokenizer, ledger)
+    embedder = Embedder(runtime, definition, pooling, ledger)
+    # Steps of the warm-up do not count.
+    embedder.reset_counts()
+    return TextEmbedder(embedder, tokenizer, ledger)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import ScalesByPlane
-from sightline.core.batch import MaskKind
+from sightline.core.batch import CAUSAL, MaskKind, RowMask
 from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels, Quantization
 from sightline.core.device import DeviceKind, detect_device, single_threaded
@@ -48,8 +48,10 @@ from sightline.runner.backend_choice import GroupSelection, import_chosen, make_
 from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
+from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
 from sightline.runner.recording import CudaRecorder
 from sightline.runner.runner import Runner
+from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, paged_kinds
 
 _EXPERT_COMPUTE = {LayerKernels.TORCH: ExpertCompute.ONE_BY_ONE, LayerKernels.TRITON: ExpertCompute.AT_ONCE}
 
@@ -70,6 +72,7 @@ class Runtime:
     graphs: Graphs
     operations: Operations
     """With the kernels of the device."""
+    times: BuildTimes = field(default_factory=BuildTimes)
 
 
 @dataclass(frozen=True)
@@ -91,18 +94,18 @@ def build_runtime(
     config: EngineConfig,
     checkpoint: Checkpoint,
     ledger: Ledger,
-    on_progress: Callable[[int, int], None],
-    on_capture: Callable[[int, int], None] = lambda *_: None,
+    on_step: OnBuildStep = ignore,
 ) -> Runtime:
     """Builds a runtime for a checkpoint. Raises before the weights are read if something cannot work.
 
-    `on_progress` is told how many tensors of how many are read; first 0, when nothing is left but to read them.
-    `on_capture` is told how many CUDA graphs of how many are captured, if any are asked for.
+    `on_step` is told how many tensors are read, first that none is, when nothing is left but to read them; then, on a
+    GPU, what is compiled and captured. No step that is served later compiles anything.
     """
     definition = define_model(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger)
-    runtime = _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load)
-    _capture_graphs(runtime, ledger, on_capture)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load)
+    _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
+    _capture_graphs(runtime, ledger, on_step)
     tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
     return runtime
 
@@ -111,12 +114,13 @@ def build_embedding_runtime(
     config: EngineConfig,
     checkpoint: Checkpoint,
     ledger: Ledger,
-    on_progress: Callable[[int, int], None],
+    on_step: OnBuildStep = ignore,
 ) -> tuple[Runtime, EmbedderDefinition]:
     """Like `build_runtime`, for a network without its output projection."""
     definition = define_embedder(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
-    runtime = _build(blueprint, checkpoint, ledger, on_progress, definition, definition.load_states)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states)
+    _warm_up(runtime, embedding_kinds(runtime.config), definition.mask, on_step)
     tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
     return runtime, definition
 
@@ -143,7 +147,7 @@ def _build(
     blueprint: Blueprint,
     checkpoint: Checkpoint,
     ledger: Ledger,
-    on_progress: Callable[[int, int], None],
+    on_step: OnBuildStep,
     definition: Definition,
     load: Callable[[WeightReader], Model],
 ) -> Runtime:
@@ -152,6 +156,10 @@ def _build(
     tell_choices(resolved, groups, selections, ledger)
     import_chosen(selections)
     _note_keep(resolved, checkpoint, definition, groups, ledger)
+
+    def on_progress(done: int, total: int) -> None:
+        on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
+
     on_progress(0, len(checkpoint.tensors))
     reader = WeightReader(
         checkpoint,
@@ -161,21 +169,32 @@ def _build(
         on_progress,
         keep_on=CpuFeatures.detect() if resolved.quantization is Quantization.KEEP else None,
         skip_check=resolved.skip_weight_check,
-        expert_compute=_EXPERT_COMPUTE[LayerKernels(resolved.layer_kernels)],
+        expert_compute=_EXPERT_COMPUTE[resolved.layer_kernels],
         make_linear=_linear_maker(resolved),
     )
-    scales = load_cache_scales(reader, groups, resolved.cache_dtype)
-    with single_threaded():
-        model = load(reader)
+    times = BuildTimes()
+    with times.measured(BuildPhase.WEIGHTS):
+        scales = load_cache_scales(reader, groups, resolved.cache_dtype)
+        with single_threaded():
+            model = load(reader)
     store = make_store(resolved, groups, scales=scales)
-    return assemble_runtime(resolved, definition, model, groups, selections, store)
+    return replace(assemble_runtime(resolved, definition, model, groups, selections, store), times=times)
 
 
-def _capture_graphs(runtime: Runtime, ledger: Ledger, on_capture: Callable[[int, int], None]) -> None:
+def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step: OnBuildStep) -> None:
+    """Runs a step of each kind on a GPU, so that no request waits for a kernel to be compiled; a CPU compiles none."""
+    if runtime.config.device.kind is not DeviceKind.CUDA:
+        return
+    with runtime.times.measured(BuildPhase.KERNELS):
+        WarmUp(runtime.config, runtime.store, runtime.planner, runtime.runner, mask).run(kinds, on_step)
+
+
+def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
     """Captures the graphs that the config asks for."""
     if runtime.config.graph_sizes:
         recorder = CudaRecorder(runtime.config.device.torch_device)
-        runtime.graphs.capture(runtime.runner, recorder, ledger, on_capture)
+        with runtime.times.measured(BuildPhase.GRAPHS):
+            runtime.graphs.capture(runtime.runner, recorder, ledger, on_step)
 
 
 def _note_keep(
@@ -268,7 +287,7 @@ def assemble_runtime(
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
     planner = Planner(bindings, limits, store.lengths, workspace, paranoid=config.paranoid)
-    operations = make_operations(LayerKernels(config.layer_kernels), device)
+    operations = make_operations(config.layer_kernels, device)
     # Feature-major products are faster on a CPU only.
     turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
     activations = {
@@ -305,7 +324,7 @@ def make_operations(kernels: LayerKernels, device: torch.device) -> Operations:
 
 def _linear_maker(config: ResolvedConfig) -> Callable[[Tensor, Tensor | None], Linear]:
     """What makes projections with dense weights for the chosen kernels."""
-    if LayerKernels(config.layer_kernels) is LayerKernels.TORCH:
+    if config.layer_kernels is LayerKernels.TORCH:
         return Linear
     from sightline.kernels.triton.overlap import overlaps_on
     from sightline.layers.thin_linear import ThinLinear
@@ -339,6 +358,7 @@ def model_facts(
         quantised_bits += math.prod(info.shape) * (PACKED_BITS[info.blocks] + lookup_bits)
     return ModelFacts(
         max_positions=definition.max_positions,
+        vocab_size=definition.vocab_size,
         weight_elements=elements,
         quantised_bytes=quantised_bits // 8,
         cache_elements_per_token=sum(

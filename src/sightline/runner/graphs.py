@@ -11,7 +11,7 @@ Does not know models or what a replay is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.staging import StagingRing
 from sightline.runner.batching import assemble
+from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep
 from sightline.runner.recording import Recorder
 from sightline.runner.runner import Runner
 
@@ -69,19 +70,14 @@ class Graphs:
                 return bucket
         return None
 
-    def capture(
-        self, runner: Runner, recorder: Recorder, ledger: Ledger, on_progress: Callable[[int, int], None]
-    ) -> None:
-        """Captures every bucket, the largest first, so that the others reuse its memory. No row may be open yet.
-
-        `on_progress` is told how many of how many are captured.
-        """
+    def capture(self, runner: Runner, recorder: Recorder, ledger: Ledger, on_step: OnBuildStep) -> None:
+        """Captures every bucket, the largest first, so that the others reuse its memory. No row may be open yet."""
         self._tell_uncaptured(ledger)
         order = sorted(self.buckets, key=lambda bucket: bucket.shape.size, reverse=True)
         for done, bucket in enumerate(order):
-            on_progress(done, len(order))
+            on_step(BuildStep(BuildPhase.GRAPHS, str(bucket.shape), done, len(order)))
             self._capture(bucket, runner, recorder)
-        on_progress(len(order), len(order))
+        on_step(BuildStep(BuildPhase.GRAPHS, "", len(order), len(order)))
         self.num_bytes = recorder.num_bytes
 
     def _capture(self, bucket: StaticMemory, runner: Runner, recorder: Recorder) -> None:
@@ -106,16 +102,19 @@ class Graphs:
 
     def _tell_uncaptured(self, ledger: Ledger) -> None:
         decoded = {bucket.shape.size for bucket in self.buckets if bucket.shape.query_bound == 1}
-        for size in self._sizes:
-            for binding in self._bindings if size not in decoded else ():
+        for binding in self._bindings:
+            eager = dict[str, list[int]]()
+            for size in self._sizes:
                 part = binding.serving[decode_work(size)]
-                if part.capability.graph is GraphLevel.NONE:
-                    ledger.degrade(
-                        "cuda_graph_sizes",
-                        f"steps of {size} rows run eagerly: {type(part.backend).__name__}, which serves "
-                        f"{binding.group.name}, cannot be captured",
-                        "choose another decode_attention_backend, or enforce_eager",
-                    )
+                if size not in decoded and part.capability.graph is GraphLevel.NONE:
+                    eager.setdefault(type(part.backend).__name__, []).append(size)
+            for backend, sizes in eager.items():
+                ledger.degrade(
+                    "cuda_graph_sizes",
+                    f"steps of {', '.join(map(str, sizes))} rows run eagerly: {backend}, which serves "
+                    f"{binding.group.name}, cannot be captured",
+                    "choose another decode_attention_backend, or enforce_eager",
+                )
 
 
 def _make_buckets(shapes: Sequence[StepShape], store: CacheStore) -> tuple[StaticMemory, ...]:

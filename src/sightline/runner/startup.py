@@ -42,6 +42,7 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
         lines.append(f"{count} CUDA graphs for {sizes} rows: {_mebibytes(runtime.graphs.num_bytes)}")
     memory = memory_ledger(config, runtime.store, runtime.workspace)
     lines += [] if memory is None else memory.lines()
+    lines += runtime.times.lines()
     lines += [f"note: {note}" for note in notes]
     return lines + [each.line for each in missing_packages(registry.BUILT_IN, config.device) if not each.hindrance]
 

@@ -36,19 +36,16 @@ def group_choices(choices: Tensor, num_experts: int, rows: int, order: Tensor, t
         tiles,
         num_choices,
         tiles.shape[0],
-        ROWS=rows,
-        # Which of the two bounds the table has: then a tile's place in it is known without the other experts' tiles.
-        BY_PLACE=tiles.shape[0] == num_choices,
+        rows,
         BLOCK=min(_MOST_AT_ONCE, triton.next_power_of_2(num_choices)),
         TILES=16,
         num_warps=4 if num_choices <= 1024 else 8,
     )
 
 
-@triton.jit(do_not_specialize=["num_choices", "num_tiles"])
+@triton.jit(do_not_specialize=["num_choices", "num_tiles", "rows"])
 def _group_kernel(
-    choices, order, tiles, num_choices, num_tiles,
-    ROWS: tl.constexpr, BY_PLACE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    choices, order, tiles, num_choices, num_tiles, rows, BLOCK: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
     """A program places the choices of one expert, and fills the part of the table that belongs to it."""
     expert = tl.program_id(0)
@@ -73,20 +70,19 @@ def _group_kernel(
             place += tl.sum(ours, axis=0)
     # The tiles of an expert begin at its first choice, or where the full tiles before it and one for each expert before
     # it would end. Its own always fit before the next expert's; those that are left are empty.
-    if BY_PLACE:
-        tile = first
-        next_tile = end
-    else:
-        tile = first // ROWS + expert
-        next_tile = tl.where(expert == tl.num_programs(0) - 1, num_tiles, end // ROWS + expert + 1)
+    # Which of the two it is follows from the length of the table, so nobody needs to know the other experts' tiles.
+    by_place = num_tiles == num_choices
+    tile = tl.where(by_place, first, first // rows + expert)
+    behind = tl.where(expert == tl.num_programs(0) - 1, num_tiles, end // rows + expert + 1)
+    next_tile = tl.where(by_place, end, behind)
     for start in range(tile, next_tile, TILES):
         slot = start + tl.arange(0, TILES)
         inside = slot < next_tile
-        tile_first = tl.minimum(first + (slot - tile) * ROWS, end)
+        tile_first = tl.minimum(first + (slot - tile) * rows, end)
         at = tiles + slot * 3
         tl.store(at, tl.zeros([TILES], tl.int32) + expert, mask=inside)
         tl.store(at + 1, tile_first, mask=inside)
-        tl.store(at + 2, tl.minimum(tile_first + ROWS, end), mask=inside)
+        tl.store(at + 2, tl.minimum(tile_first + rows, end), mask=inside)
 
 
 def tile_table(memory: Tensor, num_choices: int, num_experts: int, rows: int) -> Tensor:

@@ -27,7 +27,8 @@ first key           the page-table row, or the index of the first key if keys ar
 """
 
 _BLOCK_TILES = 64
-_BLOCK_ROWS = 256
+_FEW_ROWS, _MANY_ROWS = 16, 256
+"""How many rows a program reads at a time. Two sizes, because each is compiled before an engine is ready."""
 
 
 @dataclass(frozen=True)
@@ -191,12 +192,12 @@ def _launch(
         tiles.records,
         num_rows,
         count,
-        TILE_TOKENS=tiles.tile_tokens,
+        tiles.tile_tokens,
         FIELDS=FIELDS,
         IS_RAGGED=is_ragged,
         IS_PAGED=table_rows is not None,
         SOME=served is not None,
-        BLOCK_ROWS=min(_BLOCK_ROWS, max(16, triton.next_power_of_2(num_rows))),
+        BLOCK_ROWS=_FEW_ROWS if num_rows <= _FEW_ROWS else _MANY_ROWS,
         BLOCK_TILES=_BLOCK_TILES,
         num_warps=4,
     )
@@ -212,7 +213,7 @@ def _length(lengths: tl.tensor, row: tl.tensor, is_row: tl.tensor, IS_RAGGED: tl
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_tiles"],
+    do_not_specialize=["num_rows", "num_tiles", "tile_tokens"],
     do_not_specialize_on_alignment=["queries", "keys", "table_rows", "served"],
 )
 def _prepare_tiles(
@@ -224,7 +225,7 @@ def _prepare_tiles(
     records: tl.tensor,
     num_rows: tl.tensor,
     num_tiles: tl.tensor,
-    TILE_TOKENS: tl.constexpr,
+    tile_tokens: tl.tensor,
     FIELDS: tl.constexpr,
     IS_RAGGED: tl.constexpr,
     IS_PAGED: tl.constexpr,
@@ -243,7 +244,7 @@ def _prepare_tiles(
         rows = start + tl.arange(0, BLOCK_ROWS)
         is_row = rows < num_rows
         lens = _length(queries, rows, is_row, IS_RAGGED)
-        counts = (lens + TILE_TOKENS - 1) // TILE_TOKENS
+        counts = (lens + tile_tokens - 1) // tile_tokens
         if SOME:
             counts *= tl.load(served + rows, mask=is_row, other=0).to(tl.int32)
         token_stops = num_tokens_before + tl.cumsum(lens, 0)
@@ -261,8 +262,8 @@ def _prepare_tiles(
     is_used = row < num_rows
     query_len = _length(queries, row, is_used, IS_RAGGED)
     # A row's last queries come first: with a causal mask they see the most keys, and no long tile should start last.
-    last = (query_len + TILE_TOKENS - 1) // TILE_TOKENS - 1
-    first_query = (last - (tile - first_tile)) * TILE_TOKENS
+    last = (query_len + tile_tokens - 1) // tile_tokens - 1
+    first_query = (last - (tile - first_tile)) * tile_tokens
     if IS_RAGGED:
         num_keys = _length(keys, row, is_used, IS_RAGGED)
         first_key = tl.load(keys + row, mask=is_used, other=0).to(tl.int32)

@@ -96,7 +96,7 @@ def scaled_to_length(x: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, SIZE: 
     return x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + epsilon) * weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _rms_norm_kernel(
     x, weight, out, rows, epsilon, x_stride, out_stride,
     CHOOSES: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,

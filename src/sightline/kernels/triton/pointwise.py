@@ -116,7 +116,7 @@ def _softcap_kernel(logits, cap, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
     tl.store(places, (cap * _tanh(value / cap)).to(logits.dtype.element_ty), mask=feature < SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _table_rows_kernel(
     table, rows, out, scale, table_stride, out_stride, ADDS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

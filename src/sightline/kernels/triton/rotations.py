@@ -131,7 +131,7 @@ def _head_blocks(head_dim: int) -> dict[str, int]:
     return {"HALF": head_dim // 2, "BLOCK_HALF": block, "HEADS": max(1, _PAIRS // block)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _table_kernel(
     positions, frequencies, cos, sin, minus_sin, amplitude, cos_stride, sin_stride, minus_sin_stride,
     HALF: tl.constexpr, BLOCK: tl.constexpr,

@@ -58,7 +58,8 @@ class Inspection:
         if self._service.is_draining:
             raise unavailable("the server is shutting down; use another one", DRAIN_SECONDS)
         if not port.is_open:
-            raise unavailable("the engine process is starting", RESTART_SECONDS)
+            doing = f": {port.doing}" if port.doing else ""
+            raise unavailable(f"the engine process is starting{doing}", RESTART_SECONDS)
         if not self._service.is_reading:
             raise unavailable("the text processes are starting", RESTART_SECONDS)
         patience = self._patience

@@ -222,6 +222,8 @@ class EnginePort:
         self._heard = asyncio.Event()
         self._num_steps = 0
         """Steps of the engine process that were reported."""
+        self.doing = ""
+        """What an engine process that is being built said last of what it does."""
         self.opened: Opened | None = None
         """What the engine process that runs, or ran last, said of itself."""
         self.heard_at = -float("inf")
@@ -332,7 +334,8 @@ class EnginePort:
                 if metrics.steps > self._num_steps:
                     self._num_steps, self.heard_at = metrics.steps, now
                     self._heard.set()
-            case Loading():
+            case Loading(doing):
+                self.doing = doing
                 self._loading.set()
             case Opened():
                 self.opened = report

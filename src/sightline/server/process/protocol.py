@@ -68,7 +68,10 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 class Loading(msgspec.Struct, tag="loading", frozen=True):
-    """The model is supported, and its weights are being read."""
+    """The model is supported, and the engine is being built."""
+
+    doing: str
+    """What is read, compiled, captured or tried, and how much of it is done, for a person."""
 
 
 class Opened(msgspec.Struct, tag="opened", frozen=True):

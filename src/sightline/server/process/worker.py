@@ -26,6 +26,7 @@ from sightline.engine.measuring import LEAST_SECONDS, choose_limit
 from sightline.engine.steps import StepLoop
 from sightline.llm import build_engine, open_embedder
 from sightline.models.loading.default_model import default_model_path
+from sightline.runner.progress import BuildPhase, BuildStep
 from sightline.runner.startup import startup_report
 from sightline.server.logs import log_as_json
 from sightline.server.process.channel import Channel, FrontEndGoneError
@@ -63,6 +64,7 @@ def describe(
         "dtype": str(config.dtype).removeprefix("torch."),
         "cache_dtype": str(config.cache_dtype).removeprefix("torch."),
         "quantization": config.quantization.value,
+        "layer_kernels": config.layer_kernels.value,
         "cache_tokens": config.cache_tokens,
         "memory": str(config.memory),
         "graph_sizes": ",".join(map(str, config.graph_sizes)),
@@ -89,18 +91,22 @@ def build(config: EngineConfig, channel: Channel) -> tuple[Opened, Callable[[], 
     """What is built, and its loop."""
     name = model_name(config.model)
 
-    def tell_loading() -> None:
-        channel.send([Loading()])
+    def tell(step: BuildStep) -> None:
+        if step.done == 0:
+            logger.info("starting: %s", step.phase.value)
+        # A checkpoint may have thousands of tensors, each of which is read in no time.
+        if step.done == 0 or step.phase is not BuildPhase.WEIGHTS:
+            channel.send([Loading(str(step))])
 
     if Task(config.task) is Task.EMBED:
-        texts = open_embedder(config, tell_loading)
+        texts = open_embedder(config, tell)
         embedder = texts.embedder
         if config.max_step_ms is None:
             # Steps are measured as they come: whoever sends one text waits for few of somebody who sends many.
             embedder.pace.max_seconds = LEAST_SECONDS
         opened = describe(name, embedder, texts.tokenizer, embedder.definition.state_size)
         return opened, Worker(EmbeddingPurpose(embedder), channel).run
-    engine = build_engine(config, tell_loading, OPENAI_TEMPERATURE)
+    engine = build_engine(config, tell, OPENAI_TEMPERATURE)
     if config.max_step_ms is None:
         choose_limit(engine)
     return describe(name, engine, engine.tokenizer, None), Worker(GeneratingPurpose(engine), channel).run

@@ -1,0 +1,177 @@
+"""Runs a step of every kind that may be served, before anybody waits for one.
+
+The first launch of a kernel compiles it, which takes from tenths of a second to minutes, and the first use of a library
+loads it. Which variant of a kernel a step needs depends on its numbers of rows and tokens: one for each octave (the
+sizes between two powers of two), and another where a different way of computing becomes faster. So each octave is tried
+at both ends and in its middle. Rows and pages are given back afterwards.
+
+Does not know kernels or backends: steps go through the ordinary planner and runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sightline.attention.planner import Planner
+from sightline.cache.pools import CacheStore
+from sightline.core.batch import PADDING_ROW, RowMask, RowWork
+from sightline.core.errors import ConfigError
+from sightline.core.resolution import ResolvedConfig
+from sightline.runner.batching import assemble, assemble_transient
+from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep
+from sightline.runner.runner import Runner
+
+MOST_TILED = 128
+"""Rows of more new tokens than this are tiled alike, however many there are."""
+SOME_ROWS = 32
+"""A number of rows that is neither one nor the most."""
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """The shape of a step."""
+
+    queries: tuple[int, ...]
+    """New tokens of each row."""
+    context_len: int = 0
+    """Cached tokens of every row."""
+    scores: bool = False
+    """True if every token needs logits, as for the log probabilities of a prompt."""
+    is_whole: bool = False
+    """True if the rows are whole texts, which use no cache."""
+
+    def __str__(self) -> str:
+        rows, tokens = len(self.queries), sum(self.queries)
+        cached = f" behind {self.context_len}" if self.context_len else ""
+        return f"{rows} row{'s' if rows > 1 else ''}, {tokens} new token{'s' if tokens > 1 else ''}{cached}"
+
+
+def octaves(most: int) -> list[int]:
+    """1 and 2, then both ends and the middle of each octave (2, 4], (4, 8], ..., up to `most`, which is the last."""
+    sizes, end = {1, min(2, most), most}, 2
+    while end < most:
+        sizes |= {end + 1, end + end // 2, 2 * end}
+        end *= 2
+    return sorted(size for size in sizes if size <= most)
+
+
+def powers(most: int) -> list[int]:
+    """The powers of two from 2 to `most`."""
+    return [1 << exponent for exponent in range(1, most.bit_length())]
+
+
+def paged_kinds(config: ResolvedConfig) -> list[StepKind]:
+    """The steps to try of rows in the cache: decode, prompts, both together, and prompts that continue a context."""
+    longest, page = config.max_model_len, config.page_size
+    tiled = powers(min(MOST_TILED, longest - 1))
+    behind = min(page, longest) - 1
+    kinds = [
+        *[StepKind((1,) * rows, behind) for rows in octaves(_most_rows(config))],
+        *[StepKind(_spread(tokens, longest)) for tokens in octaves(min(config.max_step_tokens, config.cache_tokens))],
+    ]
+    # A context may be worth another way of computing if it is longer than the new tokens.
+    for context_len in (1, behind):
+        kinds += [StepKind((tokens,), min(context_len, longest - tokens)) for tokens in powers(longest)]
+    for rows in _several_rows(config):
+        kinds += [StepKind((2,) * (rows - 1) + (tokens,)) for tokens in tiled]
+        for context_len in (1, behind):
+            kinds += [StepKind((1,) * (rows - 1) + (tokens,), min(context_len, longest - tokens)) for tokens in tiled]
+    kinds.append(StepKind((min(SOME_ROWS, longest),), scores=True))
+    return [kind for kind in dict.fromkeys(kinds) if _fits(kind, config)]
+
+
+def whole_kinds(config: ResolvedConfig) -> list[StepKind]:
+    """The steps to try of whole texts without a cache."""
+    longest = config.max_model_len
+    kinds = [
+        StepKind(_spread(tokens, longest), scores=True, is_whole=True) for tokens in octaves(config.max_step_tokens)
+    ]
+    for rows in _several_rows(config):
+        tiled = (1, *powers(min(MOST_TILED, longest)))
+        kinds += [StepKind((1,) * (rows - 1) + (tokens,), scores=True, is_whole=True) for tokens in tiled]
+    return [kind for kind in dict.fromkeys(kinds) if _fits(kind, config)]
+
+
+def embedding_kinds(config: ResolvedConfig) -> list[StepKind]:
+    """The steps to try of texts that are embedded: whole unless prefixes are cached, and in chunks if they are long."""
+    whole = [] if config.prefix_caching else whole_kinds(config)
+    return whole + (paged_kinds(config) if config.num_pages else [])
+
+
+def _most_rows(config: ResolvedConfig) -> int:
+    """The most rows of a step: each needs a page if there is a cache."""
+    return min(config.max_rows, config.cache_tokens // config.page_size) if config.num_pages else config.max_rows
+
+
+def _several_rows(config: ResolvedConfig) -> list[int]:
+    most = _most_rows(config)
+    return sorted({rows for rows in (2, SOME_ROWS, most) if 1 < rows <= most})
+
+
+def _spread(num_tokens: int, longest: int) -> tuple[int, ...]:
+    """Rows of at most `longest` tokens each, of which there are so many in all."""
+    full, rest = divmod(num_tokens, longest)
+    return (longest,) * full + ((rest,) if rest else ())
+
+
+def _fits(kind: StepKind, config: ResolvedConfig) -> bool:
+    """True if the scheduler could make such a step."""
+    lens = [kind.context_len + tokens for tokens in kind.queries]
+    num_pages = sum(-(-each // config.page_size) for each in lens)
+    return (
+        min(kind.context_len, *kind.queries) >= 0
+        and len(lens) <= config.max_rows
+        and sum(kind.queries) <= config.max_step_tokens
+        and max(lens) <= config.max_model_len
+        and (kind.is_whole or num_pages * config.page_size <= config.cache_tokens)
+    )
+
+
+class WarmUp:
+    """Tries steps on the parts of a runtime that has no open row yet."""
+
+    def __init__(
+        self, config: ResolvedConfig, store: CacheStore, planner: Planner, runner: Runner, mask: RowMask
+    ) -> None:
+        """`mask` is every row's."""
+        self._config = config
+        self._store = store
+        self._planner = planner
+        self._runner = runner
+        self._mask = mask
+
+    def run(self, kinds: Sequence[StepKind], on_step: OnBuildStep) -> None:
+        """Runs a step of each kind. Raises `ConfigError` if one cannot run."""
+        for done, kind in enumerate(kinds):
+            on_step(BuildStep(BuildPhase.KERNELS, str(kind), done, len(kinds)))
+            try:
+                self._run(kind)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"expected a step of {kind} that can run, got: {error}; if memory is short, lower memory_fraction, "
+                    f"max_num_batched_tokens or max_num_seqs ({self._config.memory})"
+                ) from error
+        on_step(BuildStep(BuildPhase.KERNELS, "", len(kinds), len(kinds)))
+
+    def _run(self, kind: StepKind) -> None:
+        store, rows = self._store, list[int]()
+        try:
+            if not kind.is_whole:
+                for tokens in kind.queries:
+                    rows.append(store.open_row())
+                    store.grow_row(rows[-1], kind.context_len + tokens)
+                    store.fill_row(rows[-1], kind.context_len)
+            work = [
+                RowWork(row, [0] * tokens, kind.context_len, tokens if kind.scores else 1, self._mask)
+                for row, tokens in zip(rows or [PADDING_ROW] * len(kind.queries), kind.queries, strict=True)
+            ]
+            batch = assemble_transient(work, store.device) if kind.is_whole else assemble(work, store)
+            planned = self._planner.plan(batch)
+            # Read on the host, so that a kernel that fails is known here.
+            self._runner.forward(planned)[:1, :1].tolist()
+            self._planner.take_back(planned)
+        finally:
+            # In the order in which they were free before.
+            for row in reversed(rows):
+                store.close_row(row)
