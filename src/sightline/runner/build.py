@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Runtime:
     planner: Planner
     runner: Runner
     graphs: Graphs
-    times: BuildTimes = field(default_factory=BuildTimes)
+    times: BuildTimes
 
 
 @dataclass(frozen=True)
@@ -301,6 +301,7 @@ def assemble_runtime(
         planner=planner,
         runner=runner,
         graphs=graphs,
+        times=BuildTimes(),
     )
 
 
