@@ -44,8 +44,17 @@ def write_cgroup_v1(root: Path, limit: str, usage: str) -> None:
 
 
 @pytest.mark.parametrize("requested", ["auto", "cpu"])
-def test_auto_and_cpu_are_the_cpu(requested: str) -> None:
+def test_auto_and_cpu_are_the_cpu_without_a_gpu(requested: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert detect_device(requested) == CPU
+
+
+def test_auto_is_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"is_available": True, "current_device": 1, "get_device_name": "H", "get_device_capability": (9, 0)}
+    for name, fact in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, fact=fact: fact)
+    assert detect_device("auto") == Device(DeviceKind.CUDA, torch.device("cuda", 1), "H", (9, 0))
+    assert detect_device("cpu") == CPU
 
 
 @pytest.mark.parametrize("requested", ["gpu", "CUDA", "", "cuda:7"])

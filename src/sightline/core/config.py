@@ -95,7 +95,7 @@ class EngineConfig(KeptSettings):
     task: str = setting(
         Task.GENERATE.value, "Generate text, or embed texts as vectors.", choices=tuple(each.value for each in Task)
     )
-    device: str = setting("auto", "auto, cpu or cuda.")
+    device: str = setting("auto", "cpu, cuda, or auto: a GPU that torch can use, otherwise the CPU.")
     dtype: str = setting("auto", "Dtype of weights and activations.", choices=("auto", *DTYPE_NAMES))
     quantization: str = setting(
         Quantization.DEQUANTISE.value,

@@ -37,8 +37,10 @@ class Device:
 
 
 def detect_device(requested: str) -> Device:
-    """Resolves `--device`. Raises `ConfigError` if the device is not available."""
-    if requested in ("auto", "cpu"):
+    """Resolves `--device`: auto is a GPU that torch can use, if there is one. Raises `ConfigError` if it is missing."""
+    if requested == "auto":
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
+    if requested == "cpu":
         return Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
     if requested == "cuda":
         if not torch.cuda.is_available():

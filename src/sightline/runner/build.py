@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,8 @@ from sightline.runner.recording import CudaRecorder
 from sightline.runner.runner import Runner
 from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, paged_kinds
 
-_EXPERT_COMPUTE = {LayerKernels.TORCH: ExpertCompute.ONE_BY_ONE, LayerKernels.TRITON: ExpertCompute.AT_ONCE}
+_MULTIPLIES_FP8 = (8, 9)
+"""The lowest compute capability whose tensor cores multiply 8-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Runtime:
     graphs: Graphs
     operations: Operations
     """With the kernels of the device."""
-    times: BuildTimes = field(default_factory=BuildTimes)
+    times: BuildTimes
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,10 @@ def draw_up(
 ) -> Blueprint:
     """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built."""
     groups = group_layers(definition.attention_specs())
-    facts = model_facts(Quantization(config.quantization), checkpoint, definition, groups)
-    takes_texts_whole = usage is AttentionUsage.EMBED_WHOLE
     device = detect_device(config.device)
+    kept = Quantization(config.quantization) if device.kind is DeviceKind.CPU else Quantization.DEQUANTISE
+    facts = model_facts(kept, checkpoint, definition, groups)
+    takes_texts_whole = usage is AttentionUsage.EMBED_WHOLE
     resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
     model = str(checkpoint.location) if config.model is None else config.model
     return Blueprint(resolved, groups, usage, prove_words(config, model))
@@ -167,9 +169,9 @@ def _build(
         device.torch_device,
         ledger,
         on_progress,
-        keep_on=CpuFeatures.detect() if resolved.quantization is Quantization.KEEP else None,
+        keep_on=kept_on(resolved, ledger),
         skip_check=resolved.skip_weight_check,
-        expert_compute=_EXPERT_COMPUTE[resolved.layer_kernels],
+        expert_compute=expert_compute(resolved),
         make_linear=_linear_maker(resolved),
     )
     times = BuildTimes()
@@ -308,6 +310,7 @@ def assemble_runtime(
         runner=runner,
         graphs=graphs,
         operations=operations,
+        times=BuildTimes(),
     )
 
 
@@ -320,6 +323,37 @@ def make_operations(kernels: LayerKernels, device: torch.device) -> Operations:
     from sightline.layers.triton_operations import TritonOperations
 
     return TritonOperations(overlaps=overlaps_on(device))
+
+
+def expert_compute(config: ResolvedConfig) -> ExpertCompute:
+    """How experts are computed with the chosen kernels; in fp8 if quantised weights are to be kept and the card can."""
+    capability = config.device.compute_capability
+    if config.layer_kernels is LayerKernels.TORCH:
+        return ExpertCompute.ONE_BY_ONE
+    if config.quantization is Quantization.KEEP and capability is not None and capability >= _MULTIPLIES_FP8:
+        return ExpertCompute.AT_ONCE_IN_FP8
+    return ExpertCompute.AT_ONCE
+
+
+def kept_on(config: ResolvedConfig, ledger: Ledger) -> CpuFeatures | None:
+    """The CPU on which quantised weights stay quantised; None if they are dequantised, or the device is a GPU."""
+    if config.quantization is not Quantization.KEEP:
+        return None
+    if config.device.kind is DeviceKind.CPU:
+        return CpuFeatures.detect()
+    if expert_compute(config) is ExpertCompute.AT_ONCE_IN_FP8:
+        ledger.note(
+            "--quantization keep",
+            "experts that are stored in fp8 are multiplied in fp8, with inputs rounded to it; all other quantised "
+            "weights are dequantised on a GPU",
+        )
+    else:
+        ledger.degrade(
+            "--quantization keep",
+            f"changes nothing: on {config.device.name} with these kernels quantised weights are dequantised",
+            "leave it out, or use a GPU of compute capability 8.9 or higher with layer_kernels triton",
+        )
+    return None
 
 
 def _linear_maker(config: ResolvedConfig) -> Callable[[Tensor, Tensor | None], Linear]:
