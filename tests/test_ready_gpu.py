@@ -81,7 +81,6 @@ def test_random_requests_compile_nothing(
         attention_backend=backend,
         enforce_eager=is_eager,
     )
-    assert compiled, "the warm-up compiles"
     assert {BuildPhase.KERNELS, BuildPhase.REQUESTS} <= llm.engine.runtime.times.seconds.keys()
     compiled.clear()
     libraries = flashinfer_libraries()

@@ -117,7 +117,7 @@ FAULTS = {
         "_capture",
         plans_again,
         "a_bucket_is_planned_once_before_it_is_captured",
-        "expected 7 buckets and 7 plans",
+        "planned inside the capture",
     ),
     "plan made inside a capture": Planted(
         Runner, "_capture", plans_inside, "a_bucket_is_planned_once_before_it_is_captured", "expected no call in lane"

@@ -10,17 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from sightline import LLM, SamplingParams
-from sightline.attention.planner import PlannedBatch
+from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.workspace import MAIN_LANE
-from sightline.core.batch import PADDING_SLOT, RowWork
+from sightline.core.batch import PADDING_SLOT, Batch, RowWork
 from sightline.core.errors import StalePlanError
 from sightline.llm import TokensPrompt
 from sightline.runner.build import Runtime
+from sightline.runner.recording import Recorder
+from sightline.runner.runner import Runner
 from support.tiny_models import VOCAB, random_prompts
 
 Make = Callable[..., LLM]
@@ -177,9 +180,23 @@ def logits_outlive_the_next_step(make: Make, folder: Path) -> None:
 
 
 def a_bucket_is_planned_once_before_it_is_captured(make: Make, folder: Path) -> None:
-    runtime = runtime_of(make, folder)
-    made = (len(runtime.graphs.buckets), runtime.planner.num_plans, runtime.planner.num_rebuilt)
-    assert made == (7, 7, 0), f"expected 7 buckets and 7 plans, none rebuilt, got {made}"
+    planned: list[int] = []
+    recorded: list[int] = []
+
+    def plan(planner: Planner, batch: Batch) -> PlannedBatch:
+        planned.append(id(batch.memory))
+        return plan_now(planner, batch)
+
+    def capture(runner: Runner, step: PlannedBatch, recorder: Recorder) -> None:
+        recorded.append(planned.count(id(step.batch.memory)))
+        capture_now(runner, step, recorder)
+        assert planned.count(id(step.batch.memory)) == recorded[-1], "planned inside the capture"
+
+    plan_now, capture_now = Planner.plan, Runner.capture
+    with patch.object(Planner, "plan", plan), patch.object(Runner, "capture", capture):
+        runtime = runtime_of(make, folder)
+    made = (len(runtime.graphs.buckets), recorded, runtime.planner.num_rebuilt)
+    assert made == (7, [1] * 7, 0), f"expected 7 buckets, each planned once before its capture, got {made}"
 
 
 def eager_steps_move_nothing_that_a_graph_reads(make: Make, folder: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_greedy_step_is_a_few_kernels(kernels: LayerKernels, rows: int) -> Non
     greedy = [row({"temperature": 0.0}, index, [4, 7], None) for index in range(rows)]
     choose(logits, greedy, None, best)
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as recorded:
         choose(logits, greedy, None, best)
         torch.cuda.synchronize()
     launched = [event.name for event in recorded.events() or () if event.device_type == DeviceType.CUDA]
