@@ -181,7 +181,7 @@ def _impossible_without(
 ) -> list[frozenset[End]]:
     """Returns, for each kind of company that these numbers lack, the ends that make it impossible."""
     transient = CachePolicy.TRANSIENT.value
-    lacking = (
+    lacking: tuple[tuple[bool, frozenset[End]], ...] = (
         (layers < 2, frozenset({(Dimension.LAYERS, LOW)})),
         (rows < 2, _ALONE),
         (q_heads < 2, frozenset({(Dimension.KEY_HEADS, LOW), (Dimension.GROUP_SIZE, 1)})),
