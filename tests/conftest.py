@@ -4,6 +4,7 @@ Without a GPU, Triton's kernels run in its interpreter, which must be chosen bef
 that runs the tests in the background has them, and every process that they start, ignore Ctrl-C: they must not.
 
 `make test` runs what is not marked `prove`, and `make prove` what is: single tests, and all of the folders `PROOFS`.
+What is marked `prove` has more time, so that a slow machine does not fail it.
 """
 
 import os
@@ -13,9 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.named_failures import NamedFailures
+
 TESTS = Path(__file__).parent
 PROOFS = (TESTS / "conformance", TESTS / "testing")
 """Tests of the tests: the kit, its mutants, the simulator and its planted bugs."""
+PROOF_SECONDS = 900
+"""The timeout of what is marked `prove`, unless a test has its own."""
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -29,3 +34,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in PROOFS):
             item.add_marker(pytest.mark.prove)
+        if item.get_closest_marker("prove") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(PROOF_SECONDS))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Names failures where the reports of all processes come together: only there is a terminal.
+
+    Runs last, because pytest registers the terminal in a hook of the same name.
+    """
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        config.pluginmanager.register(NamedFailures(terminal))

@@ -12,6 +12,7 @@ from sightline.attention.selection import Candidate
 from sightline.core.device import detect_device
 from sightline.testing.conformance.kit import try_row
 from sightline.testing.conformance.rows import RowToTry, list_rows
+from sightline.testing.conformance.trial import Effort
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/writing_a_backend.md").read_text()
@@ -40,10 +41,13 @@ def test_an_installed_package_is_found_and_serves_only_by_name(rowwise: Candidat
 
 
 @pytest.mark.prove
-def test_the_package_is_proven(rowwise: Candidate) -> None:
+@pytest.mark.parametrize(
+    "effort", [Effort.QUICK, pytest.param(Effort.FULL, marks=pytest.mark.slow)], ids=lambda effort: effort.value
+)
+def test_the_package_is_proven(rowwise: Candidate, effort: Effort) -> None:
     [row] = list_rows([rowwise], detect_device("cpu"))
     assert isinstance(row, RowToTry)
-    assert {result.check: result.detail for result in try_row(row.subject).failed} == {}
+    assert {result.check: result.detail for result in try_row(row.subject, effort).failed} == {}
 
 
 def test_everything_that_the_contract_exports_is_there() -> None:

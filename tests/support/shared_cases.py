@@ -12,9 +12,11 @@ from sightline.testing.conformance.rows import RowToTry, list_rows
 from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import CaseShare, Effort, Trial
 
+_FEW = Samples(head_dims=(16, 64), group_sizes=(1, 4), page_sizes=(16, 1))
+
 
 def _cases(row: RowToTry, share: CaseShare) -> list[str]:
-    trial = Trial(row.subject, Effort.FULL, Samples(), share=share)
+    trial = Trial(row.subject, Effort.FULL, _FEW, share=share)
     return [told(case) for case in trial.share.of(covering_cases(trial))]
 
 

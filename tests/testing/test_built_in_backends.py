@@ -16,27 +16,32 @@ from sightline.attention.spec import LatentSpec, SpecKind
 from sightline.core.batch import MaskKind
 from sightline.core.device import detect_device
 from sightline.testing.conformance.checks import CHECKS
-from sightline.testing.conformance.kit import Verdict, try_check, try_row
+from sightline.testing.conformance.kit import Verdict, checks_of, try_check, try_row
 from sightline.testing.conformance.rows import RowToTry, list_rows
 from sightline.testing.conformance.samples import Samples
-from sightline.testing.conformance.trial import Effort
+from sightline.testing.conformance.trial import CaseShare, Effort
 
 ROWS = [row for row in list_rows(registry.BUILT_IN, detect_device("cpu")) if isinstance(row, RowToTry)]
 FIRST_OF_EACH_KIND = {kind: next(row.subject for row in ROWS if row.subject.kind is kind) for kind in SpecKind}
 
 
+FEW = Samples(head_dims=(16, 64), group_sizes=(1, 4), page_sizes=(16, 1))
+NUM_SHARES = 3
+"""Tests that divide the full effort for one row among them, because whole it takes more than a minute."""
+
+
 def efforts() -> list[ParameterSet]:
-    """The whole kit takes a minute: one row of each kind of attention gets it in every run, the others where tests may
-    be slow."""
+    """Every row with both efforts. The full one takes a minute a row: `make prove` has the quick one, except for the
+    row that `test_one_row_is_proven_with_full_effort` covers."""
+    proven = FIRST_OF_EACH_KIND[SpecKind.SOFTMAX]
     return [
         pytest.param(
             row,
             effort,
             id=f"{row.candidate.name}-{row.label}-{effort.value}",
-            marks=(pytest.mark.slow, pytest.mark.timeout(900)) if effort is slow else (),
+            marks=pytest.mark.slow if effort is Effort.FULL or row.subject == proven else (),
         )
         for row in ROWS
-        for slow in [Effort.QUICK if row.subject in FIRST_OF_EACH_KIND.values() else Effort.FULL]
         for effort in Effort
     ]
 
@@ -49,21 +54,41 @@ def test_every_declared_capability_is_proven(row: RowToTry, effort: Effort) -> N
 
 
 @pytest.mark.parametrize(
-    "page_sizes",
-    [{1}, {256}, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({2}, {1, 16}))],
-    ids=str,
+    "share",
+    [CaseShare(number, NUM_SHARES) for number in range(NUM_SHARES)],
+    ids=lambda share: f"{share.number + 1} of {share.count}",
 )
-@pytest.mark.parametrize("kind", SpecKind, ids=lambda kind: kind.value)
+def test_one_row_is_proven_with_full_effort(share: CaseShare) -> None:
+    """The first share has the checks that cannot be divided, too."""
+    row = FIRST_OF_EACH_KIND[SpecKind.SOFTMAX]
+    checks = [check for check in checks_of(row) if check.num_shares > 1 or share.number == 0]
+    results = [try_check(check, row, Effort.FULL, Samples(), share=share) for check in checks]
+    failed = [result for result in results if result.verdict is Verdict.FAILED]
+    assert {result.check: f"{result.detail} {result.case}" for result in failed} == {}
+    assert sum(result.num_steps for result in results) > 300
+
+
+def narrow_pages() -> list[ParameterSet]:
+    """Each kind of attention with few page sizes, and two of them in `make prove`: the kinds share the page table."""
+    proven = ((SpecKind.SOFTMAX, {1}), (SpecKind.LATENT, {256}))
+    return [
+        pytest.param(kind, sizes, id=f"{kind.value}-{sizes}", marks=() if (kind, sizes) in proven else pytest.mark.slow)
+        for kind in SpecKind
+        for sizes in ({1}, {256}, {2}, {1, 16})
+    ]
+
+
+@pytest.mark.parametrize(("kind", "page_sizes"), narrow_pages())
 def test_a_row_of_few_page_sizes_can_be_proven_too(kind: SpecKind, page_sizes: set[int]) -> None:
     row = FIRST_OF_EACH_KIND[kind]
     narrow = replace(row, capability=replace(row.capability, page_sizes=frozenset(page_sizes)))
-    assert {result.check: result.detail for result in try_row(narrow, Effort.QUICK).failed} == {}
+    assert {result.check: result.detail for result in try_row(narrow, Effort.QUICK, FEW).failed} == {}
 
 
 def test_a_latent_row_of_one_geometry_can_be_proven_too() -> None:
     row = FIRST_OF_EACH_KIND[SpecKind.LATENT]
     narrow = replace(row.capability, head_dims=frozenset({576}), group_sizes=frozenset({3}))
-    report = try_row(replace(row, capability=narrow), Effort.QUICK)
+    report = try_row(replace(row, capability=narrow), Effort.QUICK, FEW)
     assert {result.check: result.detail for result in report.failed} == {}
 
 
@@ -83,7 +108,8 @@ def forced(way: Way, room_bytes: int) -> type[TorchLatentBackend]:
     ids=["absorbed", "one-shot", "chunked"],
 )
 def test_the_latent_backend_passes_whichever_way_it_takes(backend: type[TorchLatentBackend]) -> None:
-    report = try_row(replace(FIRST_OF_EACH_KIND[SpecKind.LATENT], backend=backend), Effort.QUICK)
+    few = FEW.for_problem(FIRST_OF_EACH_KIND[SpecKind.LATENT].problem)
+    report = try_row(replace(FIRST_OF_EACH_KIND[SpecKind.LATENT], backend=backend), Effort.QUICK, few)
     assert {result.check: f"{result.detail} {result.case}" for result in report.failed} == {}
 
 

@@ -50,6 +50,23 @@ def test_all_but_what_cannot_be_is_reached_with_company(domains: Domains) -> Non
     assert [goals.ends(goal) for goal in missing] == [((Dimension.STEP_TOKENS, "low"), (Dimension.POLICY, "transient"))]
 
 
+@pytest.mark.parametrize("narrow", [Dimension.LAYERS, Dimension.KEY_HEADS], ids=lambda each: each.value)
+def test_only_goals_that_can_be_reached_with_company_are_tried_with_it(narrow: Dimension) -> None:
+    """A model of one layer, or of one head, leaves hardly any such goal."""
+    usual = domains_of(subject_of(SpecKind.SOFTMAX), FEW)
+    low = usual.scales[narrow].low
+    alone = replace(
+        usual,
+        scales={**usual.scales, narrow: Span(low, low)},
+        values={**usual.values, Dimension.GROUP_SIZE: (1,)},
+    )
+    goals = Goals(alone)
+    assert len(goals.close) < 0.4 * len(goals.all)
+    cases = cases_for(alone)
+    assert {goal for case in cases for goal in goals.reached_closely(case)} <= goals.close
+    assert Coverage.of(case.point() for case in cases).gaps(alone.demand()) == ()
+
+
 def test_what_passed_leaves_no_gap_in_the_domains(domains: Domains) -> None:
     coverage = Coverage.of(case.point() for case in cases_for(domains))
     assert coverage.gaps(domains.demand()) == ()
@@ -63,7 +80,8 @@ def test_the_time_is_kept_and_what_is_left_out_is_no_longer_covered(domains: Dom
 
 
 def test_cases_share_specs_where_a_backend_compiles_them() -> None:
-    free = domains_of(subject_of(SpecKind.SOFTMAX), Samples())
+    samples = Samples(head_dims=(16, 64, 128), group_sizes=(1, 2, 4, 8), page_sizes=(16, 1, 32))
+    free = domains_of(subject_of(SpecKind.SOFTMAX), samples)
     compiled = replace(free, compile_seconds=4.0)
 
     def specs(cases: tuple[Case, ...]) -> int:

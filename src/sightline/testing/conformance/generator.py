@@ -132,7 +132,7 @@ class _Builder:
     def cases(self) -> list[Case]:
         for is_close in (True, False):
             reach = self._goals.reached_closely if is_close else self._goals.reached
-            missing = set(self._goals.all)
+            missing = set(self._goals.close if is_close else self._goals.all)
             missing -= {goal for case in self._cases for goal in reach(case)}
             for goal in sorted(missing, key=self._goals.order):
                 case = self._best_around(goal, missing, reach, is_close=is_close) if goal in missing else None

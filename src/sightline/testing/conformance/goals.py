@@ -89,8 +89,29 @@ class Goals:
         """
         if case.window is not None and case.window < LEAST_WINDOW:
             return set()
-        must_have = [ends for lacks, ends in _lacking(case) if lacks]
+        must_have = _impossible_without(
+            layers=case.number(Dimension.LAYERS),
+            rows=case.number(Dimension.ROWS),
+            q_heads=case.num_q_heads,
+            context=case.number(Dimension.CONTEXT),
+            main_len=case.main_len,
+            policies={case.name(Dimension.POLICY)},
+        )
         return self._reached(case, must_have, {**self.domains.scales, **self._close_windows})
+
+    @cached_property
+    def close(self) -> frozenset[Goal]:
+        """The goals without those that no case of the domains reaches with company, whatever its values."""
+        most = {scale: span.high for scale, span in self.domains.scales.items()}
+        must_have = _impossible_without(
+            layers=most[Dimension.LAYERS],
+            rows=most[Dimension.ROWS],
+            q_heads=most[Dimension.KEY_HEADS] * max(map(int, self.domains.values[Dimension.GROUP_SIZE])),
+            context=most[Dimension.CONTEXT],
+            main_len=most[Dimension.CONTEXT] + most[Dimension.NEW_TOKENS],
+            policies=set(self.domains.values[Dimension.POLICY]),
+        )
+        return frozenset(goal for goal in self.all if all(ends & set(self.ends(goal)) for ends in must_have))
 
     @cached_property
     def _close_windows(self) -> dict[Dimension, Span]:
@@ -155,11 +176,17 @@ def _ends_at(case: Case, scale: Dimension, number: int, span: Span) -> tuple[str
     return (LOW,) * is_low + (HIGH,) * (number >= span.high)
 
 
-def _lacking(case: Case) -> Iterator[tuple[bool, frozenset[End]]]:
-    """Yields whether a case lacks each kind of company, with the ends that make it impossible."""
-    yield case.number(Dimension.LAYERS) < 2, frozenset({(Dimension.LAYERS, LOW)})
-    yield case.number(Dimension.ROWS) < 2, _ALONE
-    yield case.num_q_heads < 2, frozenset({(Dimension.KEY_HEADS, LOW), (Dimension.GROUP_SIZE, 1)})
-    yield case.number(Dimension.CONTEXT) < 1, WITHOUT_CONTEXT
-    yield case.is_transient, frozenset({(Dimension.POLICY, CachePolicy.TRANSIENT.value)})
-    yield case.main_len < 3, frozenset({(Dimension.CONTEXT, LOW), (Dimension.NEW_TOKENS, LOW)})
+def _impossible_without(
+    *, layers: int, rows: int, q_heads: int, context: int, main_len: int, policies: set[Value]
+) -> list[frozenset[End]]:
+    """Returns, for each kind of company that these numbers lack, the ends that make it impossible."""
+    transient = CachePolicy.TRANSIENT.value
+    lacking: tuple[tuple[bool, frozenset[End]], ...] = (
+        (layers < 2, frozenset({(Dimension.LAYERS, LOW)})),
+        (rows < 2, _ALONE),
+        (q_heads < 2, frozenset({(Dimension.KEY_HEADS, LOW), (Dimension.GROUP_SIZE, 1)})),
+        (context < 1, WITHOUT_CONTEXT),
+        (policies == {transient}, frozenset({(Dimension.POLICY, transient)})),
+        (main_len < 3, frozenset({(Dimension.CONTEXT, LOW), (Dimension.NEW_TOKENS, LOW)})),
+    )
+    return [ends for lacks, ends in lacking if lacks]
