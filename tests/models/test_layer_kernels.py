@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ pytest.importorskip("triton")
 
 from sightline.core.config import EngineConfig, LayerKernels
 from sightline.core.errors import ConfigError
-from sightline.layers.linear import Linear
+from sightline.layers.linear import Linear, Projection
+from sightline.layers.moe import SeparateExperts
 from sightline.layers.operations import Operations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.layers.triton_operations import TritonOperations
@@ -104,3 +106,31 @@ def test_fused_kernels_are_refused_on_a_cpu(models: Models) -> None:
     _, folder = models["llama"]
     with pytest.raises(ConfigError, match="expected layer_kernels torch on the device cpu, got triton"):
         load_runtime(folder, EngineConfig(device="cpu", layer_kernels="triton"))
+
+
+class OfTheDevice(Linear):
+    """Stands for the products that a device brings."""
+
+
+def projections_in(part: object) -> Iterator[Projection]:
+    """All projections of a network but those of single experts."""
+    match part:
+        case Projection():
+            yield part
+        case SeparateExperts():
+            return
+        case tuple():
+            for each in part:
+                yield from projections_in(each)
+        case _ if is_dataclass(part):
+            for each in vars(part).values():
+                yield from projections_in(each)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])
+def test_every_dense_product_is_the_devices(models: Models, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, folder = models[family]
+    monkeypatch.setattr(build, "_linear_maker", lambda _: OfTheDevice)
+    found = list(projections_in(load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=4)).runner._model))
+    assert len(found) > 8
+    assert {type(each) for each in found} == {OfTheDevice}

@@ -106,7 +106,7 @@ class LatentAttentionDefinition:
             parts.append(stored[order])
             shift = weights.take(f"{name}.bias", (num_rows,)) if bias else stored.new_zeros(num_rows)
             biases.append(shift[order])
-        return Linear(torch.cat(parts), torch.cat(biases) if self.bias else None)
+        return weights.make_linear(torch.cat(parts), torch.cat(biases) if self.bias else None)
 
     def _load_query_up(self, weights: WeightReader, prefix: str) -> QueryUp | None:
         if self.query_rank is None:
@@ -114,7 +114,8 @@ class LatentAttentionDefinition:
         shape = (self._num_query_rows, self.query_rank)
         stored = weights.matrix(f"{prefix}.q_b_proj.weight", shape, "rows in another order")
         up = stored[self._query_order().to(stored.device)]
-        return QueryUp(self.norms.load(weights, f"{prefix}.q_a_layernorm", self.query_rank), Linear(up))
+        norm = self.norms.load(weights, f"{prefix}.q_a_layernorm", self.query_rank)
+        return QueryUp(norm, weights.make_linear(up, None))
 
     def _load_ups(self, weights: WeightReader, prefix: str) -> tuple[Tensor, Tensor]:
         """The weights from the latent to each head's key [heads, nope, latent] and value [heads, value, latent]."""

@@ -52,7 +52,7 @@ class WeightReader:
         """
         self.device = device
         self.expert_compute = expert_compute
-        self._make_linear = make_linear
+        self.make_linear = make_linear
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._ledger = ledger
@@ -119,7 +119,7 @@ class WeightReader:
         product = self._kept_product(shapes)
         if product is None:
             weight = _joined([self.take(name, shape, dtype) for name, shape in shapes.items()])
-            return self._make_linear(weight, joined_bias)
+            return self.make_linear(weight, joined_bias)
         blocks = [self._blocks(name) for name in shapes]
         return BlockLinear(product(concatenate(blocks)), joined_bias)
 
@@ -138,7 +138,7 @@ class WeightReader:
         product = self._kept_product({f"{name}.weight": shape})
         if product is None:
             weight = self.take(f"{name}.weight", shape)
-            return DenseEmbedding(weight), self._make_linear(weight, None)
+            return DenseEmbedding(weight), self.make_linear(weight, None)
         blocks = self._blocks(f"{name}.weight")
         return BlockEmbedding(blocks), BlockLinear(product(blocks))
 
