@@ -1,7 +1,7 @@
 """What the policy decides about seeded workloads is what was recorded.
 
-A deliberate change of the policy changes the digest: replace it by what the test then finds. The last change gave
-callers fair shares of the rows (ADR 21): one that is two rows behind another takes a row of it, not only one without.
+A deliberate change of the policy changes the digest: replace it by what the test then finds. The last change
+scores a prompt once: a sequence that gave way after its first token shares what is cached of its prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sightline.scheduler.sequence import SequenceState
 from support.scheduling import Loop, make_store
 
 LONGEST = 36
-RECORDED = "1c7637930063c3642c4219d6b38f31a3048e713aaf0f0d04fbe56e4ed9d8fd5c"
+RECORDED = "5d59b9c94f9c5947e8657acfa38ff31afe1b5d9dbaee7f8985457a16cd334647"
 
 
 def draw_sequences(draw: Random, name: str) -> list[SequenceState]:

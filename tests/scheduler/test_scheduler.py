@@ -396,3 +396,17 @@ def test_every_workload_finishes_in_a_tiny_pool_and_leaves_nothing_behind(
         assert sequences[name].num_generated == sequences[name].request.needs.max_new_tokens
         assert sequences[name].num_computed == sequences[name].max_len
     loop.assert_baseline()
+
+
+def test_a_prompt_is_scored_once_although_its_row_gives_way() -> None:
+    """Its own pages are copies of cached ones, and both do not fit: admitted again, it shares the cached ones."""
+    loop = Loop(make_store(34), caches=True)
+    loop.submit("cached", 60, 1)
+    loop.run_to_the_end(20)
+    sequence = loop.submit("scored", 60, 60, scored=True)
+    # 60 tokens at 8 a step, 60 at one a step, and a step in which it gives way.
+    for _ in range(7 + 60 + 2):
+        loop.step()
+    assert loop.finished == ["cached", "scored"]
+    assert sequence.num_retractions == 1
+    loop.assert_baseline()

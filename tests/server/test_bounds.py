@@ -6,7 +6,7 @@ import asyncio
 import json
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -176,6 +176,42 @@ def test_a_client_is_cut_unless_it_takes_enough_bytes(taken: list[int], num_cut:
 
     assert asyncio.run(run()) is bool(num_cut)
     assert len(cuts) == num_cut
+
+
+class StoppedClock:
+    """The time of an event loop, which a test sets, and the timers that were started."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[Callable[[], None]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        self.timers.append(callback)
+        return asyncio.TimerHandle(self.now + seconds, callback, (), asyncio.get_running_loop())
+
+
+def test_a_client_that_stalls_for_a_moment_twice_is_not_cut_and_one_that_stays_is() -> None:
+    async def run() -> None:
+        protocol = BoundedProtocol(uvicorn.Config(lambda *_: None, log_config=None), ServerState(), {})
+        wire, clock = SlowWire(), StoppedClock()
+        protocol.connection_made(wire)
+        protocol.loop = clock  # type: ignore[assignment]
+        for start, end in ((0.0, 0.5), (59.5, None)):
+            clock.now, wire.size = start, 2 << 10
+            protocol.pause_writing()
+            if end is not None:
+                clock.now, wire.size = end, 0
+                protocol.resume_writing()
+        for now, is_aborted in ((60.0, False), (120.0, True)):
+            clock.now = now
+            clock.timers.pop()()
+            assert wire.is_aborted is is_aborted
+        protocol.connection_lost(None)
+
+    asyncio.run(run())
 
 
 def test_a_client_that_has_caught_up_is_not_measured() -> None:

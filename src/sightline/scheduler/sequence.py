@@ -101,8 +101,13 @@ class SequenceState:
 
     @property
     def wants_scores(self) -> bool:
-        """True if all tokens of its prompt need outputs; only the first continuation computes these."""
-        return self.request.needs.every_output and self.index == 0 and len(self.request.prompt_token_ids) > 1
+        """True if all tokens of its prompt need outputs; only the first continuation computes these, and only once.
+
+        With the first generated token they are all there. Retracted after that, it shares what is cached of its prompt.
+        """
+        num_prompt_tokens = len(self.request.prompt_token_ids)
+        is_asked = self.request.needs.every_output and self.index == 0 and num_prompt_tokens > 1
+        return is_asked and len(self.tokens) == num_prompt_tokens
 
     @property
     def scores_prompt(self) -> bool:

@@ -60,8 +60,8 @@ class BoundedProtocol(HttpToolsProtocol):
     write_seconds: ClassVar[float] = 60.0
     """How often the progress of a client that leaves the write buffer full is measured."""
     min_write_bytes: ClassVar[int] = 12 << 10
-    """What such a client must have taken of the full buffer in that time; otherwise the connection is aborted. Up to
-    four times as much goes to the system directly and is not counted."""
+    """What such a client must have taken of the full buffer in that time; otherwise the connection is aborted, if the
+    buffer was full for at least half of the time. What the system takes at once, while it is not, is not counted."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,6 +77,9 @@ class BoundedProtocol(HttpToolsProtocol):
         """Bytes in the write buffer when it was last looked at; None if it is not full."""
         self._num_taken = 0
         """Bytes that have left the full buffer since the timer started."""
+        self._full_since = self._full_seconds = 0.0
+        """When the buffer was last filled, or the timer started; how long it had been full before, since the timer
+        started."""
         if len(self.connections) > self.max_connections:
             self._reject(unavailable(f"expected at most {self.max_connections} connections, got more", 1))
 
@@ -179,14 +182,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._num_unsent = self.transport.get_write_buffer_size()
+        self._num_unsent, self._full_since = self.transport.get_write_buffer_size(), self.loop.time()
         # A timer that runs goes on: filling the buffer again is no progress.
         if self._write_timer is None:
-            self._num_taken = 0
+            self._num_taken, self._full_seconds = 0, 0.0
             self._write_timer = self.loop.call_later(self.write_seconds, self._check_progress)
 
     def resume_writing(self) -> None:
         self._count_taken()
+        self._full_seconds += self.loop.time() - self._full_since
         self._num_unsent = None
         super().resume_writing()
 
@@ -237,7 +241,10 @@ class BoundedProtocol(HttpToolsProtocol):
         num_taken, self._num_taken, self._write_timer = self._num_taken, 0, None
         if self._num_unsent is None:
             return
-        if num_taken < self.min_write_bytes:
+        full_seconds = self._full_seconds + self.loop.time() - self._full_since
+        self._full_since, self._full_seconds = self.loop.time(), 0.0
+        # A client that stalls twice, a minute apart, is not slow: it took in between all that was sent.
+        if num_taken < self.min_write_bytes and 2 * full_seconds >= self.write_seconds:
             fields = {"bytes": num_taken, "seconds": self.write_seconds, "expected_bytes": self.min_write_bytes}
             log(logger, logging.WARNING, "slow client cut", fields)
             self.slow_client_cut()
