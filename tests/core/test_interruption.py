@@ -75,6 +75,23 @@ def test_other_threads_are_left_alone() -> None:
     assert seen == [signal.default_int_handler]
 
 
+def test_a_signal_whose_handler_raises_does_not_swallow_the_one_behind_it() -> None:
+    seen: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+
+    def work() -> None:
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert seen == [signal.SIGTERM]
+
+
 def test_a_signal_whose_handler_returns_does_not_swallow_the_one_behind_it() -> None:
     ticks: list[int] = []
     previous = signal.signal(signal.SIGALRM, lambda number, _: ticks.append(number))

@@ -10,7 +10,7 @@ import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 _INTERRUPTING = tuple(int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM))
@@ -46,5 +46,8 @@ def uninterrupted() -> Iterator[None]:
         is_over = True
         for number, handler in handlers.items():
             _signal.signal(number, handler)
-        for number, frame in caught:
-            handlers[number](number, frame)
+        if caught:
+            # Calls all of them, in order, even if one raises.
+            with ExitStack() as calls:
+                for number, frame in reversed(caught):
+                    calls.callback(handlers[number], number, frame)
