@@ -39,31 +39,31 @@ def test_each_that_is_passed_counts_as_its_callers() -> None:
     queue = WaitingQueue()
     for arrival, caller, length in ((1, "a", 10), (2, "a", 10), (3, "a", 10), (4, "b", 4), (5, "b", 4), (6, "b", 4)):
         queue.add(make(arrival, caller, 0, length))
-    assert order(queue, {"a": 0, "b": 0}) == [1, 4, 5, 6, 2, 3]
-    assert order(queue, {"a": 100, "b": 0}) == [4, 5, 1, 6, 2, 3], "nobody is passed over for a third row"
+    assert order(queue, {"a": 0, "b": 0}) == [1, 4, 5, 2, 6, 3]
+    assert order(queue, {"a": 100, "b": 0}) == [4, 1, 5, 2, 6, 3]
 
 
-def test_callers_without_a_row_come_first_of_their_priority_each_with_one_in_the_turn_of_the_first() -> None:
+def test_callers_with_fewer_rows_come_first_of_their_priority_in_the_turn_of_the_first() -> None:
     queue = WaitingQueue()
     for arrival, caller, priority in ((1, "a", 0), (2, "a", 0), (3, "b", 0), (4, "b", 0), (5, "c", 0), (6, "b", 1)):
         queue.add(make(arrival, caller, priority, 10))
     had = {"a": 0, "b": 50, "c": 40}
-    assert order(queue, had) == [1, 2, 5, 3, 4, 6]
-    assert order(queue, had, "ac") == [3, 1, 2, 5, 4, 6]
-    assert order(queue, had, "a") == [5, 3, 1, 2, 4, 6]
+    assert order(queue, had) == [1, 5, 3, 2, 4, 6]
+    assert order(queue, had, "ac") == [3, 1, 5, 4, 2, 6]
+    assert order(queue, had, "a") == [5, 3, 1, 4, 2, 6]
     turns = [turn for turn, _ in turns_of(queue, had, "a")]
-    assert [turn.share for turn in turns] == [0, 0, 0, 10, 60, 70]
+    assert [turn.share for turn in turns] == [0, 0, 0, 10, 10, 70]
     assert turns == sorted(turns)
     assert queue.urgencies == {"a": 0, "b": 0, "c": 0}
 
 
-def test_callers_with_fewer_rows_come_first_until_they_are_within_one_of_the_largest() -> None:
+def test_callers_with_fewer_rows_come_first() -> None:
     queue = WaitingQueue()
     for arrival, caller in enumerate("aabbbbbbcc", 1):
         queue.add(make(arrival, caller, 0, 10))
     lines = queue.lines(99)[0]
     turns = [each.arrival for _, each in in_turn(0, lines, {"a": 0, "b": 90, "c": 50}, {"a": 5, "b": 1, "c": 2})]
-    assert turns == [3, 9, 4, 10, 5, 1, 6, 2, 7, 8]
+    assert turns == [3, 9, 4, 10, 5, 6, 1, 7, 2, 8]
 
 
 def test_the_urgency_of_a_caller_is_that_of_its_most_urgent() -> None:
@@ -107,11 +107,6 @@ def test_a_leader_is_busy_until_it_has_generated_or_is_out() -> None:
     assert queue.busy_leaders() == {}
 
 
-def rank_of_rows(count: int, most: int) -> int:
-    """Those that may take a row of another come first, the fewest before the others."""
-    return count if count == 0 or count + 2 <= most else most + 1
-
-
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1), st.integers(1, 9)), max_size=20),
     st.sampled_from(["", "a", "bc", "abc"]),
@@ -135,14 +130,9 @@ def test_the_order_is_that_of_a_list_that_is_searched_each_time(
     rows = {(caller, priority): int(caller in held) for caller in "abc" for priority in (-1, 0, 1)}
     while left:
         level = min(each.rank[0] for each in left)
-        most = max(count for (_, priority), count in rows.items() if priority == level)
         following = min(
             (each for each in left if each.rank[0] == level),
-            key=lambda each: (
-                rank_of_rows(rows[each.caller, each.rank[0]], most),
-                tokens[each.caller],
-                each.arrival,
-            ),
+            key=lambda each: (rows[each.caller, each.rank[0]], tokens[each.caller], each.arrival),
         )
         rows[following.caller, level] += 1
         left.remove(following)

@@ -229,3 +229,20 @@ def test_everything_ends_however_callers_push_each_other(
         assert loop.scheduler._running.held == held
     assert len(loop.finished) == len(workload)
     loop.assert_baseline()
+
+
+def test_a_free_row_goes_to_the_caller_that_would_take_one_back() -> None:
+    """Caller a sends short requests beside a long one; each leaves a row that caller c, which has used less, wants."""
+    loop = Loop(make_store(200, max_rows=6), budget=32)
+    for index in range(6):
+        loop.submit(f"c{index}", 3, 60, terms=C)
+    loop.submit("a", 3, 60, terms=A)
+    for index in range(2):
+        loop.submit(f"b{index}", 3, 60, terms=B)
+    loop.scheduler._shares.charge("a", 1_000)
+    loop.step()
+    num_retractions = loop.scheduler.num_retractions
+    for index in range(20):
+        loop.submit(f"short {index}", 3, 1, terms=A)
+        loop.step()
+    assert loop.scheduler.num_retractions <= num_retractions + 1, "a row is taken for each short request"

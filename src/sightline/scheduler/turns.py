@@ -1,7 +1,7 @@
 """The order in which waiting sequences of one priority are considered.
 
-By how little the caller has used, then by arrival. Callers that could take a row from another come first, those with
-the fewest rows before the others: otherwise a row would be given away only to be taken back. Knows values only.
+By how few rows the caller holds, then by how little it has used, then by arrival. A row that went to a caller with more
+rows than another that waits would be taken back. Knows values only.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ def in_turn(
 ) -> Generator[tuple[QueuePosition, WaitingSequence], None, None]:
     """Yields the sequences of one priority in turn, counting each one's prompt and row as its caller's, as if admitted.
 
-    Callers without a row, and callers over whom another leads by at least `least_lead` rows, go before the others, in
-    the turn of the first of all.
+    The caller that has used least goes first, unless another has no row, or its row would make it lead over another by
+    `least_lead` rows: then the one with the fewest rows goes, in its turn.
     """
     tokens = dict(usage)
-    most = max(held.values(), default=0)
     heads_by_rows: dict[int, list[tuple[QueuePosition, str, int]]] = {}
     for caller, line in lines.items():
         position = QueuePosition(priority, tokens[caller], line[0].arrival)
@@ -45,16 +44,15 @@ def in_turn(
         heapq.heapify(heads)
     while heads_by_rows:
         turn = min(heads[0][0] for heads in heads_by_rows.values())
-        num_held = min(heads_by_rows)
-        if num_held and num_held + least_lead > most:
-            num_held = min(heads_by_rows, key=lambda each: heads_by_rows[each][0])
+        num_held, fewest = min(heads_by_rows, key=lambda each: heads_by_rows[each][0]), min(heads_by_rows)
+        if fewest == 0 or num_held + 1 - fewest >= least_lead:
+            num_held = fewest
         _, caller, place = heapq.heappop(heads_by_rows[num_held])
         if not heads_by_rows[num_held]:
             del heads_by_rows[num_held]
         line = lines[caller]
         yield turn, line[place]
         tokens[caller] += _charge(line[place])
-        most = max(most, num_held + 1)
         if place + 1 < len(line):
             position = QueuePosition(priority, tokens[caller], line[place + 1].arrival)
             heapq.heappush(heads_by_rows.setdefault(num_held + 1, []), (position, caller, place + 1))
