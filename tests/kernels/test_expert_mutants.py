@@ -85,8 +85,8 @@ class Mutant:
 MUTANTS = {
     "expert offset off by one": Mutant(
         expert_groups,
-        "tl.minimum(first + (slot - tile) * ROWS, end)",
-        "tl.minimum(first + 1 + (slot - tile) * ROWS, end)",
+        "tl.minimum(first + (slot - tile) * rows, end)",
+        "tl.minimum(first + 1 + (slot - tile) * rows, end)",
         several_choices,
     ),
     "order by expert only": Mutant(
