@@ -48,7 +48,7 @@ MOST_STOLEN = 0.1
 ROUNDS_TRIED = 6
 """The most rounds for each that counts."""
 MAX_REQUESTS = 200
-"""Of each normal client in a round."""
+"""The most requests of each normal client in a round."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Normal:
     vocab_size: int
     count: int
     tokens: int
-    """Of each answer."""
+    """Tokens of each answer."""
 
     def goodput(self, seconds: float, seed: int) -> float:
         """Chunks of text per second of all clients together; every token is a chunk unless it ends amid a character."""

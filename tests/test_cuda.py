@@ -25,7 +25,7 @@ from support.tiny_models import FAMILIES, make_model, random_prompts
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    # Of what FlashAttention 4 imports.
+    # Warnings of what FlashAttention 4 imports.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,21 @@ from sightline.llm import TokensPrompt
 from sightline.runner.progress import BuildPhase
 from support.tiny_models import VOCAB, make_model
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+import triton
+
+from sightline.kernels.triton.norms import rms_norm
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    # Of what FlashAttention 4 imports.
+    # Warnings of what FlashAttention 4 imports.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),
     pytest.mark.timeout(900),
 ]
 NUM_REQUESTS = 96
+UNUSED_SIZES = itertools.count(3001, 2)
 PARAMS = [
     {"temperature": 0.0},
     {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.02},
@@ -90,6 +96,14 @@ def test_random_requests_compile_nothing(
         assert len(outputs) == NUM_REQUESTS
     assert compiled == []
     assert flashinfer_libraries() == libraries
+    compile_something()
+    assert compiled, "the hook does not see what is compiled"
+
+
+def compile_something() -> None:
+    """Launches a kernel for a size that nothing else in this process has."""
+    x = torch.ones(1, next(UNUSED_SIZES), device="cuda")
+    rms_norm(x, x[0].clone(), 1e-6, x)
 
 
 def flashinfer_libraries() -> set[Path]:

@@ -17,11 +17,11 @@ class PhaseSeconds(NamedTuple):
     """How long a request was in each phase."""
 
     queue: float
-    """From submission to the first step, or to the end if there was none."""
+    """Time from submission to the first step, or to the end if there was none."""
     prefill: float | None = None
-    """From the first step to the first token, or to the end if there was none; None if no step was run."""
+    """Time from the first step to the first token, or to the end if there was none; None if no step was run."""
     decode: float | None = None
-    """From the first token to the end; None if there was no token."""
+    """Time from the first token to the end; None if there was no token."""
 
 
 class StepSizes:
@@ -45,7 +45,7 @@ class StepPhase(Enum):
     ASSEMBLE = "assemble"
     PLAN = "plan"
     FORWARD = "forward"
-    """On a GPU, only the launch of its kernels."""
+    """The network; on a GPU, only the launch of its kernels."""
     SAMPLE = "sample"
     """Whatever consumes the outputs of the model."""
     READ = "read"

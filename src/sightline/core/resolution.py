@@ -241,7 +241,7 @@ def _resolve_layer_kernels(asked: str, device: Device, ledger: Ledger) -> LayerK
 
 
 def _resolve_async_scheduling(config: EngineConfig, device: Device) -> bool:
-    """As asked; otherwise on a GPU only, where the host prepares a step while the device computes the one before."""
+    """Whether a step is launched before the previous one is read: as asked, otherwise on a GPU only."""
     if config.async_scheduling is not None:
         return config.async_scheduling
     return device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE

@@ -10,7 +10,7 @@ class WeightForm(IntEnum):
     """How weights [outputs, inputs] are kept."""
 
     PLAIN = 0
-    """In the dtype of the activations, without scales."""
+    """Weights in the dtype of the activations, without scales."""
     MXFP4 = 1
     """[outputs, inputs / 2] uint8, two inputs per byte, the lower bits first. Scales [outputs, inputs / 32] uint8 are
     exponents of two, 127 is 2^0."""

@@ -72,7 +72,7 @@ class Runtime:
     runner: Runner
     graphs: Graphs
     operations: Operations
-    """With the kernels of the device."""
+    """Operations with the kernels of the device."""
     times: BuildTimes
 
 

@@ -85,7 +85,7 @@ class StepProfile:
     groups: Mapping[str, float]
     """Seconds per step by group. On a CPU they are of a step with the profiler, on a GPU of one without."""
     operations: tuple[OperationTime, ...]
-    """By time, the longest first."""
+    """Operations by time, the longest first."""
     calls_per_layer: float = field(init=False)
     """Operations or kernels of a step over the number of layers; copies do not count."""
 
