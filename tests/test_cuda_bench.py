@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 CARD = torch.device("cuda", 0)
+BACKENDS = {"llama-8b": "triton", "deepseek-v2-lite": "triton-latent", "gpt-oss-20b": "triton", "qwen3-0.6b": "triton"}
+"""Those that compile in seconds."""
 
 
 def cut(folder: Path, name: str, num_layers: int) -> Path:
@@ -40,7 +42,7 @@ def test_weights_are_made_on_the_card_without_a_second_copy_of_the_model(name: s
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    config = EngineConfig(device="cuda", cache_tokens=1024, max_model_len=512)
+    config = EngineConfig(device="cuda", cache_tokens=1024, max_model_len=512, attention_backend=BACKENDS[name])
     runtime = build_runtime(config, checkpoint, Ledger())
     rest = sum(pool.num_bytes for pool in runtime.store.pools) + runtime.workspace.num_bytes
     # A tensor and what is made of it: a joined, reordered or checked copy, and a layer's experts side by side.
@@ -50,7 +52,8 @@ def test_weights_are_made_on_the_card_without_a_second_copy_of_the_model(name: s
 def test_the_ledger_names_all_but_a_little_of_what_the_driver_calls_used(tmp_path: Path) -> None:
     checkpoint = RandomCheckpoint(cut(tmp_path, "llama-8b", 8), CARD, Ledger(strict=True))
     ledger = Ledger(strict=True)
-    runtime = build_runtime(EngineConfig(device="cuda", memory_fraction=0.5), checkpoint, ledger)
+    config = EngineConfig(device="cuda", memory_fraction=0.5, attention_backend=BACKENDS["llama-8b"])
+    runtime = build_runtime(config, checkpoint, ledger)
     memory = memory_ledger(runtime.config, runtime.store, runtime.workspace)
     assert memory is not None
     assert memory.held <= memory.allowed
@@ -59,7 +62,12 @@ def test_the_ledger_names_all_but_a_little_of_what_the_driver_calls_used(tmp_pat
 
 
 def test_a_profile_on_a_card_has_kernels_and_idle_time(tmp_path: Path) -> None:
-    settings: dict[str, object] = {"device": "cuda", "cache_tokens": 4096, "max_model_len": 1024}
+    settings: dict[str, object] = {
+        "device": "cuda",
+        "cache_tokens": 4096,
+        "max_model_len": 1024,
+        "attention_backend": BACKENDS["qwen3-0.6b"],
+    }
     subject = load_subject(settings, str(cut(tmp_path, "qwen3-0.6b", 4)))
     profile = profile_steps(subject.llm.engine, rows=4, context=64, num_steps=8)
     assert list(profile.groups) == [KERNELS, COPIES, IDLE]

@@ -144,17 +144,26 @@ def latency_works(
 
 
 def throughput_works(floor: Floor, vocab_size: int, lengths: tuple[int, int], count: int) -> list[MeasuredWork]:
-    """Many prompts at once, each read and continued."""
+    """Many prompts at once, each read and continued: the whole, the reading, and the rest."""
     input_len, output_len = lengths
     held = [input_len] * count
+    read, continued = floor.prefill(sum(held)), floor.decode_all(held, output_len - 1)
+    floors = {
+        TimedPart.WHOLE: (f"{count} × ({input_len} in, {output_len} out)", read + continued),
+        TimedPart.PREFILL: (f"prefill {count} × {input_len}", read),
+        TimedPart.DECODE: (f"decode {count} × {output_len - 1} at {input_len}", continued),
+    }
+    # A single token is there once the prompt is read.
+    spans = [span for span in floors if output_len > 1 or span is not TimedPart.DECODE]
     return [
         MeasuredWork(
-            name=f"{count} × ({input_len} in, {output_len} out)",
-            span=TimedPart.WHOLE,
+            name=floors[span][0],
+            span=span,
             prompts=random_prompts(held, vocab_size),
             output_len=output_len,
-            floor_seconds=floor.prefill(sum(held)) + floor.decode_all(held, output_len - 1),
+            floor_seconds=floors[span][1],
         )
+        for span in spans
     ]
 
 

@@ -100,7 +100,7 @@ def latency(
 def throughput(
     num_prompts: int, random_input_len: int, random_output_len: int, how: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """Time many prompts at once, prefill and decoding."""
+    """Time many prompts at once: the whole, the prefill alone, and decoding without it."""
     from sightline.bench.engine.work import compare_engines, throughput_works
 
     lengths, compared = (random_input_len, random_output_len), _compared(how)
