@@ -67,9 +67,7 @@ class CodedWeights:
             shape = None if inputs is None else (rows, columns // inputs)
             if columns % form.span or shape != (None if part is None else part.shape):
                 got = "none" if part is None else list(part.shape)
-                raise ValueError(
-                    f"expected {name} of shape {shape} for {form} and codes {[rows, columns]}, got {got}"
-                )
+                raise ValueError(f"expected {name} of shape {shape} for {form} and codes {[rows, columns]}, got {got}")
 
     @property
     def out_features(self) -> int:

@@ -10,7 +10,7 @@ infinite, so that the outputs are not finite either.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,25 +34,39 @@ def input_bytes(in_features: int) -> int:
     return in_features // BLOCK * INPUT_BLOCK_BYTES
 
 
+class QuantiseArguments(NamedTuple):
+    """The numbers that the kernel reads, in their order."""
+
+    inputs: int
+    """Address of the rows to quantise."""
+    input_row_bytes: int
+    blocks: int
+    """Address of the result, aligned to 16 bytes: the blocks of a row, then those of the next row."""
+    rows: int
+    blocks_per_row: int
+
+
 @cache
 def quantise_kernel(dtype: torch.dtype, processor: Processor) -> CompiledKernel:
-    """The kernel that quantises rows of `dtype`.
-
-    Arguments: address of x, bytes from a row of x to the next, address of the blocks, rows, blocks per row.
-    Blocks of a row are contiguous, and rows follow each other.
-    """
-    return compile_kernel(f"quantise-{str(dtype).removeprefix('torch.')}", lambda module: _write(module, dtype), processor)
+    """The kernel that quantises rows of `dtype`; see `QuantiseArguments`."""
+    name = f"quantise-{str(dtype).removeprefix('torch.')}"
+    return compile_kernel(name, lambda module: write_quantise(module, dtype), processor)
 
 
-def _write(module: Any, dtype: torch.dtype) -> None:
+def write_quantise(module: Any, dtype: torch.dtype) -> None:
+    """Fills an LLVM module with the kernel."""
     emitter = Emitter(module, ENTRY, 3)
     arguments, thread, num_threads = emitter.arguments
-    x, row_bytes, blocks, rows, blocks_per_row = (emitter.load(arguments, I64, 8 * i, align=8) for i in range(5))
-    first, stop = emitter.share(emitter.times(rows, blocks_per_row), thread, num_threads)
+    given = QuantiseArguments(
+        *(emitter.load(arguments, I64, 8 * i, align=8) for i in range(len(QuantiseArguments._fields)))
+    )
+    first, stop = emitter.share(emitter.times(given.rows, given.blocks_per_row), thread, num_threads)
     with emitter.loop(first, stop) as item:
-        row, block = emitter.build.sdiv(item, blocks_per_row), emitter.build.srem(item, blocks_per_row)
-        source = emitter.add(x, emitter.times(row, row_bytes), emitter.times(block, BLOCK * dtype.itemsize))
-        _quantise_block(emitter, dtype, source, emitter.add(blocks, emitter.times(item, INPUT_BLOCK_BYTES)))
+        row = emitter.build.sdiv(item, given.blocks_per_row)
+        block = emitter.build.srem(item, given.blocks_per_row)
+        start = emitter.add(given.inputs, emitter.times(row, given.input_row_bytes))
+        source = emitter.add(start, emitter.times(block, BLOCK * dtype.itemsize))
+        _quantise_block(emitter, dtype, source, emitter.add(given.blocks, emitter.times(item, INPUT_BLOCK_BYTES)))
     emitter.finish()
 
 

@@ -6,9 +6,9 @@
     block    steps, one byte per group and output; minimum steps, if any; lower bits of the codes; higher bits
     codes    quad 0 of output 0, quad 0 of output 1, ...: a quad is 4 consecutive inputs of one output
 
-The lower 4 bits of quads 0 to 3 share bytes with those of quads 4 to 7, which are in the upper half of the byte. Codes of
-8 bits are signed, 128 below the form's code, and have a byte each. Fifth and sixth bits follow: bit q of a byte is the
-fifth bit of quad q; of two bits, the byte has quads 0 to 3, and another one quads 4 to 7.
+The lower 4 bits of quads 0 to 3 share bytes with those of quads 4 to 7, which are in the upper half of the byte. Codes
+of 8 bits are signed, 128 below the form's code, and have a byte each. Fifth and sixth bits follow: bit q of a byte is
+the fifth bit of quad q; of two bits, a byte has those of quads 0 to 3, and another byte those of quads 4 to 7.
 
 A product reads a panel from its first to its last byte. Does not know instructions.
 """
@@ -97,7 +97,11 @@ class _Piece:
     def packed(self) -> Tensor:
         """[panels, bytes per panel] uint8."""
         weights, spans = self.weights, self.weights.scales.shape[1]
-        heads = [self._by_span(part.view(torch.uint8), spans) for part in (weights.scales, weights.minima) if part is not None]
+        heads = [
+            self._by_span(part.view(torch.uint8), spans)
+            for part in (weights.scales, weights.minima)
+            if part is not None
+        ]
         blocks = [
             self._by_block(part.view(torch.uint8))
             for part in (weights.steps, weights.minimum_steps)

@@ -122,7 +122,11 @@ class PackedSpan:
         # Codes of 8 bits are stored without their zero.
         signed = layout.form.bits == 8
         return BlockOfWeights(
-            lambda quad, part: self._unpacked(codes, quad, part), signed, 0 if signed else layout.form.zero, scales, minima
+            lambda quad, part: self._unpacked(codes, quad, part),
+            signed,
+            0 if signed else layout.form.zero,
+            scales,
+            minima,
         )
 
     def _stepped(self, halves: list[Value], place: Value, number: int) -> list[Value]:
@@ -163,7 +167,7 @@ class PackedSpan:
 class UnpackedBlocks:
     """Blocks with a signed byte per code and fp32 scales and minima, to be multiplied with many rows.
 
-        block   scales of each group [groups, panel]; minima [panel], if any; codes of each quad [panel, 4]
+    block   scales of each group [groups, panel]; minima [panel], if any; codes of each quad [panel, 4]
     """
 
     def __init__(self, emitter: Emitter, layout: PanelLayout, unit: VectorUnit) -> None:
