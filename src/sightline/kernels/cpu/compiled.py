@@ -41,7 +41,8 @@ def compiled(make: Callable[..., Callable[[Any, Any, Any], None]], *variant: int
     """The kernel of a variant: from this process, from the disk, or compiled."""
     decorate = numba.cfunc(SIGNATURE, cache=_caches(), fastmath=set(SUMS), error_model="numpy")
     with _cached_here():
-        owner = decorate(make(*variant))
+        # Whole numbers, not members of an enumeration: Numba compiles for the value, and names the file by it.
+        owner = decorate(make(*[int(each) for each in variant]))
     return Kernel(make.__name__, owner.address, owner)
 
 

@@ -113,6 +113,22 @@ def load_byte(typing_context, address, index):
 
 
 @intrinsic
+def order32(typing_context, address, index):
+    """An int32 that orders the fp32 at `index` of the array at `address`: zeros are equal, NaN is the largest."""
+
+    def generate(context, builder, signature, arguments):
+        bits = builder.load(_pointer(builder, arguments[0], arguments[1], INT32), align=4)
+        size = builder.and_(bits, ir.Constant(INT32, 0x7FFFFFFF))
+        is_negative = builder.icmp_signed("<", bits, ir.Constant(INT32, 0))
+        order = builder.select(is_negative, builder.not_(size), size)
+        order = builder.select(builder.icmp_signed("==", size, ir.Constant(INT32, 0)), size, order)
+        is_nan = builder.icmp_signed(">", size, ir.Constant(INT32, 0x7F800000))
+        return builder.select(is_nan, ir.Constant(INT32, 0x7FFFFFFF), order)
+
+    return types.int32(types.int64, types.int64), generate
+
+
+@intrinsic
 def float_of(typing_context, bits):
     """The fp32 whose bits are the low half of `bits`: how arguments hold floats."""
 
