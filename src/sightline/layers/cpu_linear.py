@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from sightline.kernels.coded_weights import CodedWeights, join
 from sightline.kernels.cpu.block_kernel import MAX_CHUNK_ROWS, ProductArguments, product_kernel
-from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.dense_kernel import MAX_ROWS, DenseArguments, DenseTypes, dense_kernel
 from sightline.kernels.cpu.input_blocks import QuantiseArguments, input_bytes, quantise_kernel
-from sightline.kernels.cpu.panels import BLOCK, PanelLayout, pack
-from sightline.kernels.cpu.processor import Processor
-from sightline.kernels.cpu.record import Launcher, Record
-from sightline.kernels.cpu.vector_unit import UNITS
+from sightline.kernels.cpu.panels import BLOCK, PackedMatrix
+from sightline.kernels.cpu.record import Record
+from sightline.layers.cpu_compute import CpuCompute, record_of
 from sightline.layers.linear import Linear, Projection
-
-_ROOM_BYTES = 4 << 20
-_ALIGNMENT = 64
-
-
-@dataclass(frozen=True, eq=False)
-class CpuCompute:
-    """What all projections of a model share: who runs their records, the processor, and memory for rounded inputs.
-
-    One step uses it at a time.
-    """
-
-    launcher: Launcher
-    processor: Processor
-    room: Tensor
-    """uint8, aligned. Holds the rounded inputs between two records of a projection."""
-
-    @classmethod
-    def on(cls, launcher: Launcher, processor: Processor | None = None, room_bytes: int = _ROOM_BYTES) -> CpuCompute:
-        """With kernels for `processor`, by default that of this machine. The room must hold a row of every product."""
-        memory = torch.zeros(room_bytes + _ALIGNMENT, dtype=torch.uint8)
-        start = -memory.data_ptr() % _ALIGNMENT
-        return cls(launcher, processor or Processor.detect(), memory[start : start + room_bytes])
-
-
-@dataclass(frozen=True, eq=False)
-class _PackedPart:
-    """Outputs of a projection whose weights have one form."""
-
-    layout: PanelLayout
-    panels: Tensor
-    first: int
-    """The index of the first output."""
-    out_features: int
 
 
 class CodedLinear(Projection):
@@ -63,8 +23,8 @@ class CodedLinear(Projection):
 
     turns = False
 
-    def __init__(self, parts: Sequence[CodedWeights], bias: Tensor | None, compute: CpuCompute) -> None:
-        """`parts` are the weights for consecutive outputs; `bias` is [out_features]."""
+    def __init__(self, parts: Sequence[PackedMatrix], bias: Tensor | None, compute: CpuCompute) -> None:
+        """`parts` are the weights for consecutive outputs, packed by `compute`; `bias` is [out_features]."""
         self.in_features = parts[0].in_features
         self.out_features = sum(part.out_features for part in parts)
         self._compute = compute
@@ -76,13 +36,7 @@ class CodedLinear(Projection):
                 f"expected room for a row of {self.in_features} inputs, {input_bytes(self.in_features)} bytes, "
                 f"got {compute.room.nbytes}"
             )
-        panel = UNITS[compute.processor.instructions].panel
-        self._parts: list[_PackedPart] = []
-        first = 0
-        for part in join(parts):
-            packed = pack(part, panel)
-            self._parts.append(_PackedPart(PanelLayout(part.form, panel), packed, first, part.out_features))
-            first += part.out_features
+        self._parts = tuple(parts)
 
     @property
     def num_bytes(self) -> int:
@@ -108,27 +62,28 @@ class CodedLinear(Projection):
         arguments = QuantiseArguments(
             x.data_ptr(), x.stride(0) * x.itemsize, room.data_ptr(), len(x), self.in_features // BLOCK
         )
-        return _record(quantise_kernel(x.dtype, self._compute.processor), arguments, (x, room))
+        return record_of(quantise_kernel(x.dtype, self._compute.processor), arguments, (x, room))
 
     def _products(self, x: Tensor, out: Tensor, *, accumulate: bool) -> Iterator[Record]:
         room, row_bytes = self._compute.room, input_bytes(self.in_features)
+        first = 0
         for part in self._parts:
-            form = part.layout.form
             arguments = ProductArguments(
                 weights=part.panels.data_ptr(),
                 inputs=room.data_ptr(),
                 input_row_bytes=row_bytes,
-                out=out.data_ptr() + part.first * out.itemsize,
+                out=out.data_ptr() + first * out.itemsize,
                 out_row_bytes=out.stride(0) * out.itemsize,
                 rows=len(x),
                 out_features=part.out_features,
-                spans=self.in_features // BLOCK // part.layout.blocks_per_span,
+                spans=part.spans,
                 chunk_rows=MAX_CHUNK_ROWS,
-                bias=0 if self._bias is None else self._bias.data_ptr() + 4 * part.first,
+                bias=0 if self._bias is None else self._bias.data_ptr() + 4 * first,
                 accumulate=int(accumulate),
             )
-            kernel = product_kernel(form, out.dtype, self._compute.processor)
-            yield _record(kernel, arguments, (part.panels, room, out, self._bias))
+            kernel = product_kernel(part.layout.form, out.dtype, self._compute.processor)
+            yield record_of(kernel, arguments, (part.panels, room, out, self._bias))
+            first += part.out_features
 
 
 class CpuLinear(Linear):
@@ -171,11 +126,7 @@ class CpuLinear(Linear):
             accumulate=int(accumulate),
         )
         kernel = dense_kernel(DenseTypes(weight.dtype, x.dtype, out.dtype), self._compute.processor)
-        self._compute.launcher.launch(_record(kernel, arguments, (weight, x, out, self._wide_bias)))
-
-
-def _record(kernel: CompiledKernel, arguments: tuple[int, ...], keeps: tuple[object, ...]) -> Record:
-    return Record(kernel.address, np.array(arguments, dtype=np.int64), (kernel, *keeps), kernel.name)
+        self._compute.launcher.launch(record_of(kernel, arguments, (weight, x, out, self._wide_bias)))
 
 
 def _check_layout(x: Tensor, out: Tensor) -> None:

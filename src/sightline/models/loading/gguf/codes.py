@@ -71,7 +71,7 @@ def _steps(packed: Tensor) -> tuple[Tensor, Tensor]:
 
     The upper two bits of the first 8 bytes are those of the last four steps, whose lower bits are in the last 4 bytes.
     """
-    first, second, last = packed.split(4, dim=1)
+    first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     steps = torch.cat((first & 63, (last & 0x0F) | (first >> 6) << 4), dim=1)
     minimum_steps = torch.cat((second & 63, (last >> 4) | (second >> 6) << 4), dim=1)
     return steps.view(torch.int8), minimum_steps.view(torch.int8)
