@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -10,7 +10,6 @@ from sightline.kernels.cpu.block_kernel import MAX_CHUNK_ROWS, ProductArguments,
 from sightline.kernels.cpu.dense_kernel import MAX_ROWS, DenseArguments, DenseTypes, dense_kernel
 from sightline.kernels.cpu.input_blocks import QuantiseArguments, input_bytes, quantise_kernel
 from sightline.kernels.cpu.panels import BLOCK, PackedMatrix
-from sightline.kernels.cpu.record import Record
 from sightline.layers.cpu_compute import CpuCompute, record_of
 from sightline.layers.linear import Linear, Projection
 
@@ -29,11 +28,12 @@ class CodedLinear(Projection):
         self.out_features = sum(part.out_features for part in parts)
         self._compute = compute
         self._bias = None if bias is None else bias.float().contiguous()
-        self._chunk_rows = compute.room.nbytes // input_bytes(self.in_features)
+        self._input_row_bytes = input_bytes(self.in_features)
+        self._chunk_rows = compute.room.nbytes // self._input_row_bytes
         """The rows whose inputs fit in the room."""
         if self._chunk_rows == 0:
             raise ValueError(
-                f"expected room for a row of {self.in_features} inputs, {input_bytes(self.in_features)} bytes, "
+                f"expected room for a row of {self.in_features} inputs, {self._input_row_bytes} bytes, "
                 f"got {compute.room.nbytes}"
             )
         self._parts = tuple(parts)
@@ -51,39 +51,42 @@ class CodedLinear(Projection):
 
     def _launch(self, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
         _check_layout(x, out)
-        for start in range(0, len(x), self._chunk_rows):
-            rows = slice(start, start + self._chunk_rows)
-            self._compute.launcher.launch(self._quantising(x[rows]))
-            for record in self._products(x[rows], out[rows], accumulate=accumulate):
-                self._compute.launcher.launch(record)
+        rows = x.shape[0]
+        if rows <= self._chunk_rows:
+            self._launch_rows(x, out, rows, accumulate=accumulate)
+            return
+        for start in range(0, rows, self._chunk_rows):
+            chunk = slice(start, start + self._chunk_rows)
+            self._launch_rows(x[chunk], out[chunk], min(self._chunk_rows, rows - start), accumulate=accumulate)
 
-    def _quantising(self, x: Tensor) -> Record:
-        room = self._compute.room
-        arguments = QuantiseArguments(
-            x.data_ptr(), x.stride(0) * x.itemsize, room.data_ptr(), len(x), self.in_features // BLOCK
-        )
-        return record_of(quantise_kernel(x.dtype, self._compute.processor), arguments, (x, room))
-
-    def _products(self, x: Tensor, out: Tensor, *, accumulate: bool) -> Iterator[Record]:
-        room, row_bytes = self._compute.room, input_bytes(self.in_features)
-        first = 0
+    def _launch_rows(self, x: Tensor, out: Tensor, rows: int, *, accumulate: bool) -> None:
+        """Launches the records for rows whose rounded inputs fit in the room."""
+        if rows == 0:
+            return
+        launcher, processor, room = self._compute.launcher, self._compute.processor, self._compute.room
+        inputs, out_dtype = room.data_ptr(), out.dtype
+        rounding = QuantiseArguments(x.data_ptr(), x.stride(0) * x.itemsize, inputs, rows, self.in_features // BLOCK)
+        launcher.launch(record_of(quantise_kernel(x.dtype, processor), rounding, (x, room)))
+        target, bias = out.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+        out_row_bytes = out.stride(0) * out_dtype.itemsize
         for part in self._parts:
             arguments = ProductArguments(
                 weights=part.panels.data_ptr(),
-                inputs=room.data_ptr(),
-                input_row_bytes=row_bytes,
-                out=out.data_ptr() + first * out.itemsize,
-                out_row_bytes=out.stride(0) * out.itemsize,
-                rows=len(x),
+                inputs=inputs,
+                input_row_bytes=self._input_row_bytes,
+                out=target,
+                out_row_bytes=out_row_bytes,
+                rows=rows,
                 out_features=part.out_features,
                 spans=part.spans,
                 chunk_rows=MAX_CHUNK_ROWS,
-                bias=0 if self._bias is None else self._bias.data_ptr() + 4 * first,
+                bias=bias,
                 accumulate=int(accumulate),
             )
-            kernel = product_kernel(part.layout.form, out.dtype, self._compute.processor)
-            yield record_of(kernel, arguments, (part.panels, room, out, self._bias))
-            first += part.out_features
+            kernel = product_kernel(part.layout.form, out_dtype, processor)
+            launcher.launch(record_of(kernel, arguments, (part.panels, room, out, self._bias)))
+            target += part.out_features * out_dtype.itemsize
+            bias += 0 if self._bias is None else part.out_features * self._bias.itemsize
 
 
 class CpuLinear(Linear):
