@@ -17,6 +17,10 @@ class SerialLauncher:
         self.names: list[str] = []
         """The names of all records, in order."""
 
+    @property
+    def num_threads(self) -> int:
+        return self._num_threads
+
     def launch(self, record: Record) -> None:
         self.names.append(record.name)
         kernel = _KERNEL(record.kernel)

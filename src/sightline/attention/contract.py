@@ -10,7 +10,7 @@ cache write and the read, under one `CachePolicy`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
@@ -23,7 +23,8 @@ from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import Lane, Workspace
 from sightline.cache.pools import GroupCache, Pool
 from sightline.core.batch import Batch
-from sightline.kernels.cpu.record import InlineLauncher, Launcher
+from sightline.kernels.cpu.program import inline_launcher
+from sightline.kernels.cpu.record import Launcher
 
 InputsT = TypeVar("InputsT")
 SpecT = TypeVar("SpecT", bound=AttentionSpec)
@@ -63,7 +64,7 @@ class BackendContext(Generic[SpecT]):
     limits: StepLimits
     dtype: torch.dtype
     device: torch.device
-    launcher: Launcher = InlineLauncher()  # noqa: RUF009 - has no state
+    launcher: Launcher = field(default_factory=inline_launcher)
     """Runs the kernels of CPU backends."""
 
 
