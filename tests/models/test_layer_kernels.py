@@ -108,7 +108,7 @@ def test_the_setting_chooses_the_kernels() -> None:
 
 def test_fused_kernels_are_refused_on_a_cpu(models: Models) -> None:
     _, folder = models["llama"]
-    with pytest.raises(ConfigError, match="expected layer_kernels torch on the device cpu, got triton"):
+    with pytest.raises(ConfigError, match="expected layer_kernels torch or numba on the device cpu, got triton"):
         load_runtime(folder, EngineConfig(device="cpu", layer_kernels="triton"))
 
 

@@ -10,7 +10,7 @@ cache write and the read, under one `CachePolicy`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
@@ -23,7 +23,6 @@ from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import Lane, Workspace
 from sightline.cache.pools import GroupCache, Pool
 from sightline.core.batch import Batch
-from sightline.kernels.cpu.program import inline_launcher
 from sightline.kernels.cpu.record import Launcher
 
 InputsT = TypeVar("InputsT")
@@ -64,7 +63,7 @@ class BackendContext(Generic[SpecT]):
     limits: StepLimits
     dtype: torch.dtype
     device: torch.device
-    launcher: Launcher = field(default_factory=inline_launcher)
+    launcher: Launcher
     """Runs the kernels of CPU backends."""
 
 

@@ -282,10 +282,9 @@ def assemble_runtime(
     groups: Sequence[LayerGroup],
     selections: Sequence[GroupSelection],
     store: CacheStore,
-    launcher: CpuLauncher | None = None,
+    launcher: CpuLauncher,
 ) -> Runtime:
-    """Builds everything from the workspace to the runner. Without a launcher, CPU kernels run in the calling thread."""
-    launcher = inline_launcher() if launcher is None else launcher
+    """Builds everything from the workspace to the runner."""
     device = config.device.torch_device
     limits = StepLimits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)

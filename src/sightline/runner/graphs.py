@@ -75,7 +75,7 @@ class Graphs:
 
         Buckets whose steps cannot be recorded are given up, and the ledger is told.
         """
-        self._tell_uncaptured(ledger)
+        self._tell_uncaptured(ledger, is_essential=recorder.is_essential)
         order = sorted(self.buckets, key=lambda bucket: bucket.shape.size, reverse=True)
         refused = dict[StaticMemory, str]()
         for done, bucket in enumerate(order):
@@ -115,7 +115,7 @@ class Graphs:
             for row in reversed(rows):
                 store.close_row(row)
 
-    def _tell_uncaptured(self, ledger: Ledger) -> None:
+    def _tell_uncaptured(self, ledger: Ledger, *, is_essential: bool) -> None:
         decoded = {bucket.shape.size for bucket in self.buckets if bucket.shape.query_bound == 1}
         for binding in self._bindings:
             eager = dict[str, list[int]]()
@@ -124,12 +124,15 @@ class Graphs:
                 if size not in decoded and part.capability.graph is GraphLevel.NONE:
                     eager.setdefault(type(part.backend).__name__, []).append(size)
             for backend, sizes in eager.items():
-                ledger.degrade(
-                    "cuda_graph_sizes",
+                outcome = (
                     f"steps of {', '.join(map(str, sizes))} rows run eagerly: {backend}, which serves "
-                    f"{binding.group.name}, cannot be captured",
-                    "choose another decode_attention_backend, or enforce_eager",
+                    f"{binding.group.name}, cannot be captured"
                 )
+                if is_essential:
+                    remedy = "choose another decode_attention_backend, or enforce_eager"
+                    ledger.degrade("cuda_graph_sizes", outcome, remedy)
+                else:
+                    ledger.note("cuda_graph_sizes", outcome)
 
 
 def _make_buckets(shapes: Sequence[StepShape], store: CacheStore) -> tuple[StaticMemory, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ class Recording(Protocol):
 
 class Recorder(Protocol):
     """Records work."""
+
+    is_essential: ClassVar[bool]
+    """True if a step that is not recorded is so much slower that the ledger counts it as degraded."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,6 +62,8 @@ class CudaRecording:
 
 class CudaRecorder:
     """Captures CUDA graphs whose temporary memory is one pool: they must be replayed one after the other."""
+
+    is_essential = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,12 +104,15 @@ class CpuRecorder:
     uninitialised tensors are not computed.
     """
 
+    is_essential = False
+
     def __init__(self, launcher: CpuLauncher) -> None:
         self._launcher = launcher
         self.num_bytes = 0
 
     def record(self, work: Callable[[], Tensor]) -> CpuRecording:
-        with self._launcher.recording() as tape, _ComputesNothing():
+        refusing = _ComputesNothing()  # type: ignore[no-untyped-call]
+        with self._launcher.recording() as tape, refusing:
             out = work()
         program = tape.program()
         self.num_bytes += out.nbytes + program.entries.nbytes

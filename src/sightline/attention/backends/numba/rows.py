@@ -12,7 +12,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CACHE_DTYPES = frozenset({*_DTYPES, torch.float8_e4m3fn})
 # Not batch-invariant: how often a context is split depends on the number of tokens of a step.
 _FEATURES = frozenset(
-    {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.NON_CAUSAL, Feature.LSE, Feature.DETERMINISTIC}
+    {
+        Feature.WINDOW,
+        Feature.SOFTCAP,
+        Feature.SINKS,
+        Feature.NON_CAUSAL,
+        Feature.TREE_MASK,
+        Feature.LSE,
+        Feature.DETERMINISTIC,
+    }
 )
 
 

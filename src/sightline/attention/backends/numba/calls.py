@@ -5,6 +5,7 @@ Knows kernels, leases and lengths. Does not know what a layer caches.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -96,6 +97,21 @@ class Pages:
     page_size: int
 
 
+_KINDS = {MaskKind.CAUSAL: 0, MaskKind.FULL: 1, MaskKind.TREE: 2}
+
+
+@dataclass(frozen=True, eq=False)
+class RowMasks:
+    """Masks of a step in which not all rows are causal."""
+
+    kinds: Tensor
+    """[num_rows] int64, see `kernels.cpu.attend.make_locate`."""
+    places: Tensor
+    """[num_rows] int64: where each row's tree begins."""
+    trees: Tensor
+    """All trees, uint8."""
+
+
 def layer_entries(pool: Pool, name: str) -> tuple[Entries, ...]:
     """The entries of each layer of a pool."""
     return tuple(
@@ -127,23 +143,22 @@ class AttentionCalls:
         self._merge = compiled(make_merge, ELEMENTS[q], shape.value_dim, ELEMENTS[out])
         self._locate = compiled(make_locate)
 
-    def locate(self, step: StepView, full: Tensor | None, window: int | None, scratch: AttentionScratch) -> None:
+    def locate(self, step: StepView, masks: RowMasks | None, window: int | None, scratch: AttentionScratch) -> None:
         """Finds which keys each token sees."""
         batch = step.batch
         lens = batch.query_lens.device
         rows = () if step.is_transient else (batch.context_lens.device, batch.table_rows)
-        addresses = [each.data_ptr() for each in rows] or [0, 0]
-        whole = 0 if full is None else full.data_ptr()
+        extra = () if masks is None else (masks.kinds, masks.places, masks.trees, batch.positions)
         arguments = (
             lens.data_ptr(),
-            *addresses,
+            *([each.data_ptr() for each in rows] or [0, 0]),
             batch.num_rows,
             batch.num_tokens,
             window or 0,
-            whole,
             scratch.located.data_ptr(),
+            *([each.data_ptr() for each in extra] or [0, 0, 0, 0]),
         )
-        self._launch(self._locate, arguments, lens, *rows, full, scratch.located)
+        self._launch(self._locate, arguments, lens, *rows, *extra, scratch.located)
 
     def write(self, x: Tensor, entries: Entries, slots: Tensor) -> None:
         """Writes x [num_tokens, num_heads, size] to the cache."""
@@ -182,7 +197,7 @@ class AttentionCalls:
             *(scratch.located.data_ptr(), num_tokens, self._shape.num_kv_heads, num_splits),
             *(float_bits(scale * keys.scale), float_bits(softcap or 0.0), value_factor, sink_place),
             *(*place, lse_place, scratch.parts.data_ptr()),
-            *(scratch.threads.data_ptr(), scratch.threads.stride(0), scratch.slots.data_ptr()),
+            *(scratch.threads.data_ptr(), scratch.threads.stride(0), scratch.slots.data_ptr(), heads),
         )
         kept = (q, keys.plane, values.plane, pages, scratch, sinks, out, lse)
         self._launch(self._attend[keys.plane.dtype], arguments, *kept)
@@ -195,10 +210,21 @@ class AttentionCalls:
         self._launcher.launch(Record(kernel.address, numbers, (kernel, *keeps), kernel.name))
 
 
-def full_rows(step: StepView, buffers: PlanBuffers) -> Tensor | None:
-    """[num_rows] int64: 1 for rows whose tokens all see each other; None if there is none."""
-    kinds = [mask.kind for mask in step.batch.masks]
-    if MaskKind.FULL not in kinds:
+def plan_masks(step: StepView, buffers: PlanBuffers) -> RowMasks | None:
+    """The masks of all rows; None if all are causal."""
+    masks = step.batch.masks
+    if all(mask.kind is MaskKind.CAUSAL for mask in masks):
         return None
-    taken = buffers.take("full rows", (len(kinds),), torch.int64)
-    return taken.copy_(torch.tensor([kind is MaskKind.FULL for kind in kinds], dtype=torch.int64))
+    trees = [mask.tree.reshape(-1) for mask in masks if mask.tree is not None]
+    sizes = [0 if mask.tree is None else mask.tree.numel() for mask in masks]
+    places = [0, *itertools.accumulate(sizes[:-1])]
+    planned = RowMasks(
+        buffers.take("mask kinds", (len(masks),), torch.int64),
+        buffers.take("tree places", (len(masks),), torch.int64),
+        buffers.take("trees", (sum(sizes),), torch.uint8),
+    )
+    planned.kinds.copy_(torch.tensor([_KINDS[mask.kind] for mask in masks]))
+    planned.places.copy_(torch.tensor(places))
+    if trees:
+        torch.cat([tree.to(torch.uint8) for tree in trees], out=planned.trees)
+    return planned

@@ -13,16 +13,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sightline.attention.backends.cpu.calls import (
+from sightline.attention.backends.numba.calls import (
     AttentionCalls,
     AttentionScratch,
     AttentionShape,
     Entries,
     Pages,
-    full_rows,
+    RowMasks,
     layer_entries,
+    plan_masks,
 )
-from sightline.attention.backends.cpu.rows import ROWS
+from sightline.attention.backends.numba.rows import ROWS
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
 from sightline.attention.contract import (
@@ -38,7 +39,7 @@ from sightline.attention.workspace import Lane
 
 
 @dataclass(frozen=True, eq=False)
-class _CpuPlan(AttentionPlan[SoftmaxInputs]):
+class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
     spec: SoftmaxSpec
     calls: AttentionCalls
     step: StepView
@@ -47,11 +48,11 @@ class _CpuPlan(AttentionPlan[SoftmaxInputs]):
     write_slots: Tensor | None
     """[num_tokens] int64; None under `TRANSIENT`, which reads no pool."""
     pages: Pages
-    full: Tensor | None
+    masks: RowMasks | None
     scratch: AttentionScratch
 
     def prepare(self) -> None:
-        self.calls.locate(self.step, self.full, self.spec.window, self.scratch)
+        self.calls.locate(self.step, self.masks, self.spec.window, self.scratch)
 
     def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
         lse = torch.empty(out.shape[:2], dtype=torch.float32) if self.step.needs_lse else None
@@ -75,7 +76,7 @@ class _CpuPlan(AttentionPlan[SoftmaxInputs]):
         return lse
 
 
-class CpuBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
+class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     """Decodes on a CPU, at the speed at which memory is read."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = ROWS
@@ -91,14 +92,14 @@ class CpuBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
         def scratch(lane: Lane) -> AttentionScratch:
             def lease(name: str, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
-                return context.workspace.lease(context.group, f"cpu {name}", lane, size, kind)
+                return context.workspace.lease(context.group, f"numba {name}", lane, size, kind)
 
             return AttentionScratch.of(lease, shape, context.limits.max_step_tokens, launcher.num_threads)
 
         self._scratch = {lane: scratch(lane) for lane in context.limits.lanes}
 
-    def plan(self, step: StepView, buffers: PlanBuffers) -> _CpuPlan:
-        return _CpuPlan(
+    def plan(self, step: StepView, buffers: PlanBuffers) -> _NumbaPlan:
+        return _NumbaPlan(
             spec=self._spec,
             calls=self._calls,
             step=step,
@@ -106,6 +107,6 @@ class CpuBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             values=self._values,
             write_slots=step.write_slots(self._pool),
             pages=self._pages,
-            full=full_rows(step, buffers),
+            masks=plan_masks(step, buffers),
             scratch=self._scratch[step.lane],
         )
