@@ -510,7 +510,7 @@ def test_without_numba_a_cpu_runs_torchs_kernels_and_tells_what_is_lost(monkeypa
 
 
 def test_compiled_kernels_are_refused_on_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="expected layer_kernels torch or triton on the device .*, got numba"):
+    with pytest.raises(ConfigError, match=r"expected layer_kernels torch or triton on the device .*, got numba"):
         resolved(EngineConfig(layer_kernels="numba"), device=CUDA)
 
 
