@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from sightline.core.ledger import Ledger
+from sightline.kernels.cpu.program import CpuLauncher
+from sightline.kernels.cpu.team import Team
 from sightline.layers.linear import Projection
 from sightline.models.decoder import Decoder
 from sightline.models.kept_weights import KeptWeights
@@ -67,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time matrix products with few rows.")
     parser.add_argument("--rows", default="1,2,4,6,8,16,32,48,64,128")
     rows = [int(count) for count in parser.parse_args().rows.split(",")]
-    exact, kept = projections(None), projections(kept_on_cpu(Ledger()))
+    exact, kept = projections(None), projections(kept_on_cpu(CpuLauncher(Team(torch.get_num_threads())), Ledger()))
     print(f"{torch.get_num_threads()} threads, ms for all products of a step\n")
     print("| rows | x Wᵀ | W x | kept quantised |")
     print("| --- | --- | --- | --- |")

@@ -12,7 +12,7 @@ pytest.importorskip("numba")
 from sightline.kernels.cpu.program import CpuLauncher
 from sightline.kernels.cpu.team import Team
 from sightline.layers.activation import Activation, Gate
-from sightline.layers.cpu_operations import CpuOperations
+from sightline.layers.cpu_operations import CpuOperations, rounded
 from sightline.layers.norm import RmsNorm
 from support.layers import TORCH
 from support.operation_cases import GATES, Check, OperationCases, Run, compare
@@ -87,6 +87,12 @@ def test_buffers_of_another_dtype_or_order_are_refused(operations: CpuOperations
     for logits in (torch.ones(8, 3).t(), torch.ones(3, 8).bfloat16()):
         with pytest.raises(ValueError, match="expected row-major fp32 logits"):
             operations.softcap(logits, 1.0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("value", [1.0, 576**0.5, 48.0, 1 / 3, 1.00390625, 1.01171875, 0.1])
+def test_a_scale_is_rounded_as_torch_rounds_it(dtype: torch.dtype, value: float) -> None:
+    assert rounded(value, dtype) == float(torch.tensor(value, dtype=dtype))
 
 
 LOGITS = [

@@ -15,6 +15,7 @@ from sightline.core.config import EngineConfig, Quantization
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.kernels.block_product import CpuFeatures
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.layers.cpu_embedding import CodedEmbedding
 from sightline.layers.cpu_linear import CodedLinear
 from sightline.layers.embedding import BlockEmbedding, DenseEmbedding
@@ -58,7 +59,13 @@ def kept_runtime(path: Path, kept: KeptWeights, ledger: Ledger) -> Runtime:
     exact, decoder = exact_runtime(path), load_kept(path, kept, ledger)
     groups = group_layers(decoder.definition.attention_specs())
     return assemble_runtime(
-        exact.config, decoder.definition, decoder, groups, exact.selections, make_store(exact.config, groups)
+        exact.config,
+        decoder.definition,
+        decoder,
+        groups,
+        exact.selections,
+        make_store(exact.config, groups),
+        inline_launcher(),
     )
 
 

@@ -33,6 +33,7 @@ MAY_CHANGE = {
     ("PlanMemory", "_views"),
     ("PlanMemory", "epoch"),
     ("Activations", "_last"),  # the shapes of the last step
+    ("Graphs", "buckets"),  # those that could be recorded, once, at the end of construction
     ("Workspace", "_sealed"),  # set once, at the end of construction
 }
 """Attributes that are assigned again after construction, by class and name."""

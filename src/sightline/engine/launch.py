@@ -122,7 +122,7 @@ class Launch(NamedTuple, Generic[LifeT]):
     failures: tuple[RowFailure[LifeT], ...]
 
 
-class Launcher(Generic[LifeT]):
+class StepLauncher(Generic[LifeT]):
     """Puts steps on a runtime's device."""
 
     def __init__(self, runtime: Runtime, consume: Consume[LifeT], mask: RowMask, clock: Callable[[], float]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from sightline.kernels.cpu.lookup_kernel import LookupArguments, lookup_kernel
 from sightline.kernels.cpu.panels import PackedMatrix
 from sightline.kernels.cpu.record import float_bits
 from sightline.layers.cpu_compute import CpuCompute, record_of
+from sightline.layers.cpu_operations import rounded
 from sightline.layers.embedding import Embedding
 from sightline.layers.operations import Operations
 
@@ -25,7 +25,6 @@ class CodedEmbedding(Embedding):
         del operations  # packed weights have a kernel of their own
         if not len(tokens):
             return
-        rounded = float(torch.tensor(scale, dtype=out.dtype, device="cpu"))
         arguments = LookupArguments(
             weights=self._weights.panels.data_ptr(),
             rows=tokens.data_ptr(),
@@ -33,7 +32,7 @@ class CodedEmbedding(Embedding):
             out=out.data_ptr(),
             out_row_bytes=out.stride(0) * out.itemsize,
             spans=self._weights.spans,
-            factor=float_bits(rounded),
+            factor=float_bits(rounded(scale, out.dtype)),
         )
         kernel = lookup_kernel(self._weights.layout.form, out.dtype, self._compute.processor)
         self._compute.launcher.launch(record_of(kernel, arguments, (self._weights.panels, tokens, out)))

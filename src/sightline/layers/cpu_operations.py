@@ -51,8 +51,7 @@ class CpuOperations(Operations):
         self._best_tokens = compiled(pointwise.make_best_tokens)
 
     def embed(self, weight: Tensor, tokens: Tensor, scale: float, out: Tensor) -> None:
-        rounded = float(torch.tensor(scale, dtype=out.dtype, device="cpu")) if scale != 1.0 else 1.0
-        self._look_up(self._take_rows, weight, tokens, rounded, out)
+        self._look_up(self._take_rows, weight, tokens, rounded(scale, out.dtype), out)
 
     def add_rows(self, table: Tensor, rows: Tensor, out: Tensor) -> None:
         self._look_up(self._add_rows, table, rows, 1.0, out)
@@ -164,6 +163,15 @@ class CpuOperations(Operations):
     def _launch(self, kernel: Kernel, arguments: tuple[int, ...], *keeps: Tensor) -> None:
         numbers = np.array(arguments, dtype=np.int64)
         self._launcher.launch(Record(kernel.address, numbers, (kernel, *keeps), kernel.name))
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """The value as the dtype holds it. Without torch, whose operations no program repeats."""
+    if dtype == torch.bfloat16:
+        bits = int(np.float32(value).view(np.uint32))
+        kept = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+        return float(np.uint32(kept).view(np.float32))
+    return float(np.float16(value) if dtype == torch.float16 else np.float32(value))
 
 
 def _weighted(norm: RmsNorm) -> tuple[int, int]:

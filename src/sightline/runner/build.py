@@ -34,6 +34,7 @@ from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import CpuFeatures
+from sightline.kernels.cpu.program import CpuLauncher, inline_launcher
 from sightline.layers.linear import Linear
 from sightline.layers.moe import ExpertCompute
 from sightline.layers.operations import Operations
@@ -50,7 +51,7 @@ from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
-from sightline.runner.recording import CudaRecorder
+from sightline.runner.recording import CpuRecorder, CudaRecorder, Recorder
 from sightline.runner.runner import Runner
 from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, paged_kinds
 
@@ -74,6 +75,8 @@ class Runtime:
     graphs: Graphs
     operations: Operations
     """Operations with the kernels of the device."""
+    launcher: CpuLauncher
+    """Runs the kernels of a CPU."""
     times: BuildTimes
 
 
@@ -164,16 +167,17 @@ def _build(
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
 
     on_progress(0, len(checkpoint.tensors))
+    launcher = make_launcher(resolved, selections)
     reader = WeightReader(
         checkpoint,
         resolved.dtype,
         device.torch_device,
         ledger,
         on_progress,
-        kept=kept_weights(resolved, ledger),
+        kept=kept_weights(resolved, launcher, ledger),
         skip_check=resolved.skip_weight_check,
         expert_compute=expert_compute(resolved),
-        make_linear=_linear_maker(resolved),
+        make_linear=_linear_maker(resolved, launcher),
     )
     times = BuildTimes()
     with times.measured(BuildPhase.WEIGHTS):
@@ -181,7 +185,8 @@ def _build(
         with single_threaded():
             model = load(reader)
     store = make_store(resolved, groups, scales=scales)
-    return replace(assemble_runtime(resolved, definition, model, groups, selections, store), times=times)
+    runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher)
+    return replace(runtime, times=times)
 
 
 def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step: OnBuildStep) -> None:
@@ -193,9 +198,11 @@ def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step
 
 
 def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
-    """Captures the graphs that the config asks for."""
+    """Captures the graphs, or records the programs, that the config asks for."""
     if runtime.config.graph_sizes:
-        recorder = CudaRecorder(runtime.config.device.torch_device)
+        device = runtime.config.device
+        is_card = device.kind is DeviceKind.CUDA
+        recorder: Recorder = CudaRecorder(device.torch_device) if is_card else CpuRecorder(runtime.launcher)
         with runtime.times.measured(BuildPhase.GRAPHS):
             runtime.graphs.capture(runtime.runner, recorder, ledger, on_step)
 
@@ -276,6 +283,7 @@ def assemble_runtime(
     groups: Sequence[LayerGroup],
     selections: Sequence[GroupSelection],
     store: CacheStore,
+    launcher: CpuLauncher,
 ) -> Runtime:
     """Builds everything from the workspace to the runner."""
     device = config.device.torch_device
@@ -285,12 +293,15 @@ def assemble_runtime(
         GroupBinding(
             group,
             cache,
-            _serving(selection, BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device)),
+            _serving(
+                selection,
+                BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device, launcher),
+            ),
         )
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
     planner = Planner(bindings, limits, store.lengths, workspace, paranoid=config.paranoid)
-    operations = make_operations(config.layer_kernels, device)
+    operations = make_operations(config.layer_kernels, device, config.dtype, launcher)
     # Feature-major products are faster on a CPU only.
     turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
     activations = {
@@ -311,15 +322,35 @@ def assemble_runtime(
         runner=runner,
         graphs=graphs,
         operations=operations,
+        launcher=launcher,
         times=BuildTimes(),
     )
 
 
-def make_operations(kernels: LayerKernels, device: torch.device) -> Operations:
+def make_launcher(config: ResolvedConfig, selections: Sequence[GroupSelection]) -> CpuLauncher:
+    """The threads that run compiled CPU kernels: as many as torch's, if anything is computed with such kernels."""
+    chosen = [each.capability.package for selection in selections for each in selection.values()]
+    keeps_codes = config.quantization is Quantization.KEEP and has_cpu_kernels()
+    computes = config.layer_kernels is LayerKernels.NUMBA or LayerKernels.NUMBA.value in chosen or keeps_codes
+    if config.device.kind is not DeviceKind.CPU or not computes:
+        return inline_launcher()
+    # Imported here: numba is an extra.
+    from sightline.kernels.cpu.team import Team
+
+    return CpuLauncher(Team(torch.get_num_threads()))
+
+
+def make_operations(
+    kernels: LayerKernels, device: torch.device, dtype: torch.dtype, launcher: CpuLauncher
+) -> Operations:
     """The operations with the chosen kernels."""
     if kernels is LayerKernels.TORCH:
         return TorchOperations()
-    # Imported here: a CPU install has no triton.
+    # Imported here: a CPU install has no triton, and numba is an extra.
+    if kernels is LayerKernels.NUMBA:
+        from sightline.layers.cpu_operations import CpuOperations
+
+        return CpuOperations(launcher, dtype)
     from sightline.kernels.triton.overlap import overlaps_on
     from sightline.layers.triton_operations import TritonOperations
 
@@ -329,19 +360,19 @@ def make_operations(kernels: LayerKernels, device: torch.device) -> Operations:
 def expert_compute(config: ResolvedConfig) -> ExpertCompute:
     """How experts are computed with the chosen kernels; in fp8 if quantised weights are to be kept and the card can."""
     capability = config.device.compute_capability
-    if config.layer_kernels is LayerKernels.TORCH:
+    if config.layer_kernels is not LayerKernels.TRITON:
         return ExpertCompute.ONE_BY_ONE
     if config.quantization is Quantization.KEEP and capability is not None and capability >= _MULTIPLIES_FP8:
         return ExpertCompute.AT_ONCE_IN_FP8
     return ExpertCompute.AT_ONCE
 
 
-def kept_weights(config: ResolvedConfig, ledger: Ledger) -> KeptWeights | None:
+def kept_weights(config: ResolvedConfig, launcher: CpuLauncher, ledger: Ledger) -> KeptWeights | None:
     """What makes layers of weights that stay quantised; None if they are dequantised, or the device is a GPU."""
     if config.quantization is not Quantization.KEEP:
         return None
     if config.device.kind is DeviceKind.CPU:
-        return kept_on_cpu(ledger)
+        return kept_on_cpu(launcher, ledger)
     if expert_compute(config) is ExpertCompute.AT_ONCE_IN_FP8:
         ledger.note(
             "--quantization keep",
@@ -367,29 +398,32 @@ def keep_rule() -> KeepRule:
     return CodeRule() if has_cpu_kernels() else BlockRule(CpuFeatures.detect())
 
 
-def kept_on_cpu(ledger: Ledger) -> KeptWeights:
+def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
     """What makes layers of weights that stay quantised on this CPU. The ledger says what a missing Numba costs."""
     if not has_cpu_kernels():
         ledger.degrade(
             "--quantization keep",
-            f"only weights in {BlockRule.types} can stay quantised, and products with them are slower: Numba is not "
+            f"only weights in {BlockRule.types} can stay quantised, and products with them are slower: numba is not "
             "installed",
-            "install it: pip install 'sightline[cpu]'",
+            "install numba: pip install 'sightline[cpu]'",
         )
         return KeptBlocks(CpuFeatures.detect())
-    # Imported here: an install without the extra has no Numba.
-    from sightline.kernels.cpu.program import CpuLauncher
-    from sightline.kernels.cpu.team import Team
+    # Imported here: numba is an extra.
     from sightline.layers.cpu_compute import CpuCompute
     from sightline.models.kept_codes import KeptCodes
 
-    return KeptCodes(CpuCompute.on(CpuLauncher(Team(torch.get_num_threads()))))
+    return KeptCodes(CpuCompute.on(launcher))
 
 
-def _linear_maker(config: ResolvedConfig) -> Callable[[Tensor, Tensor | None], Linear]:
+def _linear_maker(config: ResolvedConfig, launcher: CpuLauncher) -> Callable[[Tensor, Tensor | None], Linear]:
     """What makes projections with dense weights for the chosen kernels."""
     if config.layer_kernels is LayerKernels.TORCH:
         return Linear
+    if config.layer_kernels is LayerKernels.NUMBA:
+        from sightline.layers.cpu_compute import CpuCompute
+        from sightline.layers.cpu_linear import CpuLinear
+
+        return partial(CpuLinear, compute=CpuCompute.on(launcher))
     from sightline.kernels.triton.overlap import overlaps_on
     from sightline.layers.thin_linear import ThinLinear
 

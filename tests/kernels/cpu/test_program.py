@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from sightline.kernels.cpu.compiled import compiled
 from sightline.kernels.cpu.instructions import load64, store64
-from sightline.kernels.cpu.program import CpuLauncher, Program
-from sightline.kernels.cpu.record import InlineLauncher, Record
+from sightline.kernels.cpu.program import CpuLauncher, Program, inline_launcher
+from sightline.kernels.cpu.record import Record
 from sightline.kernels.cpu.team import Team
 
 SIZE = 7
@@ -86,7 +86,7 @@ def test_a_launch_outside_a_recording_has_run_when_it_returns(team: Team) -> Non
 
 
 def test_an_inline_launcher_runs_at_once_in_one_thread() -> None:
-    shifts, launcher = Shifts(), InlineLauncher()
+    shifts, launcher = Shifts(), inline_launcher()
     launcher.launch(shifts.records[0])
     assert (launcher.num_threads, shifts.second.tolist()) == (1, [1] * SIZE)
 

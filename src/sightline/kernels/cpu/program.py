@@ -3,19 +3,45 @@
     launch(record) ── eager ──▶ a program of one record
                    └─ inside `recording()` ──▶ Tape ──▶ Program, which `run` repeats
 
-A program repeats the recorded calls at the recorded addresses. Does not know steps.
+A program repeats the recorded calls at the recorded addresses. Does not know steps, nor what threads are made of.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sightline.kernels.cpu.record import Record
-from sightline.kernels.cpu.team import Team
+
+_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+class Threads(Protocol):
+    """Runs records, as `team.Team` does."""
+
+    @property
+    def num_threads(self) -> int: ...
+
+    def run(self, entries: NDArray[np.int64]) -> None:
+        """Runs the records whose kernel and argument addresses are the rows of `entries` [num_records, 2], in order."""
+
+
+class CallingThread:
+    """Runs records in the calling thread alone."""
+
+    @property
+    def num_threads(self) -> int:
+        return 1
+
+    def run(self, entries: NDArray[np.int64]) -> None:
+        for kernel, arguments in entries.tolist():
+            _CALL(kernel)(arguments, 0, 1)
 
 
 class Program:
@@ -46,20 +72,20 @@ class _Recording(threading.local):
 
 
 class CpuLauncher:
-    """Runs records on a team of threads."""
+    """Runs records, or keeps them."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
         self._recording = _Recording()
 
     @property
     def num_threads(self) -> int:
-        return self._team.num_threads
+        return self._threads.num_threads
 
     def launch(self, record: Record) -> None:
         tape = self._recording.tape
         if tape is None:
-            self._team.run(np.array([[record.kernel, record.arguments.ctypes.data]], dtype=np.int64))
+            self._threads.run(np.array([[record.kernel, record.arguments.ctypes.data]], dtype=np.int64))
         else:
             tape.records.append(record)
 
@@ -76,4 +102,9 @@ class CpuLauncher:
 
     def run(self, program: Program) -> None:
         """Runs a program from its first record to its last."""
-        self._team.run(program.entries)
+        self._threads.run(program.entries)
+
+
+def inline_launcher() -> CpuLauncher:
+    """A launcher without threads of its own."""
+    return CpuLauncher(CallingThread())

@@ -10,7 +10,6 @@ inside: all threads finish a record before any of them begins the next. Does not
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,20 +40,6 @@ class Launcher(Protocol):
 
     def launch(self, record: Record) -> None:
         """Runs the record, or keeps it for a program. Its outputs may be read only through later records until then."""
-
-
-class InlineLauncher:
-    """Runs every record at once, in the calling thread alone."""
-
-    @property
-    def num_threads(self) -> int:
-        return 1
-
-    def launch(self, record: Record) -> None:
-        _CALL(record.kernel)(record.arguments.ctypes.data, 0, 1)
-
-
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 def float_bits(value: float) -> int:
