@@ -52,7 +52,7 @@ def load_kept(path: Path, kept: KeptWeights, ledger: Ledger) -> Decoder:
 
 
 def exact_runtime(path: Path) -> Runtime:
-    return load_runtime(path, EngineConfig(cache_tokens=256, page_size=8))
+    return load_runtime(path, EngineConfig(cache_tokens=256, page_size=8, layer_kernels="torch"))
 
 
 def kept_runtime(path: Path, kept: KeptWeights, ledger: Ledger) -> Runtime:
