@@ -127,7 +127,11 @@ class VnniUnit(VectorUnit):
         if signed:
             # Flipping the sign bit of a signed byte adds 128 to it.
             codes = emitter.build.xor(codes, emitter.constant(vector(I8, count), -128))
-        name = f"llvm.x86.avx512.vpdpbusd.{8 * count}"
+        return self.sum_unsigned(emitter, sums, codes, inputs)
+
+    def sum_unsigned(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value) -> Value:
+        """The instruction itself: unsigned codes times signed inputs."""
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
         return emitter.call(name, vector(I32, self.lanes), [sums, codes, inputs])
 
 
