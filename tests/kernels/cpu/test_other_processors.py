@@ -58,9 +58,11 @@ SPELLED = {Instructions.AVX_VNNI: SpelledVnni(), Instructions.AVX512_VNNI: Spell
 
 
 @pytest.mark.parametrize("instructions", SPELLED, ids=lambda each: each.value)
-@all_forms
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("Q8_0", "Q4_K") else pytest.mark.prove) for name in FORMS]
+)
 def test_products_and_look_ups_with_the_panels_of_vnni(
-    form: CodeForm, instructions: Instructions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, instructions: Instructions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for module in (block_kernel, lookup_kernel, cpu_compute):
         monkeypatch.setattr(module, "UNITS", {**UNITS, **SPELLED})
@@ -68,7 +70,7 @@ def test_products_and_look_ups_with_the_panels_of_vnni(
     this = Processor.detect()
     # Another name than the real one, whose kernels may be compiled already.
     processor = Processor(this.triple, "generic", this.features, instructions)
-    weights, compute = random_coded(form, OUTPUTS, INPUTS), CpuCompute.on(SerialLauncher(3), processor)
+    weights, compute = random_coded(FORMS[name], OUTPUTS, INPUTS), CpuCompute.on(SerialLauncher(3), processor)
     matrices = compute.pack([weights])
     for rows in (1, 3, ROWS):
         x, out = torch.randn(rows, INPUTS) + 0.5, torch.full((rows, OUTPUTS), float("nan"))
