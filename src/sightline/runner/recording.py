@@ -63,7 +63,7 @@ class CudaRecording:
 class CudaRecorder:
     """Captures CUDA graphs whose temporary memory is one pool: they must be replayed one after the other."""
 
-    is_essential = True
+    is_essential: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,7 +104,7 @@ class CpuRecorder:
     uninitialised tensors are not computed.
     """
 
-    is_essential = False
+    is_essential: ClassVar[bool] = False
 
     def __init__(self, launcher: CpuLauncher) -> None:
         self._launcher = launcher
