@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sightline.kernels.coded_weights import CodedWeights
 from sightline.kernels.cpu.processor import Processor
-from sightline.layers.cpu_linear import CodedLinear, CpuCompute, CpuLinear
+from sightline.layers.cpu_compute import CpuCompute
+from sightline.layers.cpu_linear import CodedLinear, CpuLinear
 from support.coded_weights import FORMS, defined_product, random_coded
 from support.cpu_launchers import SerialLauncher
 
@@ -31,6 +32,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 def compute(processor: Processor, num_threads: int = 1) -> CpuCompute:
     return CpuCompute.on(SerialLauncher(num_threads), processor)
+
+
+def coded_linear(parts: list[CodedWeights], bias: Tensor | None, given: CpuCompute) -> CodedLinear:
+    return CodedLinear(given.pack(parts), bias, given)
 
 
 def random_rows(rows: int, features: int, seed: int = 2) -> Tensor:
@@ -55,7 +60,7 @@ def test_products_equal_their_definition(form: object, processor: Processor, row
     """37 outputs: the last panel has missing ones. Rows make tiles of every size and more than one chunk."""
     weights = random_coded(form, 37, 512)  # type: ignore[arg-type]
     x, out = random_rows(rows, 512), poisoned(rows, 37)
-    CodedLinear([weights], None, compute(processor, num_threads=3))(x, out)
+    coded_linear([weights], None, compute(processor, num_threads=3))(x, out)
     assert error(out, defined_product(weights, x)) < CLOSE
 
 
@@ -65,8 +70,8 @@ def test_products_equal_their_definition(form: object, processor: Processor, row
 def test_results_do_not_depend_on_the_number_of_threads(form: object, num_threads: int, outputs: int) -> None:
     weights, x = random_coded(form, outputs, 256), random_rows(6, 256)  # type: ignore[arg-type]
     out, alone = poisoned(6, outputs), poisoned(6, outputs)
-    CodedLinear([weights], None, compute(PROCESSORS["this"], num_threads))(x, out)
-    CodedLinear([weights], None, compute(PROCESSORS["this"], 1))(x, alone)
+    coded_linear([weights], None, compute(PROCESSORS["this"], num_threads))(x, out)
+    coded_linear([weights], None, compute(PROCESSORS["this"], 1))(x, alone)
     assert torch.equal(out, alone)
     assert error(out, defined_product(weights, x)) < CLOSE
 
@@ -78,7 +83,7 @@ def test_every_block_of_a_row_counts(name: str, inputs: int, rows: int) -> None:
     """One block, an odd number of them, and one more than is unpacked at a time."""
     weights, x = random_coded(FORMS[name], 16, inputs), random_rows(rows, inputs)
     out = poisoned(rows, 16)
-    CodedLinear([weights], None, compute(PROCESSORS["this"]))(x, out)
+    coded_linear([weights], None, compute(PROCESSORS["this"]))(x, out)
     assert error(out, defined_product(weights, x)) < 2 * CLOSE
 
 
@@ -88,7 +93,7 @@ def test_every_block_of_a_row_counts(name: str, inputs: int, rows: int) -> None:
 def test_every_span_of_a_row_counts(name: str, inputs: int, rows: int) -> None:
     weights, x = random_coded(FORMS[name], 16, inputs), random_rows(rows, inputs)
     out = poisoned(rows, 16)
-    CodedLinear([weights], None, compute(PROCESSORS["this"]))(x, out)
+    coded_linear([weights], None, compute(PROCESSORS["this"]))(x, out)
     assert error(out, defined_product(weights, x)) < 2 * CLOSE
 
 
@@ -97,7 +102,7 @@ def test_a_product_is_close_to_that_of_the_exact_weights_and_inputs(form: object
     """Inputs in 8 bits per block have steps of 1/127 of its largest number: about 0.4% of an input, unbiased."""
     weights, x = random_coded(form, 64, 1024), random_rows(8, 1024)  # type: ignore[arg-type]
     out = poisoned(8, 64)
-    CodedLinear([weights], None, compute(PROCESSORS["this"]))(x, out)
+    coded_linear([weights], None, compute(PROCESSORS["this"]))(x, out)
     exact = x.double() @ weights.dequantised().double().t()
     assert 0 < float((out - exact).norm() / exact.norm()) < 0.012
 
@@ -110,7 +115,7 @@ def test_bias_addition_strides_and_dtypes(dtype: torch.dtype, processor: Process
     bias, before = random_rows(1, 37, seed=3)[0], random_rows(rows, 37, seed=4).to(dtype)
     x = random_rows(rows, 2 * 256).to(dtype)[:, 256:]
     out = poisoned(rows, 50, dtype)
-    projection = CodedLinear([weights], bias, compute(processor, num_threads=2))
+    projection = coded_linear([weights], bias, compute(processor, num_threads=2))
     expected = defined_product(weights, x) + bias
     projection(x, out[:, 5:42])
     assert error(out[:, 5:42], expected) < OF_DTYPE[dtype]
@@ -125,7 +130,7 @@ def test_parts_of_different_forms_share_their_rounded_inputs() -> None:
     parts = [random_coded(FORMS[name], size, 256, seed=size) for name, size in (("Q4_K", 9), ("Q4_K", 8), ("Q6_K", 5))]
     bias, x, out = random_rows(1, 22, seed=3)[0], random_rows(3, 256), poisoned(3, 22)
     launcher = SerialLauncher(2)
-    CodedLinear(parts, bias, CpuCompute.on(launcher))(x, out)
+    coded_linear(parts, bias, CpuCompute.on(launcher))(x, out)
     expected = torch.cat([defined_product(part, x) for part in parts], dim=1) + bias
     assert error(out, expected) < CLOSE
     assert [name.partition("-")[0] for name in launcher.names] == ["quantise", "product", "product"]
@@ -134,19 +139,19 @@ def test_parts_of_different_forms_share_their_rounded_inputs() -> None:
 def test_more_rows_than_the_room_holds_are_multiplied_in_turn() -> None:
     weights, x = random_coded(FORMS["Q8_0"], 3, 96), random_rows(70, 96)
     launcher, out = SerialLauncher(), poisoned(70, 3)
-    CodedLinear([weights], None, CpuCompute.on(launcher, room_bytes=32 * 3 * 48))(x, out)
+    coded_linear([weights], None, CpuCompute.on(launcher, room_bytes=32 * 3 * 48))(x, out)
     assert error(out, defined_product(weights, x)) < CLOSE
     assert len(launcher.names) == 3 * 2
 
 
 def test_a_room_that_holds_no_row_is_refused() -> None:
     with pytest.raises(ValueError, match="expected room for a row of 96 inputs, 144 bytes, got 100"):
-        CodedLinear([random_coded(FORMS["Q8_0"], 3, 96)], None, CpuCompute.on(SerialLauncher(), room_bytes=100))
+        coded_linear([random_coded(FORMS["Q8_0"], 3, 96)], None, CpuCompute.on(SerialLauncher(), room_bytes=100))
 
 
 def test_no_rows_launch_nothing() -> None:
     launcher = SerialLauncher()
-    CodedLinear([random_coded(FORMS["Q8_0"], 3, 96)], None, CpuCompute.on(launcher))(
+    coded_linear([random_coded(FORMS["Q8_0"], 3, 96)], None, CpuCompute.on(launcher))(
         torch.empty(0, 96), torch.empty(0, 3)
     )
     assert launcher.names == []
@@ -157,7 +162,7 @@ def test_no_rows_launch_nothing() -> None:
 def test_inputs_that_are_not_finite_make_outputs_that_are_not(bad: float, processor: Processor) -> None:
     weights, x, out = random_coded(FORMS["Q8_0"], 9, 96), random_rows(2, 96), torch.zeros(2, 9)
     x[1, 40] = bad
-    CodedLinear([weights], None, compute(processor))(x, out)
+    coded_linear([weights], None, compute(processor))(x, out)
     assert bool(out[0].isfinite().all())
     assert not bool(out[1].isfinite().any())
 
@@ -166,13 +171,13 @@ def test_inputs_that_are_not_finite_make_outputs_that_are_not(bad: float, proces
 def test_rows_of_zeros_and_of_tiny_numbers(processor: Processor) -> None:
     weights, x, out = random_coded(FORMS["Q4_1"], 9, 96), torch.zeros(3, 96), poisoned(3, 9)
     x[1], x[2, 0] = 1e-30, -1e-30
-    CodedLinear([weights], None, compute(processor))(x, out)
+    coded_linear([weights], None, compute(processor))(x, out)
     assert bool((out[0] == 0).all())
     assert error(out[1:], defined_product(weights, x)[1:]) < CLOSE
 
 
 def test_feature_major_rows_are_refused() -> None:
-    projection = CodedLinear([random_coded(FORMS["Q8_0"], 3, 96)], None, compute(PROCESSORS["this"]))
+    projection = coded_linear([random_coded(FORMS["Q8_0"], 3, 96)], None, compute(PROCESSORS["this"]))
     with pytest.raises(ValueError, match="expected inputs and outputs whose features are contiguous"):
         projection(torch.empty(96, 4).t(), torch.empty(4, 3))
 
@@ -194,7 +199,7 @@ def swapped_nibbles(weights: CodedWeights) -> CodedWeights:
 @pytest.mark.parametrize("fault", [other_scales, other_zero, swapped_nibbles])
 def test_a_fault_exceeds_the_tolerance_by_far(form: object, fault: object) -> None:
     weights, x, out = random_coded(form, 37, 512), random_rows(5, 512), poisoned(5, 37)  # type: ignore[arg-type]
-    CodedLinear([weights], None, compute(PROCESSORS["this"]))(x, out)
+    coded_linear([weights], None, compute(PROCESSORS["this"]))(x, out)
     assert error(out, defined_product(fault(weights), x)) > 1000 * CLOSE  # type: ignore[operator]
 
 

@@ -55,7 +55,8 @@ def round_inputs(x: Tensor) -> RoundedInputs:
     """The definition: each block of 32 is divided by its largest size and multiplied by 127, ties to even."""
     blocks = x.float().view(len(x), -1, 32)
     largest = blocks.abs().amax(dim=2)
-    inverse = torch.where(largest == 0, 0.0, 127.0 / largest)
+    # Not `127.0 / largest`: torch rounds that twice, as a reciprocal and a product.
+    inverse = torch.where(largest == 0, 0.0, torch.full_like(largest, 127.0) / largest)
     return RoundedInputs((blocks * inverse.unsqueeze(2)).round().long(), largest / 127.0)
 
 

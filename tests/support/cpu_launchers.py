@@ -13,9 +13,9 @@ class SerialLauncher:
     """Runs a record at once, for one thread after the other: kernels have no barrier, so that this is equivalent."""
 
     def __init__(self, num_threads: int = 1) -> None:
-        self._num_threads = num_threads
         self.names: list[str] = []
         """The names of all records, in order."""
+        self._num_threads = num_threads
 
     @property
     def num_threads(self) -> int:

@@ -9,7 +9,7 @@ not know file formats, nor how a product packs the codes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,14 +87,17 @@ class CodedWeights:
 
     def rows(self, start: int, stop: int) -> CodedWeights:
         """A view of some rows."""
-        taken = slice(start, stop)
+        return self.moved(lambda part: part[start:stop])
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> CodedWeights:
+        """With other rows, or in another order: `move` takes and returns a tensor whose first dimension is rows."""
         return CodedWeights(
             self.form,
-            self.codes[taken],
-            self.scales[taken],
-            None if self.minima is None else self.minima[taken],
-            None if self.steps is None else self.steps[taken],
-            None if self.minimum_steps is None else self.minimum_steps[taken],
+            move(self.codes),
+            move(self.scales),
+            None if self.minima is None else move(self.minima),
+            None if self.steps is None else move(self.steps),
+            None if self.minimum_steps is None else move(self.minimum_steps),
         )
 
     def dequantised(self) -> Tensor:

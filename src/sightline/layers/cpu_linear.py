@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from sightline.kernels.coded_weights import CodedWeights, join
 from sightline.kernels.cpu.block_kernel import MAX_CHUNK_ROWS, ProductArguments, product_kernel
-from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.dense_kernel import MAX_ROWS, DenseArguments, DenseTypes, dense_kernel
 from sightline.kernels.cpu.input_blocks import QuantiseArguments, input_bytes, quantise_kernel
-from sightline.kernels.cpu.panels import BLOCK, PanelLayout, pack
-from sightline.kernels.cpu.processor import Processor
-from sightline.kernels.cpu.record import Launcher, Record
-from sightline.kernels.cpu.vector_unit import UNITS
+from sightline.kernels.cpu.panels import BLOCK, PackedMatrix
+from sightline.layers.cpu_compute import CpuCompute, record_of
 from sightline.layers.linear import Linear, Projection
-
-_ROOM_BYTES = 4 << 20
-_ALIGNMENT = 64
-
-
-@dataclass(frozen=True, eq=False)
-class CpuCompute:
-    """What all projections of a model share: who runs their records, the processor, and memory for rounded inputs.
-
-    One step uses it at a time.
-    """
-
-    launcher: Launcher
-    processor: Processor
-    room: Tensor
-    """uint8, aligned. Holds the rounded inputs between two records of a projection."""
-
-    @classmethod
-    def on(cls, launcher: Launcher, processor: Processor | None = None, room_bytes: int = _ROOM_BYTES) -> CpuCompute:
-        """With kernels for `processor`, by default that of this machine. The room must hold a row of every product."""
-        memory = torch.zeros(room_bytes + _ALIGNMENT, dtype=torch.uint8)
-        start = -memory.data_ptr() % _ALIGNMENT
-        return cls(launcher, processor or Processor.detect(), memory[start : start + room_bytes])
-
-
-@dataclass(frozen=True, eq=False)
-class _PackedPart:
-    """Outputs of a projection whose weights have one form."""
-
-    layout: PanelLayout
-    panels: Tensor
-    first: int
-    """The index of the first output."""
-    out_features: int
 
 
 class CodedLinear(Projection):
@@ -63,26 +22,21 @@ class CodedLinear(Projection):
 
     turns = False
 
-    def __init__(self, parts: Sequence[CodedWeights], bias: Tensor | None, compute: CpuCompute) -> None:
-        """`parts` are the weights for consecutive outputs; `bias` is [out_features]."""
+    def __init__(self, parts: Sequence[PackedMatrix], bias: Tensor | None, compute: CpuCompute) -> None:
+        """`parts` are the weights for consecutive outputs, packed by `compute`; `bias` is [out_features]."""
         self.in_features = parts[0].in_features
         self.out_features = sum(part.out_features for part in parts)
         self._compute = compute
         self._bias = None if bias is None else bias.float().contiguous()
-        self._chunk_rows = compute.room.nbytes // input_bytes(self.in_features)
+        self._input_row_bytes = input_bytes(self.in_features)
+        self._chunk_rows = compute.room.nbytes // self._input_row_bytes
         """The rows whose inputs fit in the room."""
         if self._chunk_rows == 0:
             raise ValueError(
-                f"expected room for a row of {self.in_features} inputs, {input_bytes(self.in_features)} bytes, "
+                f"expected room for a row of {self.in_features} inputs, {self._input_row_bytes} bytes, "
                 f"got {compute.room.nbytes}"
             )
-        panel = UNITS[compute.processor.instructions].panel
-        self._parts: list[_PackedPart] = []
-        first = 0
-        for part in join(parts):
-            packed = pack(part, panel)
-            self._parts.append(_PackedPart(PanelLayout(part.form, panel), packed, first, part.out_features))
-            first += part.out_features
+        self._parts = tuple(parts)
 
     @property
     def num_bytes(self) -> int:
@@ -97,38 +51,42 @@ class CodedLinear(Projection):
 
     def _launch(self, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
         _check_layout(x, out)
-        for start in range(0, len(x), self._chunk_rows):
-            rows = slice(start, start + self._chunk_rows)
-            self._compute.launcher.launch(self._quantising(x[rows]))
-            for record in self._products(x[rows], out[rows], accumulate=accumulate):
-                self._compute.launcher.launch(record)
+        rows = x.shape[0]
+        if rows <= self._chunk_rows:
+            self._launch_rows(x, out, rows, accumulate=accumulate)
+            return
+        for start in range(0, rows, self._chunk_rows):
+            chunk = slice(start, start + self._chunk_rows)
+            self._launch_rows(x[chunk], out[chunk], min(self._chunk_rows, rows - start), accumulate=accumulate)
 
-    def _quantising(self, x: Tensor) -> Record:
-        room = self._compute.room
-        arguments = QuantiseArguments(
-            x.data_ptr(), x.stride(0) * x.itemsize, room.data_ptr(), len(x), self.in_features // BLOCK
-        )
-        return _record(quantise_kernel(x.dtype, self._compute.processor), arguments, (x, room))
-
-    def _products(self, x: Tensor, out: Tensor, *, accumulate: bool) -> Iterator[Record]:
-        room, row_bytes = self._compute.room, input_bytes(self.in_features)
+    def _launch_rows(self, x: Tensor, out: Tensor, rows: int, *, accumulate: bool) -> None:
+        """Launches the records for rows whose rounded inputs fit in the room."""
+        if rows == 0:
+            return
+        launcher, processor, room = self._compute.launcher, self._compute.processor, self._compute.room
+        inputs, out_dtype = room.data_ptr(), out.dtype
+        rounding = QuantiseArguments(x.data_ptr(), x.stride(0) * x.itemsize, inputs, rows, self.in_features // BLOCK)
+        launcher.launch(record_of(quantise_kernel(x.dtype, processor), rounding, (x, room)))
+        target, bias = out.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+        out_row_bytes = out.stride(0) * out_dtype.itemsize
         for part in self._parts:
-            form = part.layout.form
             arguments = ProductArguments(
                 weights=part.panels.data_ptr(),
-                inputs=room.data_ptr(),
-                input_row_bytes=row_bytes,
-                out=out.data_ptr() + part.first * out.itemsize,
-                out_row_bytes=out.stride(0) * out.itemsize,
-                rows=len(x),
+                inputs=inputs,
+                input_row_bytes=self._input_row_bytes,
+                out=target,
+                out_row_bytes=out_row_bytes,
+                rows=rows,
                 out_features=part.out_features,
-                spans=self.in_features // BLOCK // part.layout.blocks_per_span,
+                spans=part.spans,
                 chunk_rows=MAX_CHUNK_ROWS,
-                bias=0 if self._bias is None else self._bias.data_ptr() + 4 * part.first,
+                bias=bias,
                 accumulate=int(accumulate),
             )
-            kernel = product_kernel(form, out.dtype, self._compute.processor)
-            yield _record(kernel, arguments, (part.panels, room, out, self._bias))
+            kernel = product_kernel(part.layout.form, out_dtype, processor)
+            launcher.launch(record_of(kernel, arguments, (part.panels, room, out, self._bias)))
+            target += part.out_features * out_dtype.itemsize
+            bias += 0 if self._bias is None else part.out_features * self._bias.itemsize
 
 
 class CpuLinear(Linear):
@@ -171,11 +129,7 @@ class CpuLinear(Linear):
             accumulate=int(accumulate),
         )
         kernel = dense_kernel(DenseTypes(weight.dtype, x.dtype, out.dtype), self._compute.processor)
-        self._compute.launcher.launch(_record(kernel, arguments, (weight, x, out, self._wide_bias)))
-
-
-def _record(kernel: CompiledKernel, arguments: tuple[int, ...], keeps: tuple[object, ...]) -> Record:
-    return Record(kernel.address, np.array(arguments, dtype=np.int64), (kernel, *keeps), kernel.name)
+        self._compute.launcher.launch(record_of(kernel, arguments, (weight, x, out, self._wide_bias)))
 
 
 def _check_layout(x: Tensor, out: Tensor) -> None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,8 +33,7 @@ from sightline.core.device import DeviceKind, detect_device, single_threaded
 from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
-from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
-from sightline.kernels.block_weights import LOOKUP_BITS
+from sightline.kernels.block_product import CpuFeatures
 from sightline.kernels.cpu.program import CpuLauncher, inline_launcher
 from sightline.layers.linear import Linear
 from sightline.layers.moe import ExpertCompute
@@ -42,9 +42,10 @@ from sightline.layers.scratch import Activations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import Definition, EmbedderDefinition, Model
+from sightline.models.kept_weights import BlockRule, CodeRule, KeepRule, KeptBlocks, KeptWeights
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
-from sightline.models.weights import WeightReader, choose_kept_product
+from sightline.models.weights import WeightReader
 from sightline.runner.backend_choice import GroupSelection, import_chosen, make_offers, tell_choices
 from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
@@ -173,7 +174,7 @@ def _build(
         device.torch_device,
         ledger,
         on_progress,
-        keep_on=kept_on(resolved, ledger),
+        kept=kept_weights(resolved, launcher, ledger),
         skip_check=resolved.skip_weight_check,
         expert_compute=expert_compute(resolved),
         make_linear=_linear_maker(resolved, launcher),
@@ -329,7 +330,9 @@ def assemble_runtime(
 def make_launcher(config: ResolvedConfig, selections: Sequence[GroupSelection]) -> CpuLauncher:
     """The threads that run compiled CPU kernels: as many as torch's, if anything is computed with such kernels."""
     chosen = [each.capability.package for selection in selections for each in selection.values()]
-    if config.layer_kernels is not LayerKernels.NUMBA and LayerKernels.NUMBA.value not in chosen:
+    keeps_codes = config.quantization is Quantization.KEEP and has_cpu_kernels()
+    computes = config.layer_kernels is LayerKernels.NUMBA or LayerKernels.NUMBA.value in chosen or keeps_codes
+    if config.device.kind is not DeviceKind.CPU or not computes:
         return inline_launcher()
     # Imported here: numba is an extra.
     from sightline.kernels.cpu.team import Team
@@ -364,12 +367,12 @@ def expert_compute(config: ResolvedConfig) -> ExpertCompute:
     return ExpertCompute.AT_ONCE
 
 
-def kept_on(config: ResolvedConfig, ledger: Ledger) -> CpuFeatures | None:
-    """The CPU on which quantised weights stay quantised; None if they are dequantised, or the device is a GPU."""
+def kept_weights(config: ResolvedConfig, launcher: CpuLauncher, ledger: Ledger) -> KeptWeights | None:
+    """What makes layers of weights that stay quantised; None if they are dequantised, or the device is a GPU."""
     if config.quantization is not Quantization.KEEP:
         return None
     if config.device.kind is DeviceKind.CPU:
-        return CpuFeatures.detect()
+        return kept_on_cpu(launcher, ledger)
     if expert_compute(config) is ExpertCompute.AT_ONCE_IN_FP8:
         ledger.note(
             "--quantization keep",
@@ -385,12 +388,40 @@ def kept_on(config: ResolvedConfig, ledger: Ledger) -> CpuFeatures | None:
     return None
 
 
+def has_cpu_kernels() -> bool:
+    """True if the packages are installed that compile our CPU kernels."""
+    return find_spec("numba") is not None and find_spec("llvmlite") is not None
+
+
+def keep_rule() -> KeepRule:
+    """Which weights can stay quantised on this CPU."""
+    return CodeRule() if has_cpu_kernels() else BlockRule(CpuFeatures.detect())
+
+
+def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
+    """What makes layers of weights that stay quantised on this CPU. The ledger says what a missing Numba costs."""
+    if not has_cpu_kernels():
+        ledger.degrade(
+            "--quantization keep",
+            f"only weights in {BlockRule.types} can stay quantised, and products with them are slower: numba is not "
+            "installed",
+            "install numba: pip install 'sightline[cpu]'",
+        )
+        return KeptBlocks(CpuFeatures.detect())
+    # Imported here: numba is an extra.
+    from sightline.layers.cpu_compute import CpuCompute
+    from sightline.models.kept_codes import KeptCodes
+
+    return KeptCodes(CpuCompute.on(launcher))
+
+
 def _linear_maker(config: ResolvedConfig, launcher: CpuLauncher) -> Callable[[Tensor, Tensor | None], Linear]:
     """What makes projections with dense weights for the chosen kernels."""
     if config.layer_kernels is LayerKernels.TORCH:
         return Linear
     if config.layer_kernels is LayerKernels.NUMBA:
-        from sightline.layers.cpu_linear import CpuCompute, CpuLinear
+        from sightline.layers.cpu_compute import CpuCompute
+        from sightline.layers.cpu_linear import CpuLinear
 
         return partial(CpuLinear, compute=CpuCompute.on(launcher))
     from sightline.kernels.triton.overlap import overlaps_on
@@ -412,17 +443,15 @@ def model_facts(
     quantization: Quantization, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup]
 ) -> ModelFacts:
     """The facts about a model that sizes depend on, from the checkpoint's headers."""
-    cpu = CpuFeatures.detect() if quantization is Quantization.KEEP else None
+    rule = keep_rule() if quantization is Quantization.KEEP else None
     elements, quantised_bits = 0, 0
     for name, info in checkpoint.tensors.items():
         if name in definition.copies:
             continue
-        if cpu is None or info.blocks is None or choose_kept_product([info], cpu).product is None:
+        if rule is None or rule.projection_refusal([info]) is not None:
             elements += math.prod(info.shape)
-            continue
-        # An embedding is kept for look-ups, and also packed if it is the output projection.
-        lookup_bits = LOOKUP_BITS if "embed" in name else 0
-        quantised_bits += math.prod(info.shape) * (PACKED_BITS[info.blocks] + lookup_bits)
+        else:
+            quantised_bits += math.prod(info.shape) * rule.bits(info, looked_up="embed" in name)
     return ModelFacts(
         max_positions=definition.max_positions,
         vocab_size=definition.vocab_size,

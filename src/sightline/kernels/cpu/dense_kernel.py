@@ -19,10 +19,27 @@ from sightline.kernels.cpu.floats import load_floats, store_floats
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
 
+_LINE = 64
+"""The bytes of a cache line."""
 MAX_ROWS = 8
 """With more rows a product is limited by arithmetic, for which torch has a better order of loops."""
-_TILES = {4: 2, 2: 4, 1: 4}
-"""Outputs that a tile computes at once, by its number of rows: as many sums as fit in registers."""
+
+
+_AHEAD = 1024
+"""How many bytes before they are needed weights are asked for. Rows follow each other, so this may be the next row."""
+
+
+class _TileShape(NamedTuple):
+    """What a tile of some rows computes at once: as many sums as fit in registers."""
+
+    outputs: int
+    """One reads the weights as a single stream, which prefetching follows best; more load inputs less often."""
+    vectors: int
+    """The vectors of each row that are multiplied at once, to hide the latency of additions: a power of 2."""
+
+
+_TILES = {4: _TileShape(2, 2), 2: _TileShape(1, 4), 1: _TileShape(1, 8)}
+"""By the number of rows."""
 
 
 class DenseArguments(NamedTuple):
@@ -64,24 +81,27 @@ def write_dense(module: Any, types: DenseTypes, processor: Processor) -> None:
     """Fills an LLVM module with the kernel."""
     unit = UNITS[processor.instructions]
     tiles = {
-        rows: (_write_tile(module, types, unit, rows, outputs), _write_tile(module, types, unit, rows, 1), outputs)
-        for rows, outputs in _TILES.items()
+        rows: {
+            outputs: _write_tile(module, types, unit, rows, shape._replace(outputs=outputs))
+            for outputs in sorted({shape.outputs, 1}, reverse=True)
+        }
+        for rows, shape in _TILES.items()
     }
     emitter = Emitter(module, ENTRY, 3)
     arguments, thread, num_threads = emitter.arguments
     given = DenseArguments(*(emitter.load(arguments, I64, 8 * i, align=8) for i in range(len(DenseArguments._fields))))
     first, stop = emitter.share(given.out_features, thread, num_threads)
     # Few outputs at a time, so that their weights are still in the cache for the next tile of rows.
-    chunk = max(_TILES.values())
+    chunk = max(shape.outputs for shape in _TILES.values())
     done_outputs, done = emitter.variable(I64), emitter.variable(I64)
     with emitter.loop(0, emitter.divided_up(emitter.build.sub(stop, first), chunk)) as number:
         start = emitter.add(first, emitter.times(number, chunk))
         end = emitter.smaller(emitter.add(start, emitter.number(chunk)), stop)
         emitter.set(done, emitter.number(0))
-        for rows, (several, single, outputs) in tiles.items():
+        for rows, by_outputs in tiles.items():
             with emitter.loop(emitter.get(done), given.rows, rows) as row:
                 emitter.set(done_outputs, start)
-                for tile, step in ((several, outputs), (single, 1)):
+                for step, tile in by_outputs.items():
                     with emitter.loop(emitter.get(done_outputs), end, step) as output:
                         emitter.call_function(tile, [arguments, row, output])
                         emitter.set(done_outputs, emitter.add(output, emitter.number(step)))
@@ -89,9 +109,9 @@ def write_dense(module: Any, types: DenseTypes, processor: Processor) -> None:
     emitter.finish()
 
 
-def _write_tile(module: Any, types: DenseTypes, unit: VectorUnit, rows: int, outputs: int) -> Value:
+def _write_tile(module: Any, types: DenseTypes, unit: VectorUnit, rows: int, shape: _TileShape) -> Value:
     """A function that computes [rows, outputs]. Arguments: address of the arguments, first row, first output."""
-    emitter = Emitter(module, f"tile{rows}x{outputs}", 3, internal=True)
+    emitter = Emitter(module, f"tile{rows}x{shape.outputs}", 3, internal=True)
     arguments, row, output = emitter.arguments
     given = DenseArguments(*(emitter.load(arguments, I64, 8 * i, align=8) for i in range(len(DenseArguments._fields))))
     inputs = [
@@ -100,16 +120,15 @@ def _write_tile(module: Any, types: DenseTypes, unit: VectorUnit, rows: int, out
     ]
     weights = [
         emitter.add(given.weights, emitter.times(given.weight_row_bytes, emitter.add(output, emitter.number(index))))
-        for index in range(outputs)
+        for index in range(shape.outputs)
     ]
     sums = _Sums(emitter, types, inputs, weights)
-    # Two vectors at a time hide the latency of additions.
-    wide = 2 * unit.lanes
+    wide = shape.vectors * unit.lanes
     totals = sums.over(emitter.number(0), given.in_features, wide)
     whole = emitter.times(emitter.build.sdiv(given.in_features, emitter.number(wide)), wide)
     rest = sums.over(whole, given.in_features, 1)
     for i in range(rows):
-        for j in range(outputs):
+        for j in range(shape.outputs):
             value = emitter.build.fadd(totals[i][j], rest[i][j])
             _finish(
                 emitter,
@@ -143,6 +162,9 @@ class _Sums:
             loaded = [load_floats(emitter, emitter.add(base, at), types.inputs, width) for base in self._inputs]
             at = emitter.times(feature, types.weights.itemsize)
             for j, base in enumerate(self._weights):
+                if width > 1:
+                    for line in range(0, width * types.weights.itemsize, _LINE):
+                        emitter.prefetch(emitter.add(base, at), _AHEAD + line)
                 weights = load_floats(emitter, emitter.add(base, at), types.weights, width)
                 for i, x in enumerate(loaded):
                     product = emitter.call(f"llvm.fmuladd.v{width}f32", kind, [weights, x, emitter.get(sums[i][j])])

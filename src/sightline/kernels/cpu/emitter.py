@@ -84,6 +84,11 @@ class Emitter:
         """Writes memory, `offset` bytes after the address."""
         self.build.store(value, self._pointer(address, offset), align=align)
 
+    def prefetch(self, address: Value, offset: int) -> None:
+        """Asks for a cache line that is read soon, once. Any address is allowed."""
+        hints = [self._pointer(address, offset), *(ir.Constant(I32, hint) for hint in (0, 0, 1))]
+        self.call("llvm.prefetch.p0", VOID, hints)
+
     def splat(self, value: Value, count: int) -> Value:
         """A vector of equal elements."""
         kind = vector(value.type, count)

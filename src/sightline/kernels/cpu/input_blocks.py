@@ -27,6 +27,8 @@ SCALED_SUM_OFFSET = 44
 """scale * sum of all 32 codes, in fp32."""
 INPUT_BLOCK_BYTES = 48
 _LARGEST = 127.0
+_ROUNDER = 1.5 * 2**23
+"""Added to a small number, and subtracted again, it rounds the number to a whole one: its last bit is worth 1."""
 
 
 def input_bytes(in_features: int) -> int:
@@ -82,10 +84,10 @@ def _quantise_block(emitter: Emitter, dtype: torch.dtype, source: Value, target:
     is_zero = build.fcmp_ordered("==", largest, emitter.constant(F32, 0.0))
     inverse = build.fdiv(emitter.constant(F32, _LARGEST), largest)
     inverse = build.select(is_zero, emitter.constant(F32, 0.0), inverse)
-    total = emitter.constant(I32, 0)
+    rounder, total = emitter.constant(floats, _ROUNDER), emitter.constant(I32, 0)
     for index, part in enumerate(parts):
         scaled = build.fmul(part, emitter.splat(inverse, half))
-        rounded = emitter.call(f"llvm.roundeven.v{half}f32", floats, [scaled])
+        rounded = build.fsub(build.fadd(scaled, rounder), rounder)
         # NaN becomes 0 instead of an undefined number.
         codes = emitter.call(f"llvm.fptosi.sat.v{half}i32.v{half}f32", vector(I32, half), [rounded])
         emitter.store(build.trunc(codes, vector(I8, half)), target, CODES_OFFSET + index * half, align=16)

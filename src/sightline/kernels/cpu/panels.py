@@ -73,8 +73,24 @@ class PanelLayout:
         return -(-out_features // self.panel) * spans * self.span_bytes
 
 
-def pack(weights: CodedWeights, panel: int) -> Tensor:
-    """The weights in panels: [panels, bytes per panel] uint8."""
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """Quantised weights [out_features, in_features] in panels."""
+
+    layout: PanelLayout
+    panels: Tensor
+    """[panels, bytes per panel] uint8."""
+    out_features: int
+    in_features: int
+
+    @property
+    def spans(self) -> int:
+        """The spans of a row."""
+        return self.in_features // BLOCK // self.layout.blocks_per_span
+
+
+def pack(weights: CodedWeights, panel: int) -> PackedMatrix:
+    """Packs the weights in panels of so many outputs."""
     layout = PanelLayout(weights.form, panel)
     num_panels = -(-weights.out_features // panel)
     packed = torch.empty(num_panels, layout.num_bytes(panel, weights.in_features), dtype=torch.uint8)
@@ -83,7 +99,7 @@ def pack(weights: CodedWeights, panel: int) -> Tensor:
         stop = min(start + step, num_panels)
         piece = weights.rows(start * panel, min(stop * panel, weights.out_features))
         packed[start:stop] = _Piece(piece, layout, stop - start).packed()
-    return packed
+    return PackedMatrix(layout, packed, weights.out_features, weights.in_features)
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,16 +99,24 @@ class Tile:
 class PackedSpan:
     """Reads the blocks of a span as `pack` laid them out."""
 
-    def __init__(self, emitter: Emitter, layout: PanelLayout, unit: VectorUnit, address: Value) -> None:
+    def __init__(
+        self, emitter: Emitter, layout: PanelLayout, unit: VectorUnit, address: Value, output: Value | None = None
+    ) -> None:
+        """Of all outputs of the panel, or of one: the index `output`, as vectors of one lane."""
         self._emitter = emitter
         self._layout = layout
-        self._unit = unit
         self._address = address
-        self._parts = range(unit.panel // unit.lanes)
-        self._scales = [unit.halves(emitter, address, 2 * unit.lanes * part) for part in self._parts]
+        self._output = output
+        self._lanes = unit.lanes if output is None else 1
+        self._parts = range(unit.panel // unit.lanes if output is None else 1)
+        halves = self._of_output(address, 2)
+        self._scales = [unit.halves(emitter, halves, 2 * self._lanes * part, self._lanes) for part in self._parts]
         self._minima: list[Value] | None = None
         if layout.form.has_minima:
-            self._minima = [unit.halves(emitter, address, 2 * (unit.panel + unit.lanes * part)) for part in self._parts]
+            self._minima = [
+                unit.halves(emitter, halves, 2 * (layout.panel + self._lanes * part), self._lanes)
+                for part in self._parts
+            ]
 
     def block(self, index: Value) -> BlockOfWeights:
         """The block with that index in the span."""
@@ -118,31 +126,34 @@ class PackedSpan:
         if layout.form.has_steps:
             scales = [self._stepped(self._scales, place, group) for group in range(layout.groups)]
             minima = None if minima is None else self._stepped(minima, place, layout.groups)
-        codes = emitter.add(place, emitter.number(layout.step_bytes))
+        codes = self._of_output(emitter.add(place, emitter.number(layout.step_bytes)), 4)
         # Codes of 8 bits are stored without their zero.
         signed = layout.form.bits == 8
-        return BlockOfWeights(
-            lambda quad, part: self._unpacked(codes, quad, part),
-            signed,
-            0 if signed else layout.form.zero,
-            scales,
-            minima,
+        zero = 0 if signed else layout.form.zero
+        return BlockOfWeights(lambda quad, part: self._unpacked(codes, quad, part), signed, zero, scales, minima)
+
+    def _of_output(self, address: Value, num_bytes: int) -> Value:
+        """The place of the chosen output, where each output takes so many bytes."""
+        return (
+            address
+            if self._output is None
+            else self._emitter.add(address, self._emitter.times(self._output, num_bytes))
         )
 
     def _stepped(self, halves: list[Value], place: Value, number: int) -> list[Value]:
         """The halves times the steps with that number in the block."""
-        emitter, unit = self._emitter, self._unit
+        emitter, lanes, start = self._emitter, self._lanes, self._of_output(place, 1)
         stepped = []
         for part in self._parts:
-            steps = emitter.load(place, vector(I8, unit.lanes), unit.panel * number + unit.lanes * part)
-            stepped.append(emitter.build.fmul(halves[part], emitter.build.sitofp(steps, vector(F32, unit.lanes))))
+            steps = emitter.load(start, vector(I8, lanes), self._layout.panel * number + lanes * part)
+            stepped.append(emitter.build.fmul(halves[part], emitter.build.sitofp(steps, vector(F32, lanes))))
         return stepped
 
     def _unpacked(self, codes: Value, quad: int, part: int) -> Value:
         """The codes of a quad for the outputs of a part of the panel, as bytes."""
         emitter, bits = self._emitter, self._layout.form.bits
-        width = 4 * self._unit.lanes
-        quad_bytes, kind = 4 * self._unit.panel, vector(I8, width)
+        width = 4 * self._lanes
+        quad_bytes, kind = 4 * self._layout.panel, vector(I8, width)
 
         def stored(number: int) -> Value:
             return emitter.load(codes, kind, number * quad_bytes + part * width)

@@ -39,10 +39,10 @@ class VectorUnit(ABC):
     def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
         """Adds the 4 products of each lane to its sum. Unsigned codes are below 64."""
 
-    def halves(self, emitter: Emitter, address: Value, offset: int) -> Value:
-        """`lanes` fp16 numbers from memory, as fp32."""
-        loaded = emitter.load(address, vector(F16, self.lanes), offset=offset, align=2)
-        return emitter.build.fpext(loaded, vector(F32, self.lanes))
+    def halves(self, emitter: Emitter, address: Value, offset: int, count: int) -> Value:
+        """`count` finite fp16 numbers from memory, as fp32."""
+        loaded = emitter.load(address, vector(F16, count), offset=offset, align=2)
+        return emitter.build.fpext(loaded, vector(F32, count))
 
     def multiply_add(self, emitter: Emitter, left: Value, right: Value, addend: Value) -> Value:
         """left * right + addend in fp32, rounded once."""
@@ -82,13 +82,13 @@ class PortableUnit(VectorUnit):
             sums = build.add(sums, build.sext(emitter.shuffle(products, order), vector(I32, self.lanes)))
         return sums
 
-    def halves(self, emitter: Emitter, address: Value, offset: int) -> Value:
-        build, words = emitter.build, vector(I32, self.lanes)
-        bits = build.zext(emitter.load(address, vector(I16, self.lanes), offset=offset, align=2), words)
+    def halves(self, emitter: Emitter, address: Value, offset: int, count: int) -> Value:
+        build, words = emitter.build, vector(I32, count)
+        bits = build.zext(emitter.load(address, vector(I16, count), offset=offset, align=2), words)
         sign = build.shl(build.and_(bits, emitter.constant(words, 0x8000)), emitter.constant(words, 16))
         rest = build.shl(build.and_(bits, emitter.constant(words, 0x7FFF)), emitter.constant(words, 13))
         # The exponent of fp32 has another origin. Multiplication corrects it, for subnormal numbers too.
-        floats = vector(F32, self.lanes)
+        floats = vector(F32, count)
         size = build.fmul(build.bitcast(rest, floats), emitter.constant(floats, 2.0**112))
         return build.bitcast(build.or_(build.bitcast(size, words), sign), floats)
 
