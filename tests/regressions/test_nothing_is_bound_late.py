@@ -28,6 +28,7 @@ MAY_CHANGE = {
     ("Planner", "num_rebuilt"),
     ("Planner", "num_plans"),
     ("Planner", "plan_seconds"),
+    ("Runner", "num_replayed"),
     ("PlanMemory", "_block"),  # grows to what the largest step needs
     ("PlanMemory", "_used"),  # of the plan at hand
     ("PlanMemory", "_views"),

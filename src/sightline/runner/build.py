@@ -6,7 +6,8 @@ Every object gets all it needs in its constructor; nothing is bound later.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -53,7 +54,7 @@ from sightline.runner.memory import tell_excess
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
 from sightline.runner.recording import CpuRecorder, CudaRecorder, Recorder
 from sightline.runner.runner import Runner
-from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, paged_kinds
+from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, few_kinds, paged_kinds
 
 _MULTIPLIES_FP8 = (8, 9)
 """The lowest compute capability whose tensor cores multiply 8-bit floats."""
@@ -167,6 +168,7 @@ def _build(
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
 
     on_progress(0, len(checkpoint.tensors))
+    times = BuildTimes()
     launcher = make_launcher(resolved, selections)
     reader = WeightReader(
         checkpoint,
@@ -179,20 +181,33 @@ def _build(
         expert_compute=expert_compute(resolved),
         make_linear=_linear_maker(resolved, launcher),
     )
-    times = BuildTimes()
     with times.measured(BuildPhase.WEIGHTS):
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
     store = make_store(resolved, groups, scales=scales)
-    runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher)
+    with _compiling(resolved, times, on_step):
+        runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher)
     return replace(runtime, times=times)
 
 
-def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step: OnBuildStep) -> None:
-    """Runs a step of each kind on a GPU, so that no request waits for a kernel to be compiled; a CPU compiles none."""
-    if runtime.config.device.kind is not DeviceKind.CUDA:
+@contextmanager
+def _compiling(config: ResolvedConfig, times: BuildTimes, on_step: OnBuildStep) -> Iterator[None]:
+    """Tells that CPU kernels are compiled, and how long it takes. Later starts load them from the disk."""
+    if config.layer_kernels is not LayerKernels.NUMBA:
+        yield
         return
+    on_step(BuildStep(BuildPhase.KERNELS, "for this processor, or loading those of earlier starts", 0, 1))
+    with times.measured(BuildPhase.KERNELS):
+        yield
+
+
+def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step: OnBuildStep) -> None:
+    """Runs a step of each kind on a GPU, and of a few on a CPU that compiles kernels: no request waits for that."""
+    if runtime.config.device.kind is not DeviceKind.CUDA:
+        if runtime.config.layer_kernels is not LayerKernels.NUMBA:
+            return
+        kinds = few_kinds(kinds)
     with runtime.times.measured(BuildPhase.KERNELS):
         WarmUp(runtime.config, runtime.store, runtime.planner, runtime.runner, mask).run(kinds, on_step)
 

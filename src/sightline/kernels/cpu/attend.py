@@ -2,7 +2,8 @@
 
     locate      once a step: for each token, its row's pages and the keys that it sees, from lengths in memory
     write       the new entries of one layer
-    attend      a unit is (token, key head, split of the keys): online softmax over blocks of keys
+    attend      a unit is (token, split of the keys): online softmax over blocks of keys, all heads of a block in turn,
+                because their keys and values are side by side in memory
     merge       the splits of each (token, query head)
 
 Units are dealt out to the threads. What is launched depends on numbers of tokens and heads only, so a recorded program
@@ -16,10 +17,13 @@ import math
 import numba
 import numpy as np
 
+from sightline.kernels.cpu.attend_vectors import AHEAD, score_keys, sum_values
 from sightline.kernels.cpu.instructions import exp32, float_of, load, load64, load_byte, max32, store, store64
 
 BLOCK = 64
 """Keys whose scores are computed before their values are added. A multiple of 4."""
+SLOTS = 2 * (BLOCK + AHEAD)
+"""Slots that a thread keeps: those of a block and of the next one, and some that are only looked at."""
 MIN_SPLIT = 16
 """Fewest keys of a split: fewer are not worth a merge."""
 FIELDS = 8
@@ -30,9 +34,9 @@ NOTHING = np.float32(-np.inf)
 ZERO, ONE, TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 
 
-def scratch_floats(group: int, key_dim: int, value_dim: int) -> int:
-    """The fp32 numbers that a thread of `attend` needs: queries, sums of values, scores, maxima and weights."""
-    return -(-group * (key_dim + value_dim + BLOCK + 2) // 32) * 32
+def scratch_floats(num_heads: int, group: int, key_dim: int, value_dim: int) -> int:
+    """The fp32 numbers that a thread of `attend` needs: queries, sums of values, maxima and weights, and scores."""
+    return -(-(num_heads * (key_dim + value_dim + 2) + group * BLOCK) // 32) * 32
 
 
 def make_locate():
@@ -110,66 +114,87 @@ def make_attend(Q, C, KEY, VALUE, GROUP, OUT):
     Arguments: q, its token stride, its head stride; keys, their slot stride, their head stride; values, their slot
     stride, their head stride; pages or 0, their row stride, page size; located; num_tokens, num_kv_heads, num_splits;
     score factor, softcap or 0, value factor; sinks or 0; out, its token stride, its head stride; lse or 0; parts
-    [num_tokens, heads, splits, VALUE + 2] fp32; scratch of each thread, its size; slots of each thread [BLOCK] int64;
+    [num_tokens, heads, splits, VALUE + 2] fp32; scratch of each thread, its size; slots of each thread [SLOTS] int64;
     num_q_heads. Without pages, entry i of a row is in slot `first token + i`.
     """
 
     def attend(arguments, thread, num_threads):
         located, num_tokens = load64(arguments, 12), load64(arguments, 13)
         num_kv_heads, num_splits = load64(arguments, 14), load64(arguments, 15)
-        softcap = float_of(load64(arguments, 17))
+        num_heads = num_kv_heads * GROUP
         queries = load64(arguments, 25) + 4 * thread * load64(arguments, 26)
-        sums = queries + 4 * GROUP * KEY
-        scores = sums + 4 * GROUP * VALUE
-        maxima = scores + 4 * GROUP * BLOCK
-        weights = maxima + 4 * GROUP
-        slots = load64(arguments, 27) + 8 * thread * BLOCK
-        for unit in range(thread, num_tokens * num_kv_heads * num_splits, num_threads):
-            split, kv_head = unit % num_splits, unit // num_splits % num_kv_heads
-            token = unit // num_splits // num_kv_heads
+        sums = queries + 4 * num_heads * KEY
+        maxima = sums + 4 * num_heads * VALUE
+        weights = maxima + 4 * num_heads
+        scores = weights + 4 * num_heads
+        slots = load64(arguments, 27) + 8 * thread * SLOTS
+        for unit in range(thread, num_tokens * num_splits, num_threads):
+            token, split = unit // num_splits, unit % num_splits
             start, stop = load64(located, token * FIELDS + 1), load64(located, token * FIELDS + 2)
             if stop < 0:
                 continue
             share = max(MIN_SPLIT, (stop - start + num_splits - 1) // num_splits)
             first, stop = start + split * share, min(stop, start + (split + 1) * share)
-            _begin(arguments, queries, sums, maxima, weights, token, kv_head, Q, KEY, VALUE, GROUP)
+            _begin(arguments, queries, sums, maxima, weights, token, num_heads, Q, KEY, VALUE)
+            here, there = slots, slots + 8 * (BLOCK + AHEAD)
+            count = _find_slots(arguments, here, token, first, min(BLOCK, stop - first))
             while first < stop:
-                count = _find_slots(arguments, slots, token, first, min(BLOCK, stop - first))
                 first += BLOCK
+                next_count = _find_slots(arguments, there, token, first, min(BLOCK, stop - first))
                 if count > 0:
-                    padded = (count + 3) // 4 * 4
-                    _score(arguments, queries, slots, scores, padded, kv_head, C, KEY, GROUP)
-                    _weigh(scores, sums, maxima, weights, count, padded, softcap, VALUE, GROUP)
-                    _add_values(arguments, slots, scores, sums, padded, kv_head, C, VALUE, GROUP)
-            for g in range(GROUP):
-                head = kv_head * GROUP + g
+                    _add_block(
+                        arguments, here, there, count, queries, sums, maxima, weights, scores, C, KEY, VALUE, GROUP
+                    )
+                here, there, count = there, here, next_count
+            for head in range(num_heads):
+                most, total, result = load(maxima, head, 0), load(weights, head, 0), sums + 4 * head * VALUE
                 if num_splits > 1:
-                    part = ((token * num_kv_heads * GROUP + head) * num_splits + split) * (VALUE + 2)
+                    part = ((token * num_heads + head) * num_splits + split) * (VALUE + 2)
                     parts = load64(arguments, 24)
-                    store(parts, part, load(maxima, g, 0), 0)
-                    store(parts, part + 1, load(weights, g, 0), 0)
+                    store(parts, part, most, 0)
+                    store(parts, part + 1, total, 0)
                     for d in range(VALUE):
-                        store(parts, part + 2 + d, load(sums, g * VALUE + d, 0), 0)
+                        store(parts, part + 2 + d, load(result, d, 0), 0)
                 else:
-                    result = sums + 4 * g * VALUE
-                    _finish(arguments, result, load(maxima, g, 0), load(weights, g, 0), token, head, Q, VALUE, OUT)
+                    _finish(arguments, result, most, total, token, head, Q, VALUE, OUT)
 
     return attend
 
 
 @numba.njit(inline="always")
-def _begin(arguments, queries, sums, maxima, weights, token, kv_head, Q, KEY, VALUE, GROUP):
-    """Scales a group's queries, and clears its sums."""
+def _begin(arguments, queries, sums, maxima, weights, token, num_heads, Q, KEY, VALUE):
+    """Scales the queries of a token, and clears its sums."""
     q, q_stride, q_head = load64(arguments, 0), load64(arguments, 1), load64(arguments, 2)
     factor = float_of(load64(arguments, 16))
-    for g in range(GROUP):
-        source = token * q_stride + (kv_head * GROUP + g) * q_head
+    for head in range(num_heads):
+        source = token * q_stride + head * q_head
         for d in range(KEY):
-            store(queries, g * KEY + d, load(q, source + d, Q) * factor, 0)
+            store(queries, head * KEY + d, load(q, source + d, Q) * factor, 0)
         for d in range(VALUE):
-            store(sums, g * VALUE + d, ZERO, 0)
-        store(maxima, g, NOTHING, 0)
-        store(weights, g, ZERO, 0)
+            store(sums, head * VALUE + d, ZERO, 0)
+        store(maxima, head, NOTHING, 0)
+        store(weights, head, ZERO, 0)
+
+
+@numba.njit(inline="always")
+def _add_block(arguments, here, there, count, queries, sums, maxima, weights, scores, C, KEY, VALUE, GROUP):
+    """Adds a block of keys to the results of all heads. What is needed next is brought near meanwhile."""
+    size = 4 if C == 0 else (1 if C == 3 else 2)
+    keys, key_head = load64(arguments, 3), load64(arguments, 5) * size
+    values, value_head = load64(arguments, 6), load64(arguments, 8) * size
+    strides = load64(arguments, 4) * size, load64(arguments, 7) * size
+    num_kv_heads, softcap = load64(arguments, 14), float_of(load64(arguments, 17))
+    padded = (count + 3) // 4 * 4
+    for kv_head in range(num_kv_heads):
+        own_keys, own_values = keys + kv_head * key_head, values + kv_head * value_head
+        is_last = kv_head == num_kv_heads - 1
+        next_head = 0 if is_last else kv_head + 1
+        ahead = there if is_last else here, keys + next_head * key_head, values + next_head * value_head
+        own_queries, first = queries + 4 * kv_head * GROUP * KEY, 4 * kv_head * GROUP
+        own_sums = sums + first * VALUE
+        score_keys(own_queries, GROUP, own_keys, own_values, here, strides, padded, scores, BLOCK, KEY, C, ahead)
+        _weigh(scores, own_sums, maxima + first, weights + first, count, padded, softcap, VALUE, GROUP)
+        sum_values(own_values, here, strides[1], count, scores, BLOCK, own_sums, GROUP, VALUE, C)
 
 
 @numba.njit(inline="always")
@@ -210,29 +235,6 @@ def _is_in_tree(field, key):
 
 
 @numba.njit(inline="always")
-def _score(arguments, queries, slots, scores, padded, kv_head, C, KEY, GROUP):
-    """The scores of a block of keys, four keys at once, so that a query is loaded once for them."""
-    keys, stride, head = load64(arguments, 3), load64(arguments, 4), load64(arguments, 5)
-    for j in range(0, padded, 4):
-        k0 = load64(slots, j) * stride + kv_head * head
-        k1 = load64(slots, j + 1) * stride + kv_head * head
-        k2 = load64(slots, j + 2) * stride + kv_head * head
-        k3 = load64(slots, j + 3) * stride + kv_head * head
-        for g in range(GROUP):
-            s0, s1, s2, s3 = ZERO, ZERO, ZERO, ZERO
-            for d in range(KEY):
-                value = load(queries, g * KEY + d, 0)
-                s0 += value * load(keys, k0 + d, C)
-                s1 += value * load(keys, k1 + d, C)
-                s2 += value * load(keys, k2 + d, C)
-                s3 += value * load(keys, k3 + d, C)
-            store(scores, g * BLOCK + j, s0, 0)
-            store(scores, g * BLOCK + j + 1, s1, 0)
-            store(scores, g * BLOCK + j + 2, s2, 0)
-            store(scores, g * BLOCK + j + 3, s3, 0)
-
-
-@numba.njit(inline="always")
 def _weigh(scores, sums, maxima, weights, count, padded, softcap, VALUE, GROUP):
     """Turns scores into weights relative to the largest so far, and rescales the sums where that grew."""
     for g in range(GROUP):
@@ -242,9 +244,14 @@ def _weigh(scores, sums, maxima, weights, count, padded, softcap, VALUE, GROUP):
                 value = softcap * (ONE - TWO / (ONE + exp32(TWO * value)))
                 store(scores, g * BLOCK + j, value, 0)
         before = load(maxima, g, 0)
-        most = before
-        for j in range(count):
-            most = max32(most, load(scores, g * BLOCK + j, 0))
+        # Four chains of comparisons. Entries behind the last key have its score.
+        m0, m1, m2, m3 = before, NOTHING, NOTHING, NOTHING
+        for j in range(0, padded, 4):
+            m0 = max32(m0, load(scores, g * BLOCK + j, 0))
+            m1 = max32(m1, load(scores, g * BLOCK + j + 1, 0))
+            m2 = max32(m2, load(scores, g * BLOCK + j + 2, 0))
+            m3 = max32(m3, load(scores, g * BLOCK + j + 3, 0))
+        most = max32(max32(m0, m1), max32(m2, m3))
         # All scores may be -inf: their weights are then 0, not NaN.
         base = most if most > NOTHING else ZERO
         total = ZERO
@@ -260,24 +267,6 @@ def _weigh(scores, sums, maxima, weights, count, padded, softcap, VALUE, GROUP):
         if kept != ONE:
             for d in range(VALUE):
                 store(sums, g * VALUE + d, load(sums, g * VALUE + d, 0) * kept, 0)
-
-
-@numba.njit(inline="always")
-def _add_values(arguments, slots, scores, sums, padded, kv_head, C, VALUE, GROUP):
-    """Adds the weighted values of a block, four at once, so that a sum is loaded and stored once for them."""
-    values, stride, head = load64(arguments, 6), load64(arguments, 7), load64(arguments, 8)
-    for j in range(0, padded, 4):
-        v0 = load64(slots, j) * stride + kv_head * head
-        v1 = load64(slots, j + 1) * stride + kv_head * head
-        v2 = load64(slots, j + 2) * stride + kv_head * head
-        v3 = load64(slots, j + 3) * stride + kv_head * head
-        for g in range(GROUP):
-            w0, w1 = load(scores, g * BLOCK + j, 0), load(scores, g * BLOCK + j + 1, 0)
-            w2, w3 = load(scores, g * BLOCK + j + 2, 0), load(scores, g * BLOCK + j + 3, 0)
-            for d in range(VALUE):
-                value = w0 * load(values, v0 + d, C) + w1 * load(values, v1 + d, C)
-                value += w2 * load(values, v2 + d, C) + w3 * load(values, v3 + d, C)
-                store(sums, g * VALUE + d, load(sums, g * VALUE + d, 0) + value, 0)
 
 
 @numba.njit(inline="always")

@@ -24,8 +24,8 @@ INT32 = ir.IntType(32)
 INT64 = ir.IntType(64)
 FLOAT = ir.FloatType()
 HALF = ir.HalfType()
-_IS_ARM = platform.machine() in ("aarch64", "arm64")
-SPINS_PER_MICROSECOND = 400 if _IS_ARM else 20
+IS_ARM = platform.machine() in ("aarch64", "arm64")
+SPINS_PER_MICROSECOND = 400 if IS_ARM else 20
 """How often a thread looks at a counter and pauses in a microsecond, roughly: x86's pause is the longer one."""
 
 
@@ -178,7 +178,7 @@ def pause(typing_context):
 
     def generate(context, builder, signature, arguments):
         # Hint 1 is Arm's yield.
-        name, hints = ("llvm.aarch64.hint", [ir.Constant(INT32, 1)]) if _IS_ARM else ("llvm.x86.sse2.pause", [])
+        name, hints = ("llvm.aarch64.hint", [ir.Constant(INT32, 1)]) if IS_ARM else ("llvm.x86.sse2.pause", [])
         kind = ir.FunctionType(ir.VoidType(), [each.type for each in hints])
         builder.call(cgutils.get_or_insert_function(builder.module, kind, name), hints)
         return context.get_dummy_value()
@@ -264,6 +264,21 @@ def _exp(builder, x):
     return builder.select(vanishes, number(0.0), result)
 
 
+def load_vector(builder, address, first, lanes, element):
+    """Generates the load of some elements from `first` on, of the array at an address, as a vector of fp32."""
+    kind = ir.VectorType({0: FLOAT, 1: INT16, 2: HALF, 3: INT8}[element], lanes)
+    num_bytes = {0: 4, 1: 2, 2: 2, 3: 1}[element]
+    place = builder.add(address, ir.Constant(INT64, first * num_bytes))
+    loaded = builder.load(builder.inttoptr(place, kind.as_pointer()), align=num_bytes)
+    wide, floats = ir.VectorType(INT32, lanes), ir.VectorType(FLOAT, lanes)
+    if element == Element.BFLOAT16:
+        shift = ir.Constant(wide, [16] * lanes)
+        return builder.bitcast(builder.shl(builder.zext(loaded, wide), shift), floats)
+    if element == Element.FLOAT16:
+        return builder.fpext(loaded, floats)
+    return _widened_float8(builder, loaded, wide, floats) if element == Element.FLOAT8 else loaded
+
+
 def _load32(builder, address, index):
     return builder.load(_pointer(builder, address, index, FLOAT), align=4)
 
@@ -278,15 +293,24 @@ def _load_half(builder, address, index):
 
 
 def _load_float8(builder, address, index):
+    return _widened_float8(builder, builder.load(_pointer(builder, address, index, INT8)), INT32, FLOAT)
+
+
+def _widened_float8(builder, loaded, wide, floats):
     """Shifts exponent and mantissa to their places in fp32, and corrects the bias by a product, subnormals included."""
-    bits = builder.zext(builder.load(_pointer(builder, address, index, INT8)), INT32)
-    sign = builder.shl(builder.and_(bits, ir.Constant(INT32, 0x80)), ir.Constant(INT32, 24))
-    rest = builder.and_(bits, ir.Constant(INT32, 0x7F))
-    scaled = builder.bitcast(builder.shl(rest, ir.Constant(INT32, 20)), FLOAT)
-    magnitude = builder.bitcast(builder.fmul(scaled, ir.Constant(FLOAT, 2.0**120)), INT32)
-    is_nan = builder.icmp_unsigned("==", rest, ir.Constant(INT32, 0x7F))
-    magnitude = builder.select(is_nan, ir.Constant(INT32, 0x7FC00000), magnitude)
-    return builder.bitcast(builder.or_(magnitude, sign), FLOAT)
+
+    def number(value):
+        return ir.Constant(wide, value if wide is INT32 else [value] * wide.count)
+
+    bits = builder.zext(loaded, wide)
+    sign = builder.shl(builder.and_(bits, number(0x80)), number(24))
+    rest = builder.and_(bits, number(0x7F))
+    scaled = builder.bitcast(builder.shl(rest, number(20)), floats)
+    factor = ir.Constant(floats, 2.0**120 if wide is INT32 else [2.0**120] * wide.count)
+    magnitude = builder.bitcast(builder.fmul(scaled, factor), wide)
+    is_nan = builder.icmp_unsigned("==", rest, number(0x7F))
+    magnitude = builder.select(is_nan, number(0x7FC00000), magnitude)
+    return builder.bitcast(builder.or_(magnitude, sign), floats)
 
 
 def _store32(builder, address, index, value):

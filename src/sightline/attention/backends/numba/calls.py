@@ -18,8 +18,8 @@ from sightline.attention.contract import StepView
 from sightline.cache.pools import Pool
 from sightline.core.batch import MaskKind
 from sightline.kernels.cpu.attend import (
-    BLOCK,
     FIELDS,
+    SLOTS,
     make_attend,
     make_locate,
     make_merge,
@@ -48,7 +48,11 @@ class AttentionShape:
 
     def num_splits(self, num_tokens: int, num_threads: int) -> int:
         """How often each context is split: as often as the threads need to be busy."""
-        return -(-UNITS_PER_THREAD * num_threads // max(1, num_tokens * self.num_kv_heads))
+        return -(-UNITS_PER_THREAD * num_threads // max(1, num_tokens))
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,18 +66,18 @@ class AttentionScratch:
     threads: Tensor
     """[num_threads, floats of a thread] fp32."""
     slots: Tensor
-    """[num_threads, BLOCK] int64."""
+    """[num_threads, SLOTS] int64."""
 
     @staticmethod
     def of(lease: Lease, shape: AttentionShape, max_tokens: int, num_threads: int) -> AttentionScratch:
         # Splits times units is less than twice what the threads need.
-        most_parts = 2 * UNITS_PER_THREAD * num_threads * shape.group
-        floats = scratch_floats(shape.group, shape.key_dim, shape.value_dim)
+        most_parts = 2 * UNITS_PER_THREAD * num_threads * shape.num_heads
+        floats = scratch_floats(shape.num_heads, shape.group, shape.key_dim, shape.value_dim)
         return AttentionScratch(
             lease("located", (max_tokens, FIELDS), torch.int64),
             lease("parts", (most_parts, shape.value_dim + 2), torch.float32),
             lease("threads", (num_threads, floats), torch.float32),
-            lease("slots", (num_threads, BLOCK), torch.int64),
+            lease("slots", (num_threads, SLOTS), torch.int64),
         )
 
 
