@@ -123,5 +123,5 @@ class CodeRule(KeepRule):
     def bits(self, info: TensorInfo, *, looked_up: bool) -> int:
         del looked_up  # look-ups read the packed weights
         assert info.codes is not None
-        # A scale and a minimum of 16 bits for 32 weights, or steps of 8 bits for 16 and their share of the scales.
-        return info.codes.bits + 2
+        # A scale and a minimum of 16 bits for 32 weights, or two steps of 8 bits and a share of the scales.
+        return info.codes.bits + 1
