@@ -23,6 +23,7 @@ from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import Expert, ExpertCompute, ExpertMlp, SeparateExperts
 from sightline.layers.routing import Groups, Routing, Score, Share
 from sightline.layers.sink import Added, Sink, Written
+from sightline.layers.source import Given
 from sightline.layers.stacked_experts import StackedExperts
 from sightline.models.decoder import Decoder
 from sightline.models.loading.opening import open_checkpoint
@@ -72,7 +73,7 @@ def at_once(layer: ExpertMlp) -> ExpertMlp:
         )
 
     gate_up, down = ([dense(getattr(each, name)) for each in experts] for name in ("gate_up", "down"))
-    return replace(layer, bank=StackedExperts(stacked(gate_up), stacked(down), experts[0].gate))
+    return replace(layer, bank=StackedExperts(stacked(gate_up), stacked(down), experts[0].gate, overlaps=False))
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,8 @@ def test_experts_at_once_equal_experts_one_by_one(num_tokens: int, sink: type[Si
     layer = replace(make_layer(ROUTINGS[routing], gate, bias=routing == "groups"), shared=shared)
     x, stream = normal(num_tokens, HIDDEN, seed=77), normal(HIDDEN, num_tokens, seed=78).t()
     expected = stream.clone()
-    layer(x, sink(expected), scratch_for(x))
-    at_once(layer)(x, sink(stream), scratch_for(x))
+    layer(Given(x), sink(expected), scratch_for(x))
+    at_once(layer)(Given(x), sink(stream), scratch_for(x))
     torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -99,7 +100,7 @@ def test_no_step_leases_more_than_was_reserved() -> None:
     layer.buffers(scratch)
     scratch._activations._workspace.seal()
     x, out = normal(5, HIDDEN, seed=1), torch.empty(5, HIDDEN)
-    layer(x, Written(out), scratch)
+    layer(Given(x), Written(out), scratch)
     assert out.isfinite().all()
 
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
+
 
 @dataclass(frozen=True)
 class RoutingRule:
@@ -27,7 +29,13 @@ class RoutingRule:
 
 
 def choose_experts(
-    logits: Tensor, correction: Tensor | None, rule: RoutingRule, experts: Tensor, weights: Tensor
+    logits: Tensor,
+    correction: Tensor | None,
+    rule: RoutingRule,
+    experts: Tensor,
+    weights: Tensor,
+    *,
+    overlaps: bool = False,
 ) -> None:
     """Fills experts int32 and weights fp32, both contiguous [num_tokens, per_token].
 
@@ -56,6 +64,7 @@ def choose_experts(
         MEMBERS=triton.next_power_of_2(group_size),
         CHOSEN=triton.next_power_of_2(experts.shape[1]),
         num_warps=1 if num_experts <= 128 else 4,
+        **overlap_settings(overlaps),
     )
 
 
@@ -64,9 +73,10 @@ def _choose_kernel(
     logits, correction, experts, weights, scale, logits_token, logits_expert,
     SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     GROUPS_PER_TOKEN: tl.constexpr, RANKED_BY: tl.constexpr, PER_TOKEN: tl.constexpr,
-    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, CHOSEN: tl.constexpr,
+    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, CHOSEN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program chooses for one token. Blocks are [group, expert of the group]."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     member = tl.arange(0, MEMBERS)
