@@ -36,7 +36,8 @@ class RowConfig:
     warps: int
 
 
-_MOST_HELD = 4
+_MOST_HELD = 128
+"""The most weights that a thread keeps: with more, fewer programs fit on the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +102,8 @@ def choose_rows(num_inputs: int, *, gates: bool) -> RowConfig:
     else:
         outputs, inputs, warps = (8, 1024, 4) if num_inputs > 8192 else (4, 1024, 4)
     inputs = min(inputs, triton.next_power_of_2(num_inputs))
-    return RowConfig(outputs, inputs, min(_MOST_HELD, triton.cdiv(num_inputs, inputs)), warps)
+    most_held = _MOST_HELD * 32 * warps // (outputs * inputs * (2 if gates else 1))
+    return RowConfig(outputs, inputs, min(most_held, triton.cdiv(num_inputs, inputs)), warps)
 
 
 def _launch(
