@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from sightline.attention.planner import PlannedBatch
 from sightline.core.batch import PADDING_ROW, Batch, RowMask, StepWork
 from sightline.core.device import device_faults
-from sightline.core.errors import BatchError, DeviceFaultError
+from sightline.core.errors import BatchError, DeviceFaultError, UncapturedPlanError
+from sightline.core.ledger import Ledger
 from sightline.core.metrics import PhaseTimes, StepPhase
 from sightline.core.request import FinishReason
 from sightline.runner.build import Runtime
@@ -124,14 +126,19 @@ class Launch(NamedTuple, Generic[LifeT]):
 class Launcher(Generic[LifeT]):
     """Puts steps on a runtime's device."""
 
-    def __init__(self, runtime: Runtime, consume: Consume[LifeT], mask: RowMask, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, runtime: Runtime, consume: Consume[LifeT], mask: RowMask, clock: Callable[[], float], ledger: Ledger
+    ) -> None:
         """`mask` is every row's; `clock` tells seconds."""
         self._runtime = runtime
+        self._ledger = ledger
         self._clock = clock
         self._consume = consume
         self._mask = mask
         self.num_cut = 0
         """Steps that raised and were run again in parts."""
+        self.num_uncaptured = 0
+        """Steps that ran eagerly because their plan did not fit what their graph reads."""
         self.phases = PhaseTimes()
 
     def launch(
@@ -181,7 +188,7 @@ class Launcher(Generic[LifeT]):
             else:
                 batch = runtime.graphs.assemble(work, unread.tokens)
             phases.end(StepPhase.ASSEMBLE)
-            planned = runtime.planner.plan(batch)
+            planned = self._plan(batch)
             phases.end(StepPhase.PLAN)
             try:
                 outputs = runtime.runner.forward(planned)
@@ -192,6 +199,23 @@ class Launcher(Generic[LifeT]):
             except BaseException:
                 runtime.planner.take_back(planned)
                 raise
+
+    def _plan(self, batch: Batch) -> PlannedBatch:
+        """The planned batch, or the same one in memory of its own if its graph cannot serve the plan."""
+        planner = self._runtime.planner
+        try:
+            return planner.plan(batch)
+        except UncapturedPlanError as error:
+            logger.debug("a step of %d rows runs eagerly: %s", batch.num_rows, error)
+        self._ledger.degrade(
+            "cuda_graph_sizes",
+            f"some steps in the graph of {batch.num_rows} rows run eagerly: a plan needs other buffers than the graph "
+            "was captured with",
+            "choose another attention backend: this one must take the same buffers in every plan of such a step, or "
+            "declare no graph level",
+        )
+        self.num_uncaptured += 1
+        return planner.plan(replace(batch))
 
 
 class UnreadTokens(NamedTuple):
