@@ -34,6 +34,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
+from sightline.kernels.packed_weights import packed_bytes
 from sightline.layers.linear import Linear
 from sightline.layers.moe import ExpertCompute
 from sightline.layers.operations import Operations
@@ -390,11 +391,19 @@ def model_facts(
         # An embedding is kept for look-ups, and also packed if it is the output projection.
         lookup_bits = LOOKUP_BITS if "embed" in name else 0
         quantised_bits += math.prod(info.shape) * (PACKED_BITS[info.blocks] + lookup_bits)
+    packed = [
+        (stack.form, checkpoint.tensors[name].shape)
+        for stack in definition.expert_stacks
+        if all(name in checkpoint.tensors and checkpoint.tensors[name].packed is stack.form for name in stack.names)
+        for name in stack.names
+    ]
     return ModelFacts(
         max_positions=definition.max_positions,
         vocab_size=definition.vocab_size,
         weight_elements=elements,
         quantised_bytes=quantised_bits // 8,
+        packed_elements=sum(math.prod(shape) for _, shape in packed),
+        packed_bytes=sum(packed_bytes(form, shape) for form, shape in packed),
         cache_elements_per_token=sum(
             pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
         ),
