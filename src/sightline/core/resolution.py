@@ -28,7 +28,7 @@ from sightline.core.config import (
 from sightline.core.device import Device, DeviceKind, device_memory, lacks_products
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
-from sightline.core.memory import MemoryBudget, share_out
+from sightline.core.memory import MemoryBudget, OutputMemory, drawing_bytes, share_out
 from sightline.core.settings import stated
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
@@ -265,7 +265,7 @@ def _share_memory(
     asked = config.memory_fraction
     fraction = MEMORY_FRACTIONS[device.kind.value] if asked is None else asked
     memory = share_out(
-        device.kind, device_memory(device), fraction, weight_bytes, _output_bytes(config, facts, device, max_rows)
+        device.kind, device_memory(device), fraction, weight_bytes, _output_memory(config, facts, device, max_rows)
     )
     if device.kind is DeviceKind.CUDA and memory.room_bytes < 0:
         raise ConfigError(
@@ -275,13 +275,15 @@ def _share_memory(
     return memory
 
 
-def _output_bytes(config: EngineConfig, facts: ModelFacts, device: Device, max_rows: int) -> int:
-    """What the logits of steps and of captured graphs take at most, in fp32. An embedder has none."""
+def _output_memory(config: EngineConfig, facts: ModelFacts, device: Device, max_rows: int) -> OutputMemory:
+    """What the logits of steps and of captured graphs take at most, and drawing tokens. An embedder has none."""
     if Task(config.task) is Task.EMBED:
-        return 0
+        return OutputMemory()
     # Sizes that no step has are told when the sizes are resolved.
     captured = _resolve_graph_sizes(config, device, max_rows, Ledger())
-    return (OUTPUT_COPIES * max_rows + BUCKETS_PER_SIZE * sum(captured)) * facts.vocab_size * torch.float32.itemsize
+    row_bytes = facts.vocab_size * torch.float32.itemsize
+    steps = OUTPUT_COPIES * max_rows * row_bytes + drawing_bytes(max_rows, facts.vocab_size)
+    return OutputMemory(steps, BUCKETS_PER_SIZE * sum(captured) * row_bytes)
 
 
 def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> None:

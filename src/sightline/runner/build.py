@@ -28,9 +28,10 @@ from sightline.cache.spec import ScalesByPlane
 from sightline.core.batch import CAUSAL, MaskKind, RowMask
 from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels, Quantization
-from sightline.core.device import DeviceKind, detect_device, single_threaded
+from sightline.core.device import DeviceKind, allocated_bytes, detect_device, single_threaded
 from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
+from sightline.core.memory import MemoryTaken
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
@@ -75,6 +76,14 @@ class Runtime:
     operations: Operations
     """Operations with the kernels of the device."""
     times: BuildTimes
+    weight_bytes: int = 0
+    """What the weights take on a card, measured; 0 on a CPU."""
+
+    @property
+    def memory_taken(self) -> MemoryTaken:
+        """What the parts take of a card."""
+        cache_bytes = sum(pool.num_bytes for pool in self.store.pools)
+        return MemoryTaken(self.weight_bytes, cache_bytes, self.workspace.num_bytes, self.graphs.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ def build_runtime(
     runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load)
     _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
     _capture_graphs(runtime, ledger, on_step)
-    tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
+    tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime
 
 
@@ -123,7 +132,7 @@ def build_embedding_runtime(
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
     runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states)
     _warm_up(runtime, embedding_kinds(runtime.config), definition.mask, on_step)
-    tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
+    tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime, definition
 
 
@@ -175,13 +184,15 @@ def _build(
         expert_compute=expert_compute(resolved),
         make_linear=_linear_maker(resolved),
     )
-    times = BuildTimes()
+    times, before = BuildTimes(), allocated_bytes(device)
     with times.measured(BuildPhase.WEIGHTS):
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
+    weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales)
-    return replace(assemble_runtime(resolved, definition, model, groups, selections, store), times=times)
+    runtime = assemble_runtime(resolved, definition, model, groups, selections, store)
+    return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
 def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step: OnBuildStep) -> None:
