@@ -92,6 +92,31 @@ def test_experts_at_once_equal_experts_one_by_one(num_tokens: int, sink: type[Si
     torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-4)
 
 
+class NanRouter(Linear):
+    """A router whose logit of one expert is NaN for one token."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        super().__call__(x, out)
+        out[3, NUM_EXPERTS - 1] = torch.nan
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_a_router_logit_that_is_nan_makes_the_output_of_its_token_nan_and_of_no_other(
+    compute: ExpertCompute, routing: Routing
+) -> None:
+    layer = make_layer(routing, Activation.SILU, bias=False)
+    layer = layer if compute is ExpertCompute.ONE_BY_ONE else at_once(layer)
+    broken = replace(layer, router=NanRouter(dense(layer.router).weight))
+    x = normal(6, HIDDEN, seed=7)
+    expected, found = feed(layer, x), feed(broken, x)
+    assert expected.isfinite().all()
+    assert found[3].isnan().all()
+    others = [0, 1, 2, 4, 5]
+    torch.testing.assert_close(found[others], expected[others], rtol=1e-4, atol=1e-4)
+
+
 def test_no_step_leases_more_than_was_reserved() -> None:
     layer = at_once(make_layer(ROUTINGS["softmax"], Activation.SILU, bias=False))
     scratch = scratch_for(normal(5, HIDDEN, seed=1))
