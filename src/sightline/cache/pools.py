@@ -144,14 +144,16 @@ class Pool:
         For many rows this takes half the time of looking at each.
         """
         entries = np.fromiter(firsts, np.int64, len(firsts))
-        places, offsets = np.divmod(entries, self.page_size)
-        if places.max() >= self.table.max_pages:
+        places = entries // self.page_size
+        try:
+            pages = self.table.on_host[np.fromiter(rows, np.int64, len(rows)), places]
+        except IndexError:
+            # Beyond the longest row.
             return None
         # Where a row has no page, the table has the padding page, which nobody owns.
-        pages = self.table.on_host[np.fromiter(rows, np.int64, len(rows)), places]
-        if (self.allocator.owner_counts[pages] != 1).any():
+        if np.count_nonzero(self.allocator.owner_counts[pages] != 1):
             return None
-        slots: list[int] = (pages * self.page_size + offsets).tolist()
+        slots: list[int] = (entries + (pages - places) * self.page_size).tolist()
         return slots
 
     def _slots_by_row(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
