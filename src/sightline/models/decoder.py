@@ -24,7 +24,7 @@ from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added, Written
 from sightline.layers.source import Given, Normed, Source
 from sightline.models.attention import AttentionDefinition
-from sightline.models.contract import EmbedderDefinition, Model, ModelDefinition
+from sightline.models.contract import EmbedderDefinition, ExpertStack, Model, ModelDefinition
 from sightline.models.feed_forward import FeedForward
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
@@ -84,6 +84,11 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     @property
     def copies(self) -> frozenset[str]:
         return frozenset({OUTPUT_PROJECTION}) if self.tied_embedding else frozenset()
+
+    @property
+    def expert_stacks(self) -> tuple[ExpertStack, ...]:
+        layers = enumerate(self.layers)
+        return tuple(stack for index, each in layers for stack in each.feed_forward.expert_stacks(_mlp_prefix(index)))
 
     def load(self, weights: WeightReader) -> Decoder:
         """Builds the network from tensors with Hugging Face names."""
@@ -262,6 +267,10 @@ def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int
         # In plain models this name is the norm before the feed-forward, in sandwich models the one after attention.
         attention_out_norm=after_attention if sandwich else None,
         mlp_norm=norm("pre_feedforward_layernorm") if sandwich else after_attention,
-        mlp=described.feed_forward.load(weights, f"{prefix}.mlp", hidden_size),
+        mlp=described.feed_forward.load(weights, _mlp_prefix(index), hidden_size),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
+
+
+def _mlp_prefix(layer: int) -> str:
+    return f"model.layers.{layer}.mlp"

@@ -28,12 +28,14 @@ from sightline.cache.spec import ScalesByPlane
 from sightline.core.batch import CAUSAL, MaskKind, RowMask
 from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels, Quantization
-from sightline.core.device import DeviceKind, detect_device, single_threaded
+from sightline.core.device import DeviceKind, allocated_bytes, detect_device, single_threaded
 from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
+from sightline.core.memory import MemoryTaken
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
 from sightline.kernels.block_weights import LOOKUP_BITS
+from sightline.kernels.packed_weights import packed_bytes
 from sightline.layers.linear import Linear
 from sightline.layers.moe import ExpertCompute
 from sightline.layers.operations import Operations
@@ -74,6 +76,14 @@ class Runtime:
     operations: Operations
     """Operations with the kernels of the device."""
     times: BuildTimes
+    weight_bytes: int = 0
+    """What the weights take on a card, measured; 0 on a CPU."""
+
+    @property
+    def memory_taken(self) -> MemoryTaken:
+        """What the parts take of a card."""
+        cache_bytes = sum(pool.num_bytes for pool in self.store.pools)
+        return MemoryTaken(self.weight_bytes, cache_bytes, self.workspace.num_bytes, self.graphs.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ def build_runtime(
     runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load)
     _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
     _capture_graphs(runtime, ledger, on_step)
-    tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
+    tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime
 
 
@@ -122,7 +132,7 @@ def build_embedding_runtime(
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
     runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states)
     _warm_up(runtime, embedding_kinds(runtime.config), definition.mask, on_step)
-    tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
+    tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime, definition
 
 
@@ -174,13 +184,15 @@ def _build(
         expert_compute=expert_compute(resolved),
         make_linear=_linear_maker(resolved),
     )
-    times = BuildTimes()
+    times, before = BuildTimes(), allocated_bytes(device)
     with times.measured(BuildPhase.WEIGHTS):
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
+    weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales)
-    return replace(assemble_runtime(resolved, definition, model, groups, selections, store), times=times)
+    runtime = assemble_runtime(resolved, definition, model, groups, selections, store)
+    return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
 def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step: OnBuildStep) -> None:
@@ -390,11 +402,19 @@ def model_facts(
         # An embedding is kept for look-ups, and also packed if it is the output projection.
         lookup_bits = LOOKUP_BITS if "embed" in name else 0
         quantised_bits += math.prod(info.shape) * (PACKED_BITS[info.blocks] + lookup_bits)
+    packed = [
+        (stack.form, checkpoint.tensors[name].shape)
+        for stack in definition.expert_stacks
+        if all(name in checkpoint.tensors and checkpoint.tensors[name].packed is stack.form for name in stack.names)
+        for name in stack.names
+    ]
     return ModelFacts(
         max_positions=definition.max_positions,
         vocab_size=definition.vocab_size,
         weight_elements=elements,
         quantised_bytes=quantised_bits // 8,
+        packed_elements=sum(math.prod(shape) for _, shape in packed),
+        packed_bytes=sum(packed_bytes(form, shape) for form, shape in packed),
         cache_elements_per_token=sum(
             pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
         ),

@@ -40,7 +40,7 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
     if runtime.graphs.buckets:
         count, sizes = len(runtime.graphs.buckets), ", ".join(map(str, config.graph_sizes))
         lines.append(f"{count} CUDA graphs for {sizes} rows: {_mebibytes(runtime.graphs.num_bytes)}")
-    memory = memory_ledger(config, runtime.store, runtime.workspace)
+    memory = memory_ledger(config, runtime.memory_taken)
     lines += [] if memory is None else memory.lines()
     lines += runtime.times.lines()
     lines += [f"note: {note}" for note in notes]
