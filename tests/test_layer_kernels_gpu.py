@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from sightline import LLM, SamplingParams
+from sightline.layers.activation import Activation
+from sightline.layers.linear import GateRoom, Unnormed
 from sightline.layers.norm import HeadNorms, RmsNorm
 from sightline.layers.operations import TurnedHeads
 from sightline.layers.rotary import Halves, Rotary, RotarySpec
@@ -66,3 +68,42 @@ def test_heads_are_turned_in_a_captured_graph_that_other_tokens_replay() -> None
     heads = TurnedHeads(given[:, :8], given[:, 8:], Halves.of(given), Halves.of(expected))
     TORCH.turn_heads(heads, norms, make_table(spec, positions, x.dtype))
     torch.testing.assert_close(out, expected, atol=2.0**-5, rtol=2.0**-6)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 24, 48])
+def test_overlapping_launches_give_the_bits_of_launches_one_after_the_other(rows: int) -> None:
+    """Chains in which every launch needs the one before, in a graph that is replayed: a read too early shows."""
+    from sightline.layers.thin_linear import ThinLinear
+    from sightline.layers.triton_operations import TritonOperations
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    hidden, size, num_layers = 1024, 2816, 12
+    weights = [(random(2 * size, hidden) * 0.03, random(hidden, size) * 0.02) for _ in range(num_layers)]
+    norm, given = RmsNorm(torch.rand(hidden, device="cuda") + 0.5, 1e-6), random(rows, hidden)
+    streams = []
+    for overlaps in (False, True):
+        operations = TritonOperations(overlaps=overlaps)
+        layers = [[ThinLinear(each, overlaps=overlaps) for each in pair] for pair in weights]
+        stream, normed, gate_up = given.clone(), torch.empty_like(given), random(rows, 2 * size)
+        room = GateRoom(gate_up, *gate_up.chunk(2, dim=-1), random(rows, size))
+
+        def work() -> None:
+            stream.copy_(given)
+            for up, down in layers:  # noqa: B023
+                up.gated_of_norm(Activation.SILU, Unnormed(stream, norm, normed), room, operations)  # noqa: B023
+                down.add(room.gated, stream)  # noqa: B023
+
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        for _ in range(20):
+            graph.replay()
+            torch.cuda.synchronize()
+            streams.append(stream.clone())
+    assert streams[0].isfinite().all()
+    assert not streams[0].equal(given)
+    assert all(each.equal(streams[0]) for each in streams)
