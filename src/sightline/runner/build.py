@@ -76,8 +76,8 @@ class Runtime:
     operations: Operations
     """Operations with the kernels of the device."""
     times: BuildTimes
-    weight_bytes: int = 0
-    """What the weights take on a card, measured; 0 on a CPU."""
+    weight_bytes: int
+    """What the weights take on a card, measured; 0 if nobody measured it, as on a CPU."""
 
     @property
     def memory_taken(self) -> MemoryTaken:
@@ -323,6 +323,7 @@ def assemble_runtime(
         graphs=graphs,
         operations=operations,
         times=BuildTimes(),
+        weight_bytes=0,
     )
 
 
