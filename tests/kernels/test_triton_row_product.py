@@ -100,3 +100,6 @@ def test_what_does_not_fit_is_told() -> None:
     assert not fits(1, torch.float32)
     assert not fits(1, weight=torch.zeros(8, 40, dtype=torch.bfloat16))
     assert not fits_row_product(torch.zeros(1, 16, dtype=torch.bfloat16), weight[:, :16])
+    x, large = (torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta") for rows in (1, 4096))
+    assert fits_row_product(x, large[1:])
+    assert not fits_row_product(x, large)

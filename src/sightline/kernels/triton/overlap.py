@@ -43,6 +43,6 @@ def wait_for_results(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(OVERLAPS: tl.constexpr):
-    """Both: for a launch that reads nothing before its inputs."""
-    let_next_begin(OVERLAPS)
+    """Both, for a launch that reads nothing before its inputs: then there is no hurry to let the next one begin."""
     wait_for_results(OVERLAPS)
+    let_next_begin(OVERLAPS)

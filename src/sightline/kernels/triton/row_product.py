@@ -36,6 +36,7 @@ class RowConfig:
     warps: int
 
 
+_MOST_WEIGHTS = 1 << 24
 _MOST_HELD = 128
 """The most weights that a thread keeps: with more, fewer programs fit on the device."""
 
@@ -52,10 +53,11 @@ class InputNorm:
 def fits_row_product(x: Tensor, weight: Tensor) -> bool:
     """True if the product of x [num_rows, in_features] and weight [out_features, in_features] is one for this module.
 
-    Loads of whole vectors need aligned weights.
+    Loads of whole vectors need aligned weights. Larger matrices gain nothing: reading them takes longer than a start.
     """
     return (
         x.shape[0] == 1
+        and weight.numel() < _MOST_WEIGHTS
         and x.dtype == weight.dtype
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.shape[1] % BORDER == 0

@@ -107,13 +107,11 @@ def choose_thin(num_outputs: int, num_inputs: int, num_rows: int, *, gates: bool
     if num_rows > 16:
         chosen = _choose_for_many(num_outputs, num_rows, gates=gates)
     elif gates:
-        chosen = ThinConfig(16, 32, 128, 6) if num_outputs <= 8192 else ThinConfig(16, 64, 256, 3)
-    elif num_outputs <= 1024:
-        chosen = ThinConfig(16, 16, 256, 4)
+        chosen = ThinConfig(16, 64, 128, 4) if num_outputs <= 8192 else ThinConfig(16, 128, 128, 3)
     elif num_outputs <= 4608:
         chosen = ThinConfig(16, 32, 256, 6)
     else:
-        chosen = ThinConfig(16, 32, 256, 4) if num_outputs <= 8192 else ThinConfig(16, 64, 128, 4)
+        chosen = ThinConfig(16, 64, 256, 4) if num_outputs <= 8192 else ThinConfig(16, 64, 128, 4)
     return replace(chosen, inputs=min(chosen.inputs, triton.next_power_of_2(num_inputs)))
 
 
