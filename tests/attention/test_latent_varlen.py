@@ -33,6 +33,7 @@ from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.batch import CAUSAL, FULL, RowMask, RowWork
 from sightline.core.device import Device, DeviceKind
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.kernels.paging import write_entries
 from sightline.kernels.softmax_attention import composed_attention
 from sightline.runner.batching import assemble
@@ -237,7 +238,9 @@ def test_what_is_kept_in_fewer_bits_is_read_times_its_scale(room: int) -> None:
     pool.plane("entry").view(torch.uint8).fill_(0x7F)  # NaN
     limits = StepLimits(2, 32, 32, (MAIN_LANE,))
     workspace = Workspace(CPU.torch_device, 1 << 24, poison=True)
-    made = BackendContext("group0", SPEC, group_cache, workspace, limits, torch.float32, CPU.torch_device)
+    made = BackendContext(
+        "group0", SPEC, group_cache, workspace, limits, torch.float32, CPU.torch_device, inline_launcher()
+    )
     kernel = TorchVarlenKernel(SPEC.scale, [])
     key_bytes = SPEC.num_q_heads * (SPEC.nope_dim + SPEC.rope_dim + SPEC.value_dim) * 4
     varlen = LatentVarlen(made, {MAIN_LANE: kernel}, entry_scales=(scale,), room_bytes=room * key_bytes)

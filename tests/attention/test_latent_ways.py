@@ -29,6 +29,7 @@ from sightline.attention.spec import Feature, LatentSpec, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask, RowWork
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.runner.batching import assemble, assemble_transient
 
 SPEC = LatentSpec(num_q_heads=3, latent_dim=16, rope_dim=4, nope_dim=8, value_dim=6, scale=0.31)
@@ -57,7 +58,11 @@ class Bench:
         pool.allocator._free = order.tolist()
         workspace = self.workspace = Workspace(CPU, 1 << 30, poison=True)
         limits = StepLimits(8, MAX_TOKENS, max_len, (MAIN_LANE,))
-        made = backend(BackendContext("group0", SPEC, self.store.groups[0], workspace, limits, torch.float32, CPU))
+        made = backend(
+            BackendContext(
+                "group0", SPEC, self.store.groups[0], workspace, limits, torch.float32, CPU, inline_launcher()
+            )
+        )
         binding = GroupBinding.alone(self.groups[0], self.store.groups[0], made, backend.capabilities[0])
         self.planner = Planner([binding], limits, self.store.lengths, workspace, paranoid=True)
         workspace.seal()

@@ -165,6 +165,7 @@ def test_other_settings_arrive_as_they_were_asked() -> None:
             paranoid=True,
             require_proof=True,
             quantization="keep",
+            layer_kernels="torch",
         )
     )
     assert config == ResolvedConfig(
@@ -458,9 +459,10 @@ def test_a_cache_of_few_pages_bounds_the_sizes() -> None:
     assert graph_sizes("auto", max_num_seqs=64, cache_tokens=640, max_model_len=64, page_size=64) == (1, 2, 4, 8, 10)
 
 
-def test_graphs_on_a_cpu_are_told_and_eager_is_always_fine() -> None:
+def test_recorded_steps_on_a_cpu_need_compiled_kernels_and_eager_is_always_fine() -> None:
     ledger = Ledger()
-    assert resolve(EngineConfig(cuda_graph_sizes="auto"), FACTS, CPU, ledger).graph_sizes == ()
+    config = EngineConfig(cuda_graph_sizes="auto", layer_kernels="torch")
+    assert resolve(config, FACTS, CPU, ledger).graph_sizes == ()
     assert [each.subject for each in ledger.degradations] == ["cuda_graph_sizes"]
     for device in (CPU, CUDA):
         assert resolved(EngineConfig(enforce_eager=True), device=device).graph_sizes == ()
@@ -479,10 +481,37 @@ def test_a_gpu_gets_graphs_fused_kernels_overlap_and_large_steps_without_being_a
     assert (config.max_rows, config.max_step_tokens) == (256, 8192)
 
 
-def test_a_cpu_gets_none_of_it_and_nothing_is_degraded() -> None:
+def test_a_cpu_gets_compiled_kernels_and_recorded_steps_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolution_module, "find_spec", lambda name: object())
     config = resolved(EngineConfig())
-    assert (config.graph_sizes, config.layer_kernels, config.async_scheduling) == ((), LayerKernels.TORCH, False)
+    assert (config.graph_sizes, config.layer_kernels) == ((1, 2, 4, 8), LayerKernels.NUMBA)
+    assert not config.async_scheduling
     assert (config.max_rows, config.max_step_tokens) == (64, 512)
+    assert resolved(EngineConfig(max_num_seqs=3)).graph_sizes == (1, 2, 3)
+    assert resolved(EngineConfig(cuda_graph_sizes="16,3")).graph_sizes == (3, 16)
+
+
+def test_a_cpu_that_embeds_or_is_asked_to_runs_torchs_kernels() -> None:
+    for config in (EngineConfig(task="embed"), EngineConfig(layer_kernels="torch")):
+        chosen = resolved(config)
+        assert (chosen.graph_sizes, chosen.layer_kernels) == ((), LayerKernels.TORCH)
+
+
+def test_without_numba_a_cpu_runs_torchs_kernels_and_tells_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolution_module, "find_spec", lambda name: None)
+    ledger = Ledger()
+    config = resolve(EngineConfig(), FACTS, CPU, ledger)
+    assert (config.graph_sizes, config.layer_kernels) == ((), LayerKernels.TORCH)
+    assert ["no decode step is recorded: numba is not installed" in each.outcome for each in ledger.degradations] == [
+        True
+    ]
+    with pytest.raises(ConfigError, match="expected numba to be installed for layer_kernels numba"):
+        resolved(EngineConfig(layer_kernels="numba"))
+
+
+def test_compiled_kernels_are_refused_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match=r"expected layer_kernels torch or triton on the device .*, got numba"):
+        resolved(EngineConfig(layer_kernels="numba"), device=CUDA)
 
 
 def test_an_embedding_engine_on_a_gpu_captures_nothing_and_leaves_nothing_in_flight() -> None:

@@ -14,6 +14,7 @@ from sightline.attention.spec import group_layers
 from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.kernels.triton.experts import StackedWeights
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
 from sightline.layers.linear import Linear
@@ -195,7 +196,13 @@ def test_a_model_with_experts_at_once_answers_as_transformers_does(family: str, 
     decoder = load_decoder(tmp_path, ExpertCompute.AT_ONCE)
     groups = group_layers(decoder.definition.attention_specs())
     runtime = assemble_runtime(
-        base.config, decoder.definition, decoder, groups, base.selections, make_store(base.config, groups)
+        base.config,
+        decoder.definition,
+        decoder,
+        groups,
+        base.selections,
+        make_store(base.config, groups),
+        inline_launcher(),
     )
     [sequence] = random_prompts([8])
     [got] = stepped_logits(runtime, [sequence], [7], chunk=6)

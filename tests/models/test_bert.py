@@ -21,6 +21,7 @@ from sightline.core.errors import NoBackendError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.engine.embedder import Embedder
 from sightline.engine.text_embedder import TextEmbedder
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.layers.activation import Activation
 from sightline.layers.norm import LayerNorm
 from sightline.models.bert import bert
@@ -177,7 +178,9 @@ def changed_vectors(folder: Path, change: Change) -> torch.Tensor:
     selections = select_backends(
         base.config, groups, [selection[Work.PREFILL].candidate for selection in base.selections]
     )
-    runtime = assemble_runtime(base.config, definition, encoder, groups, selections, make_store(base.config, groups))
+    runtime = assemble_runtime(
+        base.config, definition, encoder, groups, selections, make_store(base.config, groups), inline_launcher()
+    )
     embedder = Embedder(runtime, definition, Pooling(PoolingKind.MEAN, normalise=False), ledger)
     return vectors(TextEmbedder(embedder, None, ledger), TEXTS)
 

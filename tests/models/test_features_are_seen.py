@@ -13,6 +13,7 @@ from sightline.attention.capability import Work
 from sightline.attention.spec import LatentSpec, group_layers
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.layers.routing import Routing, Score
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.loading.opening import open_checkpoint
@@ -186,7 +187,9 @@ def changed_runtime(folder: Path, change: Change) -> Runtime:
     )
     groups = group_layers(definition.attention_specs())
     selections = select_backends(base.config, groups, [base.selections[0][Work.PREFILL].candidate])
-    return assemble_runtime(base.config, definition, decoder, groups, selections, make_store(base.config, groups))
+    return assemble_runtime(
+        base.config, definition, decoder, groups, selections, make_store(base.config, groups), inline_launcher()
+    )
 
 
 def test_every_family_has_features() -> None:

@@ -16,6 +16,8 @@ pytest.importorskip("triton")
 
 from sightline.core.config import EngineConfig, LayerKernels
 from sightline.core.errors import ConfigError
+from sightline.kernels.cpu.program import inline_launcher
+from sightline.layers.cpu_operations import CpuOperations
 from sightline.layers.linear import Linear, Projection
 from sightline.layers.moe import SeparateExperts
 from sightline.layers.operations import Operations
@@ -42,7 +44,7 @@ every_family = pytest.mark.parametrize(
 
 def load(folder: Path, monkeypatch: pytest.MonkeyPatch, operations: Operations) -> Runtime:
     """A runtime with operations that its settings would not choose: on a CPU, Triton's are for tests only."""
-    monkeypatch.setattr(build, "make_operations", lambda kernels, device: operations)
+    monkeypatch.setattr(build, "make_operations", lambda *_: operations)
     return load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=4))
 
 
@@ -65,7 +67,7 @@ def test_an_encoder_with_fused_kernels_gives_the_same_vectors(tmp_path: Path, mo
     folder = save_embedder(make_bert(), tmp_path)
     texts = [[CLS, 5, 6, 7, SEP], [CLS, 8, SEP]]
     expected = vectors(open_tiny(folder), texts)
-    monkeypatch.setattr(build, "make_operations", lambda kernels, device: TritonOperations())
+    monkeypatch.setattr(build, "make_operations", lambda *_: TritonOperations())
     torch.testing.assert_close(vectors(open_tiny(folder), texts), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -98,13 +100,15 @@ def test_a_dense_layer_takes_few_kernels_beside_attention(
 
 
 def test_the_setting_chooses_the_kernels() -> None:
-    assert isinstance(build.make_operations(LayerKernels.TORCH, torch.device("cpu")), TorchOperations)
-    assert isinstance(build.make_operations(LayerKernels.TRITON, torch.device("cpu")), TritonOperations)
+    where = (torch.device("cpu"), torch.float32, inline_launcher())
+    assert isinstance(build.make_operations(LayerKernels.TORCH, *where), TorchOperations)
+    assert isinstance(build.make_operations(LayerKernels.TRITON, *where), TritonOperations)
+    assert isinstance(build.make_operations(LayerKernels.NUMBA, *where), CpuOperations)
 
 
 def test_fused_kernels_are_refused_on_a_cpu(models: Models) -> None:
     _, folder = models["llama"]
-    with pytest.raises(ConfigError, match="expected layer_kernels torch on the device cpu, got triton"):
+    with pytest.raises(ConfigError, match="expected layer_kernels torch or numba on the device cpu, got triton"):
         load_runtime(folder, EngineConfig(device="cpu", layer_kernels="triton"))
 
 
@@ -130,7 +134,7 @@ def projections_in(part: object) -> Iterator[Projection]:
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])
 def test_every_dense_product_is_the_devices(models: Models, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder = models[family]
-    monkeypatch.setattr(build, "_linear_maker", lambda _: OfTheDevice)
+    monkeypatch.setattr(build, "_linear_maker", lambda *_: OfTheDevice)
     found = list(projections_in(load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=4)).runner._model))
     assert len(found) > 8
     assert {type(each) for each in found} == {OfTheDevice}

@@ -20,12 +20,13 @@ from torch import Tensor
 from sightline import LLM, SamplingParams
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
-from sightline.kernels.block_product import CpuFeatures
 from sightline.models.finite import find_not_finite
+from sightline.models.kept_weights import KeptWeights
 from sightline.models.loading.gguf.file import GgufFile
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.weights import WeightReader
 from support.gguf_files import tiny_llama, write_llama
+from support.kept_weights import BLOCKS, CODES
 from support.tiny_bert import make_bert, save_embedder
 from support.tiny_models import make_model, random_prompts
 
@@ -160,9 +161,9 @@ HALVES = {
 """The places of a block's fp16 numbers, by type."""
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kept", [None, BLOCKS, CODES], ids=["dequantised", "blocks", "codes"])
 @pytest.mark.parametrize(("kind", "place"), [(kind, place) for kind, places in HALVES.items() for place in places])
-def test_the_scales_and_minima_of_gguf_blocks(tmp_path: Path, kind: str, place: int, keep: bool) -> None:
+def test_the_scales_and_minima_of_gguf_blocks(tmp_path: Path, kind: str, place: int, kept: KeptWeights | None) -> None:
     path = tmp_path / "tiny.gguf"
     write_llama(path, tiny_llama(hidden_size=256, intermediate_size=256), quantised=kind)
     tensor = GgufFile(path).tensors["blk.1.ffn_up.weight"]
@@ -170,7 +171,7 @@ def test_the_scales_and_minima_of_gguf_blocks(tmp_path: Path, kind: str, place: 
         # Of the second block.
         file.seek(tensor.start + tensor.storage.block_bytes + place)
         file.write(struct.pack("<H", 0x7FC0 if kind == "BF16" else 0x7E00))
-    reader = reader_of(path, keep_on=CpuFeatures.detect() if keep else None)
+    reader = reader_of(path, kept=kept)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight in .*tiny\.gguf, got"):
         reader.projection({"model.layers.1.mlp.up_proj": 256}, 256, bias=False)
     reader.projection({"model.layers.1.mlp.gate_proj": 256}, 256, bias=False)

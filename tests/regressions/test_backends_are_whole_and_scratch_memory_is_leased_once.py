@@ -35,6 +35,7 @@ from sightline.attention.workspace import MAIN_LANE, Lane, LeaseEntry, Workspace
 from sightline.core.batch import CAUSAL, FULL, MaskKind, RowMask
 from sightline.core.config import EngineConfig
 from sightline.core.errors import PlanError
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
@@ -194,7 +195,9 @@ def context_of(workspace: Workspace) -> BackendContext[SoftmaxSpec]:
     """A context that nobody has built a backend from."""
     bench = cases.bench([PLAIN])
     limits = bench.planner._limits
-    return BackendContext("group0", PLAIN, bench.store.groups[0], workspace, limits, torch.float32, CPU)
+    return BackendContext(
+        "group0", PLAIN, bench.store.groups[0], workspace, limits, torch.float32, CPU, inline_launcher()
+    )
 
 
 def test_a_parent_and_a_child_cannot_both_lease_the_groups_memory() -> None:
@@ -229,7 +232,8 @@ def test_a_backend_that_leases_during_a_step_is_stopped() -> None:
 def test_a_built_runtime_has_one_sealed_arena_with_every_lease_in_it(gemma: Path) -> None:
     runtime = load_runtime(gemma, EngineConfig(cache_tokens=256, max_num_batched_tokens=64))
     entries = runtime.workspace.ledger()
-    assert {entry.owner for entry in entries} == {"group0.torch", "group1.torch", "planner", "activations"}
+    backends = {f"group{number}.{name}" for number in (0, 1) for name in ("torch", "numba")}
+    assert {entry.owner for entry in entries} == backends | {"planner", "activations"}
     assert len({(entry.owner, entry.name, entry.lane) for entry in entries}) == len(entries)
     assert runtime.workspace.num_bytes == sum(entry.num_bytes for entry in entries)
     assert LeaseEntry("group0.torch", "k", MAIN_LANE, entries[0].num_bytes) == entries[0]

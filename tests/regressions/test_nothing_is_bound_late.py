@@ -28,11 +28,13 @@ MAY_CHANGE = {
     ("Planner", "num_rebuilt"),
     ("Planner", "num_plans"),
     ("Planner", "plan_seconds"),
+    ("Runner", "num_replayed"),
     ("PlanMemory", "_block"),  # grows to what the largest step needs
     ("PlanMemory", "_used"),  # of the plan at hand
     ("PlanMemory", "_views"),
     ("PlanMemory", "epoch"),
     ("Activations", "_last"),  # the shapes of the last step
+    ("Graphs", "buckets"),  # those that could be recorded, once, at the end of construction
     ("Workspace", "_sealed"),  # set once, at the end of construction
 }
 """Attributes that are assigned again after construction, by class and name."""

@@ -216,7 +216,7 @@ def test_an_unknown_name_is_refused_also_where_it_would_serve_nothing(names: str
 def test_an_engine_tells_its_choices(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     ledger = Ledger()
-    config = EngineConfig(attention_backend="torch,triton", cache_tokens=64, max_model_len=64)
+    config = EngineConfig(attention_backend="torch,triton", cache_tokens=64, max_model_len=64, enforce_eager=True)
     build_runtime(config, open_checkpoint(tmp_path, ledger), ledger)
     assert [entry.subject for entry in ledger] == ["attention_backend"]
 

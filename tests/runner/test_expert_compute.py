@@ -12,8 +12,9 @@ from sightline.core.config import LayerKernels, Quantization
 from sightline.core.device import Device, DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.layers.moe import ExpertCompute
-from sightline.runner.build import expert_compute, kept_on
+from sightline.runner.build import expert_compute, kept_weights
 
 KEEP, DEQUANTISE = Quantization.KEEP, Quantization.DEQUANTISE
 TORCH, TRITON = LayerKernels.TORCH, LayerKernels.TRITON
@@ -44,11 +45,11 @@ def test_experts_are_multiplied_in_fp8_where_asked_and_possible(
 
 def test_a_gpu_keeps_no_blocks_of_the_cpu_and_says_so() -> None:
     ledger = Ledger()
-    assert kept_on(config(None, KEEP, TORCH), ledger) is not None
-    assert kept_on(config((9, 0), DEQUANTISE, TRITON), ledger) is None
+    assert kept_weights(config(None, KEEP, TORCH), inline_launcher(), ledger) is not None
+    assert kept_weights(config((9, 0), DEQUANTISE, TRITON), inline_launcher(), ledger) is None
     assert not ledger.notes
     assert not ledger.degradations
-    assert kept_on(config((9, 0), KEEP, TRITON), ledger) is None
-    assert kept_on(config((8, 0), KEEP, TRITON), ledger) is None
+    assert kept_weights(config((9, 0), KEEP, TRITON), inline_launcher(), ledger) is None
+    assert kept_weights(config((8, 0), KEEP, TRITON), inline_launcher(), ledger) is None
     assert "multiplied in fp8" in ledger.notes[0].fact
     assert "changes nothing" in ledger.degradations[0].outcome

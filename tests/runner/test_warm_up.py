@@ -89,12 +89,26 @@ def test_texts_are_tried_whole_and_in_chunks_where_the_engine_does_both(folder: 
     assert {kind.is_whole for kind in kinds} == {True, False}
 
 
-def test_nothing_is_tried_on_a_cpu(folder: Path) -> None:
+def test_nothing_is_tried_on_a_cpu_that_compiles_nothing(folder: Path) -> None:
     told: list[BuildPhase] = []
-    runtime = runtime_of(folder, on_step=lambda step: told.append(step.phase))
+    runtime = runtime_of(folder, on_step=lambda step: told.append(step.phase), layer_kernels="torch")
     assert set(told) == {BuildPhase.WEIGHTS}
     assert set(runtime.times.seconds) == {BuildPhase.WEIGHTS}
     assert runtime.planner.num_plans == 0
+
+
+def test_a_cpu_that_compiles_tells_so_and_tries_a_step_of_few_and_of_several_tokens(folder: Path) -> None:
+    pytest.importorskip("numba")
+    told: list[BuildStep] = []
+    runtime = runtime_of(folder, on_step=told.append)
+    assert [*dict.fromkeys(step.phase for step in told)] == [BuildPhase.WEIGHTS, BuildPhase.KERNELS, BuildPhase.GRAPHS]
+    assert [step.what for step in told if step.phase is BuildPhase.KERNELS] == [
+        "for this processor, or loading those of earlier starts",
+        "1 row, 1 new token behind 3",
+        "1 row, 9 new tokens",
+        "",
+    ]
+    assert set(runtime.times.seconds) == {BuildPhase.WEIGHTS, BuildPhase.KERNELS, BuildPhase.GRAPHS}
 
 
 def test_each_phase_is_named_while_it_runs_and_timed_at_the_end(make: Callable[..., LLM], folder: Path) -> None:
@@ -102,7 +116,7 @@ def test_each_phase_is_named_while_it_runs_and_timed_at_the_end(make: Callable[.
     runtime = runtime_of(folder, on_step=told.append, cuda_graph_sizes="1,2", layer_kernels="torch")
     assert [*dict.fromkeys(step.phase for step in told)] == [BuildPhase.WEIGHTS, BuildPhase.KERNELS, BuildPhase.GRAPHS]
     assert "compiling kernels: 8 rows, 8 new tokens behind 3" in {step.title for step in told}
-    assert "capturing CUDA graphs: 2 tokens, one a row" in {step.title for step in told}
+    assert "recording decode steps: 2 tokens, one a row" in {step.title for step in told}
     assert all(step.what for step in told if step.done < step.total)
     lines = " ".join(startup_report(runtime))
     assert all(f"{phase.value}: " in lines for phase in (BuildPhase.WEIGHTS, BuildPhase.KERNELS, BuildPhase.GRAPHS))

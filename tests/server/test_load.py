@@ -21,7 +21,7 @@ from threading import Thread
 import pytest
 
 from sightline.bench.serving.http_stream import Address, Client
-from sightline.bench.serving.load import LoadResult, Record, RequestOutcome, run_load
+from sightline.bench.serving.load import LoadResult, RequestOutcome, RequestRecord, run_load
 from sightline.bench.serving.work import Arrivals, Ask, Sampling
 from support.serving import ONE_THREAD, ServedProcess, fake_serving, serving
 
@@ -228,7 +228,7 @@ def survives_kills(server: ServedProcess, kills: int, clients: int) -> list[floa
     return seconds
 
 
-def is_answered(record: Record) -> bool:
+def is_answered(record: RequestRecord) -> bool:
     """A whole answer, a refusal, or an error that the server told in the stream."""
     if record.outcome in (RequestOutcome.COMPLETED, RequestOutcome.REFUSED):
         return True

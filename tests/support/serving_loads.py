@@ -7,7 +7,7 @@ from typing import Any
 
 from sightline.bench.serving.answers import ReportedUsage
 from sightline.bench.serving.http_stream import Address, Client
-from sightline.bench.serving.load import LoadResult, Record, RequestOutcome, run_load
+from sightline.bench.serving.load import LoadResult, RequestOutcome, RequestRecord, run_load
 from sightline.bench.serving.report import Sent
 from sightline.bench.serving.work import Arrivals, Ask
 from support.stub_completions import Scripted, StubServer, stub_server
@@ -18,7 +18,7 @@ def load(server: StubServer, count: int, **settings: Any) -> LoadResult:
     return asyncio.run(run_load(Client(Address.parse(server.url)), asks, model="stub", **settings))
 
 
-def one(script: Scripted, **settings: Any) -> Record:
+def one(script: Scripted, **settings: Any) -> RequestRecord:
     with stub_server(script) as server:
         [record] = load(server, 1, **settings).records
     return record
@@ -30,7 +30,7 @@ def sent(**changes: Any) -> Sent:
     return Sent(**{**usual, **more, "check": "c", **changes})
 
 
-def record(index: int, outcome: RequestOutcome = RequestOutcome.COMPLETED, **changes: Any) -> Record:
+def record(index: int, outcome: RequestOutcome = RequestOutcome.COMPLETED, **changes: Any) -> RequestRecord:
     usual = {"status": 200, "due": 0.0, "sent": 1.0, "ended": 3.0, "text": "ab", "text_times": (1.5, 2.0, 2.8)}
     more = {
         "usage": ReportedUsage(10, 4, 6),
@@ -39,4 +39,4 @@ def record(index: int, outcome: RequestOutcome = RequestOutcome.COMPLETED, **cha
         "refusals": (),
         "error": None,
     }
-    return Record(index=index, outcome=outcome, **{**usual, **more, **changes})
+    return RequestRecord(index=index, outcome=outcome, **{**usual, **more, **changes})

@@ -188,6 +188,8 @@ def _asked_whether_there(node: ast.AST) -> list[str]:
             return []
 
 
+MACHINE_CODE = frozenset({"Kernel", "CompiledKernel", "Callable[..., Any]", "Path", "bool", "Processor"})
+"""What a cache may keep: compiled functions and where they are, which are the same for all."""
 ALLOCATORS = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 
@@ -198,7 +200,9 @@ def memory_of_modules(module: ast.Module) -> list[int]:
         lines += [node.lineno for node in _run_at_import(statement) if _allocates(node)]
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef):
-            lines += [each.lineno for each in node.decorator_list if "cache" in ast.unparse(each).split("(")[0]]
+            keeps_code = node.returns is not None and ast.unparse(node.returns) in MACHINE_CODE
+            caches = [each for each in node.decorator_list if "cache" in ast.unparse(each).split("(")[0]]
+            lines += [] if keeps_code else [each.lineno for each in caches]
     return lines
 
 

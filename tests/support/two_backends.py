@@ -10,6 +10,7 @@ from sightline.attention.contract import AttentionBackend, BackendContext, StepL
 from sightline.attention.planner import GroupBinding, PartBackend, Planner
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Workspace
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.testing.conformance.rig import AttentionRig, RigSetting
 from support.attention_cases import subject_for
 
@@ -38,7 +39,14 @@ class ServedBench(AttentionRig):
                 kind: PartBackend(
                     kind(
                         BackendContext(
-                            f"{group.name}.{place}", group.spec, cache, workspace, limits, setting.dtype, self.device
+                            f"{group.name}.{place}",
+                            group.spec,
+                            cache,
+                            workspace,
+                            limits,
+                            setting.dtype,
+                            self.device,
+                            inline_launcher(),
                         )
                     ),
                     next(row for row in kind.capabilities if setting.dtype in row.dtypes),

@@ -23,6 +23,7 @@ from sightline.attention.spec import AttentionSpec, Feature
 from sightline.attention.workspace import Lane, Workspace
 from sightline.cache.pools import GroupCache, Pool
 from sightline.core.batch import Batch
+from sightline.kernels.cpu.record import Launcher
 
 InputsT = TypeVar("InputsT")
 SpecT = TypeVar("SpecT", bound=AttentionSpec)
@@ -62,6 +63,8 @@ class BackendContext(Generic[SpecT]):
     limits: StepLimits
     dtype: torch.dtype
     device: torch.device
+    launcher: Launcher
+    """Runs the kernels of CPU backends."""
 
 
 @dataclass(frozen=True)

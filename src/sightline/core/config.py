@@ -37,6 +37,8 @@ class LayerKernels(Enum):
     TORCH = "torch"
     TRITON = "triton"
     """One fused kernel for each operation, on a GPU."""
+    NUMBA = "numba"
+    """One compiled kernel for each operation, on a CPU."""
 
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -137,11 +139,11 @@ class EngineConfig(KeptSettings):
     )
     cuda_graph_sizes: str | None = setting(
         None,
-        "Numbers of rows for which decode steps are captured in CUDA graphs, such as 1,2,4,8, or auto; a step is "
-        "padded to the next. Without it, auto on a GPU; a CPU captures nothing.",
+        "Numbers of rows for which decode steps are captured in CUDA graphs, or recorded as programs on a CPU, such as "
+        "1,2,4,8, or auto; a step is padded to the next. Without it, auto. On a CPU it needs layer_kernels numba.",
         only_generates=True,
     )
-    enforce_eager: bool = setting(False, "Capture no CUDA graphs.")
+    enforce_eager: bool = setting(False, "Capture no CUDA graphs, and record no programs on a CPU.")
     async_scheduling: bool | None = setting(
         None,
         "Launch a step before the previous one is read: faster on a GPU. Without it, on a GPU only.",
@@ -149,8 +151,9 @@ class EngineConfig(KeptSettings):
     )
     layer_kernels: str = setting(
         "auto",
-        "Kernels of norms, rotations, gates, experts, products of few rows and greedy choice: torch, or triton, fused, "
-        "on a GPU. auto is triton on a GPU where it is installed, otherwise torch.",
+        "Kernels of norms, rotations, gates, experts, products of few rows and greedy choice: torch; triton, fused, on "
+        "a GPU; or numba, compiled for the processor, on a CPU. auto is triton on a GPU and numba on a CPU that "
+        "generates, where they are installed, otherwise torch.",
         choices=("auto", *(each.value for each in LayerKernels)),
     )
     max_queued_requests: int = setting(1024, "Sequences that may wait; further ones are refused at once.", low=1)

@@ -32,6 +32,11 @@ def proof_folder() -> Path:
     return _user_folder("XDG_CACHE_HOME", ".cache") / "sightline" / "proofs"
 
 
+def kernel_folder() -> Path:
+    """Folder of compiled CPU kernels: `$XDG_CACHE_HOME/sightline/kernels`, otherwise under ~/.cache."""
+    return _user_folder("XDG_CACHE_HOME", ".cache") / "sightline" / "kernels"
+
+
 def chat_history_file() -> Path:
     """What was typed in chats: `$XDG_STATE_HOME/sightline/chat_history`, otherwise under ~/.local/state."""
     return _user_folder("XDG_STATE_HOME", ".local/state") / "sightline" / "chat_history"

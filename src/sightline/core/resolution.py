@@ -35,6 +35,8 @@ DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), s
 CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025, 64))
 """Numbers of rows that `--cuda-graph-sizes auto` captures, and the most rows of a step."""
+PROGRAM_SIZES = (1, 2, 4, 8)
+"""Numbers of rows that auto records on a CPU: more rows are bound by arithmetic, not by what is between products."""
 OUTPUT_COPIES = 4
 """Copies of a step's logits that exist at once: the outputs, those of the step in flight, and two of the sampler."""
 BUCKETS_PER_SIZE = 2
@@ -104,7 +106,7 @@ class ResolvedConfig(KeptSettings):
 
 def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> ResolvedConfig:
     """Decides everything that the config leaves open. Raises `ConfigError` for settings that cannot work."""
-    layer_kernels = _resolve_layer_kernels(config.layer_kernels, device, ledger)
+    layer_kernels = _resolve_layer_kernels(config, device, ledger)
     dtype = _resolve_dtype(config.dtype, device, ledger)
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else CACHE_DTYPES[config.kv_cache_dtype]
     asked_len = config.max_model_len
@@ -117,7 +119,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     sizes = _resolve_sizes(config, facts, device, model_len, ledger)
     page_size = PAGE_SIZES[device.kind.value] if config.page_size is None else config.page_size
     weight_bytes = facts.weight_bytes(dtype, layer_kernels)
-    memory = _share_memory(config, facts, device, weight_bytes, sizes.max_rows)
+    memory = _share_memory(config, layer_kernels, facts, device, weight_bytes, sizes.max_rows)
     num_pages = 0
     if sizes.is_transient:
         _tell_what_a_cache_would_need(config, facts, device, ledger)
@@ -143,7 +145,9 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         max_queued=config.max_queued_requests,
         async_scheduling=_resolve_async_scheduling(config, device),
         layer_kernels=layer_kernels,
-        graph_sizes=_resolve_graph_sizes(config, device, min(sizes.max_rows, num_pages - PADDING_PAGES), ledger),
+        graph_sizes=_resolve_graph_sizes(
+            config, layer_kernels, device, min(sizes.max_rows, num_pages - PADDING_PAGES), ledger
+        ),
         **{kept.name: vars(config)[kept.name] for kept in fields(KeptSettings)},
     )
 
@@ -203,10 +207,12 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
     return capacity
 
 
-def _resolve_graph_sizes(config: EngineConfig, device: Device, most: int, ledger: Ledger) -> tuple[int, ...]:
+def _resolve_graph_sizes(
+    config: EngineConfig, kernels: LayerKernels, device: Device, most: int, ledger: Ledger
+) -> tuple[int, ...]:
     """The sizes asked for, up to `most`, which rows and pages allow."""
-    asked = config.cuda_graph_sizes
-    if asked is None and device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE:
+    asked, records = config.cuda_graph_sizes, kernels is LayerKernels.NUMBA
+    if asked is None and (records or device.kind is DeviceKind.CUDA) and Task(config.task) is Task.GENERATE:
         asked = "auto"
     if config.enforce_eager or asked is None:
         return ()
@@ -215,11 +221,17 @@ def _resolve_graph_sizes(config: EngineConfig, device: Device, most: int, ledger
         part.strip().isdecimal() and len(part) < 20 and int(part) for part in asked.split(",")
     ):
         raise ConfigError(f"expected cuda_graph_sizes auto, or numbers from 1 such as 1,2,4,8, got {asked[:80]!r}")
-    if device.kind is not DeviceKind.CUDA:
-        ledger.degrade("cuda_graph_sizes", "no step is captured: graphs need a CUDA device", "leave it out")
+    if device.kind is not DeviceKind.CUDA and not records:
+        ledger.degrade(
+            "cuda_graph_sizes",
+            f"no step is recorded: on a CPU that needs layer_kernels numba, not {kernels.value}",
+            "leave it out, or install numba",
+        )
         return ()
     if asked == "auto":
-        return (*[size for size in GRAPH_SIZES if size < most], most)
+        usual = PROGRAM_SIZES if records else GRAPH_SIZES
+        largest = min(most, usual[-1]) if records else most
+        return (*[size for size in usual if size < largest], largest)
     sizes = sorted({int(part) for part in asked.split(",")})
     if sizes[-1] > most:
         left_out = ", ".join(str(size) for size in sizes if size > most)
@@ -231,24 +243,36 @@ def _resolve_graph_sizes(config: EngineConfig, device: Device, most: int, ledger
     return tuple(size for size in sizes if size <= most)
 
 
-def _resolve_layer_kernels(asked: str, device: Device, ledger: Ledger) -> LayerKernels:
-    """Triton on a GPU, unless torch is asked for or Triton is not installed."""
-    is_card = device.kind is DeviceKind.CUDA
-    if asked != "auto":
-        kernels = LayerKernels(asked)
-        if kernels is LayerKernels.TRITON and not is_card:
+def _resolve_layer_kernels(config: EngineConfig, device: Device, ledger: Ledger) -> LayerKernels:
+    """The device's own kernels, unless torch is asked for or their compiler is not installed."""
+    own = LayerKernels.TRITON if device.kind is DeviceKind.CUDA else LayerKernels.NUMBA
+    is_missing = find_spec(own.value) is None
+    if config.layer_kernels != "auto":
+        kernels = LayerKernels(config.layer_kernels)
+        if kernels not in (own, LayerKernels.TORCH):
+            needs = "a GPU" if kernels is LayerKernels.TRITON else "a CPU"
             raise ConfigError(
-                f"expected layer_kernels torch on the device {device.name}, got triton, which needs a GPU; leave it out"
+                f"expected layer_kernels torch or {own.value} on the device {device.name}, got {kernels.value}, which "
+                f"needs {needs}; leave it out"
+            )
+        if kernels is LayerKernels.NUMBA and is_missing:
+            raise ConfigError(
+                "expected numba to be installed for layer_kernels numba, got none; pip install 'sightline[cpu]', or "
+                "leave it out"
             )
         return kernels
-    if is_card and find_spec("triton") is None:
+    if own is LayerKernels.NUMBA and Task(config.task) is Task.EMBED:
+        return LayerKernels.TORCH
+    if is_missing:
         ledger.degrade(
             "layer_kernels",
-            "layers run torch's kernels, several times slower: triton is not installed",
-            "install triton, or ask for layer_kernels torch",
+            f"layers run torch's kernels, several times slower: {own.value} is not installed"
+            if own is LayerKernels.TRITON
+            else "layers run torch's kernels, and no decode step is recorded: numba is not installed",
+            f"install {own.value}, or ask for layer_kernels torch",
         )
         return LayerKernels.TORCH
-    return LayerKernels.TRITON if is_card else LayerKernels.TORCH
+    return own
 
 
 def _resolve_async_scheduling(config: EngineConfig, device: Device) -> bool:
@@ -259,13 +283,22 @@ def _resolve_async_scheduling(config: EngineConfig, device: Device) -> bool:
 
 
 def _share_memory(
-    config: EngineConfig, facts: ModelFacts, device: Device, weight_bytes: int, max_rows: int
+    config: EngineConfig,
+    kernels: LayerKernels,
+    facts: ModelFacts,
+    device: Device,
+    weight_bytes: int,
+    max_rows: int,
 ) -> MemoryBudget:
     """Shares out the device's memory. Raises if a card cannot hold the weights."""
     asked = config.memory_fraction
     fraction = MEMORY_FRACTIONS[device.kind.value] if asked is None else asked
     memory = share_out(
-        device.kind, device_memory(device), fraction, weight_bytes, _output_memory(config, facts, device, max_rows)
+        device.kind,
+        device_memory(device),
+        fraction,
+        weight_bytes,
+        _output_memory(config, kernels, facts, device, max_rows),
     )
     if device.kind is DeviceKind.CUDA and memory.room_bytes < 0:
         raise ConfigError(
@@ -275,12 +308,14 @@ def _share_memory(
     return memory
 
 
-def _output_memory(config: EngineConfig, facts: ModelFacts, device: Device, max_rows: int) -> OutputMemory:
+def _output_memory(
+    config: EngineConfig, kernels: LayerKernels, facts: ModelFacts, device: Device, max_rows: int
+) -> OutputMemory:
     """What the logits of steps and of captured graphs take at most, and drawing tokens. An embedder has none."""
     if Task(config.task) is Task.EMBED:
         return OutputMemory()
     # Sizes that no step has are told when the sizes are resolved.
-    captured = _resolve_graph_sizes(config, device, max_rows, Ledger())
+    captured = _resolve_graph_sizes(config, kernels, device, max_rows, Ledger())
     row_bytes = facts.vocab_size * torch.float32.itemsize
     steps = OUTPUT_COPIES * max_rows * row_bytes + drawing_bytes(max_rows, facts.vocab_size)
     return OutputMemory(steps, BUCKETS_PER_SIZE * sum(captured) * row_bytes)

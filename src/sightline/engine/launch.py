@@ -123,7 +123,7 @@ class Launch(NamedTuple, Generic[LifeT]):
     failures: tuple[RowFailure[LifeT], ...]
 
 
-class Launcher(Generic[LifeT]):
+class StepLauncher(Generic[LifeT]):
     """Puts steps on a runtime's device."""
 
     def __init__(

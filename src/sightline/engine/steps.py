@@ -39,7 +39,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.metrics import EngineMetrics, PhaseTimes, StepPhase, StepSizes
 from sightline.core.request import FinishReason, Terms
 from sightline.engine.deadlines import Deadlines
-from sightline.engine.launch import Consume, Launch, LaunchedStep, Launcher, LifeT
+from sightline.engine.launch import Consume, Launch, LaunchedStep, LifeT, StepLauncher
 from sightline.engine.requests import LiveRequest
 from sightline.runner.build import Runtime
 from sightline.scheduler.costs import StepCosts
@@ -84,7 +84,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             max_whole_tokens=max_whole_tokens,
             pace=self.pace,
         )
-        self._launcher = Launcher(runtime, consume, mask, clock, ledger)
+        self._launcher = StepLauncher(runtime, consume, mask, clock, ledger)
         self._lanes = runtime.planner.lanes
         self._in_flight: deque[LaunchedStep[LifeT]] = deque()
         self._max_in_flight = 1 if config.async_scheduling else 0

@@ -13,19 +13,17 @@ from torch import Tensor
 
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
-from sightline.kernels.block_product import BlockProduct, CpuFeatures, ProductChoice, ProductShape, choose_product
-from sightline.kernels.block_weights import BlockWeights, concatenate
 from sightline.kernels.packed_weights import WeightForm
-from sightline.layers.embedding import BlockEmbedding, DenseEmbedding, Embedding
-from sightline.layers.linear import BlockLinear, Linear, Projection
+from sightline.layers.embedding import DenseEmbedding, Embedding
+from sightline.layers.linear import Linear, Projection
 from sightline.layers.moe import ExpertCompute
 from sightline.models.finite import find_not_finite
+from sightline.models.kept_weights import KeptWeights
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 
 DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 """Tensors that older checkpoints store although the config determines them."""
 _COMPARED_ROWS = 1024
-BLOCK_TYPES = "one of Q8_0, Q4_0 and Q4_1"
 
 
 class WeightReader:
@@ -39,12 +37,12 @@ class WeightReader:
         ledger: Ledger,
         on_progress: Callable[[int, int], None],
         *,
-        keep_on: CpuFeatures | None = None,
+        kept: KeptWeights | None = None,
         expert_compute: ExpertCompute = ExpertCompute.ONE_BY_ONE,
         make_linear: Callable[[Tensor, Tensor | None], Linear] = Linear,
         skip_check: bool = False,
     ) -> None:
-        """`keep_on` is the CPU on which quantised weights stay quantised; if None, all are dequantised.
+        """`kept` makes layers of weights that stay quantised; if None, all are dequantised.
 
         `make_linear` makes projections with dense weights, from weight and bias.
 
@@ -57,7 +55,7 @@ class WeightReader:
         self._dtype = dtype
         self._ledger = ledger
         self._on_progress = on_progress
-        self._keep_on = keep_on
+        self._kept = kept
         self._skip_check = skip_check
         self._taken: set[str] = set()
         self._dequantised: dict[str, list[str]] = {}
@@ -116,31 +114,35 @@ class WeightReader:
         biases = [self.take(f"{name}.bias", (size,), dtype) for name, size in sizes.items()] if bias else []
         joined_bias = _joined(biases) if biases else None
         shapes = {f"{name}.weight": (size, in_features) for name, size in sizes.items()}
-        product = self._kept_product(shapes)
-        if product is None:
+        kept = self._keeping(shapes)
+        if kept is None:
             weight = _joined([self.take(name, shape, dtype) for name, shape in shapes.items()])
             return self.make_linear(weight, joined_bias)
-        blocks = [self._blocks(name) for name in shapes]
-        return BlockLinear(product(concatenate(blocks)), joined_bias)
+        self._check_scales(*shapes)
+        return kept.projection(self._checkpoint, list(shapes), joined_bias)
 
     def embedding(self, name: str, num_tokens: int, hidden_size: int) -> Embedding:
         """The embedding stored as `name`.weight."""
-        info = self._claim(f"{name}.weight", (num_tokens, hidden_size))
-        if self._keep_on is not None and info.blocks is not None:
-            self._num_kept += 1
-            return BlockEmbedding(self._blocks(f"{name}.weight"))
-        self._note(f"expected {BLOCK_TYPES}, got {info.stored_as}", {f"{name}.weight": info})
-        return DenseEmbedding(self.take(f"{name}.weight", info.shape))
+        weight = f"{name}.weight"
+        info = self._claim(weight, (num_tokens, hidden_size))
+        if self._kept is not None:
+            refusal = self._kept.rule.embedding_refusal(info)
+            if refusal is None:
+                self._num_kept += 1
+                self._check_scales(weight)
+                return self._kept.embedding(self._checkpoint, weight)
+            self._note(refusal, {weight: info})
+        return DenseEmbedding(self.take(weight, info.shape))
 
     def tied_embedding(self, name: str, num_tokens: int, hidden_size: int) -> tuple[Embedding, Projection]:
         """The embedding stored as `name`.weight, and the output projection with the same weights."""
         shape = (num_tokens, hidden_size)
-        product = self._kept_product({f"{name}.weight": shape})
-        if product is None:
+        kept = self._keeping({f"{name}.weight": shape})
+        if kept is None:
             weight = self.take(f"{name}.weight", shape)
             return DenseEmbedding(weight), self.make_linear(weight, None)
-        blocks = self._blocks(f"{name}.weight")
-        return BlockEmbedding(blocks), BlockLinear(product(blocks))
+        self._check_scales(f"{name}.weight")
+        return kept.tied(self._checkpoint, f"{name}.weight")
 
     def check_copy(self, name: str, original: str, because: str) -> None:
         """Raises if the tensor `name` is stored and has other values than `original`.
@@ -217,18 +219,19 @@ class WeightReader:
                 f"{len(names_of)} weights are dequantised, {names_of[0]} among them: {reason}",
                 "use another file, or leave the flag out if memory allows",
             )
-        if self._keep_on is not None and not self._num_kept and not self._dequantised:
+        if self._kept is not None and not self._num_kept and not self._dequantised:
             self._ledger.degrade(
                 "--quantization keep",
                 "changes nothing: no weight of the file is quantised",
-                f"use a file in {BLOCK_TYPES}, or leave the flag out",
+                f"use a file in {self._kept.rule.types}, or leave the flag out",
             )
 
-    def _blocks(self, name: str) -> BlockWeights:
-        blocks = self._checkpoint.load_blocks(name)
-        for part in (blocks.scales, blocks.minima):
-            self._check(name, part, part)
-        return blocks
+    def _check_scales(self, *names: str) -> None:
+        """Raises if a scale or minimum of weights that stay quantised is not finite."""
+        for name in names:
+            scales = self._checkpoint.load_scales(name)
+            assert scales is not None, f"{name} stays quantised and has no scales"
+            self._check(name, scales, scales)
 
     def _check(self, name: str, used: Tensor, stored: Tensor) -> None:
         """Raises if not all numbers of a weight are finite, in the file or as they are `used`: then fp16 overflows."""
@@ -262,37 +265,26 @@ class WeightReader:
         self._on_progress(len(self._taken), len(self._checkpoint.tensors))
         return info
 
-    def _kept_product(self, shapes: Mapping[str, tuple[int, int]]) -> type[BlockProduct] | None:
-        """The product for joined weights that stay quantised; None if they are dequantised.
+    def _keeping(self, shapes: Mapping[str, tuple[int, int]]) -> KeptWeights | None:
+        """What makes a projection of joined weights that stay quantised; None if they are dequantised.
 
         If they should have stayed quantised, the reason is noted.
         """
         infos = {name: self._claim(name, shape) for name, shape in shapes.items()}
-        if self._keep_on is None:
+        if self._kept is None:
             return None
-        choice = choose_kept_product(list(infos.values()), self._keep_on)
-        if choice.product is None:
-            self._note(choice.refusals, infos)
-        else:
-            self._num_kept += len(infos)
-        return choice.product
+        refusal = self._kept.rule.projection_refusal(list(infos.values()))
+        if refusal is not None:
+            self._note(refusal, infos)
+            return None
+        self._num_kept += len(infos)
+        return self._kept
 
     def _note(self, reason: str, infos: Mapping[str, TensorInfo]) -> None:
         """Remembers why quantised weights are dequantised."""
         quantised = [name for name, info in infos.items() if info.is_quantised]
-        if self._keep_on is not None and quantised:
+        if self._kept is not None and quantised:
             self._dequantised.setdefault(reason, []).extend(quantised)
-
-
-def choose_kept_product(infos: Sequence[TensorInfo], cpu: CpuFeatures) -> ProductChoice:
-    """The CPU product for joined weights that stay quantised. Needs only the tensors' headers."""
-    widths = {info.blocks for info in infos}
-    bits = widths.pop()
-    if bits is None or widths:
-        stored = ", ".join(sorted({info.stored_as for info in infos}))
-        return ProductChoice(None, f"expected {BLOCK_TYPES} for all of a projection, got {stored}")
-    num_outputs, (_, in_features) = sum(info.shape[0] for info in infos), infos[0].shape
-    return choose_product(ProductShape(num_outputs, in_features, bits), cpu)
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:

@@ -6,9 +6,11 @@ Every object gets all it needs in its constructor; nothing is bound later.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,8 +35,8 @@ from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryTaken
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
-from sightline.kernels.block_product import PACKED_BITS, CpuFeatures
-from sightline.kernels.block_weights import LOOKUP_BITS
+from sightline.kernels.block_product import CpuFeatures
+from sightline.kernels.cpu.program import CpuLauncher, inline_launcher
 from sightline.kernels.packed_weights import packed_bytes
 from sightline.layers.linear import Linear
 from sightline.layers.moe import ExpertCompute
@@ -43,17 +45,18 @@ from sightline.layers.scratch import Activations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import Definition, EmbedderDefinition, Model
+from sightline.models.kept_weights import BlockRule, CodeRule, KeepRule, KeptBlocks, KeptWeights
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
-from sightline.models.weights import WeightReader, choose_kept_product
+from sightline.models.weights import WeightReader
 from sightline.runner.backend_choice import GroupSelection, import_chosen, make_offers, tell_choices
 from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
-from sightline.runner.recording import CudaRecorder
+from sightline.runner.recording import CpuRecorder, CudaRecorder, Recorder
 from sightline.runner.runner import Runner
-from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, paged_kinds
+from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, few_kinds, paged_kinds
 
 _MULTIPLIES_FP8 = (8, 9)
 """The lowest compute capability whose tensor cores multiply 8-bit floats."""
@@ -75,6 +78,8 @@ class Runtime:
     graphs: Graphs
     operations: Operations
     """Operations with the kernels of the device."""
+    launcher: CpuLauncher
+    """Runs the kernels of a CPU."""
     times: BuildTimes
     weight_bytes: int
     """What the weights take on a card, measured; 0 if nobody measured it, as on a CPU."""
@@ -173,40 +178,58 @@ def _build(
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
 
     on_progress(0, len(checkpoint.tensors))
+    times = BuildTimes()
+    launcher = make_launcher(resolved, selections)
     reader = WeightReader(
         checkpoint,
         resolved.dtype,
         device.torch_device,
         ledger,
         on_progress,
-        keep_on=kept_on(resolved, ledger),
+        kept=kept_weights(resolved, launcher, ledger),
         skip_check=resolved.skip_weight_check,
         expert_compute=expert_compute(resolved),
-        make_linear=_linear_maker(resolved),
+        make_linear=_linear_maker(resolved, launcher),
     )
-    times, before = BuildTimes(), allocated_bytes(device)
+    before = allocated_bytes(device)
     with times.measured(BuildPhase.WEIGHTS):
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
     weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales)
-    runtime = assemble_runtime(resolved, definition, model, groups, selections, store)
+    with _compiling(resolved, times, on_step):
+        runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher)
     return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
-def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step: OnBuildStep) -> None:
-    """Runs a step of each kind on a GPU, so that no request waits for a kernel to be compiled; a CPU compiles none."""
-    if runtime.config.device.kind is not DeviceKind.CUDA:
+@contextmanager
+def _compiling(config: ResolvedConfig, times: BuildTimes, on_step: OnBuildStep) -> Iterator[None]:
+    """Tells that CPU kernels are compiled, and how long it takes. Later starts load them from the disk."""
+    if config.layer_kernels is not LayerKernels.NUMBA:
+        yield
         return
+    on_step(BuildStep(BuildPhase.KERNELS, "for this processor, or loading those of earlier starts", 0, 1))
+    with times.measured(BuildPhase.KERNELS):
+        yield
+
+
+def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step: OnBuildStep) -> None:
+    """Runs a step of each kind on a GPU, and of a few on a CPU that compiles kernels: no request waits for that."""
+    if runtime.config.device.kind is not DeviceKind.CUDA:
+        if runtime.config.layer_kernels is not LayerKernels.NUMBA:
+            return
+        kinds = few_kinds(kinds)
     with runtime.times.measured(BuildPhase.KERNELS):
         WarmUp(runtime.config, runtime.store, runtime.planner, runtime.runner, mask).run(kinds, on_step)
 
 
 def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
-    """Captures the graphs that the config asks for."""
+    """Captures the graphs, or records the programs, that the config asks for."""
     if runtime.config.graph_sizes:
-        recorder = CudaRecorder(runtime.config.device.torch_device)
+        device = runtime.config.device
+        is_card = device.kind is DeviceKind.CUDA
+        recorder: Recorder = CudaRecorder(device.torch_device) if is_card else CpuRecorder(runtime.launcher)
         with runtime.times.measured(BuildPhase.GRAPHS):
             runtime.graphs.capture(runtime.runner, recorder, ledger, on_step)
 
@@ -287,6 +310,7 @@ def assemble_runtime(
     groups: Sequence[LayerGroup],
     selections: Sequence[GroupSelection],
     store: CacheStore,
+    launcher: CpuLauncher,
 ) -> Runtime:
     """Builds everything from the workspace to the runner."""
     device = config.device.torch_device
@@ -296,12 +320,15 @@ def assemble_runtime(
         GroupBinding(
             group,
             cache,
-            _serving(selection, BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device)),
+            _serving(
+                selection,
+                BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device, launcher),
+            ),
         )
         for group, cache, selection in zip(groups, store.groups, selections, strict=True)
     )
     planner = Planner(bindings, limits, store.lengths, workspace, paranoid=config.paranoid)
-    operations = make_operations(config.layer_kernels, device)
+    operations = make_operations(config.layer_kernels, device, config.dtype, launcher)
     # Feature-major products are faster on a CPU only.
     turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
     activations = {
@@ -322,16 +349,36 @@ def assemble_runtime(
         runner=runner,
         graphs=graphs,
         operations=operations,
+        launcher=launcher,
         times=BuildTimes(),
         weight_bytes=0,
     )
 
 
-def make_operations(kernels: LayerKernels, device: torch.device) -> Operations:
+def make_launcher(config: ResolvedConfig, selections: Sequence[GroupSelection]) -> CpuLauncher:
+    """The threads that run compiled CPU kernels: as many as torch's, if anything is computed with such kernels."""
+    chosen = [each.capability.package for selection in selections for each in selection.values()]
+    keeps_codes = config.quantization is Quantization.KEEP and has_cpu_kernels()
+    computes = config.layer_kernels is LayerKernels.NUMBA or LayerKernels.NUMBA.value in chosen or keeps_codes
+    if config.device.kind is not DeviceKind.CPU or not computes:
+        return inline_launcher()
+    # Imported here: numba is an extra.
+    from sightline.kernels.cpu.team import Team
+
+    return CpuLauncher(Team(torch.get_num_threads()))
+
+
+def make_operations(
+    kernels: LayerKernels, device: torch.device, dtype: torch.dtype, launcher: CpuLauncher
+) -> Operations:
     """The operations with the chosen kernels."""
     if kernels is LayerKernels.TORCH:
         return TorchOperations()
-    # Imported here: a CPU install has no triton.
+    # Imported here: a CPU install has no triton, and numba is an extra.
+    if kernels is LayerKernels.NUMBA:
+        from sightline.layers.cpu_operations import CpuOperations
+
+        return CpuOperations(launcher, dtype)
     from sightline.kernels.triton.overlap import overlaps_on
     from sightline.layers.triton_operations import TritonOperations
 
@@ -341,19 +388,19 @@ def make_operations(kernels: LayerKernels, device: torch.device) -> Operations:
 def expert_compute(config: ResolvedConfig) -> ExpertCompute:
     """How experts are computed with the chosen kernels; in fp8 if quantised weights are to be kept and the card can."""
     capability = config.device.compute_capability
-    if config.layer_kernels is LayerKernels.TORCH:
+    if config.layer_kernels is not LayerKernels.TRITON:
         return ExpertCompute.ONE_BY_ONE
     if config.quantization is Quantization.KEEP and capability is not None and capability >= _MULTIPLIES_FP8:
         return ExpertCompute.AT_ONCE_IN_FP8
     return ExpertCompute.AT_ONCE
 
 
-def kept_on(config: ResolvedConfig, ledger: Ledger) -> CpuFeatures | None:
-    """The CPU on which quantised weights stay quantised; None if they are dequantised, or the device is a GPU."""
+def kept_weights(config: ResolvedConfig, launcher: CpuLauncher, ledger: Ledger) -> KeptWeights | None:
+    """What makes layers of weights that stay quantised; None if they are dequantised, or the device is a GPU."""
     if config.quantization is not Quantization.KEEP:
         return None
     if config.device.kind is DeviceKind.CPU:
-        return CpuFeatures.detect()
+        return kept_on_cpu(launcher, ledger)
     if expert_compute(config) is ExpertCompute.AT_ONCE_IN_FP8:
         ledger.note(
             "--quantization keep",
@@ -369,10 +416,42 @@ def kept_on(config: ResolvedConfig, ledger: Ledger) -> CpuFeatures | None:
     return None
 
 
-def _linear_maker(config: ResolvedConfig) -> Callable[[Tensor, Tensor | None], Linear]:
+def has_cpu_kernels() -> bool:
+    """True if the packages are installed that compile our CPU kernels."""
+    return find_spec("numba") is not None and find_spec("llvmlite") is not None
+
+
+def keep_rule() -> KeepRule:
+    """Which weights can stay quantised on this CPU."""
+    return CodeRule() if has_cpu_kernels() else BlockRule(CpuFeatures.detect())
+
+
+def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
+    """What makes layers of weights that stay quantised on this CPU. The ledger says what a missing Numba costs."""
+    if not has_cpu_kernels():
+        ledger.degrade(
+            "--quantization keep",
+            f"only weights in {BlockRule.types} can stay quantised, and products with them are slower: numba is not "
+            "installed",
+            "install numba: pip install 'sightline[cpu]'",
+        )
+        return KeptBlocks(CpuFeatures.detect())
+    # Imported here: numba is an extra.
+    from sightline.layers.cpu_compute import CpuCompute
+    from sightline.models.kept_codes import KeptCodes
+
+    return KeptCodes(CpuCompute.on(launcher))
+
+
+def _linear_maker(config: ResolvedConfig, launcher: CpuLauncher) -> Callable[[Tensor, Tensor | None], Linear]:
     """What makes projections with dense weights for the chosen kernels."""
     if config.layer_kernels is LayerKernels.TORCH:
         return Linear
+    if config.layer_kernels is LayerKernels.NUMBA:
+        from sightline.layers.cpu_compute import CpuCompute
+        from sightline.layers.cpu_linear import CpuLinear
+
+        return partial(CpuLinear, compute=CpuCompute.on(launcher))
     from sightline.kernels.triton.overlap import overlaps_on
     from sightline.layers.thin_linear import ThinLinear
 
@@ -392,17 +471,15 @@ def model_facts(
     quantization: Quantization, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup]
 ) -> ModelFacts:
     """The facts about a model that sizes depend on, from the checkpoint's headers."""
-    cpu = CpuFeatures.detect() if quantization is Quantization.KEEP else None
+    rule = keep_rule() if quantization is Quantization.KEEP else None
     elements, quantised_bits = 0, 0
     for name, info in checkpoint.tensors.items():
         if name in definition.copies:
             continue
-        if cpu is None or info.blocks is None or choose_kept_product([info], cpu).product is None:
+        if rule is None or rule.projection_refusal([info]) is not None:
             elements += math.prod(info.shape)
-            continue
-        # An embedding is kept for look-ups, and also packed if it is the output projection.
-        lookup_bits = LOOKUP_BITS if "embed" in name else 0
-        quantised_bits += math.prod(info.shape) * (PACKED_BITS[info.blocks] + lookup_bits)
+        else:
+            quantised_bits += math.prod(info.shape) * rule.bits(info, looked_up="embed" in name)
     packed = [
         (stack.form, checkpoint.tensors[name].shape)
         for stack in definition.expert_stacks

@@ -24,7 +24,7 @@ from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.staging import StagingRing
 from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep
-from sightline.runner.recording import Recorder
+from sightline.runner.recording import Recorder, UnrecordableError
 from sightline.runner.runner import Runner
 
 MAX_NEW_TOKENS = 8
@@ -70,14 +70,29 @@ class Graphs:
         return None
 
     def capture(self, runner: Runner, recorder: Recorder, ledger: Ledger, on_step: OnBuildStep) -> None:
-        """Captures every bucket, the largest first, so that the others reuse its memory. No row may be open yet."""
-        self._tell_uncaptured(ledger)
+        """Captures every bucket, the largest first, so that the others reuse its memory. No row may be open yet.
+
+        Buckets whose steps cannot be recorded are given up, and the ledger is told.
+        """
+        self._tell_uncaptured(ledger, is_essential=recorder.is_essential)
         order = sorted(self.buckets, key=lambda bucket: bucket.shape.size, reverse=True)
+        refused = dict[StaticMemory, str]()
         for done, bucket in enumerate(order):
             on_step(BuildStep(BuildPhase.GRAPHS, str(bucket.shape), done, len(order)))
-            self._capture(bucket, runner, recorder)
+            try:
+                self._capture(bucket, runner, recorder)
+            except UnrecordableError as error:
+                refused[bucket] = str(error)
         on_step(BuildStep(BuildPhase.GRAPHS, "", len(order), len(order)))
+        self.buckets = tuple(bucket for bucket in self.buckets if bucket not in refused)
         self.num_bytes = recorder.num_bytes
+        if refused:
+            sizes = ", ".join(str(bucket.shape.size) for bucket in self.buckets or ()) or "no number of"
+            ledger.note(
+                "cuda_graph_sizes",
+                f"decode steps of {sizes} rows are recorded; the others run eagerly, with the same results, because "
+                f"they need {', '.join(sorted(set(refused.values())))}, which only torch computes",
+            )
 
     def _capture(self, bucket: StaticMemory, runner: Runner, recorder: Recorder) -> None:
         """Plans a step without padding once, and records it."""
@@ -99,7 +114,7 @@ class Graphs:
             for row in reversed(rows):
                 store.close_row(row)
 
-    def _tell_uncaptured(self, ledger: Ledger) -> None:
+    def _tell_uncaptured(self, ledger: Ledger, *, is_essential: bool) -> None:
         decoded = {bucket.shape.size for bucket in self.buckets if bucket.shape.query_bound == 1}
         for binding in self._bindings:
             eager = dict[str, list[int]]()
@@ -108,12 +123,15 @@ class Graphs:
                 if size not in decoded and part.capability.graph is GraphLevel.NONE:
                     eager.setdefault(type(part.backend).__name__, []).append(size)
             for backend, sizes in eager.items():
-                ledger.degrade(
-                    "cuda_graph_sizes",
+                outcome = (
                     f"steps of {', '.join(map(str, sizes))} rows run eagerly: {backend}, which serves "
-                    f"{binding.group.name}, cannot be captured",
-                    "choose another decode_attention_backend, or enforce_eager",
+                    f"{binding.group.name}, cannot be captured"
                 )
+                if is_essential:
+                    remedy = "choose another decode_attention_backend, or enforce_eager"
+                    ledger.degrade("cuda_graph_sizes", outcome, remedy)
+                else:
+                    ledger.note("cuda_graph_sizes", outcome)
 
 
 def _make_buckets(shapes: Sequence[StepShape], store: CacheStore) -> tuple[StaticMemory, ...]:

@@ -15,7 +15,7 @@ class BuildPhase(Enum):
 
     WEIGHTS = "reading weights"
     KERNELS = "compiling kernels"
-    GRAPHS = "capturing CUDA graphs"
+    GRAPHS = "recording decode steps"
     REQUESTS = "trying requests"
 
 

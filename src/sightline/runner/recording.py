@@ -1,4 +1,4 @@
-"""Recording work on a device once, and replaying it: the contract, and CUDA graphs behind it.
+"""Recording work on a device once, and replaying it: the contract, with CUDA graphs or CPU programs behind it.
 
 A replay repeats the recorded launches at the recorded addresses. The host decides nothing in it, so whatever a step
 decides must be in the memory that the launches read. Does not know steps.
@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sightline.kernels.cpu.program import CpuLauncher, Program
+
+
+class UnrecordableError(Exception):
+    """The work needs something that no recording repeats; the message names it."""
 
 
 class Recording(Protocol):
@@ -27,12 +34,18 @@ class Recording(Protocol):
 class Recorder(Protocol):
     """Records work."""
 
+    is_essential: ClassVar[bool]
+    """True if a step that is not recorded is so much slower that the ledger counts it as degraded."""
+
     @property
     def num_bytes(self) -> int:
         """Device memory that the recordings so far keep."""
 
     def record(self, work: Callable[[], Tensor]) -> Recording:
-        """Records what the work launches. The work may run more than once, and must then launch the same."""
+        """Records what the work launches. The work may run more than once, and must then launch the same.
+
+        Raises `UnrecordableError` if the recording would not be all of the work.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +62,8 @@ class CudaRecording:
 
 class CudaRecorder:
     """Captures CUDA graphs whose temporary memory is one pool: they must be replayed one after the other."""
+
+    is_essential: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -67,3 +82,52 @@ class CudaRecorder:
             out = work()
         self.num_bytes += torch.cuda.memory_reserved(self._device) - before
         return CudaRecording(graph, out)
+
+
+@dataclass(frozen=True, eq=False)
+class CpuRecording:
+    """A program of CPU kernels. Keeps the memory that it writes."""
+
+    launcher: CpuLauncher
+    program: Program
+    out: Tensor
+
+    def replay(self) -> Tensor:
+        self.launcher.run(self.program)
+        return self.out
+
+
+class CpuRecorder:
+    """Keeps the kernel calls of the work, and runs none of them.
+
+    A program repeats only calls of compiled kernels. So work in which torch computes anything is refused; views and new
+    uninitialised tensors are not computed.
+    """
+
+    is_essential: ClassVar[bool] = False
+
+    def __init__(self, launcher: CpuLauncher) -> None:
+        self._launcher = launcher
+        self.num_bytes = 0
+
+    def record(self, work: Callable[[], Tensor]) -> CpuRecording:
+        refusing = _ComputesNothing()  # type: ignore[no-untyped-call]
+        with self._launcher.recording() as tape, refusing:
+            out = work()
+        program = tape.program()
+        self.num_bytes += out.nbytes + program.entries.nbytes
+        return CpuRecording(self._launcher, program, out)
+
+
+class _ComputesNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses torch operations that read or write data."""
+
+    _ALLOCATES = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in self._ALLOCATES:
+            raise UnrecordableError(f"torch.{name}")
+        return func(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from sightline.attention.backends import registry
 from sightline.attention.capability import Work
 from sightline.core.config import Quantization
+from sightline.core.device import DeviceKind
 from sightline.core.ledger import Note
 from sightline.runner.backend_choice import GroupSelection
 from sightline.runner.build import Runtime
@@ -39,7 +40,8 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
         )
     if runtime.graphs.buckets:
         count, sizes = len(runtime.graphs.buckets), ", ".join(map(str, config.graph_sizes))
-        lines.append(f"{count} CUDA graphs for {sizes} rows: {_mebibytes(runtime.graphs.num_bytes)}")
+        what = "CUDA graphs" if config.device.kind is DeviceKind.CUDA else "recorded programs"
+        lines.append(f"{count} {what} for {sizes} rows: {_mebibytes(runtime.graphs.num_bytes)}")
     memory = memory_ledger(config, runtime.memory_taken)
     lines += [] if memory is None else memory.lines()
     lines += runtime.times.lines()

@@ -99,6 +99,13 @@ def embedding_kinds(config: ResolvedConfig) -> list[StepKind]:
     return whole + (paged_kinds(config) if config.num_pages else [])
 
 
+def few_kinds(kinds: Sequence[StepKind]) -> list[StepKind]:
+    """Steps that need every kernel of a CPU, which are the same for all lengths: the smallest, and one of more tokens
+    than products of few rows take."""
+    several = [kind for kind in kinds if 8 < sum(kind.queries) <= 16]
+    return list(kinds[:1]) + several[:1]
+
+
 def _most_rows(config: ResolvedConfig) -> int:
     """The most rows of a step: each needs a page if there is a cache."""
     return min(config.max_rows, config.cache_tokens // config.page_size) if config.num_pages else config.max_rows

@@ -16,7 +16,7 @@ import pytest
 
 from sightline.bench.serving.answers import ReportedUsage, StreamedAnswer, seconds_to_wait
 from sightline.bench.serving.http_stream import Address, Client
-from sightline.bench.serving.load import LoadResult, Record, RequestOutcome, run_load
+from sightline.bench.serving.load import LoadResult, RequestOutcome, RequestRecord, run_load
 from sightline.bench.serving.report import make_report
 from sightline.bench.serving.work import Arrivals, Ask
 from sightline.core.errors import SightlineError
@@ -239,7 +239,7 @@ def test_a_load_that_is_stopped_tells_what_ended_and_cuts_the_rest() -> None:
     async def stopped(server: StubServer) -> LoadResult:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-        def stop_soon(_: Record) -> None:
+        def stop_soon(_: RequestRecord) -> None:
             """One has ended: as soon as the next has been sent, nobody ends any more."""
             loop.call_later(0.1, stop.set)
 

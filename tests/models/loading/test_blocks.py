@@ -14,9 +14,11 @@ from sightline.core.ledger import Ledger
 from sightline.kernels.block_product import DynamicInt4Product, Int4PackProduct
 from sightline.kernels.block_weights import CodeBits
 from sightline.models.loading.default_model import default_model_path
-from sightline.models.loading.gguf.quantization import block_bits, dequantise, read_blocks
+from sightline.models.loading.gguf.codes import as_blocks, block_bits, code_form, read_codes
+from sightline.models.loading.gguf.quantization import dequantise
 from sightline.models.loading.gguf.types import STORAGE_BY_CODE
 from sightline.models.loading.opening import open_checkpoint
+from support.coded_weights import FORMS
 from support.gguf_checks import opened
 from support.gguf_families import tiny, write_family
 from support.gguf_files import tiny_llama, write_llama
@@ -32,10 +34,30 @@ def test_random_blocks_stand_for_what_they_decode_to(kind: str) -> None:
     raw = numpy.random.default_rng(7).integers(0, 256, (6 * blocks, storage.block_bytes), dtype=numpy.uint8)
     raw[:, [1, 3]] &= 0xBB  # takes a bit from the exponents of the halves, whose infinities and NaNs have them all
     data = memoryview(bytearray(raw.tobytes()))
-    read = read_blocks(data, storage, shape)
+    read = as_blocks(read_codes(data, storage, shape))
     assert read.bits == BITS[kind]
     assert int(read.codes.max()) == (1 << BITS[kind]) - 1
     assert torch.equal(read.dequantised(), dequantise(data, storage, shape))
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_random_codes_stand_for_what_they_decode_to(kind: str) -> None:
+    storage = STORAGE_BY_CODE[GGMLQuantizationType[kind]]
+    blocks, shape = 6, (4, 6 * storage.block_elements)
+    raw = numpy.random.default_rng(7).integers(0, 256, (4 * blocks, storage.block_bytes), dtype=numpy.uint8)
+    halves = slice(208, 210) if kind == "Q6_K" else slice(0, 4)
+    raw[:, halves][:, 1::2] &= 0xBB
+    data = memoryview(bytearray(raw.tobytes()))
+    read = read_codes(data, storage, shape)
+    assert read.form == FORMS[kind]
+    assert int(read.codes.max()) == (1 << read.form.bits) - 1
+    expected = dequantise(data, storage, shape)
+    assert torch.allclose(read.dequantised(), expected, rtol=1e-6, atol=float(expected.abs().max()) * 1e-7)
+
+
+def test_only_listed_types_have_codes() -> None:
+    for storage in STORAGE_BY_CODE.values():
+        assert code_form(storage) == FORMS.get(storage.name), storage.name
 
 
 def test_only_types_of_small_integers_with_a_scale_have_blocks() -> None:

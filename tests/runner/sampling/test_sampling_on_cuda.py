@@ -21,6 +21,7 @@ from sightline.core.request import EffectiveParams, LogitBias, TokenIds
 from sightline.core.staging import StagingRing
 from sightline.core.transfer import Arrival
 from sightline.engine import engine, sampled
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.llm import TokensPrompt
 from sightline.runner.build import make_operations
 from sightline.runner.graphs import Graphs
@@ -83,7 +84,7 @@ def row(changes: dict[str, Any], seed: int, output: list[int], last_input: int |
 def test_tokens_are_those_of_the_cpu_and_nothing_waits(
     vocab_size: int, scale: float, is_late: bool, kernels: LayerKernels
 ) -> None:
-    best = make_operations(kernels, torch.device("cuda", 0)).best_tokens
+    best = make_operations(kernels, torch.device("cuda", 0), torch.float32, inline_launcher()).best_tokens
     generator = torch.Generator().manual_seed(vocab_size)
     for equal in (False, True):
         logits = torch.randn(4 * len(CHANGES), vocab_size, generator=generator) * scale
@@ -107,7 +108,7 @@ def test_tokens_are_those_of_the_cpu_and_nothing_waits(
 @pytest.mark.parametrize("kernels", LayerKernels)
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_a_greedy_step_is_a_few_kernels(kernels: LayerKernels, rows: int) -> None:
-    best = make_operations(kernels, torch.device("cuda", 0)).best_tokens
+    best = make_operations(kernels, torch.device("cuda", 0), torch.float32, inline_launcher()).best_tokens
     logits = torch.randn(rows, 32_000, device="cuda")
     greedy = [row({"temperature": 0.0}, index, [4, 7], None) for index in range(rows)]
     choose(logits, greedy, None, best)

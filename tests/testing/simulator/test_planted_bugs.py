@@ -15,7 +15,7 @@ from sightline.cache.table import PageTable
 from sightline.core.batch import Batch
 from sightline.engine.deadlines import Deadlines
 from sightline.engine.engine import Engine
-from sightline.engine.launch import Launch, LaunchedStep, Launcher, RowFailure, UnreadTokens, unread_tokens
+from sightline.engine.launch import Launch, LaunchedStep, RowFailure, StepLauncher, UnreadTokens, unread_tokens
 from sightline.engine.live import LiveSequence
 from sightline.engine.sampled import Sampled, SampledTokens
 from sightline.scheduler.costs import StepLimit
@@ -206,11 +206,11 @@ def fail_the_neighbours(patch: pytest.MonkeyPatch) -> None:
     """A step that raises fails all its rows."""
 
     def fail_all(
-        launcher: Launcher[LiveSequence], rows: object, lives: Sequence[LiveSequence], in_flight: object
+        launcher: StepLauncher[LiveSequence], rows: object, lives: Sequence[LiveSequence], in_flight: object
     ) -> Launch[LiveSequence]:
         return Launch((), tuple(RowFailure(live, RuntimeError("the step raised")) for live in lives))
 
-    patch.setattr(Launcher, "_launch_parts", fail_all)
+    patch.setattr(StepLauncher, "_launch_parts", fail_all)
 
 
 def share_the_tail_of_a_fork(patch: pytest.MonkeyPatch) -> None:

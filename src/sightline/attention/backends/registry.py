@@ -13,6 +13,7 @@ from typing import Any
 
 from sightline.attention.backends.flash_attention import rows as flash_attention_rows
 from sightline.attention.backends.flashinfer import rows as flashinfer_rows
+from sightline.attention.backends.numba import rows as numba_rows
 from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.backends.reference.latent_backend import ReferenceLatentBackend
 from sightline.attention.backends.torch.backend import TorchBackend
@@ -33,6 +34,7 @@ def _lazily(place: str) -> Callable[[], type[AttentionBackend[Any, Any]]]:
 
 _TRITON = "fast decode on NVIDIA GPUs from Ampere on, planned on the device; pip install 'sightline[cuda]'"
 _FLASHINFER = "the fastest prefill, and latent decode of many rows, on Hopper; pip install 'sightline[cuda]'"
+_NUMBA = "decode on a CPU that reads pages in place and can be recorded; pip install 'sightline[cpu]'"
 _FLASH_ATTENTION = "prefill on Hopper that compiles in seconds, with sinks; pip install 'sightline[flash-attention]'"
 
 
@@ -78,6 +80,7 @@ BUILT_IN: tuple[Candidate, ...] = (
         flash_attention_rows.LATENT_ROWS,
         _FLASH_ATTENTION,
     ),
+    _own("numba", _lazily("numba.backend:NumbaBackend"), numba_rows.ROWS, _NUMBA),
     Candidate.of("torch", TorchBackend, "sightline", by_default=True),
     Candidate.of("torch-latent", TorchLatentBackend, "sightline", by_default=True),
     Candidate.of("reference", ReferenceBackend, "sightline", by_default=False),

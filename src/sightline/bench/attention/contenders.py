@@ -17,6 +17,7 @@ from sightline.bench.attention.data import ShapeData
 from sightline.bench.attention.shapes import RowKind, Shape
 from sightline.core.device import Device
 from sightline.core.errors import NoBackendError
+from sightline.kernels.cpu.program import inline_launcher
 
 _SCRATCH_BYTES = 1 << 36
 
@@ -102,7 +103,9 @@ def _planner(candidate: Candidate, capability: Capability, data: ShapeData) -> P
     limits = StepLimits(shape.num_rows, shape.num_tokens, shape.length, (MAIN_LANE,))
     workspace = Workspace(target, _SCRATCH_BYTES)
     [cache] = data.store.groups
-    context = BackendContext(data.group.name, shape.spec, cache, workspace, limits, shape.dtype, target)
+    context = BackendContext(
+        data.group.name, shape.spec, cache, workspace, limits, shape.dtype, target, inline_launcher()
+    )
     backend = candidate.load()(context)
     binding = GroupBinding.alone(data.group, cache, backend, capability)
     planner = Planner([binding], limits, data.store.lengths, workspace)

@@ -35,6 +35,7 @@ from sightline.engine.engine import Engine
 from sightline.engine.launch import LaunchedStep, rows_work
 from sightline.engine.live import LiveSequence
 from sightline.engine.sampled import sample
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.loading.generation import GenerationDefaults
@@ -203,7 +204,9 @@ def _build(load: Load) -> Engine:
     candidate = Candidate.of("none", _NoAttention, "sightline", by_default=False)
     selection = dict.fromkeys(Work, Selection(candidate, _NoAttention.capabilities[0], refused=(), forgone=()))
     store = make_store(config, groups)
-    runtime = assemble_runtime(config, _NoDefinition(), _NoModel(), groups, [selection] * len(groups), store)
+    runtime = assemble_runtime(
+        config, _NoDefinition(), _NoModel(), groups, [selection] * len(groups), store, inline_launcher()
+    )
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger())
     assert engine.prefixes is not None, "it was asked for"
     cache_prefixes(engine.prefixes, store, load.num_prefixes, _VOCAB, Random(0))

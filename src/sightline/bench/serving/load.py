@@ -37,7 +37,7 @@ class RequestOutcome(Enum):
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """One request and its result. Times are seconds since the load began."""
 
     index: int
@@ -88,7 +88,7 @@ class LoadResult:
     """The result of a load."""
 
     num_asked: int
-    records: tuple[Record, ...]
+    records: tuple[RequestRecord, ...]
     """One per request that was sent, in order."""
     seconds: float
     peak_concurrency: int
@@ -98,7 +98,7 @@ class LoadResult:
     stopped: bool
     """Whether it was stopped before every request had ended."""
 
-    def with_outcome(self, outcome: RequestOutcome) -> list[Record]:
+    def with_outcome(self, outcome: RequestOutcome) -> list[RequestRecord]:
         return [record for record in self.records if record.outcome is outcome]
 
 
@@ -113,7 +113,7 @@ async def run_load(
     timeout: float = 600.0,
     retry: bool = False,
     stop: asyncio.Event | None = None,
-    on_record: Callable[[Record], None] | None = None,
+    on_record: Callable[[RequestRecord], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoadResult:
     """Sends every request when it is due, and returns when all have ended.
@@ -157,12 +157,12 @@ class _Sender:
     timeout: float
     retry: bool
     gate: asyncio.Semaphore
-    on_record: Callable[[Record], None] | None
+    on_record: Callable[[RequestRecord], None] | None
     clock: Callable[[], float]
     start: float = 0.0
     running: int = 0
     peak: int = 0
-    records: dict[int, Record] = field(default_factory=dict)
+    records: dict[int, RequestRecord] = field(default_factory=dict)
 
     async def send_all(self, bodies: Sequence[bytes], offsets: Sequence[float]) -> None:
         self.start = self.clock()
@@ -177,7 +177,7 @@ class _Sender:
 
     async def _send(self, index: int, body: bytes, due: float) -> None:
         async with self.gate:
-            record = Record(index, due, self._now())
+            record = RequestRecord(index, due, self._now())
             try:
                 await self._run(record, body)
             except asyncio.CancelledError:
@@ -190,7 +190,7 @@ class _Sender:
                 if self.on_record is not None:
                     self.on_record(record)
 
-    async def _run(self, record: Record, body: bytes) -> None:
+    async def _run(self, record: RequestRecord, body: bytes) -> None:
         """Sends a request until it is answered, fails or runs out of time."""
         deadline = asyncio.timeout(self.timeout)
         try:
@@ -206,7 +206,7 @@ class _Sender:
             if deadline.expired():
                 record.error = f"expected an end within {self.timeout:g} s, got none; allow more time with --timeout"
 
-    async def _attempt(self, record: Record, body: bytes) -> tuple[RequestOutcome, str | None, float]:
+    async def _attempt(self, record: RequestRecord, body: bytes) -> tuple[RequestOutcome, str | None, float]:
         """Sends a request once. Returns its outcome, its error, and the seconds to wait before sending it again."""
         self.running += 1
         self.peak = max(self.peak, self.running)
@@ -228,7 +228,7 @@ class _Sender:
         finally:
             self.running -= 1
 
-    async def _read_stream(self, record: Record, response: Response) -> None:
+    async def _read_stream(self, record: RequestRecord, response: Response) -> None:
         """Reads an answer into the record, even if it breaks off."""
         answer = StreamedAnswer()
         try:

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from sightline.bench.serving.answers import decoded, read_whole, refusal, shown
 from sightline.bench.serving.http_stream import Address, Client
-from sightline.bench.serving.load import Record, RequestOutcome, run_load
+from sightline.bench.serving.load import RequestOutcome, RequestRecord, run_load
 from sightline.bench.serving.report import Sent, ServingReport, check_percentiles, make_report
 from sightline.bench.serving.work import Arrivals, Ask, Dataset, Endpoint, Sampling, payload
 from sightline.core.errors import ConfigError, SightlineError
@@ -63,7 +63,7 @@ class _ServerInfo(Struct):
 def measure_serving(
     bench: ServingBench,
     on_note: Callable[[str], None] = lambda _: None,
-    on_record: Callable[[Record], None] | None = None,
+    on_record: Callable[[RequestRecord], None] | None = None,
 ) -> ServingReport:
     """Raises if the server cannot be measured. Ctrl-C ends the load; what was measured until then is reported."""
     check_percentiles(bench.percentiles)
@@ -73,7 +73,7 @@ def measure_serving(
 
 
 async def _measure(
-    bench: ServingBench, on_note: Callable[[str], None], on_record: Callable[[Record], None] | None
+    bench: ServingBench, on_note: Callable[[str], None], on_record: Callable[[RequestRecord], None] | None
 ) -> ServingReport:
     client = Client(Address.parse(bench.base_url), bench.api_key)
     model = await find_model(client, bench.model, bench.timeout)

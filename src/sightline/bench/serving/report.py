@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sightline.bench.serving.load import LoadResult, Record, RequestOutcome
+from sightline.bench.serving.load import LoadResult, RequestOutcome, RequestRecord
 from sightline.bench.serving.work import Arrivals
 from sightline.bench.tables import markdown_table
 from sightline.core.errors import ConfigError
@@ -230,7 +230,7 @@ def _spreads(sent: Sent, result: LoadResult, percentiles: Sequence[float]) -> di
     return {name: LatencySpread.of(seconds, percentiles) for name, seconds in timed.items()}
 
 
-def _retried(record: Record) -> tuple[int, ...]:
+def _retried(record: RequestRecord) -> tuple[int, ...]:
     return record.refusals[:-1] if record.outcome is RequestOutcome.REFUSED else record.refusals
 
 
@@ -238,7 +238,7 @@ def _statuses(found: Sequence[int]) -> dict[str, int]:
     return {str(status): count for status, count in sorted(Counter(found).items())}
 
 
-def _reasons(failed: Sequence[Record]) -> tuple[str, ...]:
+def _reasons(failed: Sequence[RequestRecord]) -> tuple[str, ...]:
     reasons = Counter(record.error or "no reason" for record in failed)
     lines = [f"{reason} ({count} requests)" if count > 1 else reason for reason, count in reasons.items()]
     more = len(lines) - SHOWN_FAILURES

@@ -15,7 +15,7 @@ from sightline.cli.options import collected, count_option, measure_option, parse
 from sightline.cli.reports import print_report, report_file_options
 
 if TYPE_CHECKING:
-    from sightline.bench.serving.load import Record
+    from sightline.bench.serving.load import RequestRecord
 
 _NOTE_SECONDS = 5.0
 
@@ -181,11 +181,11 @@ def serve(
     sys.exit(report.exit_code)
 
 
-def _counted(total: int) -> Callable[[Record], None]:
+def _counted(total: int) -> Callable[[RequestRecord], None]:
     """Returns a callback that prints from time to time how many requests have ended."""
     ended, noted = 0, time.monotonic()
 
-    def count(_: Record) -> None:
+    def count(_: RequestRecord) -> None:
         nonlocal ended, noted
         ended += 1
         if time.monotonic() - noted > _NOTE_SECONDS:

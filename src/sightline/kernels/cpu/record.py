@@ -34,5 +34,14 @@ class Record:
 class Launcher(Protocol):
     """Takes the kernel calls of a step, in order."""
 
+    @property
+    def num_threads(self) -> int:
+        """Threads that share a record: kernels number them from 0."""
+
     def launch(self, record: Record) -> None:
         """Runs the record, or keeps it for a program. Its outputs may be read only through later records until then."""
+
+
+def float_bits(value: float) -> int:
+    """The bits of an fp32, as arguments hold it."""
+    return int(np.float32(value).view(np.int32))

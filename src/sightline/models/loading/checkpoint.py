@@ -14,6 +14,7 @@ import torch
 
 from sightline.core.errors import CheckpointError
 from sightline.kernels.block_weights import BlockWeights, CodeBits
+from sightline.kernels.coded_weights import CodedWeights, CodeForm
 from sightline.kernels.packed_weights import WeightForm
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -35,6 +36,9 @@ class TensorInfo:
     """The width of its codes if `Checkpoint.load_blocks` supports it, otherwise None."""
     packed: WeightForm = WeightForm.PLAIN
     """The form that `Checkpoint.load_packed` returns, or `PLAIN` if it does not support the tensor."""
+
+    codes: CodeForm | None = None
+    """The form that `Checkpoint.load_codes` returns, or None if it does not support the tensor."""
 
     @property
     def is_quantised(self) -> bool:
@@ -77,6 +81,16 @@ class Checkpoint(ABC):
             )
         return self._read_blocks(name)
 
+    def load_codes(self, name: str) -> CodedWeights:
+        """The quantised tensor `name` on the CPU as it is stored, a copy. Only for tensors with `TensorInfo.codes`."""
+        self._check_name(name)
+        if self.tensors[name].codes is None:
+            raise CheckpointError(
+                f"{self.location}: expected {name!r} in codes along its rows, got {self.tensors[name].stored_as}. "
+                "Load it dequantised."
+            )
+        return self._read_codes(name)
+
     def load_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The codes and scales of the tensor `name` on the CPU, in the form `TensorInfo.packed`, which is not `PLAIN`.
 
@@ -106,6 +120,10 @@ class Checkpoint(ABC):
     def _read_blocks(self, name: str) -> BlockWeights:
         """Reads the blocks of one of `tensors` that has blocks. Formats without blocks need not override this."""
         raise NotImplementedError(f"{type(self).__name__} describes {name!r} as blocks and cannot read them")
+
+    def _read_codes(self, name: str) -> CodedWeights:
+        """Reads the codes of one of `tensors` that has codes. Formats without codes need not override this."""
+        raise NotImplementedError(f"{type(self).__name__} describes {name!r} as codes and cannot read them")
 
     def _read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads one of `tensors` that is packed. Formats without packed tensors need not override this."""

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 
 from sightline.kernels.block_weights import BlockWeights
+from sightline.kernels.coded_weights import CodedWeights
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
@@ -42,6 +43,9 @@ class PrefixedCheckpoint(Checkpoint):
 
     def _read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         return self._bare.load_packed(name.removeprefix(PREFIX))
+
+    def _read_codes(self, name: str) -> CodedWeights:
+        return self._bare.load_codes(name.removeprefix(PREFIX))
 
     def _read_blocks(self, name: str) -> BlockWeights:
         return self._bare.load_blocks(name.removeprefix(PREFIX))

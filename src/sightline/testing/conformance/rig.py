@@ -25,6 +25,7 @@ from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
 from sightline.core.batch import CAUSAL, Batch, MaskKind, RowMask, RowWork
 from sightline.core.device import Device
 from sightline.core.errors import ConfigError
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.runner.batching import assemble
 from sightline.testing.conformance.problem import Problem
 from sightline.testing.conformance.problems import PROBLEMS
@@ -210,7 +211,9 @@ class AttentionRig:
                 group,
                 cache,
                 self.subject.backend(
-                    BackendContext(group.name, group.spec, cache, workspace, limits, setting.dtype, self.device)
+                    BackendContext(
+                        group.name, group.spec, cache, workspace, limits, setting.dtype, self.device, inline_launcher()
+                    )
                 ),
                 self.subject.capability,
             )

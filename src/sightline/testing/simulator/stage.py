@@ -19,6 +19,7 @@ from sightline.core.device import detect_device
 from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 from sightline.engine.engine import Engine
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import assemble_runtime, make_store
 from sightline.scheduler.scheduler import Scheduler
@@ -99,6 +100,6 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
             pool.plane(plane.name).fill_(torch.nan)
     candidate = Candidate.of("reading", ReadingBackend, "sightline", by_default=False)
     selection = dict.fromkeys(Work, Selection(candidate, ReadingBackend.capabilities[0], refused=(), forgone=()))
-    runtime = assemble_runtime(config, definition, model, groups, [selection] * len(groups), store)
+    runtime = assemble_runtime(config, definition, model, groups, [selection] * len(groups), store, inline_launcher())
     engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock)
     return Stage(scene, engine, faults, tuple(allocators))

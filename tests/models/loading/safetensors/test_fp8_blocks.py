@@ -16,6 +16,7 @@ from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.kernels.block_product import CpuFeatures
+from sightline.models.kept_weights import KeptBlocks
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.loading.safetensors.fp8_blocks import decode
@@ -125,7 +126,12 @@ def test_weights_that_were_to_stay_quantised_are_all_named(tmp_path: Path) -> No
     ledger, checkpoint = Ledger(), opened(tmp_path)
     progress = []
     reader = WeightReader(
-        checkpoint, torch.float32, CPU, ledger, lambda *counts: progress.append(counts), keep_on=CpuFeatures.detect()
+        checkpoint,
+        torch.float32,
+        CPU,
+        ledger,
+        lambda *counts: progress.append(counts),
+        kept=KeptBlocks(CpuFeatures.detect()),
     )
     define_model(checkpoint.config, ledger).load(reader)
     counts = [int(entry.outcome.split()[0]) for entry in ledger.degradations]

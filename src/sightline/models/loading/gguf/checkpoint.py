@@ -12,13 +12,15 @@ import torch
 
 from sightline.core.errors import CheckpointError, UnsupportedModelError
 from sightline.core.ledger import Ledger
-from sightline.kernels.block_weights import BlockWeights, CodeBits
+from sightline.kernels.block_weights import BlockWeights
+from sightline.kernels.coded_weights import CodedWeights
 from sightline.models.loading.checkpoint import Checkpoint, TensorInfo
 from sightline.models.loading.generation import GenerationDefaults
+from sightline.models.loading.gguf.codes import as_blocks, block_bits, code_form, read_codes
 from sightline.models.loading.gguf.config import translate_config
 from sightline.models.loading.gguf.file import GgufFile, GgufTensor
 from sightline.models.loading.gguf.names import ROPE_FACTORS, LayoutNumbers, TensorSource, translate_tensors
-from sightline.models.loading.gguf.quantization import block_bits, block_scales, can_dequantise, dequantise, read_blocks
+from sightline.models.loading.gguf.quantization import block_scales, can_dequantise, dequantise
 from sightline.text.tokenizers.gguf import end_token_ids, tokenizer_from_gguf
 from sightline.text.tokenizers.gguf_metadata import GgufMetadata
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -27,7 +29,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class GgufCheckpoint(Checkpoint):
-    """`load` decodes weights to fp32; `load_blocks` keeps them quantised."""
+    """`load` decodes weights to fp32; `load_codes` and `load_blocks` keep them quantised."""
 
     def __init__(self, path: Path, ledger: Ledger) -> None:
         self._file = GgufFile(path)
@@ -68,13 +70,15 @@ class GgufCheckpoint(Checkpoint):
         return block_scales(self._raw(tensor, source.expert), tensor.storage)
 
     def _read_blocks(self, name: str) -> BlockWeights:
+        return as_blocks(self._read_codes(name))
+
+    def _read_codes(self, name: str) -> CodedWeights:
         source = self._sources[name]
         (stored,) = source.names
         tensor = self._file.tensors[stored]
-        blocks = read_blocks(self._raw(tensor, source.expert), tensor.storage, source.shape)
+        codes = read_codes(self._raw(tensor, source.expert), tensor.storage, source.shape)
         self._file.release(tensor)
-        move = source.layout.apply
-        return BlockWeights(move(blocks.codes), move(blocks.scales), move(blocks.minima), blocks.bits)
+        return codes.moved(source.layout.apply)
 
     def _decode(self, name: str, expert: int | None = None) -> torch.Tensor:
         tensor = self._file.tensors[name]
@@ -93,13 +97,11 @@ class GgufCheckpoint(Checkpoint):
 
     def _describe(self, source: TensorSource) -> TensorInfo:
         stored = dict.fromkeys(self._file.tensors[name].storage.name for name in source.names)
-        return TensorInfo(source.shape, torch.float32, "+".join(stored), self._block_bits(source))
-
-    def _block_bits(self, source: TensorSource) -> CodeBits | None:
         if not source.layout.keeps_rows or len(source.shape) != 2:
-            return None
-        (stored,) = source.names
-        return block_bits(self._file.tensors[stored].storage)
+            return TensorInfo(source.shape, torch.float32, "+".join(stored))
+        (name,) = source.names
+        storage = self._file.tensors[name].storage
+        return TensorInfo(source.shape, torch.float32, storage.name, block_bits(storage), codes=code_form(storage))
 
     def _check_types(self) -> None:
         for tensor in self._file.tensors.values():

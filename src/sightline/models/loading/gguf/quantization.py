@@ -1,4 +1,4 @@
-"""Decoding of GGUF tensor bytes: to fp32, or to block weights for the types that store small integers.
+"""Decoding of GGUF tensor bytes to fp32.
 
 Owns the arithmetic. The common types are decoded with torch, in the operation order of the reference decoder,
 so results are equal bit for bit; the rest go through the `gguf` package. Does not know files or tensor names.
@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 
-from sightline.kernels.block_weights import BlockWeights, CodeBits
 from sightline.models.loading.gguf.types import StorageType
 
 
@@ -64,56 +62,6 @@ _DECODERS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyTy
         "Q8_0": _decode_q8_0,
         "Q4_0": _decode_q4_0,
         "Q4_1": _decode_q4_1,
-    }
-)
-
-
-def block_bits(storage: StorageType) -> CodeBits | None:
-    """The width of a type's codes if `read_blocks` supports it (blocks of 32 codes with a scale), otherwise None."""
-    reader = _BLOCK_READERS.get(storage.name)
-    return None if reader is None else reader.bits
-
-
-def read_blocks(raw: memoryview, storage: StorageType, shape: tuple[int, ...]) -> BlockWeights:
-    """The stored codes of a tensor [out_features, in_features], copied out of `raw`.
-
-    The type must have `block_bits`. Once dequantised, finite numbers equal those of `dequantise`.
-    """
-    reader = _BLOCK_READERS[storage.name]
-    codes, scales, minima = reader.read(torch.frombuffer(raw, dtype=torch.uint8).view(-1, storage.block_bytes))
-    return BlockWeights(codes.view(shape), scales.view(shape[0], -1), minima.view(shape[0], -1), reader.bits)
-
-
-_Blocks = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Codes [blocks, 32], scales and minima [blocks, 1]."""
-
-
-def _read_q8_0(blocks: torch.Tensor) -> _Blocks:
-    scales = _halves(blocks, 0, 2)
-    # Flipping the sign bit of a signed byte adds 128 to it.
-    return blocks[:, 2:] ^ 0x80, scales, scales * -128
-
-
-def _read_q4_0(blocks: torch.Tensor) -> _Blocks:
-    scales = _halves(blocks, 0, 2)
-    return _nibbles(blocks[:, 2:]), scales, scales * -8
-
-
-def _read_q4_1(blocks: torch.Tensor) -> _Blocks:
-    halves = _halves(blocks, 0, 4)
-    return _nibbles(blocks[:, 4:]), halves[:, :1].contiguous(), halves[:, 1:].contiguous()
-
-
-class _BlockReader(NamedTuple):
-    bits: CodeBits
-    read: Callable[[torch.Tensor], _Blocks]
-
-
-_BLOCK_READERS: Mapping[str, _BlockReader] = MappingProxyType(
-    {
-        "Q8_0": _BlockReader(CodeBits.EIGHT, _read_q8_0),
-        "Q4_0": _BlockReader(CodeBits.FOUR, _read_q4_0),
-        "Q4_1": _BlockReader(CodeBits.FOUR, _read_q4_1),
     }
 )
 

@@ -1,0 +1,1 @@
+"""Attention on a CPU with compiled kernels that read pages in place."""

@@ -1,0 +1,47 @@
+"""Capability rows of the compiled CPU kernels. Imports no kernel library."""
+
+from __future__ import annotations
+
+import torch
+
+from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks
+from sightline.attention.spec import Feature, SpecKind
+from sightline.core.device import DeviceKind
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CACHE_DTYPES = frozenset({*_DTYPES, torch.float8_e4m3fn})
+# Not batch-invariant: how often a context is split depends on the number of tokens of a step.
+_FEATURES = frozenset(
+    {
+        Feature.WINDOW,
+        Feature.SOFTCAP,
+        Feature.SINKS,
+        Feature.NON_CAUSAL,
+        Feature.TREE_MASK,
+        Feature.LSE,
+        Feature.DETERMINISTIC,
+    }
+)
+
+
+def _row(dtype: torch.dtype, kind: SpecKind, features: frozenset[Feature]) -> Capability:
+    return Capability(
+        spec_kinds=frozenset({kind}),
+        devices=frozenset({DeviceKind.CPU}),
+        compute_capabilities=ANY,
+        dtypes=frozenset({dtype}),
+        cache_dtypes=_CACHE_DTYPES,
+        head_dims=ANY,
+        group_sizes=ANY,
+        page_sizes=ANY,
+        features=features,
+        # Lengths are read from memory; launches depend on numbers of tokens only.
+        host_lengths=HostLengths.BOUND,
+        graph=GraphLevel.FULL,
+        package="numba",
+        # Every new token reads all its keys again: torch's products are faster for many new tokens.
+        ranks=Ranks(prefill=-10, decode=10, few=10),
+    )
+
+
+ROWS: tuple[Capability, ...] = tuple(_row(dtype, SpecKind.SOFTMAX, _FEATURES) for dtype in _DTYPES)

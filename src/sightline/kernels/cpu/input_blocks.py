@@ -1,0 +1,98 @@
+"""Rounding of a product's inputs to 8 bits, in blocks of 32 with a scale each.
+
+    scale = largest |x| / 127            code = round(x * 127 / largest |x|), ties to even
+    sums  = sum of the codes 0 to 15, sum of the codes 16 to 31
+
+A block without any number but 0 has scale 0 and codes 0. A block with NaN or infinities has a scale that is NaN or
+infinite, so that the outputs are not finite either.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
+from sightline.kernels.cpu.emitter import F32, I8, I32, I64, Emitter, Value, vector
+from sightline.kernels.cpu.floats import load_floats
+from sightline.kernels.cpu.panels import BLOCK
+from sightline.kernels.cpu.processor import Processor
+
+CODES_OFFSET = 0
+SCALE_OFFSET = 32
+SUM_OFFSETS = (36, 40)
+SCALED_SUM_OFFSET = 44
+"""scale * sum of all 32 codes, in fp32."""
+INPUT_BLOCK_BYTES = 48
+_LARGEST = 127.0
+_ROUNDER = 1.5 * 2**23
+"""Added to a small number, and subtracted again, it rounds the number to a whole one: its last bit is worth 1."""
+
+
+def input_bytes(in_features: int) -> int:
+    """The memory of a quantised row."""
+    return in_features // BLOCK * INPUT_BLOCK_BYTES
+
+
+class QuantiseArguments(NamedTuple):
+    """The numbers that the kernel reads, in their order."""
+
+    inputs: int
+    """Address of the rows to quantise."""
+    input_row_bytes: int
+    blocks: int
+    """Address of the result, aligned to 16 bytes: the blocks of a row, then those of the next row."""
+    rows: int
+    blocks_per_row: int
+
+
+@cache
+def quantise_kernel(dtype: torch.dtype, processor: Processor) -> CompiledKernel:
+    """The kernel that quantises rows of `dtype`; see `QuantiseArguments`."""
+    name = f"quantise-{str(dtype).removeprefix('torch.')}"
+    return compile_kernel(name, lambda module: write_quantise(module, dtype), processor)
+
+
+def write_quantise(module: Any, dtype: torch.dtype) -> None:
+    """Fills an LLVM module with the kernel."""
+    emitter = Emitter(module, ENTRY, 3)
+    arguments, thread, num_threads = emitter.arguments
+    given = QuantiseArguments(
+        *(emitter.load(arguments, I64, 8 * i, align=8) for i in range(len(QuantiseArguments._fields)))
+    )
+    first, stop = emitter.share(emitter.times(given.rows, given.blocks_per_row), thread, num_threads)
+    with emitter.loop(first, stop) as item:
+        row = emitter.build.sdiv(item, given.blocks_per_row)
+        block = emitter.build.srem(item, given.blocks_per_row)
+        start = emitter.add(given.inputs, emitter.times(row, given.input_row_bytes))
+        source = emitter.add(start, emitter.times(block, BLOCK * dtype.itemsize))
+        _quantise_block(emitter, dtype, source, emitter.add(given.blocks, emitter.times(item, INPUT_BLOCK_BYTES)))
+    emitter.finish()
+
+
+def _quantise_block(emitter: Emitter, dtype: torch.dtype, source: Value, target: Value) -> None:
+    build, half = emitter.build, BLOCK // 2
+    parts = [load_floats(emitter, source, dtype, half, offset=i * half * dtype.itemsize) for i in range(2)]
+    floats = vector(F32, half)
+    sizes = [emitter.call(f"llvm.fabs.v{half}f32", floats, [part]) for part in parts]
+    # The maximum that is NaN if any number is.
+    larger = emitter.call(f"llvm.maximum.v{half}f32", floats, sizes)
+    largest = emitter.call(f"llvm.vector.reduce.fmaximum.v{half}f32", F32, [larger])
+    scale = build.fdiv(largest, emitter.constant(F32, _LARGEST))
+    is_zero = build.fcmp_ordered("==", largest, emitter.constant(F32, 0.0))
+    inverse = build.fdiv(emitter.constant(F32, _LARGEST), largest)
+    inverse = build.select(is_zero, emitter.constant(F32, 0.0), inverse)
+    rounder, total = emitter.constant(floats, _ROUNDER), emitter.constant(I32, 0)
+    for index, part in enumerate(parts):
+        scaled = build.fmul(part, emitter.splat(inverse, half))
+        rounded = build.fsub(build.fadd(scaled, rounder), rounder)
+        # NaN becomes 0 instead of an undefined number.
+        codes = emitter.call(f"llvm.fptosi.sat.v{half}i32.v{half}f32", vector(I32, half), [rounded])
+        emitter.store(build.trunc(codes, vector(I8, half)), target, CODES_OFFSET + index * half, align=16)
+        partial = emitter.call(f"llvm.vector.reduce.add.v{half}i32", I32, [codes])
+        emitter.store(partial, target, SUM_OFFSETS[index], align=4)
+        total = build.add(total, partial)
+    emitter.store(scale, target, SCALE_OFFSET, align=4)
+    emitter.store(build.fmul(scale, build.sitofp(total, F32)), target, SCALED_SUM_OFFSET, align=4)

@@ -1,0 +1,150 @@
+"""How each set of instructions sums products of small integers, and what vectors it has.
+
+    codes    a vector of 4 * lanes bytes: 4 consecutive inputs of one output, then those of the next output
+    inputs   the 4 inputs that these multiply, the same for every lane
+    sums     one 32-bit sum per output
+
+Does not know formats of weights, nor the loops around.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar
+
+from sightline.kernels.cpu.emitter import F16, F32, I1, I8, I16, I32, Emitter, Value, vector
+from sightline.kernels.cpu.processor import Instructions
+
+
+class VectorUnit(ABC):
+    """Emits the instructions that differ between processors."""
+
+    lanes: ClassVar[int]
+    """The 32-bit lanes of a vector."""
+    panel: ClassVar[int]
+    """The number of outputs whose weights are stored interleaved: a multiple of `lanes`."""
+    tile_rows: ClassVar[tuple[int, ...]] = (4, 2, 1)
+    """The numbers of input rows that are multiplied at once, from many to 1. Limited by the registers."""
+    excess: ClassVar[int] = 0
+    """What `dot` adds to each signed code, because the instruction takes unsigned ones only."""
+
+    def inputs(self, emitter: Emitter, address: Value, quad: int) -> Value:
+        """The inputs 4 * quad to 4 * quad + 3 of the row at the address, repeated for all lanes, as bytes."""
+        word = emitter.load(address, I32, offset=4 * quad, align=4)
+        return emitter.build.bitcast(emitter.splat(word, self.lanes), vector(I8, 4 * self.lanes))
+
+    @abstractmethod
+    def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
+        """Adds the 4 products of each lane to its sum. Unsigned codes are below 64."""
+
+    def halves(self, emitter: Emitter, address: Value, offset: int, count: int) -> Value:
+        """`count` finite fp16 numbers from memory, as fp32."""
+        loaded = emitter.load(address, vector(F16, count), offset=offset, align=2)
+        return emitter.build.fpext(loaded, vector(F32, count))
+
+    def multiply_add(self, emitter: Emitter, left: Value, right: Value, addend: Value) -> Value:
+        """left * right + addend in fp32, rounded once."""
+        return emitter.call(f"llvm.fma.v{self.lanes}f32", vector(F32, self.lanes), [left, right, addend])
+
+
+class NeonDotUnit(VectorUnit):
+    """aarch64 with `sdot`."""
+
+    lanes = 4
+    panel = 8
+
+    def inputs(self, emitter: Emitter, address: Value, quad: int) -> Value:
+        # The instruction repeats one of the four words of a register by itself.
+        words = emitter.load(address, vector(I32, 4), offset=16 * (quad // 4), align=16)
+        return emitter.build.bitcast(emitter.shuffle(words, [quad % 4] * 4), vector(I8, 16))
+
+    def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
+        del signed  # codes below 128 are the same either way
+        return emitter.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vector(I32, 4), [sums, codes, inputs])
+
+
+class PortableUnit(VectorUnit):
+    """Any processor: products in 16 bits, sums in 32."""
+
+    lanes = 4
+    panel = 8
+    tile_rows = (2, 1)
+
+    def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
+        build, wide = emitter.build, vector(I16, 4 * self.lanes)
+        # Both factors have at most 8 bits, so that a product of signed bytes fits in 16.
+        widened = build.sext(codes, wide) if signed else build.zext(codes, wide)
+        products = build.mul(widened, build.sext(inputs, wide))
+        for place in range(4):
+            order = [4 * lane + place for lane in range(self.lanes)]
+            sums = build.add(sums, build.sext(emitter.shuffle(products, order), vector(I32, self.lanes)))
+        return sums
+
+    def halves(self, emitter: Emitter, address: Value, offset: int, count: int) -> Value:
+        build, words = emitter.build, vector(I32, count)
+        bits = build.zext(emitter.load(address, vector(I16, count), offset=offset, align=2), words)
+        sign = build.shl(build.and_(bits, emitter.constant(words, 0x8000)), emitter.constant(words, 16))
+        rest = build.shl(build.and_(bits, emitter.constant(words, 0x7FFF)), emitter.constant(words, 13))
+        # The exponent of fp32 has another origin. Multiplication corrects it, for subnormal numbers too.
+        floats = vector(F32, count)
+        size = build.fmul(build.bitcast(rest, floats), emitter.constant(floats, 2.0**112))
+        return build.bitcast(build.or_(build.bitcast(size, words), sign), floats)
+
+    def multiply_add(self, emitter: Emitter, left: Value, right: Value, addend: Value) -> Value:
+        # Rounded twice: a fused operation is a call of a function on processors without it.
+        return emitter.build.fadd(emitter.build.fmul(left, right), addend)
+
+
+class Avx2Unit(VectorUnit):
+    """x86_64 with `vpmaddubsw`, which multiplies unsigned with signed bytes and adds pairs in 16 bits."""
+
+    lanes = 8
+    panel = 8
+
+    def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
+        count = 4 * self.lanes
+        if signed:
+            # The sign moves to the inputs. Pairs of 128 * 127 still fit in 16 bits, those of 255 * 127 would not.
+            inputs = emitter.call("llvm.x86.avx2.psign.b", vector(I8, count), [inputs, codes])
+            codes = emitter.call(f"llvm.abs.v{count}i8", vector(I8, count), [codes, emitter.constant(I1, 0)])
+        pairs = emitter.call("llvm.x86.avx2.pmadd.ub.sw", vector(I16, count // 2), [codes, inputs])
+        ones = emitter.constant(vector(I16, count // 2), 1)
+        quads = emitter.call("llvm.x86.avx2.pmadd.wd", vector(I32, self.lanes), [pairs, ones])
+        return emitter.build.add(sums, quads)
+
+
+class VnniUnit(VectorUnit):
+    """x86_64 with `vpdpbusd` of 256 bits, which multiplies unsigned with signed bytes."""
+
+    lanes = 8
+    panel = 8
+    excess = 128
+
+    def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
+        count = 4 * self.lanes
+        if signed:
+            # Flipping the sign bit of a signed byte adds 128 to it.
+            codes = emitter.build.xor(codes, emitter.constant(vector(I8, count), -128))
+        name = f"llvm.x86.avx512.vpdpbusd.{8 * count}"
+        return emitter.call(name, vector(I32, self.lanes), [sums, codes, inputs])
+
+
+class Vnni512Unit(VnniUnit):
+    """x86_64 with `vpdpbusd` of 512 bits."""
+
+    lanes = 16
+    panel = 16
+    tile_rows = (8, 4, 2, 1)
+
+
+UNITS: Mapping[Instructions, VectorUnit] = MappingProxyType(
+    {
+        Instructions.PORTABLE: PortableUnit(),
+        Instructions.NEON_DOT: NeonDotUnit(),
+        Instructions.AVX2: Avx2Unit(),
+        Instructions.AVX_VNNI: VnniUnit(),
+        Instructions.AVX512_VNNI: Vnni512Unit(),
+    }
+)

@@ -1,0 +1,139 @@
+"""Projections whose products are CPU kernels of our own, handed to a launcher as records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sightline.kernels.cpu.block_kernel import MAX_CHUNK_ROWS, ProductArguments, product_kernel
+from sightline.kernels.cpu.dense_kernel import MAX_ROWS, DenseArguments, DenseTypes, dense_kernel
+from sightline.kernels.cpu.input_blocks import QuantiseArguments, input_bytes, quantise_kernel
+from sightline.kernels.cpu.panels import BLOCK, PackedMatrix
+from sightline.layers.cpu_compute import CpuCompute, record_of
+from sightline.layers.linear import Linear, Projection
+
+
+class CodedLinear(Projection):
+    """A projection with weights that stay quantised. Inputs are rounded to 8 bits in blocks of 32.
+
+    Its parts may have weights of different forms: they share the rounded inputs.
+    """
+
+    turns = False
+
+    def __init__(self, parts: Sequence[PackedMatrix], bias: Tensor | None, compute: CpuCompute) -> None:
+        """`parts` are the weights for consecutive outputs, packed by `compute`; `bias` is [out_features]."""
+        self.in_features = parts[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
+        self._compute = compute
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._input_row_bytes = input_bytes(self.in_features)
+        self._chunk_rows = compute.room.nbytes // self._input_row_bytes
+        """The rows whose inputs fit in the room."""
+        if self._chunk_rows == 0:
+            raise ValueError(
+                f"expected room for a row of {self.in_features} inputs, {self._input_row_bytes} bytes, "
+                f"got {compute.room.nbytes}"
+            )
+        self._parts = tuple(parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the packed weights."""
+        return sum(part.panels.nbytes for part in self._parts)
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        self._launch(x, out, accumulate=False)
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        self._launch(x, out, accumulate=True)
+
+    def _launch(self, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        _check_layout(x, out)
+        rows = x.shape[0]
+        if rows <= self._chunk_rows:
+            self._launch_rows(x, out, rows, accumulate=accumulate)
+            return
+        for start in range(0, rows, self._chunk_rows):
+            chunk = slice(start, start + self._chunk_rows)
+            self._launch_rows(x[chunk], out[chunk], min(self._chunk_rows, rows - start), accumulate=accumulate)
+
+    def _launch_rows(self, x: Tensor, out: Tensor, rows: int, *, accumulate: bool) -> None:
+        """Launches the records for rows whose rounded inputs fit in the room."""
+        if rows == 0:
+            return
+        launcher, processor, room = self._compute.launcher, self._compute.processor, self._compute.room
+        inputs, out_dtype = room.data_ptr(), out.dtype
+        rounding = QuantiseArguments(x.data_ptr(), x.stride(0) * x.itemsize, inputs, rows, self.in_features // BLOCK)
+        launcher.launch(record_of(quantise_kernel(x.dtype, processor), rounding, (x, room)))
+        target, bias = out.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()
+        out_row_bytes = out.stride(0) * out_dtype.itemsize
+        for part in self._parts:
+            arguments = ProductArguments(
+                weights=part.panels.data_ptr(),
+                inputs=inputs,
+                input_row_bytes=self._input_row_bytes,
+                out=target,
+                out_row_bytes=out_row_bytes,
+                rows=rows,
+                out_features=part.out_features,
+                spans=part.spans,
+                chunk_rows=MAX_CHUNK_ROWS,
+                bias=bias,
+                accumulate=int(accumulate),
+            )
+            kernel = product_kernel(part.layout.form, out_dtype, processor)
+            launcher.launch(record_of(kernel, arguments, (part.panels, room, out, self._bias)))
+            target += part.out_features * out_dtype.itemsize
+            bias += 0 if self._bias is None else part.out_features * self._bias.itemsize
+
+
+class CpuLinear(Linear):
+    """A projection with dense weights that reads them at the rate of memory if it has few rows. Else torch's."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, compute: CpuCompute) -> None:
+        super().__init__(weight, bias)
+        self._compute = compute
+        self._wide_bias = None if bias is None else bias.float().contiguous()
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        if self._fits(x, out):
+            self._launch(x, out, accumulate=False)
+        else:
+            super().__call__(x, out)
+
+    def add(self, x: Tensor, out: Tensor) -> None:
+        if self._fits(x, out):
+            self._launch(x, out, accumulate=True)
+        else:
+            super().add(x, out)
+
+    def _fits(self, x: Tensor, out: Tensor) -> bool:
+        contiguous = x.stride(1) == out.stride(1) == self.weight.stride(1) == 1
+        return 0 < len(x) <= MAX_ROWS and contiguous
+
+    def _launch(self, x: Tensor, out: Tensor, *, accumulate: bool) -> None:
+        weight = self.weight
+        arguments = DenseArguments(
+            weights=weight.data_ptr(),
+            weight_row_bytes=weight.stride(0) * weight.itemsize,
+            inputs=x.data_ptr(),
+            input_row_bytes=x.stride(0) * x.itemsize,
+            out=out.data_ptr(),
+            out_row_bytes=out.stride(0) * out.itemsize,
+            rows=len(x),
+            out_features=self.out_features,
+            in_features=self.in_features,
+            bias=0 if self._wide_bias is None else self._wide_bias.data_ptr(),
+            accumulate=int(accumulate),
+        )
+        kernel = dense_kernel(DenseTypes(weight.dtype, x.dtype, out.dtype), self._compute.processor)
+        self._compute.launcher.launch(record_of(kernel, arguments, (weight, x, out, self._wide_bias)))
+
+
+def _check_layout(x: Tensor, out: Tensor) -> None:
+    if x.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError(
+            f"expected inputs and outputs whose features are contiguous, got strides {x.stride()} and {out.stride()}"
+        )
