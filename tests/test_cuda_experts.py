@@ -13,6 +13,7 @@ from sightline.core.ledger import Ledger
 from sightline.layers.moe import ExpertCompute, ExpertMlp
 from sightline.layers.scratch import Activations
 from sightline.layers.sink import Written
+from sightline.layers.source import Given
 from sightline.models.decoder import Decoder
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
@@ -46,18 +47,18 @@ def test_a_captured_layer_is_replayed_with_other_tokens(family: str, tmp_path: P
     x = torch.randn(8, layer.router.in_features, device="cuda")
     activations = Activations(Workspace(x.device, 1 << 28, poison=True), MAIN_LANE, 8, x.dtype, TORCH, turns=False)
     scratch, out = activations.shaped(8), torch.full_like(x, torch.nan)
-    layer(x, Written(out), scratch)
+    layer(Given(x), Written(out), scratch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layer(x, Written(out), scratch)
+        layer(Given(x), Written(out), scratch)
     for seed in range(4):
         x.copy_(torch.randn(8, x.shape[1], generator=torch.Generator().manual_seed(seed)))
         x[5:] = torch.nan
         out.fill_(torch.nan)
         graph.replay()
         wanted = torch.full_like(x, torch.nan)
-        expected(x[:5], Written(wanted[:5]), activations.shaped(5))
+        expected(Given(x[:5]), Written(wanted[:5]), activations.shaped(5))
         torch.testing.assert_close(out[:5], wanted[:5], atol=1e-4, rtol=1e-4)
         assert out[5:].isnan().all()
 
@@ -78,9 +79,9 @@ def test_nothing_is_read_on_the_host(tmp_path: Path) -> None:
     x: Tensor = torch.randn(8, layer.router.in_features, device="cuda")
     scratch = Activations(Workspace(x.device, 1 << 28), MAIN_LANE, 8, x.dtype, TORCH, turns=False).shaped(8)
     out = torch.empty_like(x)
-    layer(x, Written(out), scratch)  # compiles
+    layer(Given(x), Written(out), scratch)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
-        layer(x, Written(out), scratch)
+        layer(Given(x), Written(out), scratch)
     finally:
         torch.cuda.set_sync_debug_mode("default")

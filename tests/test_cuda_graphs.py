@@ -64,6 +64,6 @@ def test_numbers_from_pinned_buffers_arrive_as_they_were_sent() -> None:
     for number, target in enumerate(targets):
         # The copy waits behind the product, long after the host has gone on.
         busy = busy @ busy
-        ring.copy([number] * size, target)
+        ring.copy([[number] * size], target)
     for number, target in enumerate(targets):
         assert bool((target == number).all())

@@ -22,7 +22,7 @@ from sightline.attention.shared.tiles import (
 )
 from sightline.attention.spec import SoftmaxSpec
 from sightline.cache.table import PageTable
-from sightline.core.batch import CAUSAL, FULL, Batch, MaskKind, RowMask, RowWork
+from sightline.core.batch import CAUSAL, FULL, Batch, MaskKind, RowMask, RowWork, StepWork
 from support.fake_pages import FakePages
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def make_batch(shapes: Sequence[Shape]) -> Batch:
         RowWork(row + 1, [1] * query_len, context_len, False, mask(kind, query_len))
         for row, (context_len, query_len, kind) in enumerate(shapes)
     ]
-    return Batch(tuple(work), (FakePages("kv", 1),), CPU)
+    return Batch(StepWork.of(work), (FakePages("kv", 1),), CPU)
 
 
 def mask(kind: MaskKind, query_len: int) -> RowMask:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sightline.cache.lengths import RowLengths
-from sightline.core.batch import CAUSAL, Batch, BatchId, MaskKind, RowMask, RowWork
+from sightline.core.batch import CAUSAL, Batch, BatchId, MaskKind, RowMask, RowWork, StepWork
 from sightline.core.errors import BatchError
 from support.fake_pages import FakePages
 
@@ -24,7 +24,7 @@ TREE = RowMask(MaskKind.TREE, torch.ones(2, 2, dtype=torch.bool).tril())
 
 def step(start: int, stop: int, row: int = ROW, mask: RowMask = CAUSAL) -> Batch:
     """A step that writes the entries `start` to `stop` of a row."""
-    return Batch((RowWork(row, [7] * (stop - start), start, 0, mask),), SOURCES, torch.device("cpu"))
+    return Batch(StepWork.of([RowWork(row, [7] * (stop - start), start, 0, mask)]), SOURCES, torch.device("cpu"))
 
 
 def launched(lengths: RowLengths, *spans: tuple[int, int]) -> list[Batch]:
@@ -122,7 +122,7 @@ def test_a_failure_of_a_row_that_was_reused_is_forgotten(lengths: RowLengths) ->
 
 def test_the_rows_of_one_step_are_taken_back_each_as_it_stands(lengths: RowLengths) -> None:
     work = tuple(RowWork(row, [7] * 4, 0, 0) for row in (1, 2, 3))
-    batch = Batch(work, SOURCES, torch.device("cpu"))
+    batch = Batch(StepWork.of(work), SOURCES, torch.device("cpu"))
     lengths.launch(batch, FIRST_LANE)
     lengths.commit(1, 4)
     lengths.launch(step(4, 8, row=2), FIRST_LANE)

@@ -20,6 +20,7 @@ from sightline.core.batch import (
     MaskKind,
     RowMask,
     RowWork,
+    StepWork,
 )
 from sightline.core.errors import BatchError
 from sightline.core.lengths import Lengths
@@ -56,7 +57,7 @@ def make_work(rows: Sequence[RowCase]) -> tuple[RowWork, ...]:
 
 def make_batch(rows: Sequence[RowCase]) -> Batch:
     """A batch in which every token, slot, version and table row is a number of its own."""
-    return Batch(make_work(rows), SOURCES, CPU)
+    return Batch(StepWork.of(make_work(rows)), SOURCES, CPU)
 
 
 @dataclass(frozen=True)
@@ -179,19 +180,20 @@ def test_facts_that_contradict_each_other_are_refused_by_field_and_row(
 ) -> None:
     others = make_work(MIXED)[:2]
     with pytest.raises(BatchError, match="got") as caught:
-        Batch((*others, work), SOURCES, CPU)
+        Batch(StepWork.of((*others, work)), SOURCES, CPU)
     assert (caught.value.field, caught.value.row) == (field, 2)
     assert expected in str(caught.value.expected)
 
 
 def test_a_context_without_pools_is_refused() -> None:
     with pytest.raises(BatchError, match="expected context_lens of row 1 to be 0 in a batch without pools, got 17"):
-        Batch(make_work(MIXED), (), CPU)
+        Batch(StepWork.of(make_work(MIXED)), (), CPU)
 
 
 def test_replacing_a_fact_derives_everything_that_follows_from_it_again() -> None:
     batch = make_batch(MIXED)
-    longer = replace(batch, work=(*batch.work[:1], replace(batch.work[1], context_len=18), *batch.work[2:]))
+    first, second, third = (batch.work.row(index) for index in range(3))
+    longer = replace(batch, work=StepWork.of((first, replace(second, context_len=18), third)))
     assert longer.positions.tolist() == [0, 1, 2, 18, 5, 6]
     assert longer.context_lens.exact() == (0, 18, 5)
     assert longer.context_lens.device.tolist() == [0, 18, 5]
@@ -202,12 +204,12 @@ def test_tokens_that_a_step_in_flight_chooses_are_taken_from_the_device() -> Non
     work = make_work(MIXED)
     chosen = torch.tensor([70, 77, 71])
     rows = (work[0], replace(work[1], tokens=(), unread=1), work[2])
-    batch = Batch(rows, SOURCES, CPU, chosen)
+    batch = Batch(StepWork.of(rows), SOURCES, CPU, chosen)
     assert batch.query_lens.exact() == (3, 1, 2)
     assert batch.tokens.tolist() == [1000, 1001, 1002, 77, 1004, 1005]
     assert batch.take([1, 0]).tokens.tolist() == [77, 1000, 1001, 1002]
     assert replace(batch).tokens.tolist() == batch.tokens.tolist()
-    longer = replace(batch, work=(replace(work[0], unread=2), *rows[1:]))
+    longer = replace(batch, work=StepWork.of((replace(work[0], unread=2), *rows[1:])))
     assert longer.tokens.tolist() == [1000, 1001, 1002, 71, 77, 1004, 1005]
     assert chosen.tolist() == [70, 77, 71]
 
@@ -220,10 +222,10 @@ def test_tokens_that_a_step_in_flight_chooses_are_taken_from_the_device() -> Non
 def test_decode_rows_go_on_with_their_own_tokens(places: list[int], expected: list[int]) -> None:
     rows = tuple(RowWork(index + 1, [], 4, 1, unread=place) for index, place in enumerate(places))
     chosen = torch.tensor([5, 6, 7])
-    assert Batch(rows, SOURCES, CPU, chosen).tokens.tolist() == expected
+    assert Batch(StepWork.of(rows), SOURCES, CPU, chosen).tokens.tolist() == expected
     known = RowWork(9, [3], 4, 1)
-    assert Batch((known, *rows), SOURCES, CPU, chosen).tokens.tolist() == [3, *expected]
-    assert Batch((*rows, known), SOURCES, CPU, chosen).tokens.tolist() == [*expected, 3]
+    assert Batch(StepWork.of((known, *rows)), SOURCES, CPU, chosen).tokens.tolist() == [3, *expected]
+    assert Batch(StepWork.of((*rows, known)), SOURCES, CPU, chosen).tokens.tolist() == [*expected, 3]
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_a_row_continues_a_token_that_is_chosen_and_its_own(
     rows = tuple(RowWork(index + 1, [], 4, 1, unread=place) for index, place in enumerate(unread))
     chosen = None if num_chosen is None else torch.zeros(num_chosen, dtype=torch.int64)
     with pytest.raises(BatchError, match=message):
-        Batch(rows, SOURCES, CPU, chosen)
+        Batch(StepWork.of(rows), SOURCES, CPU, chosen)
 
 
 def test_rows_are_not_taken_from_behind_padding() -> None:
@@ -253,7 +255,7 @@ def test_rows_are_not_taken_from_behind_padding() -> None:
 
 def test_a_row_of_work_that_is_changed_later_changes_no_batch() -> None:
     work = make_work(MIXED)
-    batch = Batch(work, SOURCES, CPU)
+    batch = Batch(StepWork.of(work), SOURCES, CPU)
     expected = batch.take([0]).logit_indices.tolist()
     work[0].num_logits, work[0].tokens = 0, [1]
     assert batch.take([0]).logit_indices.tolist() == expected
@@ -315,7 +317,7 @@ def test_lengths_that_contradict_each_other_are_refused(bound: tuple[int, ...], 
 
 def test_a_batch_with_another_content_has_another_id() -> None:
     batch = make_batch(MIXED)
-    assert replace(batch, work=batch.work[:1]).batch_id != batch.batch_id
+    assert replace(batch, work=batch.work.take([0])).batch_id != batch.batch_id
 
 
 def test_query_offsets_count_tokens_row_by_row() -> None:

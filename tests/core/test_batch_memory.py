@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from sightline.core.batch import Batch, RowWork
+from sightline.core.batch import Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.errors import BatchError
 from sightline.core.staging import StagingRing
@@ -28,7 +28,8 @@ class Pages:
     def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(10 * row for row in rows)
 
-    def slots_to_write(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+    def slots_to_write(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
+        spans = zip(rows, firsts, counts, strict=True)
         return [100 * row + place for row, first, count in spans for place in range(first, first + count)]
 
 
@@ -68,8 +69,8 @@ def test_a_batch_in_static_memory_is_the_padded_one(size: int, work: list[RowWor
     memory = static(size, 2)
     memory._block.fill_(-7)
     chosen = torch.tensor([40, 41])
-    batch = Batch.inside(work, SOURCES, memory, chosen)
-    assert numbers(batch) == numbers(Batch(tuple(work), SOURCES, CPU, chosen).pad(size, size))
+    batch = Batch.inside(StepWork.of(work), SOURCES, memory, chosen)
+    assert numbers(batch) == numbers(Batch(StepWork.of(work), SOURCES, CPU, chosen).pad(size, size))
     assert batch.query_lens.bound == (2,) * size
     assert batch.logit_indices.shape == (size,)
     assert set(batch.logit_indices.tolist()[len(batch.logit_places) :]) <= {0}
@@ -77,8 +78,8 @@ def test_a_batch_in_static_memory_is_the_padded_one(size: int, work: list[RowWor
 
 def test_the_next_batch_overwrites_the_one_before_at_the_same_addresses() -> None:
     memory = static(4, 1)
-    first = Batch.inside([RowWork(row, [row], 5, 1) for row in (1, 2, 3, 4)], SOURCES, memory)
-    second = Batch.inside([RowWork(7, [9], 3, 1)], SOURCES, memory)
+    first = Batch.inside(StepWork.of([RowWork(row, [row], 5, 1) for row in (1, 2, 3, 4)]), SOURCES, memory)
+    second = Batch.inside(StepWork.of([RowWork(7, [9], 3, 1)]), SOURCES, memory)
     assert (first.is_overwritten, second.is_overwritten) == (True, False)
     assert first.tokens.data_ptr() == second.tokens.data_ptr()
     assert second.tokens.tolist() == [9, 0, 0, 0]
@@ -95,9 +96,9 @@ def test_the_next_batch_overwrites_the_one_before_at_the_same_addresses() -> Non
 )
 def test_a_batch_that_does_not_fit_is_refused_and_nothing_overwritten(work: list[RowWork], message: str) -> None:
     memory = static(2, 1)
-    held = Batch.inside([RowWork(1, [5], 0, 1)], SOURCES, memory)
+    held = Batch.inside(StepWork.of([RowWork(1, [5], 0, 1)]), SOURCES, memory)
     with pytest.raises(BatchError, match=message):
-        Batch.inside(work, SOURCES, memory)
+        Batch.inside(StepWork.of(work), SOURCES, memory)
     assert (held.is_overwritten, held.tokens.tolist()) == (False, [5, 0])
 
 
@@ -105,9 +106,9 @@ def test_tokens_that_a_step_in_flight_chooses_are_put_in_place() -> None:
     memory = static(3, 1)
     chosen = torch.tensor([76, 77])
     work = [RowWork(1, [5], 0, 1), RowWork(2, [], 4, 1, unread=1)]
-    batch = Batch.inside(work, SOURCES, memory, chosen)
+    batch = Batch.inside(StepWork.of(work), SOURCES, memory, chosen)
     assert (batch.tokens.tolist(), batch.is_overwritten) == ([5, 77, 0], False)
-    following = Batch.inside([replace(work[1], unread=0)], SOURCES, memory, chosen[:1])
+    following = Batch.inside(StepWork.of([replace(work[1], unread=0)]), SOURCES, memory, chosen[:1])
     assert (following.tokens.tolist(), following.tokens.data_ptr()) == ([76, 0, 0], batch.tokens.data_ptr())
     assert (batch.is_overwritten, following.is_overwritten) == (True, False)
 
@@ -119,9 +120,9 @@ def test_a_batch_reaches_the_device_by_one_copy_whatever_it_continues(
     copies = []
     copy = StagingRing.copy
 
-    def counted(ring: StagingRing, numbers: Iterable[int], target: Tensor) -> None:
+    def counted(ring: StagingRing, columns: Sequence[Sequence[int]], target: Tensor) -> None:
         copies.append(len(target))
-        copy(ring, numbers, target)
+        copy(ring, columns, target)
 
     def refused(*_: object) -> tuple[Tensor, ...]:
         raise AssertionError("a second copy")
@@ -130,15 +131,15 @@ def test_a_batch_reaches_the_device_by_one_copy_whatever_it_continues(
     memory = static(4, 1)
     monkeypatch.setattr("sightline.core.lengths.sent", refused)
     work = [RowWork(row + 1, [], 4, 1, unread=place) for row, place in enumerate(unread)]
-    batch = Batch.inside(work, SOURCES, memory, torch.tensor([70, 71]))
+    batch = Batch.inside(StepWork.of(work), SOURCES, memory, torch.tensor([70, 71]))
     assert batch.tokens.tolist() == [70 + unread[0], 70 + unread[1], 0, 0]
     assert copies == [4 * (8 + len(SOURCES))]
 
 
 def test_a_batch_that_is_padded_or_taken_from_has_memory_of_its_own() -> None:
     memory = static(3, 1)
-    batch = Batch.inside([RowWork(1, [5], 0, 1), RowWork(2, [6], 4, 1)], SOURCES, memory)
+    batch = Batch.inside(StepWork.of([RowWork(1, [5], 0, 1), RowWork(2, [6], 4, 1)]), SOURCES, memory)
     others = [batch.pad(5, 6), batch.take([1])]
-    Batch.inside([], SOURCES, memory)
+    Batch.inside(StepWork.of([]), SOURCES, memory)
     assert [other.is_overwritten for other in others] == [False, False]
     assert others[1].tokens.tolist() == [6]

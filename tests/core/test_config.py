@@ -13,7 +13,7 @@ from sightline.core.config import PADDING_PAGES, EngineConfig, LayerKernels, Qua
 from sightline.core.device import Device, DeviceKind, DeviceMemory
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
-from sightline.core.memory import LEAST_RESERVE, RESERVE_SHARE, SCRATCH_SHARE
+from sightline.core.memory import LEAST_RESERVE, RESERVE_SHARE, SCRATCH_SHARE, drawing_bytes
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
@@ -544,7 +544,7 @@ def test_the_logits_of_steps_and_graphs_are_reserved_before_the_cache_is_sized(
 ) -> None:
     config = EngineConfig(max_num_seqs=8, layer_kernels="torch", **settings)
     reserved = [resolved(config, replace(FACTS, vocab_size=size), CUDA).memory.reserve_bytes for size in (0, 1000)]
-    assert reserved[1] - reserved[0] == rows * 1000 * 4
+    assert reserved[1] - reserved[0] == rows * 1000 * 4 + drawing_bytes(8, 1000)
 
 
 def test_an_embedder_reserves_nothing_for_logits() -> None:

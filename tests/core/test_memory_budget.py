@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from sightline.core.device import DeviceKind, DeviceMemory
-from sightline.core.memory import LEAST_RESERVE, MemoryBudget, account, share_out
+from sightline.core.memory import LEAST_RESERVE, MemoryBudget, MemoryTaken, OutputMemory, account, share_out
 
 GIB = 1 << 30
 EMPTY = DeviceMemory(total_bytes=80 * GIB, free_bytes=79 * GIB, held_bytes=0)
@@ -36,10 +36,12 @@ def test_a_small_card_keeps_a_reserve_too() -> None:
 
 def test_logits_are_reserved_beside_the_rest_on_a_card_only() -> None:
     start = DeviceMemory(80 * GIB, 80 * GIB, 0)
-    without, with_outputs = (share_out(DeviceKind.CUDA, start, 1.0, 0, each) for each in (0, 2 * GIB))
-    assert with_outputs.reserve_bytes == without.reserve_bytes + 2 * GIB
+    outputs = OutputMemory(steps=2 * GIB, graphs=GIB)
+    without, with_outputs = (share_out(DeviceKind.CUDA, start, 1.0, 0, each) for each in (OutputMemory(), outputs))
+    assert with_outputs.reserve_bytes == without.reserve_bytes + 3 * GIB
+    assert (with_outputs.output_bytes, with_outputs.graph_bytes) == (2 * GIB, GIB)
     assert with_outputs.cache_bytes < without.cache_bytes
-    assert share_out(DeviceKind.CPU, start, 1.0, 0, 2 * GIB).reserve_bytes == 0
+    assert share_out(DeviceKind.CPU, start, 1.0, 0, outputs).reserve_bytes == 0
 
 
 def test_a_cpu_has_no_reserve_and_its_cache_takes_a_share_of_the_rest() -> None:
@@ -54,11 +56,29 @@ def test_everything_adds_up_to_what_the_driver_reports(start: DeviceMemory) -> N
     now = DeviceMemory(
         start.total_bytes, start.free_bytes - taken_by_torch - taken_without, start.held_bytes + taken_by_torch
     )
-    ledger = account(budget(start), now, cache_bytes=8 * GIB, scratch_bytes=2 * GIB)
-    assert (ledger.weights, ledger.cache, ledger.scratch) == (20 * GIB, 8 * GIB, 2 * GIB)
-    assert (ledger.kernels, ledger.other) == (taken_without, GIB)
-    parts = ledger.weights + ledger.cache + ledger.scratch + ledger.kernels + ledger.other + ledger.before
-    assert parts == ledger.total == now.total_bytes - now.free_bytes
+    taken = MemoryTaken(weights=20 * GIB, cache=8 * GIB, scratch=2 * GIB, graphs=GIB // 4)
+    ledger = account(budget(start), now, taken)
+    assert (ledger.kernels, ledger.other) == (taken_without, GIB - GIB // 4)
+    assert sum(part.held for part in ledger.parts.values()) == ledger.total == now.total_bytes - now.free_bytes
     assert ledger.held == start.held_bytes + taken_by_torch + taken_without
-    table = "\n".join(ledger.lines())
-    assert all(f"{number} GiB" in table for number in ("20.00", "8.00", "2.00", "0.50", "1.00", "60.00"))
+
+
+def test_the_table_has_what_was_reserved_beside_what_is_held() -> None:
+    reserved = share_out(DeviceKind.CUDA, EMPTY, 0.75, 20 * GIB, OutputMemory(steps=3 * GIB, graphs=GIB))
+    now = replace(EMPTY, free_bytes=EMPTY.free_bytes - 33 * GIB, held_bytes=32 * GIB)
+    taken = MemoryTaken(weights=19 * GIB, cache=8 * GIB, scratch=2 * GIB, graphs=GIB // 2)
+    heading, *lines = account(reserved, now, taken).lines()
+    assert heading.split() == ["memory:", "reserved", "held"]
+    table = {line.removeprefix("memory: ")[:28].strip(): line[len("memory: ") + 28 :].split() for line in lines}
+    held_and_reserved = {
+        "weights": ["20.00", "GiB", "19.00", "GiB"],
+        "CUDA graphs": ["1.00", "GiB", "0.50", "GiB"],
+        "logits, drawing, in steps": ["3.00", "GiB", "0.00", "GiB"],
+        "kernels, libraries": [f"{reserved.kernel_bytes / GIB:.2f}", "GiB", "1.00", "GiB"],
+        "other": ["2.50", "GiB"],
+        "before the start": ["1.00", "GiB"],
+        "used, by the driver": ["34.00", "GiB"],
+        "held by the process": ["60.00", "GiB", "33.00", "GiB"],
+    }
+    assert {name: table[name] for name in held_and_reserved} == held_and_reserved
+    assert list(table) == ["weights", "cache", "scratch", *list(held_and_reserved)[1:]]

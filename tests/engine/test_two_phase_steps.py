@@ -307,8 +307,8 @@ def test_a_row_whose_token_nobody_chooses_is_refused() -> None:
     sequence = SequenceState(Request("a", None, (1, 2), RowNeeds(9)))
     sequence.table_row = 3
     row = ScheduledRow(sequence, 3, 2, 1, completes=True, scores_prompt=False)
-    [work] = rows_work([row], CAUSAL, {sequence: 5})
-    assert (work.tokens, work.unread) == ([], 5)
+    work = rows_work([row], CAUSAL, {sequence: 5})
+    assert (work.tokens, work.unread, work.query_lens) == ([[]], [5], (1,))
     with pytest.raises(BatchError, match="expected tokens to be 1 from 2 on that are known or being chosen, got 0"):
         rows_work([row], CAUSAL, {})
     with pytest.raises(BatchError, match="expected tokens to be 2 from 2 on"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from sightline.layers.routing import Groups, Routing, Score, Share
 from support.expert_cases import check_routing, choices_of, normal
@@ -12,6 +13,7 @@ KINDS = {
     "softmax of all": Routing(12, 4, Share.OF_ALL),
     "softmax of the chosen": Routing(12, 3, Share.OF_CHOSEN),
     "sigmoid": Routing(7, 3, Share.OF_CHOSEN, Score.SIGMOID, scale=2.5),
+    "sigmoid of all": Routing(7, 3, Share.OF_ALL, Score.SIGMOID),
     "groups": Routing(12, 4, Share.OF_ALL, groups=Groups(4, 2, ranked_by=1), scale=16.0),
     "odd groups": Routing(15, 5, Share.OF_CHOSEN, Score.SIGMOID, Groups(5, 3, ranked_by=2), corrected=True, scale=2.5),
     "all groups": Routing(8, 2, Share.OF_CHOSEN, groups=Groups(2, 2, ranked_by=2)),
@@ -50,6 +52,27 @@ def test_a_token_that_is_not_finite_chooses_experts_that_exist(routing: Routing)
         alone = routing.choose(logits[token : token + 1], correction)
         assert torch.equal(experts[token], alone[0][0])
         torch.testing.assert_close(weights[token], alone[1][0])
+
+
+NEGATIVE_NAN = torch.tensor(-0x400000, dtype=torch.int32).view(torch.float32)
+"""What x86 makes of inf - inf. As an integer it is lower than any number's bits."""
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("nan", [torch.tensor(torch.nan), NEGATIVE_NAN], ids=["positive", "negative"])
+@all_kinds
+def test_a_nan_of_any_expert_makes_all_weights_of_its_token_nan_on_both(routing: Routing, nan: Tensor) -> None:
+    """A choice without the expert whose logit is no number would look like any other."""
+    num_experts, per_token = routing.num_experts, routing.experts_per_token
+    logits = normal(num_experts + 1, num_experts, seed=5)
+    expected = routing.choose(logits[-1:], correction := normal(num_experts, seed=9) if routing.corrected else None)
+    for expert in range(num_experts):
+        logits[expert, expert] = nan
+    for experts, weights in (choices_of(routing, logits, correction), routing.choose(logits, correction)):
+        assert weights[:-1].isnan().all()
+        assert experts[:-1].tolist() == [list(range(per_token))] * num_experts
+        assert torch.equal(experts[-1].long(), expected[0][0])
+        torch.testing.assert_close(weights[-1], expected[1][0])
 
 
 def test_logits_may_be_feature_major() -> None:

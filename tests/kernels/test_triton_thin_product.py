@@ -17,49 +17,17 @@ from sightline.kernels.triton.thin_product import (
     thin_product,
 )
 from sightline.layers.activation import Activation
-from sightline.layers.linear import GateRoom, Linear
+from sightline.layers.linear import GateRoom, Linear, Unnormed
+from sightline.layers.norm import RmsNorm
 from sightline.layers.thin_linear import ThinLinear
 from support.expert_cases import gated
 from support.extend_cases import DEVICE
 from support.layers import TORCH
+from support.product_cases import TOLERANCES, ProductCase
 
-# The interpreter cuts bf16 off where a device rounds.
-TOLERANCES = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-BESIDE = 16
-SHAPES = [(1, 16, 16), (3, 48, 272), (16, 40, 528), (16, 2064, 32)]
+SHAPES = [(1, 16, 16), (3, 48, 272), (16, 40, 528), (16, 2064, 32), (20, 80, 272), (40, 48, 144)]
 shapes = pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
 dtypes = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-
-
-class Case:
-    """Inputs between columns of NaN, and weights that end where their memory ends."""
-
-    def __init__(self, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(rows + outputs)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
-
-        wide = torch.full((MOST_ROWS + 2, inputs + 2 * BESIDE), torch.nan, dtype=dtype, device=DEVICE)
-        self.x = wide[1 : 1 + rows, BESIDE:-BESIDE]
-        self.x.copy_(random(rows, inputs))
-        self.weight, self.bias = random(outputs, inputs) * inputs**-0.5, random(outputs)
-        self.dtype, self._rows = dtype, rows
-
-    def room(self, size: int) -> tuple[Tensor, Tensor]:
-        """Memory for a result, and the larger memory that it lies in, of ones."""
-        wide = torch.ones(self._rows + 2, size + 2 * BESIDE, dtype=self.dtype, device=DEVICE)
-        return wide[1:-1, BESIDE:-BESIDE], wide
-
-    def expected(self, bias: Tensor | None) -> Tensor:
-        product: Tensor = self.x.double() @ self.weight.double().T
-        return product if bias is None else product + bias.double()
-
-    def check(self, out: Tensor, wide: Tensor, expected: Tensor) -> None:
-        tolerance = TOLERANCES[self.dtype]
-        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
-        out.fill_(1.0)
-        assert (wide == 1.0).all(), "wrote beside its rows"
 
 
 @shapes
@@ -67,7 +35,7 @@ class Case:
 @pytest.mark.parametrize("adds", [False, True], ids=["written", "added"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 def test_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, adds: bool, has_bias: bool) -> None:
-    case = Case(rows, outputs, inputs, dtype)
+    case = ProductCase(rows, outputs, inputs, dtype)
     bias = case.bias if has_bias else None
     out, wide = case.room(outputs)
     if not adds:
@@ -80,7 +48,7 @@ def test_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, a
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("kind", GateKind, ids=lambda kind: kind.name)
 def test_gates(rows: int, outputs: int, inputs: int, kind: GateKind, *, has_bias: bool) -> None:
-    case = Case(rows, outputs, inputs, torch.bfloat16)
+    case = ProductCase(rows, outputs, inputs, torch.bfloat16)
     bias, rule = case.bias if has_bias else None, GateRule(kind, 1.7, 0.8)
     out, wide = case.room(outputs // 2)
     out.fill_(torch.nan)
@@ -93,7 +61,7 @@ def test_gates(rows: int, outputs: int, inputs: int, kind: GateKind, *, has_bias
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_affects_no_other(bad: float) -> None:
-    case = Case(3, 48, 272, torch.bfloat16)
+    case = ProductCase(3, 48, 272, torch.bfloat16)
     case.x[1, 5] = bad
     out, _ = case.room(48)
     thin_product(case.x, case.weight, None, out, adds=False, overlaps=False)
@@ -115,7 +83,7 @@ def test_what_does_not_fit_is_told() -> None:
     assert not fits_thin_product(torch.zeros(1, 16, dtype=torch.bfloat16), weight[:, :16])
 
 
-@pytest.mark.parametrize("rows", [0, 1, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [0, 1, 2, MOST_ROWS, MOST_ROWS + 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_projection_is_the_same_with_any_number_of_rows(rows: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -124,6 +92,7 @@ def test_a_projection_is_the_same_with_any_number_of_rows(rows: int, dtype: torc
         return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
 
     weight, bias, x, stream = random(32, 48) * 0.2, random(32), random(rows, 48), random(rows, 32)
+    norm_weight = torch.rand(48, generator=generator).to(DEVICE) + 0.5
     results = []
     for linear in (Linear(weight, bias), ThinLinear(weight, bias, overlaps=False)):
         out, added, gate_up = torch.empty_like(stream), stream.clone(), torch.empty_like(stream)
@@ -132,7 +101,11 @@ def test_a_projection_is_the_same_with_any_number_of_rows(rows: int, dtype: torc
         linear.add(x, added)
         gate, up = gate_up.chunk(2, dim=-1)
         linear.gated(Activation.SILU, x, GateRoom(gate_up, gate, up, half), TORCH)
-        results.append((out, added, half))
+        normed, normed_half = torch.empty_like(stream), torch.empty_like(half)
+        unnormed = Unnormed(3 * x, RmsNorm(norm_weight, 1e-5), torch.empty_like(x))
+        linear.of_norm(unnormed, normed, TORCH)
+        linear.gated_of_norm(Activation.SILU, unnormed, GateRoom(gate_up, gate, up, normed_half), TORCH)
+        results.append((out, added, half, normed, normed_half))
     tolerance = 1e-5 if dtype is torch.float32 else 2.0**-5
     for plain, thin in zip(*results, strict=True):
         torch.testing.assert_close(thin.float(), plain.float(), atol=tolerance, rtol=tolerance)
@@ -142,7 +115,7 @@ def test_a_projection_is_the_same_with_any_number_of_rows(rows: int, dtype: torc
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 def test_exact_products(rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, has_bias: bool) -> None:
-    case = Case(rows, outputs, inputs, dtype)
+    case = ProductCase(rows, outputs, inputs, dtype)
     weight, bias = torch.randn(outputs, inputs).to(DEVICE) * inputs**-0.5, case.bias if has_bias else None
     wide = torch.ones(rows + 2, outputs + 2, device=DEVICE)
     out = wide[1:-1, 1:-1]

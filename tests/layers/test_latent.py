@@ -16,6 +16,7 @@ from sightline.layers.linear import Linear
 from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import RotarySpec
 from sightline.layers.sink import Written
+from sightline.layers.source import Given
 from support.layers import dense, make_table, rotate, scratch_for
 
 HIDDEN, HEADS, NOPE, ROPE, LATENT, VALUE, RANK = 16, 3, 5, 4, 6, 7, 9
@@ -66,7 +67,7 @@ def test_inputs_and_output(rank: int | None, num_tokens: int) -> None:
     layer, x = make_layer(rank), normal(num_tokens, HIDDEN, seed=8)
     table = make_table(RotarySpec(ROPE, 50.0), torch.arange(3, 3 + num_tokens), x.dtype)
     planned, out = Recording(normal(num_tokens, HEADS, VALUE, seed=9)), torch.full_like(x, torch.nan)
-    layer(x, Written(out), cast(PlannedBatch, planned), table, scratch_for(x))
+    layer(Given(x), Written(out), cast(PlannedBatch, planned), table, scratch_for(x))
     [(number, inputs)] = planned.asked
 
     side, k_rope, latent = (x @ dense(layer.down).weight.T).split((rank or Q_SIZE, ROPE, LATENT), dim=1)  # type: ignore[no-untyped-call]

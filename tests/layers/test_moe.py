@@ -15,6 +15,7 @@ from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import Expert, ExpertMlp, SeparateExperts
 from sightline.layers.routing import Routing, Share
 from sightline.layers.sink import Added, Sink, Written
+from sightline.layers.source import Given
 from support.layers import TORCH, dense, experts_of, feed, project, scratch_for
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, PER_TOKEN = 12, 10, 6, 3
@@ -79,7 +80,7 @@ def test_what_all_tokens_share_is_added_once(num_tokens: int, sink: type[Sink]) 
     shared = GatedMlp(Linear(normal(2 * 7, HIDDEN, seed=1)), Linear(normal(HIDDEN, 7, seed=2)), Activation.SILU)
     x, stream = normal(num_tokens, HIDDEN, seed=77), normal(num_tokens, HIDDEN, seed=78)
     before = stream.clone() if sink is Added else torch.zeros_like(stream)
-    replace(layer, shared=shared)(x, sink(stream), scratch_for(x))
+    replace(layer, shared=shared)(Given(x), sink(stream), scratch_for(x))
     torch.testing.assert_close(stream, before + feed(layer, x) + feed(shared, x), rtol=1e-5, atol=1e-5)
 
 

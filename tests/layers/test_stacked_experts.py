@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError
 from sightline.core.ledger import Ledger
 from sightline.kernels.cpu.program import inline_launcher
-from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
 from sightline.kernels.triton.experts import StackedWeights
 from sightline.layers.activation import Activation, ClampedSwiglu, Gate
 from sightline.layers.linear import Linear
@@ -24,6 +22,7 @@ from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import Expert, ExpertCompute, ExpertMlp, SeparateExperts
 from sightline.layers.routing import Groups, Routing, Score, Share
 from sightline.layers.sink import Added, Sink, Written
+from sightline.layers.source import Given
 from sightline.layers.stacked_experts import StackedExperts
 from sightline.models.decoder import Decoder
 from sightline.models.loading.opening import open_checkpoint
@@ -31,6 +30,7 @@ from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
 from sightline.runner.build import assemble_runtime, make_store
 from support.layers import dense, experts_of, feed, scratch_for
+from support.packed_experts import PACKED, pack_experts
 from support.tiny_models import (
     load_runtime,
     make_model,
@@ -73,7 +73,7 @@ def at_once(layer: ExpertMlp) -> ExpertMlp:
         )
 
     gate_up, down = ([dense(getattr(each, name)) for each in experts] for name in ("gate_up", "down"))
-    return replace(layer, bank=StackedExperts(stacked(gate_up), stacked(down), experts[0].gate))
+    return replace(layer, bank=StackedExperts(stacked(gate_up), stacked(down), experts[0].gate, overlaps=False))
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,34 @@ def test_experts_at_once_equal_experts_one_by_one(num_tokens: int, sink: type[Si
     layer = replace(make_layer(ROUTINGS[routing], gate, bias=routing == "groups"), shared=shared)
     x, stream = normal(num_tokens, HIDDEN, seed=77), normal(HIDDEN, num_tokens, seed=78).t()
     expected = stream.clone()
-    layer(x, sink(expected), scratch_for(x))
-    at_once(layer)(x, sink(stream), scratch_for(x))
+    layer(Given(x), sink(expected), scratch_for(x))
+    at_once(layer)(Given(x), sink(stream), scratch_for(x))
     torch.testing.assert_close(stream, expected, rtol=1e-4, atol=1e-4)
+
+
+class NanRouter(Linear):
+    """A router whose logit of one expert is NaN for one token."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        super().__call__(x, out)
+        out[3, NUM_EXPERTS - 1] = torch.nan
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of the interpreter
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_a_router_logit_that_is_nan_makes_the_output_of_its_token_nan_and_of_no_other(
+    compute: ExpertCompute, routing: Routing
+) -> None:
+    layer = make_layer(routing, Activation.SILU, bias=False)
+    layer = layer if compute is ExpertCompute.ONE_BY_ONE else at_once(layer)
+    broken = replace(layer, router=NanRouter(dense(layer.router).weight))
+    x = normal(6, HIDDEN, seed=7)
+    expected, found = feed(layer, x), feed(broken, x)
+    assert expected.isfinite().all()
+    assert found[3].isnan().all()
+    others = [0, 1, 2, 4, 5]
+    torch.testing.assert_close(found[others], expected[others], rtol=1e-4, atol=1e-4)
 
 
 def test_no_step_leases_more_than_was_reserved() -> None:
@@ -100,7 +125,7 @@ def test_no_step_leases_more_than_was_reserved() -> None:
     layer.buffers(scratch)
     scratch._activations._workspace.seal()
     x, out = normal(5, HIDDEN, seed=1), torch.empty(5, HIDDEN)
-    layer(x, Written(out), scratch)
+    layer(Given(x), Written(out), scratch)
     assert out.isfinite().all()
 
 
@@ -113,9 +138,6 @@ def test_both_storages_are_loaded_for_experts_at_once(family: str, tmp_path: Pat
     for expected, got in zip(one_by_one, stacked, strict=True):
         assert isinstance(got.bank, StackedExperts)
         torch.testing.assert_close(feed(got, x), feed(expected, x), rtol=1e-4, atol=1e-4)
-
-
-PACKED = {"gpt_oss": WeightForm.MXFP4, "deepseek_v3": WeightForm.FP8_BLOCKS}
 
 
 @pytest.mark.prove
@@ -147,29 +169,6 @@ def test_packed_experts_that_are_not_finite_are_refused(family: str, ending: str
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="expected finite numbers"):
         expert_layers(tmp_path, ExpertCompute.AT_ONCE)
-
-
-def pack_experts(family: str, folder: Path) -> None:
-    """Saves a tiny model whose experts are random codes and scales."""
-    make_model(family).save_pretrained(folder)
-    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(3)
-    for name in [name for name in tensors if ".experts." in name and not name.endswith("bias")]:
-        stored = tensors.pop(name)
-        if PACKED[family] is WeightForm.MXFP4:
-            experts, inputs, outputs = stored.shape
-            shape = (experts, outputs, inputs // 32)
-            tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-            tensors[f"{name}_scales"] = torch.randint(118, 124, shape, generator=generator, dtype=torch.uint8)
-        else:
-            blocks = [-(-size // FP8_BLOCK) for size in stored.shape]
-            tensors[name] = stored.to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = torch.rand(blocks, generator=generator) + 0.5
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    method = (
-        {"quant_method": "mxfp4"} if family == "gpt_oss" else {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    )
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
 
 
 def expert_layers(folder: Path, compute: ExpertCompute) -> list[ExpertMlp]:

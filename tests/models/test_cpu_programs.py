@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from sightline import SamplingParams
-from sightline.core.batch import Batch, RowWork
+from sightline.core.batch import Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory
 from sightline.core.config import EngineConfig
 from sightline.core.errors import BatchError
@@ -133,9 +133,9 @@ def test_a_step_of_more_rows_than_its_program_is_refused(folder: Path) -> None:
         runtime.store.grow_row(row, 1)
     work = [RowWork(row, [5], context_len=0, num_logits=1) for row in rows]
     with pytest.raises(BatchError, match="run it eagerly"):
-        Batch.inside(work, runtime.store.pools, bucket_of(runtime, 2))
+        Batch.inside(StepWork.of(work), runtime.store.pools, bucket_of(runtime, 2))
     replayed = runtime.runner.num_replayed
-    inside = Batch.inside(work, runtime.store.pools, bucket_of(runtime, 4))
+    inside = Batch.inside(StepWork.of(work), runtime.store.pools, bucket_of(runtime, 4))
     assert runtime.runner.forward(runtime.planner.plan(inside)).shape[0] == 3
     assert runtime.runner.num_replayed == replayed + 1
 
@@ -202,5 +202,5 @@ def test_a_recorded_step_launches_nothing_by_itself(folder: Path, monkeypatch: p
     before = launched.eager
     for position in range(2):
         work = [RowWork(row, [5], context_len=position, num_logits=1)]
-        runtime.runner.forward(runtime.planner.plan(runtime.graphs.assemble(work)))
+        runtime.runner.forward(runtime.planner.plan(runtime.graphs.assemble(StepWork.of(work))))
     assert (launched.eager, runtime.runner.num_replayed) == (before, 2)

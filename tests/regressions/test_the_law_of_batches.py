@@ -20,7 +20,7 @@ from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.cache.lengths import RowLengths
 from sightline.cache.prefix import PrefixCache
-from sightline.core.batch import FULL, Batch, MaskKind, RowMask, RowWork
+from sightline.core.batch import FULL, Batch, MaskKind, RowMask, RowWork, StepWork
 from sightline.core.config import EngineConfig
 from sightline.core.errors import BatchError, StalePlanError
 from sightline.runner.batching import assemble
@@ -122,7 +122,7 @@ def test_another_context_is_refused(runtime: Runtime, wrong: int) -> None:
     row = open_row(runtime)
     forward(runtime, chunk(runtime, row, 0, CHUNK))
     batch = chunk(runtime, row, CHUNK, 13)
-    changed = replace(batch, work=(replace(batch.work[0], context_len=wrong),))
+    changed = replace(batch, work=StepWork.of([replace(batch.work.row(0), context_len=wrong)]))
     assert refused(runtime, changed, "context_lens").got == wrong
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor
 from sightline import LLM, SamplingParams
 from sightline.attention.capability import GraphLevel
 from sightline.attention.planner import PlannedBatch
-from sightline.core.batch import FULL, RowWork
+from sightline.core.batch import FULL, RowWork, StepWork
 from sightline.core.errors import ConfigError, LaneBusyError, PlanError
 from sightline.core.staging import StagingRing
 from sightline.layers.scratch import Scratch
@@ -72,7 +72,7 @@ def test_a_step_with_the_logits_of_every_token_is_replayed(folder: Path, make: C
             runtime.store.grow_row(row, rows.lens[index] + 3)
         work = [RowWork(row, [1, 2, 3], rows.lens[index], 3) for index, row in enumerate(rows.rows)]
         before = runtime.runner.num_replayed
-        found.append(runtime.runner.forward(runtime.planner.plan(runtime.graphs.assemble(work))))
+        found.append(runtime.runner.forward(runtime.planner.plan(runtime.graphs.assemble(StepWork.of(work)))))
         assert runtime.runner.num_replayed - before == (runtime is runtimes[1])
     assert found[0].shape[0] == 6
     assert torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-4)
@@ -164,7 +164,7 @@ def test_a_step_that_fits_no_bucket_is_eager(folder: Path, make: Callable[..., L
     for row in range(1, 9):
         assert runtime.store.open_row() == row
         runtime.store.grow_row(row, 16)
-    batch = runtime.graphs.assemble(work)
+    batch = runtime.graphs.assemble(StepWork.of(work))
     assert batch.memory not in runtime.graphs.buckets
     assert (batch.num_rows, batch.num_tokens) == (len(work), sum(len(row.tokens) for row in work))
 
@@ -217,7 +217,7 @@ def test_tokens_that_a_step_in_flight_chooses_are_put_into_the_bucket(folder: Pa
     runtime = runtime_of(make, folder)
     rows = Rows(runtime, [5])
     runtime.store.grow_row(rows.rows[0], 6)
-    batch = runtime.graphs.assemble([RowWork(rows.rows[0], [], 5, 1, unread=1)], torch.tensor([41, 42]))
+    batch = runtime.graphs.assemble(StepWork.of([RowWork(rows.rows[0], [], 5, 1, unread=1)]), torch.tensor([41, 42]))
     assert batch.tokens.tolist() == [42]
     assert batch.tokens.data_ptr() == runtime.graphs.buckets[0]._views[0].data_ptr()
     assert runtime.runner.forward(runtime.planner.plan(batch)).shape[0] == 1
@@ -234,9 +234,9 @@ def test_a_greedy_step_behind_one_in_flight_sends_numbers_once(
     sizes = []
     copy = StagingRing.copy
 
-    def counted(ring: StagingRing, numbers: Iterable[int], target: Tensor) -> None:
+    def counted(ring: StagingRing, columns: Sequence[Sequence[int]], target: Tensor) -> None:
         sizes.append(len(target))
-        copy(ring, numbers, target)
+        copy(ring, columns, target)
 
     def refused(*_: object) -> tuple[Tensor, ...]:
         raise AssertionError("a second copy")

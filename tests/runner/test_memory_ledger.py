@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from sightline.core.config import EngineConfig
 from sightline.core.device import Device, DeviceKind, DeviceMemory
 from sightline.core.ledger import Ledger
-from sightline.core.memory import share_out
+from sightline.core.memory import MemoryTaken, share_out
 from sightline.core.resolution import ModelFacts, resolve
 from sightline.runner import memory as memory_module
 from sightline.runner.memory import memory_ledger, tell_excess
@@ -22,8 +21,7 @@ CARD = Device(DeviceKind.CUDA, torch.device("cuda", 0), "card", (9, 0))
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 START = DeviceMemory(80 * GIB, 79 * GIB, 0)
 FACTS = ModelFacts(max_positions=1000, weight_elements=500, quantised_bytes=0, cache_elements_per_token=10)
-STORE: Any = SimpleNamespace(pools=(SimpleNamespace(num_bytes=3 * GIB), SimpleNamespace(num_bytes=4 * GIB)))
-WORKSPACE: Any = SimpleNamespace(num_bytes=GIB)
+TAKEN = MemoryTaken(weights=10 * GIB, cache=7 * GIB, scratch=GIB, graphs=GIB // 2)
 
 
 def configured(device: Device) -> Any:
@@ -36,17 +34,17 @@ def hold(monkeypatch: pytest.MonkeyPatch, held: int) -> None:
     monkeypatch.setattr(memory_module, "device_memory", lambda device: now)
 
 
-def test_pools_and_leases_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_taken_is_counted_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     hold(monkeypatch, 19 * GIB)
-    ledger = memory_ledger(configured(CARD), STORE, WORKSPACE)
+    ledger = memory_ledger(configured(CARD), TAKEN)
     assert ledger is not None
-    assert (ledger.weights, ledger.cache, ledger.scratch, ledger.other) == (10 * GIB, 7 * GIB, GIB, GIB)
-    assert memory_ledger(configured(CPU), STORE, WORKSPACE) is None
+    assert (ledger.taken, ledger.other) == (TAKEN, GIB // 2)
+    assert memory_ledger(configured(CPU), TAKEN) is None
 
 
 @pytest.mark.parametrize(("held", "told"), [(40, []), (41, ["memory_fraction"])])
 def test_more_than_the_share_of_the_card_is_told(monkeypatch: pytest.MonkeyPatch, held: int, told: list[str]) -> None:
     hold(monkeypatch, held * GIB)
     ledger = Ledger()
-    tell_excess(configured(CARD), STORE, WORKSPACE, ledger)
+    tell_excess(configured(CARD), TAKEN, ledger)
     assert [entry.subject for entry in ledger.degradations] == told

@@ -20,7 +20,7 @@ from sightline.attention.backends import registry
 from sightline.attention.proof import ProofBook
 from sightline.cli.application import app
 from sightline.core.device import Device, DeviceKind
-from sightline.core.memory import MemoryBudget
+from sightline.core.memory import MemoryBudget, MemoryTaken
 from sightline.diagnose.capabilities import capability_matrix
 from sightline.runner import startup
 from sightline.runner.environment import collect_environment
@@ -118,6 +118,7 @@ def test_the_start_up_report_tells_what_would_help_on_the_device(device: Device,
         selections=(),
         graphs=SimpleNamespace(buckets=()),
         times=BuildTimes(),
+        memory_taken=MemoryTaken(0, 0, 0, 0),
     )
     lines = startup.startup_report(runtime)  # type: ignore[arg-type]
     assert [line.split(" is not installed")[0] for line in lines[2:]] == list(told)

@@ -141,6 +141,6 @@ def test_a_staging_buffer_reused_before_its_event_is_seen(monkeypatch: pytest.Mo
     ring = StagingRing(1, torch.device("cpu"), make_event)
     targets = [torch.zeros(1, dtype=torch.int64) for _ in range(NUM_BUFFERS + 1)]
     for number, target in enumerate(targets):
-        ring.copy([number], target)
+        ring.copy([[number]], target)
     device.finish()
     assert ([int(target) for target in targets] == list(range(NUM_BUFFERS + 1))) == waits

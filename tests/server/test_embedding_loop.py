@@ -116,8 +116,8 @@ def test_a_text_whose_states_are_no_numbers_fails_alone(front_end: FrontEnd, mon
 
     def spoiling(planned: PlannedBatch) -> Tensor:
         states = forward(planned).clone()
-        for row, work in enumerate(planned.batch.work):
-            if tuple(work.tokens) == spoilt[4]:
+        for row, tokens in enumerate(planned.batch.work.tokens):
+            if tuple(tokens) == spoilt[4]:
                 states[row] = torch.nan
         return states
 

@@ -61,7 +61,9 @@ REPORTS: list[Report] = [
     Delta(1, 0, "", 0, None),
     Ended(1, None, 4, PhaseSeconds(0.25, 0.5, 1.5), b"logprobs"),
     Vector(3, b"\0\1\2\3"),
-    Progress(EngineMetrics(1, 2, 15, 0.5, 3, 4, 5, 6, 7, {"stop": 8}, 9, 10, 11, 12, 0.5, 13, 14, 1.5, 16, TOKENS, 17)),
+    Progress(
+        EngineMetrics(1, 2, 15, 0.5, 3, 4, 5, 6, 7, {"stop": 8}, 9, 10, 11, 18, 12, 0.5, 13, 14, 1.5, 16, TOKENS, 17)
+    ),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -18,7 +18,8 @@ class FakePages:
     def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
         return tuple(100 * self.table_id + row for row in rows)
 
-    def slots_to_write(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+    def slots_to_write(self, rows: Sequence[int], firsts: Sequence[int], counts: Sequence[int]) -> list[int]:
+        spans = zip(rows, firsts, counts, strict=True)
         return [
             self.first_slot + 1000 * row + entry for row, first, count in spans for entry in range(first, first + count)
         ]

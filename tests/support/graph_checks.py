@@ -18,7 +18,7 @@ from torch import Tensor
 from sightline import LLM, SamplingParams
 from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.workspace import MAIN_LANE
-from sightline.core.batch import PADDING_SLOT, Batch, RowWork
+from sightline.core.batch import PADDING_SLOT, Batch, RowWork, StepWork
 from sightline.core.errors import StalePlanError
 from sightline.llm import TokensPrompt
 from sightline.runner.build import Runtime
@@ -63,7 +63,7 @@ class Rows:
         for index, new in zip(indices, tokens, strict=True):
             self.runtime.store.grow_row(self.rows[index], self.lens[index] + len(new))
             work.append(RowWork(self.rows[index], list(new), self.lens[index], num_logits=1))
-        return self.runtime.planner.plan(self.runtime.graphs.assemble(work))
+        return self.runtime.planner.plan(self.runtime.graphs.assemble(StepWork.of(work)))
 
     def forward(self, indices: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
         logits = self.runtime.runner.forward(self.plan(indices, tokens))

@@ -13,6 +13,7 @@ from sightline.layers.operations import Operations, TurnedHeads
 from sightline.layers.rotary import Halves, Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Activations, Scratch, empty_rows
 from sightline.layers.sink import Written
+from sightline.layers.source import Given
 from sightline.layers.torch_operations import TorchOperations
 
 TORCH = TorchOperations()
@@ -37,7 +38,7 @@ def project(projection: Projection, x: Tensor) -> Tensor:
 def feed(mlp: GatedMlp | ExpertMlp, x: Tensor) -> Tensor:
     """What a feed-forward of either kind gives for x [num_tokens, hidden]."""
     out = empty_rows(x.shape[0], x.shape[1], x, turns=True).fill_(torch.nan)
-    mlp(x, Written(out), scratch_for(x))
+    mlp(Given(x), Written(out), scratch_for(x))
     return out
 
 

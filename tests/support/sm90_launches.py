@@ -41,6 +41,7 @@ from sightline.kernels.triton.pointwise import activate, add_rows, gate, softcap
 from sightline.kernels.triton.project import project_real
 from sightline.kernels.triton.rotations import rotary_table, turn_heads, turn_latents
 from sightline.kernels.triton.routing import RoutingRule, choose_experts
+from sightline.kernels.triton.row_product import InputNorm, row_gated_product, row_product
 from sightline.kernels.triton.thin_product import exact_product, thin_gated_product, thin_product
 from sightline.kernels.triton.write import write_keys_values, write_latents
 
@@ -177,6 +178,13 @@ def compile_thin_products() -> None:
         thin_product(x, weight, bias, meta(TOKENS, 2 * outputs), adds=False, overlaps=True)
         rule = GateRule(GateKind.CLAMPED_SWIGLU)
         thin_gated_product(x, weight, bias, rule, meta(TOKENS, outputs), overlaps=True)
+        one, norm = meta(1, inputs), InputNorm(meta(inputs, dtype=FP32), 1e-6)
+        row_product(one, weight, None, meta(1, 2 * outputs), adds=True, overlaps=True)
+        row_product(one, weight, bias, meta(1, 2 * outputs), adds=False, overlaps=True, norm=norm)
+        row_gated_product(one, weight, bias, rule, meta(1, outputs), overlaps=True, norm=norm)
+        many = meta(64, inputs)
+        thin_product(many, weight, bias, meta(64, 2 * outputs), adds=False, overlaps=True)
+        thin_gated_product(many, weight, None, rule, meta(64, outputs), overlaps=True)
     exact_product(meta(TOKENS, 2048), meta(64, 2048, dtype=FP32), None, meta(TOKENS, 64, dtype=FP32), overlaps=True)
 
 
@@ -200,17 +208,18 @@ def compile_experts(
     config = choose_tiles(num_choices, gate_up, dtype)
     order, table = meta(num_choices, dtype=torch.int32), meta(num_choices * 3, dtype=torch.int32)
     choices = GroupedChoices(order, tile_table(table, num_choices, 64, config.rows), 6)
-    group_choices(meta(num_tokens, 6, dtype=INT64), 64, config.rows, order, choices.tiles)
+    group_choices(meta(num_tokens, 6, dtype=INT64), 64, config.rows, order, choices.tiles, overlaps=True)
     inner, parts = meta(num_choices, 1408, dtype=dtype), meta(num_choices, 2048, dtype=dtype)
-    gate_up_product(meta(num_tokens, 2048, dtype=dtype), gate_up, GateRule(gate), choices, inner, config)
-    down_product(inner, stacked_for(form, 2048, 1408, dtype), choices, parts, config)
-    combine_parts(parts, meta(num_tokens, 6, dtype=torch.float32), meta(num_tokens, 2048, dtype=dtype), adds=True)
+    gate_up_product(meta(num_tokens, 2048, dtype=dtype), gate_up, GateRule(gate), choices, inner, config, overlaps=True)
+    down_product(inner, stacked_for(form, 2048, 1408, dtype), choices, parts, config, overlaps=True)
+    weights, target = meta(num_tokens, 6, dtype=torch.float32), meta(num_tokens, 2048, dtype=dtype)
+    combine_parts(parts, weights, target, adds=True, overlaps=True)
 
 
 def compile_routing(rule: RoutingRule, num_experts: int, *, corrected: bool) -> None:
     correction = meta(num_experts, dtype=torch.float32) if corrected else None
     experts, weights = meta(TOKENS, 6, dtype=torch.int32), meta(TOKENS, 6, dtype=torch.float32)
-    choose_experts(meta(TOKENS, num_experts, dtype=torch.float32), correction, rule, experts, weights)
+    choose_experts(meta(TOKENS, num_experts, dtype=torch.float32), correction, rule, experts, weights, overlaps=True)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.workspace import ElasticLease, poison_
-from sightline.core.errors import PlanError
+from sightline.core.errors import UncapturedPlanError
 
 _ALIGNMENT = 256
 """Alignment of every buffer in bytes, enough for the widest loads of any kernel."""
@@ -70,7 +70,7 @@ class PlanMemory:
         if used <= self._block.numel():
             memory = self._block[start : start + num_bytes]
         elif self._pinned is not None:
-            raise PlanError(
+            raise UncapturedPlanError(
                 f"expected plan buffers of at most {self._block.numel():,} bytes, as a graph was captured with, got "
                 f"{used:,} up to {name}; run the step eagerly, and declare no graph level for a backend that needs more"
             )
@@ -92,11 +92,11 @@ class PlanMemory:
         self._pinned = self.addresses()
 
     def require_pinned(self) -> None:
-        """Raises `PlanError` if the last plan's buffers are not where a captured graph reads them."""
+        """Raises `UncapturedPlanError` if the last plan's buffers are not where a captured graph reads them."""
         if self._pinned is None or (found := self.addresses()) == self._pinned:
             return
         moved = sorted({name for name, _ in self._pinned.items() ^ found.items()})
-        raise PlanError(
+        raise UncapturedPlanError(
             f"expected the plan buffers of a captured graph at their captured addresses, got others for "
             f"{', '.join(moved[:3])}; its backend must take the same buffers in every plan of a step of these sizes"
         )

@@ -13,13 +13,12 @@ Owns the numbers. Does not know pages: the store opens, fills and closes rows.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from operator import add, itemgetter
-from typing import TypeAlias, TypeVar
+from operator import add
+from typing import TypeAlias
 
 from sightline.core.batch import CAUSAL, Batch, BatchId
 from sightline.core.errors import BatchError
-
-Item = TypeVar("Item")
+from sightline.core.lengths import picked
 
 _Launch: TypeAlias = tuple[BatchId, int, int, int]
 """A step in one row: its batch, the start and the stop of the entries that it writes, and its lane.
@@ -62,7 +61,7 @@ class RowLengths:
         """
         if not batch.pools:
             return
-        expected = _items(self._launched, batch.rows)
+        expected = picked(self._launched, batch.rows)
         contexts = batch.context_lens
         if contexts.host is None:
             self._check_bounds(batch, expected)
@@ -136,7 +135,7 @@ class RowLengths:
     def settle_all(self, rows: Sequence[int], launched: Sequence[int]) -> None:
         """Does as `settle` for every row."""
         lengths = tuple(launched)
-        if _items(self._launched, rows) == lengths == _items(self._committed, rows):
+        if picked(self._launched, rows) == lengths == picked(self._committed, rows):
             for row in rows:
                 self._launches[row].clear()
         else:
@@ -172,7 +171,7 @@ class RowLengths:
         """
         contexts, queries = batch.context_lens.host, batch.query_lens.host
         if contexts is None or queries is None:
-            launched = _items(self._launched, batch.rows)
+            launched = picked(self._launched, batch.rows)
             return launched, launched
         if batch.masks.count(CAUSAL) == len(batch.masks):
             return contexts, tuple(map(add, contexts, queries))
@@ -247,11 +246,3 @@ class RowLengths:
                         lane,
                         "commit that step first: steps of two lanes have no order",
                     )
-
-
-def _items(values: Sequence[Item], places: Sequence[int]) -> tuple[Item, ...]:
-    """The values at these indices, picked in one call."""
-    if len(places) > 1:
-        found: tuple[Item, ...] = itemgetter(*places)(values)
-        return found
-    return tuple([values[place] for place in places])

@@ -7,8 +7,12 @@ the page is handed out and is never reused, in this pool or another. Does not kn
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sightline.core.config import PADDING_PAGES
 from sightline.core.errors import OutOfPages
@@ -24,7 +28,9 @@ class PageAllocator:
             raise ValueError(f"expected more than {PADDING_PAGES} pages, or none at all, got {num_pages}")
         self._num_pages = num_pages
         self._free = list(range(num_pages - 1, PADDING_PAGES - 1, -1))
-        self._owners = [0] * num_pages
+        self._owners = array("q", bytes(8 * num_pages))
+        self.owner_counts: NDArray[np.int64] = np.asarray(self._owners)
+        """A live view of the reference counts of all pages: the same memory as an array of numpy."""
         self._generations = [0] * num_pages
 
     @property
@@ -39,11 +45,6 @@ class PageAllocator:
     def owners(self, page: int) -> int:
         """The reference count of a page; 0 if it is free."""
         return self._owners[page]
-
-    @property
-    def owner_counts(self) -> Sequence[int]:
-        """A live view of the reference counts of all pages."""
-        return self._owners
 
     def generation(self, page: int) -> int:
         """Changes when the page is handed out, and when its contents are given up: see `renew`."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sightline.core.batch import PADDING_ROW
+from sightline.core.lengths import picked
 
 _table_ids = itertools.count(1)
 
@@ -25,8 +27,9 @@ class PageTable:
         self.max_pages = max_pages
         self.pages = torch.zeros(num_rows + 1, max_pages, dtype=torch.int64, device=device)
         """[num_rows + 1, max_pages]: entries beyond a row's pages hold the padding page."""
-        self._on_host = self.pages.numpy() if device.type == "cpu" else None
-        """The same memory as a numpy array, or None on a GPU: writing a few pages takes a tenth of torch's time."""
+        self._is_shared = device.type == "cpu"
+        self.on_host = self.pages.numpy() if self._is_shared else np.zeros(tuple(self.pages.shape), dtype=np.int64)
+        """The same numbers for the host; on a CPU the same memory, which takes a tenth of torch's time to write."""
         self._owned: list[list[int]] = [[] for _ in range(num_rows + 1)]
         self._versions = [0] * (num_rows + 1)
 
@@ -37,11 +40,6 @@ class PageTable:
     def pages_of(self, row: int) -> Sequence[int]:
         """A live view of the row's pages: unlike `owned`, it changes with the row."""
         return self._owned[row]
-
-    @property
-    def pages_by_row(self) -> Sequence[Sequence[int]]:
-        """A live view of all rows' pages."""
-        return self._owned
 
     def page(self, row: int, index: int) -> int:
         """The `index`-th page of a row."""
@@ -55,8 +53,7 @@ class PageTable:
         return self._versions[row]
 
     def versions(self, rows: Sequence[int]) -> tuple[int, ...]:
-        versions = self._versions
-        return tuple([versions[row] for row in rows])
+        return picked(self._versions, rows)
 
     def append(self, row: int, pages: Sequence[int]) -> None:
         """Appends pages to a row."""
@@ -65,9 +62,8 @@ class PageTable:
         if len(owned) + len(pages) > self.max_pages:
             raise ValueError(f"expected at most {self.max_pages} pages in a row, got {len(owned)} + {len(pages)}")
         place = slice(len(owned), len(owned) + len(pages))
-        if self._on_host is not None:
-            self._on_host[row, place] = pages
-        else:
+        self.on_host[row, place] = pages
+        if not self._is_shared:
             self.pages[row, place] = torch.tensor(pages, dtype=torch.int64)
         owned.extend(pages)
 
@@ -76,7 +72,7 @@ class PageTable:
         self._require_writable(row)
         pages = tuple(self._owned[row][num_pages:])
         if pages:
-            self.pages[row, num_pages : num_pages + len(pages)] = 0
+            self._zero(row, slice(num_pages, num_pages + len(pages)))
             del self._owned[row][num_pages:]
             self._versions[row] += 1
         return pages
@@ -85,10 +81,15 @@ class PageTable:
         """Empties a row and returns its pages."""
         self._require_writable(row)
         pages = tuple(self._owned[row])
-        self.pages[row].zero_()
+        self._zero(row, slice(len(pages)))
         self._owned[row] = []
         self._versions[row] += 1
         return pages
+
+    def _zero(self, row: int, place: slice) -> None:
+        self.on_host[row, place] = 0
+        if not self._is_shared:
+            self.pages[row, place] = 0
 
     def slots(self, rows: Tensor, entries: Tensor, page_size: int) -> Tensor:
         """Slots of entries. `rows` and `entries` have the same shape; entry e is in its row's page e // page_size."""

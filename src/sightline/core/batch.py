@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NewType, Protocol
+from typing import Any, NamedTuple, NewType
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from sightline.core.errors import BatchError
 from sightline.core.lengths import (
     Lengths,
     check_unread,
+    checked_positions,
     extend,
     pad_lengths,
     placed_lengths,
@@ -41,6 +42,7 @@ from sightline.core.lengths import (
     slice_lengths,
     take_lengths,
 )
+from sightline.core.pool_rows import PoolPages, PoolRows
 
 BatchId = NewType("BatchId", int)
 PADDING_ROW = 0
@@ -101,37 +103,65 @@ class RowWork:
     """Where the new token after `tokens` is in the batch's `chosen`, if a step in flight chooses it."""
 
 
-class PoolPages(Protocol):
-    """The interface of one pool that a batch needs: its page table, and the slots for new entries."""
+@dataclass(eq=False, slots=True)
+class StepWork:
+    """The work of all rows of a step, one column per fact of `RowWork`.
 
-    @property
-    def key(self) -> str: ...
-    @property
-    def table_id(self) -> int: ...
-    @property
-    def num_table_rows(self) -> int: ...
-    def versions(self, rows: Sequence[int]) -> tuple[int, ...]: ...
-    def slots_to_write(self, spans: Iterable[tuple[int, int, int]]) -> list[int]: ...
+    Columns, because reading an object per row would take most of the time in which a step is assembled. Treat as
+    immutable. Not frozen, because one is created per step.
+    """
 
+    table_rows: Sequence[int]
+    tokens: Sequence[Sequence[int]]
+    context_lens: Sequence[int]
+    num_logits: Sequence[int]
+    masks: Sequence[RowMask]
+    positions: Sequence[Sequence[int] | None]
+    unread: Sequence[int | None]
+    query_lens: tuple[int, ...] = field(init=False)
+    """New tokens of each row, those that the host does not know included."""
 
-@dataclass(frozen=True, eq=False)
-class PoolRows:
-    """A batch's rows in one pool's page table."""
+    def __post_init__(self) -> None:
+        lens = tuple(map(len, self.tokens))
+        if None not in self.unread and not any(lens):
+            lens = (1,) * len(lens)
+        elif self.unread.count(None) < len(lens):
+            lens = tuple([length + (place is not None) for length, place in zip(lens, self.unread, strict=True)])
+        self.query_lens = lens
 
-    table_id: int
-    """Identity of the page table that `rows` and `versions` refer to."""
-    versions: tuple[int, ...]
-    """[num_rows]: the version of each page-table row when the batch was made."""
-    write_slots: Tensor
-    """[num_tokens] int64: where each new token's entry goes."""
+    @staticmethod
+    def of(rows: Iterable[RowWork]) -> StepWork:
+        columns = [
+            (row.table_row, row.tokens, row.context_len, row.num_logits, row.mask, row.positions, row.unread)
+            for row in rows
+        ]
+        return StepWork(*zip(*columns, strict=True)) if columns else StepWork((), (), (), (), (), (), ())
+
+    def __len__(self) -> int:
+        return len(self.table_rows)
+
+    def row(self, index: int) -> RowWork:
+        return RowWork(
+            self.table_rows[index],
+            self.tokens[index],
+            self.context_lens[index],
+            self.num_logits[index],
+            self.masks[index],
+            self.positions[index],
+            self.unread[index],
+        )
+
+    def take(self, indices: Iterable[int]) -> StepWork:
+        """The work of some rows, in this order."""
+        return StepWork.of([self.row(index) for index in indices])
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """One step's rows. Frozen, unplanned."""
 
-    work: tuple[RowWork, ...]
-    """Work of each row, excluding padding rows."""
+    work: StepWork
+    """Work of the rows, excluding padding rows."""
     sources: tuple[PoolPages, ...]
     """The pools that the rows read and write. Empty: the step touches no cache."""
     device: torch.device
@@ -168,31 +198,32 @@ class Batch:
 
     @staticmethod
     def inside(
-        work: Sequence[RowWork], sources: tuple[PoolPages, ...], memory: StaticMemory, chosen: Tensor | None = None
+        work: StepWork, sources: tuple[PoolPages, ...], memory: StaticMemory, chosen: Tensor | None = None
     ) -> Batch:
         """A batch of causal rows padded to the memory's shape, with its tensors there.
 
         Every batch that was there before is overwritten.
         """
         batch: Batch = object.__new__(Batch)
-        batch._set(work=tuple(work), sources=sources, device=memory.device, chosen=chosen)
+        batch._set(work=work, sources=sources, device=memory.device, chosen=chosen)
         batch._derive(memory)
         return batch
 
     def _derive(self, memory: BatchMemory) -> None:
         """Sets everything that follows from the facts, with the tensors in `memory`."""
-        facts = _flattened(self.work)
-        rows, query_lens, context_lens = facts.rows, tuple(facts.query_lens), tuple(facts.context_lens)
+        work, facts = self.work, _token_facts(self.work)
+        rows, query_lens, context_lens = tuple(work.table_rows), work.query_lens, tuple(work.context_lens)
         _check_rows(rows, context_lens, self.sources)
+        continued = (facts.unread_places, facts.unread)
         if facts.unread:
-            check_unread(facts.unread, self.chosen)
-        slots = [source.slots_to_write(zip(rows, context_lens, query_lens, strict=True)) for source in self.sources]
+            check_unread(continued, self.chosen)
+        slots = [source.slots_to_write(rows, context_lens, query_lens) for source in self.sources]
         bounds, padding = memory.query_bounds(query_lens), memory.num_padding(len(rows))
         # A single copy to the device.
-        per_token = [facts.tokens, facts.positions, facts.unread_places, facts.unread]
-        on_device = memory.put([*per_token, query_lens, context_lens, rows, facts.logit_indices, *slots], self.device)
+        per_token = [facts.tokens, facts.positions, *continued]
+        on_device = memory.put([*per_token, query_lens, context_lens, rows, facts.logit_places, *slots], self.device)
         if facts.unread and self.chosen is not None:
-            put_chosen(on_device[0], (facts.unread_places, facts.unread), on_device[2:4], self.chosen)
+            put_chosen(on_device[0], continued, on_device[2:4], self.chosen)
         empty = (0,) * padding
         context_lens += empty
         padded_rows = rows + (PADDING_ROW,) * padding
@@ -201,7 +232,7 @@ class Batch:
             positions=on_device[1],
             query_lens=Lengths(on_device[4], bounds, query_lens + empty),
             context_lens=Lengths(on_device[5], context_lens, context_lens),
-            masks=facts.masks + (CAUSAL,) * padding,
+            masks=(*work.masks, *(CAUSAL,) * padding),
             rows=padded_rows,
             table_rows=on_device[6],
             pools={
@@ -209,8 +240,8 @@ class Batch:
                 for source, write_slots in zip(self.sources, on_device[8:], strict=True)
             },
             logit_indices=on_device[7],
-            logit_rows=tuple(facts.logit_rows),
-            logit_places=tuple(facts.logit_indices),
+            logit_rows=facts.logit_rows,
+            logit_places=facts.logit_places,
             memory=memory,
             tenant=memory.tenant,
             batch_id=_next_batch_id(),
@@ -302,7 +333,7 @@ class Batch:
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
         logit_indices = [token for row in rows for token in wanted[row]]
         return self._with(
-            work=tuple(self.work[row] for row in rows if row < len(self.work)),
+            work=self.work.take(row for row in rows if row < len(self.work)),
             tokens=self.tokens[index],
             positions=self.positions[index],
             query_lens=take_lengths(self.query_lens, rows),
@@ -334,7 +365,7 @@ class Batch:
         if self.query_lens.host is not None and tokens.start != sum(self.query_lens.host[: rows.start]):
             raise BatchError("tokens", rows.start, "those of the part's rows", tokens)
         return self._with(
-            work=self.work[rows],
+            work=self.work.take(range(len(self.work))[rows]),
             tokens=self.tokens[tokens],
             positions=self.positions[tokens],
             query_lens=slice_lengths(self.query_lens, rows),
@@ -389,51 +420,44 @@ class Batch:
         )
 
 
-@dataclass(eq=False, slots=True)
-class _Facts:
-    """The facts of all rows, as parallel lists."""
+class _TokenFacts(NamedTuple):
+    """What follows from the rows for their tokens, row after row."""
 
-    rows: tuple[int, ...]
-    masks: tuple[RowMask, ...]
-    tokens: list[int]
-    positions: list[int]
-    query_lens: list[int]
-    context_lens: list[int]
-    logit_indices: list[int]
-    logit_rows: list[int]
-    unread: list[int]
-    """Where tokens that the host does not know are in `chosen`."""
-    unread_places: list[int]
-    """Where they belong in the batch."""
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    unread_places: tuple[int, ...]
+    """Which tokens the host does not know."""
+    unread: tuple[int, ...]
+    """Where they are in `chosen`."""
+    logit_places: tuple[int, ...]
+    logit_rows: tuple[int, ...]
 
 
-def _flattened(work: Sequence[RowWork]) -> _Facts:
+def _token_facts(work: StepWork) -> _TokenFacts:
+    count, unread = len(work), work.unread
+    ones = (work.query_lens.count(1), work.num_logits.count(1), work.masks.count(CAUSAL), work.positions.count(None))
+    if ones != (count,) * 4 or min(work.context_lens, default=0) < 0:
+        return _flattened(work)
+    # The usual step, which may have hundreds of rows.
+    every, chosen = tuple(range(count)), tuple([place for place in unread if place is not None])
+    if len(chosen) == count:
+        return _TokenFacts((0,) * count, work.context_lens, every, chosen, every, every)
+    tokens = [each[0] if each else 0 for each in work.tokens]
+    places = tuple([index for index, place in enumerate(unread) if place is not None])
+    return _TokenFacts(tokens, work.context_lens, places, chosen, every, every)
+
+
+def _flattened(work: StepWork) -> _TokenFacts:
+    """The facts of rows of any kinds. Raises `BatchError` if they contradict each other."""
     tokens: list[int] = []
     positions: list[int] = []
-    logit_indices: list[int] = []
+    logit_places: list[int] = []
     logit_rows: list[int] = []
     unread: list[int] = []
     unread_places: list[int] = []
-    query_lens = [len(row.tokens) + (row.unread is not None) for row in work]
-    context_lens = [row.context_len for row in work]
-    rows = tuple([row.table_row for row in work])
-    masks = tuple([row.mask for row in work])
-    if query_lens.count(1) == len(work) == masks.count(CAUSAL) and _is_plain_decode(work, context_lens):
-        # The usual step, which may have hundreds of rows.
-        return _Facts(
-            rows,
-            masks,
-            tokens=[row.tokens[0] if row.unread is None else 0 for row in work],
-            positions=context_lens,
-            query_lens=query_lens,
-            context_lens=context_lens,
-            logit_indices=[*range(len(work))],
-            logit_rows=[*range(len(work))],
-            unread=[row.unread for row in work if row.unread is not None],
-            unread_places=[index for index, row in enumerate(work) if row.unread is not None],
-        )
-    for index, (row, query_len, context_len) in enumerate(zip(work, query_lens, context_lens, strict=True)):
-        num_logits = row.num_logits
+    for index, query_len in enumerate(work.query_lens):
+        row = work.row(index)
+        num_logits, context_len = row.num_logits, row.context_len
         if not 0 <= num_logits <= query_len:
             raise BatchError("num_logits", index, f"0 to {query_len}, the number of its new tokens", num_logits)
         if context_len < 0:
@@ -443,42 +467,11 @@ def _flattened(work: Sequence[RowWork]) -> _Facts:
             unread.append(row.unread)
             unread_places.append(len(tokens))
             tokens.append(0)
-        if row.mask is CAUSAL and row.positions is None:
-            positions += range(context_len, context_len + query_len)
-        else:
-            positions += _checked_positions(row, index, query_len)
-        if num_logits:
-            logit_indices += range(len(tokens) - num_logits, len(tokens))
-            logit_rows += [index] * num_logits
-    return _Facts(
-        rows, masks, tokens, positions, query_lens, context_lens, logit_indices, logit_rows, unread, unread_places
-    )
-
-
-def _is_plain_decode(work: Sequence[RowWork], context_lens: Sequence[int]) -> bool:
-    """Whether rows of one token each under a causal mask all need logits."""
-    return (
-        min(context_lens, default=0) >= 0
-        and [row.num_logits for row in work].count(1) == len(work)
-        and [row.positions for row in work].count(None) == len(work)
-    )
-
-
-def _checked_positions(row: RowWork, index: int, query_len: int) -> Sequence[int]:
-    """Checks the row's mask and returns its positions."""
-    tree, first = row.mask.tree, row.context_len
-    if tree is not None and (tree.shape != (query_len, query_len) or tree.dtype != torch.bool):
-        got = f"{tuple(tree.shape)} {tree.dtype}"
-        raise BatchError("masks", index, f"a tree of {query_len} × {query_len} booleans", got)
-    if row.positions is None:
-        return range(first, first + query_len)
-    if tree is None:
-        raise BatchError("positions", index, "none: only a tree has positions of its own", list(row.positions))
-    in_row = all(first <= position < first + query_len for position in row.positions)
-    if len(row.positions) != query_len or not in_row:
-        expected = f"{query_len} positions, one for each token, from {first} to {first + query_len - 1}"
-        raise BatchError("positions", index, expected, list(row.positions))
-    return row.positions
+        positions += checked_positions(index, row.mask.tree, row.positions, context_len, query_len)
+        logit_places += range(len(tokens) - num_logits, len(tokens))
+        logit_rows += [index] * num_logits
+    chosen = (tuple(unread_places), tuple(unread))
+    return _TokenFacts(tokens, positions, *chosen, tuple(logit_places), tuple(logit_rows))
 
 
 def _check_rows(rows: tuple[int, ...], context_lens: tuple[int, ...], sources: Sequence[PoolPages]) -> None:

@@ -5,7 +5,6 @@ Knows sizes and how numbers get there. Does not know rows or pools.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,9 +22,9 @@ class BatchMemory:
     def __init__(self) -> None:
         self.tenant = 0
 
-    def put(self, lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
-        """Each list as a tensor int64 on the device, by a single copy."""
-        return moved(lists, device)
+    def put(self, columns: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+        """Each column as a tensor int64 on the device, by a single copy."""
+        return moved(columns, device)
 
     def num_padding(self, num_rows: int) -> int:
         """Padding rows of a batch of so many rows."""
@@ -63,24 +62,22 @@ class StaticMemory(BatchMemory):
         self.shape = shape
         self.device = device
         self._ring = ring
-        self._sizes = _sizes(shape, num_pools)
-        self._block = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        self._views = self._block.split_with_sizes(self._sizes)
+        self._block = torch.zeros(self.num_numbers(shape, num_pools), dtype=torch.int64, device=device)
+        self._views = self._block.view(-1, shape.size).unbind()
 
     @staticmethod
     def num_numbers(shape: StepShape, num_pools: int) -> int:
         """Numbers that a batch of the shape consists of."""
-        return sum(_sizes(shape, num_pools))
+        return _num_columns(num_pools) * shape.size
 
-    def put(self, lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+    def put(self, columns: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
         """Overwrites the tensors. Padding is 0 everywhere: no length, the padding row, the padding slot."""
-        missing = [size - len(each) for size, each in zip(self._sizes, lists, strict=True)]
-        if min(missing) < 0 or device != self.device:
-            got = f"{len(lists[0])} on {device}"
+        lens = [len(column) for column in columns]
+        if max(lens) > self.shape.size or device != self.device:
+            got = f"{lens[0]} on {device}"
             raise BatchError("tokens", None, f"at most {self.shape.size} on {self.device}", got, "run it eagerly")
-        padded = [part for each, count in zip(lists, missing, strict=True) for part in (each, (0,) * count)]
         self.tenant += 1
-        self._ring.copy(itertools.chain.from_iterable(padded), self._block)
+        self._ring.copy(columns, self._block)
         return self._views
 
     def num_padding(self, num_rows: int) -> int:
@@ -94,7 +91,7 @@ class StaticMemory(BatchMemory):
         return (bound,) * self.shape.size
 
 
-def _sizes(shape: StepShape, num_pools: int) -> list[int]:
+def _num_columns(num_pools: int) -> int:
     """Tokens, positions, places and sources of tokens that steps in flight choose, query lengths, context lengths,
     table rows, logit indices, and write slots of each pool."""
-    return [shape.size] * (8 + num_pools)
+    return 8 + num_pools

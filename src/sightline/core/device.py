@@ -126,6 +126,11 @@ def device_memory(device: Device) -> DeviceMemory:
     return DeviceMemory(available, available, 0)
 
 
+def allocated_bytes(device: Device) -> int:
+    """What tensors of this process take on a card; 0 on a CPU, where nobody counts it."""
+    return torch.cuda.memory_allocated(device.torch_device) if device.kind is DeviceKind.CUDA else 0
+
+
 def available_bytes(device: Device) -> int:
     """Memory on `device` that can be allocated now without swapping."""
     if device.kind is DeviceKind.CUDA:

@@ -12,6 +12,7 @@
     │   ├── BatchError           a batch says something that is not so; has .field, .row, .expected and .got
     │   ├── UnplannedBatchError  a forward was given something that carries no plan
     │   ├── StalePlanError       what a plan or its batch was made from has changed since
+    │   ├── UncapturedPlanError  a plan does not fit the buffers that a captured graph reads; its step can run eagerly
     │   └── LaneBusyError        a second thread came into a lane while another was in it
     ├── OutOfPages               a pool has fewer free pages than asked for
     ├── DeviceFaultError         the device failed in a way that nothing on it survives
@@ -84,6 +85,10 @@ class StalePlanError(PlanError):
     def __init__(self, changes: Sequence[str], remedy: str) -> None:
         self.changes = tuple(changes)
         super().__init__(f"the plan is stale: {'; '.join(self.changes)}. {remedy}")
+
+
+class UncapturedPlanError(PlanError):
+    """A plan does not fit the buffers that a captured graph reads. The same step can run eagerly."""
 
 
 class LaneBusyError(PlanError):

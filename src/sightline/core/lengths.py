@@ -9,6 +9,8 @@ import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor
 
 from sightline.core.errors import BatchError
 from sightline.core.transfer import sent
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,38 +57,73 @@ class Lengths:
         return Lengths(self.device, tuple(bound), self.host if known else None)
 
 
-def moved(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
-    """Copies each list to a tensor [length] int64, adjacent in memory, by one copy that does not wait for a GPU."""
-    sizes = [len(each) for each in lists]
+def picked(values: Sequence[Item], places: Sequence[int]) -> tuple[Item, ...]:
+    """The values at these indices, picked in one call."""
+    if len(places) > 1:
+        found: tuple[Item, ...] = itemgetter(*places)(values)
+        return found
+    return tuple([values[place] for place in places])
+
+
+def moved(columns: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, ...]:
+    """Copies each column to a tensor [length] int64, adjacent in memory, by one copy that does not wait for a GPU."""
+    sizes = [len(each) for each in columns]
     joined = np.empty(sum(sizes), dtype=np.int64)
     # Reads lists in a third of numpy's time.
-    struct.pack_into(f"{len(joined)}q", joined.data, 0, *itertools.chain.from_iterable(lists))
+    struct.pack_into(f"{len(joined)}q", joined.data, 0, *itertools.chain.from_iterable(columns))
     return sent([joined], device)[0].split_with_sizes(sizes)
 
 
-def check_unread(unread: Sequence[int], chosen: Tensor | None) -> None:
+Continued: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""The places of tokens that steps in flight choose: in a batch, in increasing order, and in what they choose."""
+
+
+def check_unread(continued: Continued, chosen: Tensor | None) -> None:
     """Each token that the host does not know must be one of the chosen, and no other row's."""
-    num_chosen = 0 if chosen is None else chosen.shape[0]
+    unread, num_chosen = continued[1], 0 if chosen is None else chosen.shape[0]
+    if chosen is not None and _go_on(continued, chosen):
+        return
     if min(unread) < 0 or max(unread) >= num_chosen:
         raise BatchError("unread", None, f"among the {num_chosen} tokens that are being chosen", list(unread))
     if len(set(unread)) != len(unread):
         raise BatchError("unread", None, "each token that is being chosen once", list(unread))
 
 
-def put_chosen(
-    tokens: Tensor, indices: tuple[list[int], list[int]], on_device: tuple[Tensor, ...], chosen: Tensor
-) -> None:
-    """Copies chosen tokens into a batch's, in stream order.
-
-    `indices` are their places in the batch, which increase, and those in `chosen`; `on_device` begins with the same.
-    """
-    places, sources = indices
-    count = len(places)
-    if places == sources and places[-1] + 1 == count == chosen.shape[0]:
-        # Each goes on where it was, as in most steps of decode.
-        tokens[:count].copy_(chosen)
+def put_chosen(tokens: Tensor, continued: Continued, on_device: tuple[Tensor, ...], chosen: Tensor) -> None:
+    """Copies chosen tokens into a batch's, in stream order. `on_device` begins with the same numbers as `continued`."""
+    count = len(continued[0])
+    if _go_on(continued, chosen):
+        # Slicing takes as long as the copy.
+        (tokens if tokens.shape[0] == count else tokens[:count]).copy_(chosen)
     else:
         tokens.index_copy_(0, on_device[0][:count], chosen.index_select(0, on_device[1][:count]))
+
+
+def _go_on(continued: Continued, chosen: Tensor) -> bool:
+    """True if each chosen token goes on where it was, as in most steps of decode."""
+    places, sources = continued
+    return places == sources and places[-1] + 1 == len(places) == chosen.shape[0]
+
+
+def checked_positions(
+    index: int, tree: Tensor | None, positions: Sequence[int] | None, first: int, query_len: int
+) -> Sequence[int]:
+    """Checks the mask and the positions of the row at `index`, whose first new token is at `first`, and returns them.
+
+    Without positions of their own, tokens follow one another.
+    """
+    if tree is not None and (tree.shape != (query_len, query_len) or tree.dtype != torch.bool):
+        got = f"{tuple(tree.shape)} {tree.dtype}"
+        raise BatchError("masks", index, f"a tree of {query_len} × {query_len} booleans", got)
+    if positions is None:
+        return range(first, first + query_len)
+    if tree is None:
+        raise BatchError("positions", index, "none: only a tree has positions of its own", list(positions))
+    in_row = all(first <= position < first + query_len for position in positions)
+    if len(positions) != query_len or not in_row:
+        expected = f"{query_len} positions, one for each token, from {first} to {first + query_len - 1}"
+        raise BatchError("positions", index, expected, list(positions))
+    return positions
 
 
 def extend(values: Tensor, count: int, fill: int) -> Tensor:

@@ -97,6 +97,8 @@ class EngineMetrics:
     steps: int
     steps_cut: int
     """Steps that raised and were run again in parts."""
+    steps_uncaptured: int
+    """Steps that ran eagerly because their plan did not fit the buffers that their captured graph reads."""
     plans: int
     """Steps that were planned."""
     plan_seconds: float

@@ -28,7 +28,7 @@ from sightline.core.config import (
 from sightline.core.device import Device, DeviceKind, device_memory, lacks_products
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
-from sightline.core.memory import MemoryBudget, share_out
+from sightline.core.memory import MemoryBudget, OutputMemory, drawing_bytes, share_out
 from sightline.core.settings import stated
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
@@ -54,10 +54,20 @@ class ModelFacts:
     """Bytes of the weights that stay quantised."""
     cache_elements_per_token: int
     """Sum over all layers and pools."""
+    packed_elements: int = 0
+    """Those of `weight_elements` that Triton's kernels keep packed: experts."""
+    packed_bytes: int = 0
+    """What these take then."""
     vocab_size: int = 0
     """The logits of a token."""
     takes_texts_whole: bool = False
     """True if every token sees every other: a text cannot be chunked, and nothing of it can be cached."""
+
+    def weight_bytes(self, dtype: torch.dtype, kernels: LayerKernels) -> int:
+        """What the weights take with these kernels, if those that are not kept quantised are of `dtype`."""
+        is_packed = kernels is LayerKernels.TRITON
+        num_plain = self.weight_elements - (self.packed_elements if is_packed else 0)
+        return num_plain * dtype.itemsize + self.quantised_bytes + (self.packed_bytes if is_packed else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +118,8 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
     model_len = asked_len or facts.max_positions
     sizes = _resolve_sizes(config, facts, device, model_len, ledger)
     page_size = PAGE_SIZES[device.kind.value] if config.page_size is None else config.page_size
-    memory = _share_memory(config, layer_kernels, facts, device, dtype, sizes.max_rows)
+    weight_bytes = facts.weight_bytes(dtype, layer_kernels)
+    memory = _share_memory(config, layer_kernels, facts, device, weight_bytes, sizes.max_rows)
     num_pages = 0
     if sizes.is_transient:
         _tell_what_a_cache_would_need(config, facts, device, ledger)
@@ -276,19 +287,18 @@ def _share_memory(
     kernels: LayerKernels,
     facts: ModelFacts,
     device: Device,
-    dtype: torch.dtype,
+    weight_bytes: int,
     max_rows: int,
 ) -> MemoryBudget:
     """Shares out the device's memory. Raises if a card cannot hold the weights."""
     asked = config.memory_fraction
     fraction = MEMORY_FRACTIONS[device.kind.value] if asked is None else asked
-    weight_bytes = facts.weight_elements * dtype.itemsize + facts.quantised_bytes
     memory = share_out(
         device.kind,
         device_memory(device),
         fraction,
         weight_bytes,
-        _output_bytes(config, kernels, facts, device, max_rows),
+        _output_memory(config, kernels, facts, device, max_rows),
     )
     if device.kind is DeviceKind.CUDA and memory.room_bytes < 0:
         raise ConfigError(
@@ -298,13 +308,17 @@ def _share_memory(
     return memory
 
 
-def _output_bytes(config: EngineConfig, kernels: LayerKernels, facts: ModelFacts, device: Device, max_rows: int) -> int:
-    """What the logits of steps and of captured graphs take at most, in fp32. An embedder has none."""
+def _output_memory(
+    config: EngineConfig, kernels: LayerKernels, facts: ModelFacts, device: Device, max_rows: int
+) -> OutputMemory:
+    """What the logits of steps and of captured graphs take at most, and drawing tokens. An embedder has none."""
     if Task(config.task) is Task.EMBED:
-        return 0
+        return OutputMemory()
     # Sizes that no step has are told when the sizes are resolved.
     captured = _resolve_graph_sizes(config, kernels, device, max_rows, Ledger())
-    return (OUTPUT_COPIES * max_rows + BUCKETS_PER_SIZE * sum(captured)) * facts.vocab_size * torch.float32.itemsize
+    row_bytes = facts.vocab_size * torch.float32.itemsize
+    steps = OUTPUT_COPIES * max_rows * row_bytes + drawing_bytes(max_rows, facts.vocab_size)
+    return OutputMemory(steps, BUCKETS_PER_SIZE * sum(captured) * row_bytes)
 
 
 def _tell_what_a_cache_would_need(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Ledger) -> None:

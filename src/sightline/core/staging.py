@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -48,24 +48,40 @@ class StagingRing:
         """Each buffer holds `num_numbers` int64; pinned if the device is not the host."""
         self._num_numbers = num_numbers
         pinned = device.type != "cpu"
-        buffers = [
+        self._buffers = [
             torch.zeros(num_numbers, dtype=torch.int64, device="cpu", pin_memory=pinned) for _ in range(NUM_BUFFERS)
         ]
-        self._turns = itertools.cycle([(buffer, buffer.numpy().data, make_event()) for buffer in buffers])
+        turns = [(number, each.numpy().data, make_event()) for number, each in enumerate(self._buffers)]
+        self._turns = itertools.cycle(turns)
+        self._views: dict[int, list[Tensor]] = {}
+        """The first numbers of each buffer, by their count: to slice a tensor takes as long as to copy it."""
 
     @staticmethod
     def of(num_numbers: int, device: torch.device) -> StagingRing:
         """A ring with the device's own events."""
         return StagingRing(num_numbers, device, torch.cuda.Event if device.type == "cuda" else FinishedCopy)
 
-    def copy(self, numbers: Iterable[int], target: Tensor) -> None:
-        """Copies as many numbers as `target` [num_numbers] int64 holds there, in stream order, by one copy."""
+    def copy(self, columns: Sequence[Sequence[int]], target: Tensor) -> None:
+        """Copies columns to `target` [num_numbers] int64 by one copy, in stream order.
+
+        Each column gets an equal share of the target, and zeros behind it.
+        """
         count = target.shape[0]
-        if count > self._num_numbers:
-            raise ValueError(f"expected at most {self._num_numbers} numbers, got {count}")
-        buffer, on_host, event = next(self._turns)
+        share, rest = divmod(count, len(columns))
+        if count > self._num_numbers or rest or max(map(len, columns)) > share:
+            raise ValueError(
+                f"expected {len(columns)} columns of equal shares of at most {self._num_numbers} numbers, got "
+                f"{[len(column) for column in columns]} for {count}"
+            )
+        number, on_host, event = next(self._turns)
         event.synchronize()
-        # Reads lists in a third of numpy's time.
-        struct.pack_into(f"{count}q", on_host, 0, *numbers)
-        target.copy_(buffer[:count], non_blocking=True)
+        for place, column in enumerate(columns):
+            # Reads lists in a third of numpy's time; `x` is a byte of padding.
+            struct.pack_into(f"{len(column)}q{8 * (share - len(column))}x", on_host, 8 * share * place, *column)
+        target.copy_(self._first(count)[number], non_blocking=True)
         event.record()
+
+    def _first(self, count: int) -> list[Tensor]:
+        if count not in self._views:
+            self._views[count] = [buffer[:count] for buffer in self._buffers]
+        return self._views[count]

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from sightline.core.batch import PADDING_ROW, RowMask, RowWork
+from sightline.attention.planner import PlannedBatch
+from sightline.core.batch import PADDING_ROW, Batch, RowMask, StepWork
 from sightline.core.device import device_faults
-from sightline.core.errors import BatchError, DeviceFaultError
+from sightline.core.errors import BatchError, DeviceFaultError, UncapturedPlanError
+from sightline.core.ledger import Ledger
 from sightline.core.metrics import PhaseTimes, StepPhase
 from sightline.core.request import FinishReason
-from sightline.runner.batching import assemble_transient
 from sightline.runner.build import Runtime
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 
@@ -125,14 +126,19 @@ class Launch(NamedTuple, Generic[LifeT]):
 class StepLauncher(Generic[LifeT]):
     """Puts steps on a runtime's device."""
 
-    def __init__(self, runtime: Runtime, consume: Consume[LifeT], mask: RowMask, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, runtime: Runtime, consume: Consume[LifeT], mask: RowMask, clock: Callable[[], float], ledger: Ledger
+    ) -> None:
         """`mask` is every row's; `clock` tells seconds."""
         self._runtime = runtime
+        self._ledger = ledger
         self._clock = clock
         self._consume = consume
         self._mask = mask
         self.num_cut = 0
         """Steps that raised and were run again in parts."""
+        self.num_uncaptured = 0
+        """Steps that ran eagerly because their plan did not fit what their graph reads."""
         self.phases = PhaseTimes()
 
     def launch(
@@ -178,11 +184,11 @@ class StepLauncher(Generic[LifeT]):
             work = rows_work(rows, self._mask, unread.places)
             # A schedule has rows of one kind.
             if rows[0].sequence.is_whole:
-                batch = assemble_transient(work, runtime.store.device)
+                batch = Batch(work, (), runtime.store.device)
             else:
                 batch = runtime.graphs.assemble(work, unread.tokens)
             phases.end(StepPhase.ASSEMBLE)
-            planned = runtime.planner.plan(batch)
+            planned = self._plan(batch)
             phases.end(StepPhase.PLAN)
             try:
                 outputs = runtime.runner.forward(planned)
@@ -193,6 +199,23 @@ class StepLauncher(Generic[LifeT]):
             except BaseException:
                 runtime.planner.take_back(planned)
                 raise
+
+    def _plan(self, batch: Batch) -> PlannedBatch:
+        """The planned batch, or the same one in memory of its own if its graph cannot serve the plan."""
+        planner = self._runtime.planner
+        try:
+            return planner.plan(batch)
+        except UncapturedPlanError as error:
+            logger.debug("a step of %d rows runs eagerly: %s", batch.num_rows, error)
+        self._ledger.degrade(
+            "cuda_graph_sizes",
+            f"some steps in the graph of {batch.num_rows} rows run eagerly: a plan needs other buffers than the graph "
+            "was captured with",
+            "choose another attention backend: this one must take the same buffers in every plan of such a step, or "
+            "declare no graph level",
+        )
+        self.num_uncaptured += 1
+        return planner.plan(replace(batch))
 
 
 class UnreadTokens(NamedTuple):
@@ -225,25 +248,32 @@ _NO_TOKENS: list[int] = []
 """Shared by all rows that only continue a token in flight. Nothing changes it."""
 
 
-def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[SequenceState, int]) -> tuple[RowWork, ...]:
+def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[SequenceState, int]) -> StepWork:
     """What scheduled rows compute. The last token of a row may be one that a step in flight chooses."""
-    work = []
+    table_rows, context_lens, num_logits = list[int](), list[int](), list[int]()
+    tokens, places = list[Sequence[int]](), list[int | None]()
     for row in rows:
         sequence, table_row, context_len, num_tokens = row.sequence, row.table_row, row.context_len, row.num_tokens
         held = PADDING_ROW if sequence.is_whole else sequence.table_row
         if held != table_row:
             raise BatchError("rows", None, f"{held}, which its sequence holds", table_row)
+        table_rows.append(table_row)
+        context_lens.append(context_len)
         # The same as `num_logits`; a call for each row of each step would take longer than all else here.
-        num_logits = num_tokens if row.scores_prompt else 1 if row.completes else 0
-        # With two steps in flight the host lacks tokens before the row's, too.
-        num_known = max(0, len(sequence.tokens) - context_len)
-        if num_known >= num_tokens:
-            tokens = sequence.tokens[context_len : context_len + num_tokens]
-            work.append(RowWork(table_row, tokens, context_len, num_logits, mask))
+        num_logits.append(num_tokens if row.scores_prompt else 1 if row.completes else 0)
+        known = sequence.tokens
+        num_missing = context_len + num_tokens - len(known)
+        if num_missing <= 0:
+            tokens.append(known[context_len : context_len + num_tokens])
+            places.append(None)
             continue
-        if num_known + 1 < num_tokens or sequence not in unread:
-            known = f"{num_tokens} from {context_len} on that are known or being chosen"
-            raise BatchError("tokens", None, known, num_known)
-        tokens = sequence.tokens[context_len:] if num_known else _NO_TOKENS
-        work.append(RowWork(table_row, tokens, context_len, num_logits, mask, None, unread[sequence]))
-    return tuple(work)
+        # With two steps in flight the host lacks tokens before the row's, too.
+        num_known = max(0, num_tokens - num_missing) if num_tokens > 1 else 0
+        place = unread.get(sequence)
+        if num_known + 1 < num_tokens or place is None:
+            wanted = f"{num_tokens} from {context_len} on that are known or being chosen"
+            raise BatchError("tokens", None, wanted, num_known)
+        tokens.append(known[context_len:] if num_known else _NO_TOKENS)
+        places.append(place)
+    count = len(table_rows)
+    return StepWork(table_rows, tokens, context_lens, num_logits, (mask,) * count, (None,) * count, places)

@@ -84,7 +84,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             max_whole_tokens=max_whole_tokens,
             pace=self.pace,
         )
-        self._launcher = StepLauncher(runtime, consume, mask, clock)
+        self._launcher = StepLauncher(runtime, consume, mask, clock, ledger)
         self._lanes = runtime.planner.lanes
         self._in_flight: deque[LaunchedStep[LifeT]] = deque()
         self._max_in_flight = 1 if config.async_scheduling else 0
@@ -185,6 +185,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             requests_refused=self._counts["refused"],
             steps=self._counts["steps"],
             steps_cut=self._launcher.num_cut,
+            steps_uncaptured=self._launcher.num_uncaptured,
             plans=planner.num_plans,
             plan_seconds=planner.plan_seconds,
             plans_rebuilt=planner.num_rebuilt,
@@ -205,6 +206,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         scheduler.num_queried_tokens = scheduler.num_hit_tokens = scheduler.num_retractions = 0
         planner.num_plans, planner.plan_seconds, planner.num_rebuilt = 0, 0.0, 0
         self.pace.total_seconds, self.pace.num_over = 0.0, 0
+        self._launcher.num_cut = self._launcher.num_uncaptured = 0
 
     def submit(
         self,

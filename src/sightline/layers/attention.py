@@ -18,6 +18,7 @@ from sightline.layers.operations import TurnedHeads
 from sightline.layers.rotary import Halves, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
+from sightline.layers.source import Source
 
 
 class AttentionBuffers:
@@ -70,12 +71,12 @@ class SoftmaxAttention:
         return scratch.of(AttentionBuffers, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, self.rotates)
 
     def __call__(
-        self, x: Tensor, sink: Sink, planned: PlannedBatch, rotary: RotaryTable | None, scratch: Scratch
+        self, source: Source, sink: Sink, planned: PlannedBatch, rotary: RotaryTable | None, scratch: Scratch
     ) -> None:
-        """Gives the result for x [num_tokens, hidden] to the sink. `rotary` is None if the layer does not rotate."""
+        """Gives the result for the source to the sink. `rotary` is None if the layer does not rotate."""
         assert self.rotates == (rotary is not None)
         buffers = self.buffers(scratch)
-        self.qkv(x, buffers.qkv)
+        source.give_product(self.qkv, buffers.qkv, scratch.operations)
         if not buffers.is_row_major:
             buffers.rows.copy_(buffers.qkv)
         if rotary is not None:

@@ -19,12 +19,13 @@ from torch import Tensor
 from sightline.attention.contract import LatentInputs
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import LatentSpec
-from sightline.layers.linear import Projection
+from sightline.layers.linear import Projection, Unnormed
 from sightline.layers.norm import RmsNorm
 from sightline.layers.operations import LatentRows
 from sightline.layers.rotary import Halves, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
+from sightline.layers.source import Source
 
 
 class LatentBuffers:
@@ -100,13 +101,15 @@ class LatentAttention:
         sizes = (spec.num_q_heads, spec.nope_dim, spec.rope_dim, spec.latent_dim, spec.value_dim, rank)
         return scratch.of(LatentBuffers, *sizes)
 
-    def __call__(self, x: Tensor, sink: Sink, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
-        """Gives the result for x [num_tokens, hidden] to the sink."""
+    def __call__(
+        self, source: Source, sink: Sink, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch
+    ) -> None:
+        """Gives the result for the source to the sink."""
         buffers, operations = self.buffers(scratch), scratch.operations
-        self.down(x, buffers.down)
+        source.give_product(self.down, buffers.down, operations)
         if self.query_up is not None:
-            operations.norm(buffers.low, self.query_up.norm, buffers.low)
-            self.query_up.projection(buffers.low, buffers.q)
+            unnormed = Unnormed(buffers.low, self.query_up.norm, buffers.low)
+            self.query_up.projection.of_norm(unnormed, buffers.q, operations)
         if not buffers.is_row_major:
             buffers.q_nope.copy_(buffers.nope_unordered)
         operations.turn_latents(buffers.rows, self.latent_norm, rotary)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sightline.kernels.block_product import BlockProduct
 from sightline.layers.activation import Gate
+from sightline.layers.norm import RmsNorm
 from sightline.layers.operations import Operations
 
 
@@ -23,6 +24,21 @@ class GateRoom(NamedTuple):
     up: Tensor
     gated: Tensor
     """[rows, size]: the result."""
+
+
+class Unnormed(NamedTuple):
+    """Rows whose norm is wanted."""
+
+    x: Tensor
+    """[rows, features]."""
+    norm: RmsNorm
+    room: Tensor
+    """Memory for the norm, in the shape of x. May be left as it is."""
+
+    def normed(self, operations: Operations) -> Tensor:
+        """Computes the norm."""
+        operations.norm(self.x, self.norm, self.room)
+        return self.room
 
 
 class Projection(ABC):
@@ -48,6 +64,14 @@ class Projection(ABC):
         """Writes the combination of gate and up, which are the halves of the projection of x, to `room.gated`."""
         self(x, room.gate_up)
         operations.gate(kind, room.gate, room.up, room.gated)
+
+    def of_norm(self, rows: Unnormed, out: Tensor, operations: Operations) -> None:
+        """Writes the projection of the norm of the rows."""
+        self(rows.normed(operations), out)
+
+    def gated_of_norm(self, kind: Gate, rows: Unnormed, room: GateRoom, operations: Operations) -> None:
+        """`gated`, of the norm of the rows."""
+        self.gated(kind, rows.normed(operations), room, operations)
 
 
 class Linear(Projection):

@@ -10,6 +10,7 @@ from sightline.layers.activation import Activation
 from sightline.layers.linear import GateRoom, Projection
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
+from sightline.layers.source import Source
 
 
 class MlpBuffers:
@@ -59,8 +60,8 @@ class GatedMlp:
     def buffers(self, scratch: Scratch) -> MlpBuffers:
         return scratch.of(MlpBuffers, self.down.in_features)
 
-    def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
-        """Gives the result for x [num_tokens, hidden] to the sink."""
+    def __call__(self, source: Source, sink: Sink, scratch: Scratch) -> None:
+        """Gives the result for the source to the sink."""
         room = self.buffers(scratch).room
-        self.gate_up.gated(self.activation, x, room, scratch.operations)
+        source.give_gated(self.gate_up, self.activation, room, scratch.operations)
         sink.take_product(self.down, room.gated)

@@ -20,6 +20,7 @@ from sightline.layers.mlp import GatedMlp
 from sightline.layers.routing import Routing
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Sink
+from sightline.layers.source import Given, Source
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,14 +131,15 @@ class ExpertMlp:
         self.bank.reserve(scratch, self.routing.experts_per_token)
         return scratch.of(RouterBuffers, self.routing.num_experts)
 
-    def __call__(self, x: Tensor, sink: Sink, scratch: Scratch) -> None:
-        """Gives the result for x [num_tokens, hidden] to the sink."""
+    def __call__(self, source: Source, sink: Sink, scratch: Scratch) -> None:
+        """Gives the result for the source to the sink."""
+        x = source.rows(scratch.operations)
         logits = scratch.of(RouterBuffers, self.routing.num_experts).logits
         self.router(x, logits)
         experts, weights = self.bank.choose(self.routing, logits, self.correction, scratch)
         self.bank(x, experts, weights, sink, scratch)
         if self.shared is not None:
-            self.shared(x, sink.onto(), scratch)
+            self.shared(Given(x), sink.onto(), scratch)
 
 
 def _product(projection: Projection, x: Tensor, scratch: Scratch) -> Tensor:

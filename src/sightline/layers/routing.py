@@ -3,8 +3,8 @@
     logits ──Score──▶ scores ──+ correction──▶ ranks ──Groups──▶ allowed ──best──▶ chosen
                          └──────────────────── scores of the chosen ──Share, scale──▶ weights
 
-Of equal ranks, that of the lower expert or group is higher, on every device. Does not know experts, nor where logits
-come from.
+Of equal ranks, that of the lower expert or group is higher, on every device. Where NaN ranks depends on its bits, so a
+token with one is not ranked at all. Does not know experts, nor where logits come from.
 """
 
 from __future__ import annotations
@@ -97,14 +97,17 @@ class Routing:
     def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Experts and their fp32 weights, both [num_tokens, experts_per_token], from [num_tokens, num_experts].
 
-        `correction` is [num_experts] fp32 if the routing is corrected, otherwise None.
+        `correction` is [num_experts] fp32 if the routing is corrected, otherwise None. A token with a score that is NaN
+        gets the first experts, and NaN as all weights: its output is NaN, which is noticed before a token is chosen.
         """
         scores = self.score(logits.float())
         ranks = scores if correction is None else scores + correction
+        is_broken = ranks.isnan().any(dim=-1, keepdim=True)
+        ranks = ranks.masked_fill(is_broken, 0.0)
         if self.groups is not None:
             ranks = self.groups.limit(ranks)
         experts = _best(ranks, self.experts_per_token)
-        weights = scores.gather(1, experts)
+        weights = scores.gather(1, experts).masked_fill_(is_broken, math.nan)
         if self.share is Share.OF_CHOSEN:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _NOTHING)
         return experts, weights if self.scale == 1.0 else weights * self.scale

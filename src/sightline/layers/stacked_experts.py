@@ -52,6 +52,8 @@ class StackedExperts(ExpertBank):
     down: StackedWeights
     """[num_experts, hidden, size]."""
     gate: Gate
+    overlaps: bool
+    """As in `TritonOperations`."""
 
     def reserve(self, scratch: Scratch, per_token: int) -> None:
         self._buffers(scratch, per_token)
@@ -60,19 +62,20 @@ class StackedExperts(ExpertBank):
         self, routing: Routing, logits: Tensor, correction: Tensor | None, scratch: Scratch
     ) -> tuple[Tensor, Tensor]:
         buffers = self._buffers(scratch, routing.experts_per_token)
-        choose_experts(logits, correction, routing_rule(routing), buffers.experts, buffers.weights)
+        rule = routing_rule(routing)
+        choose_experts(logits, correction, rule, buffers.experts, buffers.weights, overlaps=self.overlaps)
         return buffers.experts, buffers.weights
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor, sink: Sink, scratch: Scratch) -> None:
         num_choices, per_token, num_experts = experts.numel(), experts.shape[1], self.down.weight.shape[0]
-        buffers = self._buffers(scratch, per_token)
+        buffers, overlaps = self._buffers(scratch, per_token), self.overlaps
         config = choose_tiles(num_choices, self.down, x.dtype)
         tiles = tile_table(buffers.tiles, num_choices, num_experts, config.rows)
-        group_choices(experts, num_experts, config.rows, buffers.order, tiles)
+        group_choices(experts, num_experts, config.rows, buffers.order, tiles, overlaps=overlaps)
         choices = GroupedChoices(buffers.order, tiles, per_token)
-        gate_up_product(x, self.gate_up, gate_rule(self.gate), choices, buffers.inner, config)
-        down_product(buffers.inner, self.down, choices, buffers.parts, config)
-        combine_parts(buffers.parts, weights, sink.target, adds=sink.adds)
+        gate_up_product(x, self.gate_up, gate_rule(self.gate), choices, buffers.inner, config, overlaps=overlaps)
+        down_product(buffers.inner, self.down, choices, buffers.parts, config, overlaps=overlaps)
+        combine_parts(buffers.parts, weights, sink.target, adds=sink.adds, overlaps=overlaps)
 
     def _buffers(self, scratch: Scratch, per_token: int) -> StackedBuffers:
         size, hidden = self.gate_up.weight.shape[1] // 2, self.down.weight.shape[1]

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec
 from sightline.core.batch import RowMask
+from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.scratch import Scratch
 from sightline.models.weights import WeightReader
+
+
+class ExpertStack(NamedTuple):
+    """The experts of a layer, as a checkpoint stores them."""
+
+    names: tuple[str, ...]
+    """The names of their matrices."""
+    form: WeightForm
+    """The packed form that they keep, if all are stored in it and experts are computed at once."""
 
 
 class Model(ABC):
@@ -63,6 +74,11 @@ class Definition(ABC):
     def copies(self) -> frozenset[str]:
         """Tensors that a checkpoint may store although they repeat others. They are compared and then dropped."""
         return frozenset()
+
+    @property
+    def expert_stacks(self) -> tuple[ExpertStack, ...]:
+        """The experts of each layer that has some."""
+        return ()
 
 
 class ModelDefinition(Definition):

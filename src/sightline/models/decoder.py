@@ -15,15 +15,16 @@ from sightline.core.batch import CAUSAL, FULL, RowMask
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.embedding import Embedding
 from sightline.layers.latent import LatentAttention
-from sightline.layers.linear import Projection
+from sightline.layers.linear import Projection, Unnormed
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
 from sightline.layers.norm import RmsNorm
 from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added, Written
+from sightline.layers.source import Given, Normed, Source
 from sightline.models.attention import AttentionDefinition
-from sightline.models.contract import EmbedderDefinition, Model, ModelDefinition
+from sightline.models.contract import EmbedderDefinition, ExpertStack, Model, ModelDefinition
 from sightline.models.feed_forward import FeedForward
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
@@ -83,6 +84,11 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     @property
     def copies(self) -> frozenset[str]:
         return frozenset({OUTPUT_PROJECTION}) if self.tied_embedding else frozenset()
+
+    @property
+    def expert_stacks(self) -> tuple[ExpertStack, ...]:
+        layers = enumerate(self.layers)
+        return tuple(stack for index, each in layers for stack in each.feed_forward.expert_stacks(_mlp_prefix(index)))
 
     def load(self, weights: WeightReader) -> Decoder:
         """Builds the network from tensors with Hugging Face names."""
@@ -160,17 +166,18 @@ class DecoderLayer:
         """Adds the layer's output to the stream."""
         operations = scratch.operations
         hidden, normed, result = stream.hidden, stream.normed, stream.result
-        operations.norm(hidden, self.attention_norm, normed)
+        attended = Normed(Unnormed(hidden, self.attention_norm, normed))
         if self.attention_out_norm is None:
-            self.attention(normed, stream.onto_stream, planned, rotary, scratch)
-            operations.norm(hidden, self.mlp_norm, normed)
+            self.attention(attended, stream.onto_stream, planned, rotary, scratch)
+            transformed: Source = Normed(Unnormed(hidden, self.mlp_norm, normed))
         else:
-            self.attention(normed, stream.alone, planned, rotary, scratch)
+            self.attention(attended, stream.alone, planned, rotary, scratch)
             operations.add_normed_then_norm(result, self.attention_out_norm, hidden, self.mlp_norm, normed)
+            transformed = Given(normed)
         if self.mlp_out_norm is None:
-            self.mlp(normed, stream.onto_stream, scratch)
+            self.mlp(transformed, stream.onto_stream, scratch)
         else:
-            self.mlp(normed, stream.alone, scratch)
+            self.mlp(transformed, stream.alone, scratch)
             operations.add_normed(result, self.mlp_out_norm, hidden)
 
 
@@ -260,6 +267,10 @@ def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int
         # In plain models this name is the norm before the feed-forward, in sandwich models the one after attention.
         attention_out_norm=after_attention if sandwich else None,
         mlp_norm=norm("pre_feedforward_layernorm") if sandwich else after_attention,
-        mlp=described.feed_forward.load(weights, f"{prefix}.mlp", hidden_size),
+        mlp=described.feed_forward.load(weights, _mlp_prefix(index), hidden_size),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
+
+
+def _mlp_prefix(layer: int) -> str:
+    return f"model.layers.{layer}.mlp"

@@ -20,6 +20,7 @@ from sightline.layers.mlp import PlainMlp
 from sightline.layers.norm import LayerNorm
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added
+from sightline.layers.source import Given
 from sightline.models.contract import EmbedderDefinition, Model
 from sightline.models.weights import WeightReader
 
@@ -111,7 +112,7 @@ class EncoderLayer:
 
     def __call__(self, stream: EncoderStream, planned: PlannedBatch, scratch: Scratch) -> None:
         hidden, operations = stream.hidden, scratch.operations
-        self.attention(hidden, stream.onto, planned, None, scratch)
+        self.attention(Given(hidden), stream.onto, planned, None, scratch)
         operations.layer_norm(hidden, self.attention_norm, hidden)
         self.mlp(hidden, stream.onto, scratch)
         operations.layer_norm(hidden, self.mlp_norm, hidden)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
 from sightline.kernels.triton.experts import StackedWeights
+from sightline.kernels.triton.overlap import overlaps_on
 from sightline.layers.activation import Gate
 from sightline.layers.moe import ExpertCompute
 from sightline.layers.stacked_experts import StackedExperts
@@ -39,7 +40,8 @@ def stack_separate(weights: WeightReader, prefix: str, sizes: ExpertSizes, gate:
     form = weights.form_of(name for expert in names for name in expert)
     join = _join_fp8 if form is WeightForm.FP8_BLOCKS else _join_plain
     gate_up = join(weights, [expert[:2] for expert in names], (size, hidden))
-    return StackedExperts(gate_up, join(weights, [expert[2:] for expert in names], (hidden, size)), gate)
+    down = join(weights, [expert[2:] for expert in names], (hidden, size))
+    return StackedExperts(gate_up, down, gate, overlaps_on(weights.device))
 
 
 def stack_stacked(weights: WeightReader, prefix: str, sizes: ExpertSizes, gate: Gate) -> StackedExperts:
@@ -53,10 +55,11 @@ def stack_stacked(weights: WeightReader, prefix: str, sizes: ExpertSizes, gate: 
         codes, scales = map(_gates_first, weights.take_packed(gate_up_name, shapes[gate_up_name]))
         gate_up = StackedWeights(codes, gate_up_bias, WeightForm.MXFP4, scales)
         codes, scales = weights.take_packed(down_name, shapes[down_name])
-        return StackedExperts(gate_up, StackedWeights(codes, down_bias, WeightForm.MXFP4, scales), gate)
+        down = StackedWeights(codes, down_bias, WeightForm.MXFP4, scales)
+        return StackedExperts(gate_up, down, gate, overlaps_on(weights.device))
     joined = _gates_first(weights.take(gate_up_name, shapes[gate_up_name]).mT)
-    down = weights.take(down_name, shapes[down_name]).mT.contiguous()
-    return StackedExperts(StackedWeights(joined, gate_up_bias), StackedWeights(down, down_bias), gate)
+    down = StackedWeights(weights.take(down_name, shapes[down_name]).mT.contiguous(), down_bias)
+    return StackedExperts(StackedWeights(joined, gate_up_bias), down, gate, overlaps_on(weights.device))
 
 
 def _gates_first(interleaved: Tensor) -> Tensor:

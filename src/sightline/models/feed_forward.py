@@ -11,11 +11,13 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.activation import Activation, Gate
 from sightline.layers.linear import Linear, Projection
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import Expert, ExpertBank, ExpertCompute, ExpertMlp, SeparateExperts
 from sightline.layers.routing import Routing
+from sightline.models.contract import ExpertStack
 from sightline.models.weights import WeightReader
 
 
@@ -29,6 +31,10 @@ class DenseFeedForward:
 
     def num_weights(self, hidden_size: int) -> int:
         return 3 * hidden_size * self.intermediate_size
+
+    def expert_stacks(self, prefix: str) -> tuple[ExpertStack, ...]:
+        del prefix
+        return ()
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> GatedMlp:
         gate_up, down = _load_projections(weights, prefix, hidden_size, self.intermediate_size, bias=self.bias)
@@ -60,6 +66,18 @@ class ExpertFeedForward:
         """Weights that a token is multiplied with: the router, and the experts that it uses."""
         experts = self.routing.num_experts + 3 * self.routing.experts_per_token * self.intermediate_size
         return hidden_size * experts + (0 if self.shared is None else self.shared.num_weights(hidden_size))
+
+    def expert_stacks(self, prefix: str) -> tuple[ExpertStack, ...]:
+        """The experts that are stored under `prefix`."""
+        if self.storage is ExpertStorage.STACKED:
+            names = [f"{prefix}.experts.{part}_proj" for part in ("gate_up", "down")]
+            return (ExpertStack(tuple(names), WeightForm.MXFP4),)
+        names = [
+            f"{prefix}.experts.{number}.{part}_proj.weight"
+            for number in range(self.routing.num_experts)
+            for part in ("gate", "up", "down")
+        ]
+        return (ExpertStack(tuple(names), WeightForm.FP8_BLOCKS),)
 
     def load(self, weights: WeightReader, prefix: str, hidden_size: int) -> ExpertMlp:
         separate = self.storage is ExpertStorage.SEPARATE

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sightline.cache.pools import CacheStore
-from sightline.core.batch import Batch, RowWork
+from sightline.core.batch import Batch, RowWork, StepWork
 
 
 def assemble(work: Sequence[RowWork], store: CacheStore, chosen: Tensor | None = None) -> Batch:
@@ -16,9 +16,9 @@ def assemble(work: Sequence[RowWork], store: CacheStore, chosen: Tensor | None =
 
     `chosen` are the tokens that steps in flight choose, if rows continue some.
     """
-    return Batch(tuple(work), store.pools, store.device, chosen)
+    return Batch(StepWork.of(work), store.pools, store.device, chosen)
 
 
 def assemble_transient(work: Sequence[RowWork], device: torch.device) -> Batch:
     """A batch without a cache. Every row is a whole text, without context."""
-    return Batch(tuple(work), (), device)
+    return Batch(StepWork.of(work), (), device)

@@ -30,12 +30,14 @@ from sightline.cache.spec import ScalesByPlane
 from sightline.core.batch import CAUSAL, MaskKind, RowMask
 from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels, Quantization
-from sightline.core.device import DeviceKind, detect_device, single_threaded
+from sightline.core.device import DeviceKind, allocated_bytes, detect_device, single_threaded
 from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
+from sightline.core.memory import MemoryTaken
 from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
 from sightline.kernels.block_product import CpuFeatures
 from sightline.kernels.cpu.program import CpuLauncher, inline_launcher
+from sightline.kernels.packed_weights import packed_bytes
 from sightline.layers.linear import Linear
 from sightline.layers.moe import ExpertCompute
 from sightline.layers.operations import Operations
@@ -79,6 +81,14 @@ class Runtime:
     launcher: CpuLauncher
     """Runs the kernels of a CPU."""
     times: BuildTimes
+    weight_bytes: int
+    """What the weights take on a card, measured; 0 if nobody measured it, as on a CPU."""
+
+    @property
+    def memory_taken(self) -> MemoryTaken:
+        """What the parts take of a card."""
+        cache_bytes = sum(pool.num_bytes for pool in self.store.pools)
+        return MemoryTaken(self.weight_bytes, cache_bytes, self.workspace.num_bytes, self.graphs.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,7 @@ def build_runtime(
     runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load)
     _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
     _capture_graphs(runtime, ledger, on_step)
-    tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
+    tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime
 
 
@@ -127,7 +137,7 @@ def build_embedding_runtime(
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
     runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states)
     _warm_up(runtime, embedding_kinds(runtime.config), definition.mask, on_step)
-    tell_excess(runtime.config, runtime.store, runtime.workspace, ledger)
+    tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime, definition
 
 
@@ -181,14 +191,16 @@ def _build(
         expert_compute=expert_compute(resolved),
         make_linear=_linear_maker(resolved, launcher),
     )
+    before = allocated_bytes(device)
     with times.measured(BuildPhase.WEIGHTS):
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
+    weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales)
     with _compiling(resolved, times, on_step):
         runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher)
-    return replace(runtime, times=times)
+    return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
 @contextmanager
@@ -339,6 +351,7 @@ def assemble_runtime(
         operations=operations,
         launcher=launcher,
         times=BuildTimes(),
+        weight_bytes=0,
     )
 
 
@@ -467,11 +480,19 @@ def model_facts(
             elements += math.prod(info.shape)
         else:
             quantised_bits += math.prod(info.shape) * rule.bits(info, looked_up="embed" in name)
+    packed = [
+        (stack.form, checkpoint.tensors[name].shape)
+        for stack in definition.expert_stacks
+        if all(name in checkpoint.tensors and checkpoint.tensors[name].packed is stack.form for name in stack.names)
+        for name in stack.names
+    ]
     return ModelFacts(
         max_positions=definition.max_positions,
         vocab_size=definition.vocab_size,
         weight_elements=elements,
         quantised_bytes=quantised_bits // 8,
+        packed_elements=sum(math.prod(shape) for _, shape in packed),
+        packed_bytes=sum(packed_bytes(form, shape) for form, shape in packed),
         cache_elements_per_token=sum(
             pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
         ),

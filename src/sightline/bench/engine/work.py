@@ -182,7 +182,8 @@ def compare_engines(subject: MeasuredEngine, works: Works, compared: Sequence[st
         seconds = [measure(engines, work, rounds) for work in planned]
     kept = subject.conditions.quantization == Quantization.KEEP.value
     own = "the file's own" if kept else subject.conditions.dtype
-    ours = f"{own} weights, {subject.conditions.dtype} cache"
+    prepared = ", ".join(subject.llm.engine.runtime.times.lines())
+    ours = f"{own} weights, {subject.conditions.dtype} cache; {prepared}"
     described = {OURS: ours} | {name: peer.runs for name, peer in peers.items()}
     floor = subject.measured_again()
     timed = zip(works(floor, vocab_size), seconds, strict=True)

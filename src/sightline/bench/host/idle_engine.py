@@ -24,7 +24,7 @@ from sightline.attention.planner import PlannedBatch
 from sightline.attention.selection import Candidate, Selection
 from sightline.attention.spec import SoftmaxSpec, SpecKind, group_layers
 from sightline.bench.host.load import PAGE_SIZE, PREFIX_PAGES, Load, cache_prefixes, caller_of, random_lengths
-from sightline.core.batch import RowWork
+from sightline.core.batch import CAUSAL
 from sightline.core.config import PADDING_PAGES, Quantization
 from sightline.core.device import DeviceKind, detect_device
 from sightline.core.errors import SightlineError
@@ -32,7 +32,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.request import SamplingParams, Terms
 from sightline.core.resolution import ResolvedConfig
 from sightline.engine.engine import Engine
-from sightline.engine.launch import LaunchedStep
+from sightline.engine.launch import LaunchedStep, rows_work
 from sightline.engine.live import LiveSequence
 from sightline.engine.sampled import sample
 from sightline.kernels.cpu.program import inline_launcher
@@ -40,9 +40,7 @@ from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model, ModelDefinition
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.weights import WeightReader
-from sightline.runner.batching import assemble
 from sightline.runner.build import assemble_runtime, make_store
-from sightline.scheduler.sequence import ScheduledRow
 
 _VOCAB = 64
 _STEP_TOKENS = 8192
@@ -157,7 +155,7 @@ class HostBench:
         for row in step.rows:
             lengths.settle(row.table_row, row.context_len)
         with self._timed("assemble"):
-            batch = assemble([_work(row) for row in step.rows], runtime.store)
+            batch = runtime.graphs.assemble(rows_work(step.rows, CAUSAL, {}))
         with self._timed("plan"):
             runtime.planner.plan(batch)
         for row in step.rows:
@@ -220,7 +218,3 @@ def _submit(engine: Engine, load: Load) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=load.max_tokens)
     for index, length in enumerate(random_lengths(2 * load.rows, draw)):
         engine.submit(draw.choices(range(_VOCAB), k=length), params, terms=Terms(caller=caller_of(index)))
-
-
-def _work(row: ScheduledRow) -> RowWork:
-    return RowWork(row.table_row, [0] * row.num_tokens, row.context_len, row.num_logits)

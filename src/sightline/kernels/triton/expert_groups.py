@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
+
 _MOST_AT_ONCE = 4096
 """How many choices a program reads at a time."""
 TILE_FIELDS = 3
@@ -22,7 +24,9 @@ def bound_tiles(num_choices: int, num_experts: int, rows: int) -> int:
     return min(num_choices, num_choices // rows + num_experts)
 
 
-def group_choices(choices: Tensor, num_experts: int, rows: int, order: Tensor, tiles: Tensor) -> None:
+def group_choices(
+    choices: Tensor, num_experts: int, rows: int, order: Tensor, tiles: Tensor, *, overlaps: bool = False
+) -> None:
     """Fills order [num_choices] and tiles [bound_tiles, 3], both int32. A tile has at most `rows` places.
 
     Choices are contiguous [num_tokens, per_token] integers, each from 0 to num_experts - 1.
@@ -40,14 +44,17 @@ def group_choices(choices: Tensor, num_experts: int, rows: int, order: Tensor, t
         BLOCK=min(_MOST_AT_ONCE, triton.next_power_of_2(num_choices)),
         TILES=16,
         num_warps=4 if num_choices <= 1024 else 8,
+        **overlap_settings(overlaps),
     )
 
 
 @triton.jit(do_not_specialize=["num_choices", "num_tiles", "rows"])
 def _group_kernel(
-    choices, order, tiles, num_choices, num_tiles, rows, BLOCK: tl.constexpr, TILES: tl.constexpr
+    choices, order, tiles, num_choices, num_tiles, rows,
+    BLOCK: tl.constexpr, TILES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program places the choices of one expert, and fills the part of the table that belongs to it."""
+    wait_for_previous(OVERLAPS)
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)

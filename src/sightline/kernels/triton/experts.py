@@ -17,6 +17,7 @@ from torch import Tensor
 from sightline.kernels.packed_weights import FP8_BLOCK, WeightForm
 from sightline.kernels.triton.gates import GateRule, gated
 from sightline.kernels.triton.numbers import e4m3_bits, product, warps_for
+from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
 
 
 @dataclass(frozen=True)
@@ -83,23 +84,36 @@ class GroupedChoices:
 
 
 def gate_up_product(
-    x: Tensor, weights: StackedWeights, gate: GateRule, choices: GroupedChoices, out: Tensor, config: ExpertTiles
+    x: Tensor,
+    weights: StackedWeights,
+    gate: GateRule,
+    choices: GroupedChoices,
+    out: Tensor,
+    config: ExpertTiles,
+    *,
+    overlaps: bool = False,
 ) -> None:
     """Writes the gated products out [num_choices, size], by place, of x [num_tokens, hidden] with any strides.
 
     The outputs of `weights` are all gates, then all ups.
     """
-    _launch_product(x, weights, choices, out, config, gate)
+    _launch_product(x, weights, choices, out, config, gate, overlaps=overlaps)
 
 
 def down_product(
-    inner: Tensor, weights: StackedWeights, choices: GroupedChoices, out: Tensor, config: ExpertTiles
+    inner: Tensor,
+    weights: StackedWeights,
+    choices: GroupedChoices,
+    out: Tensor,
+    config: ExpertTiles,
+    *,
+    overlaps: bool = False,
 ) -> None:
     """Writes the products out [num_choices, hidden], by choice, of inner [num_choices, size], by place."""
-    _launch_product(inner, weights, choices, out, config, None)
+    _launch_product(inner, weights, choices, out, config, None, overlaps=overlaps)
 
 
-def combine_parts(parts: Tensor, weights: Tensor, target: Tensor, *, adds: bool) -> None:
+def combine_parts(parts: Tensor, weights: Tensor, target: Tensor, *, adds: bool, overlaps: bool = False) -> None:
     """Writes the weighted sum of the parts [num_tokens * per_token, hidden] of each token to target, or adds it.
 
     Weights are [num_tokens, per_token] fp32 and contiguous, as the parts are. The target is [num_tokens, hidden], with
@@ -119,6 +133,7 @@ def combine_parts(parts: Tensor, weights: Tensor, target: Tensor, *, adds: bool)
         ADDS=adds,
         BLOCK=block,
         num_warps=4,
+        **overlap_settings(overlaps),
     )
 
 
@@ -129,6 +144,8 @@ def _launch_product(
     out: Tensor,
     config: ExpertTiles,
     gate: GateRule | None,
+    *,
+    overlaps: bool,
 ) -> None:
     num_outputs, num_inputs = weights.weight.shape[1], x.shape[1]
     blocks = triton.cdiv(num_outputs, config.outputs)
@@ -158,6 +175,7 @@ def _launch_product(
         INTERPRETED=x.device.type == "cpu",
         num_warps=warps_for(config.num_warps, config.rows, x, weights.weight, weights.weight.mT),
         num_stages=config.num_stages,
+        **overlap_settings(overlaps),
     )
 
 
@@ -168,12 +186,13 @@ def _product_kernel(
     bias_expert, out_row,
     INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, PER_TOKEN: tl.constexpr, GATE: tl.constexpr, FORM: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, OUTPUT_BLOCK: tl.constexpr, INPUT_BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes one tile and a block of outputs. Neighbours share the tile, whose expert the cache then holds.
 
     With a gate, rows are read by token and written by place; without, read by place and written by choice.
     """
+    wait_for_previous(OVERLAPS)
     record = tiles + tl.program_id(0) // BLOCKS * 3
     block = tl.program_id(0) % BLOCKS
     first = tl.load(record + 1)
@@ -279,9 +298,10 @@ def _e2m1(code: tl.tensor) -> tl.tensor:
 @triton.jit
 def _combine_kernel(
     parts, weights, target, target_token, target_dim,
-    HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    HIDDEN: tl.constexpr, PER_TOKEN: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program sums some dimensions of one token, in the order of its choices."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = dim < HIDDEN

@@ -28,8 +28,21 @@ def overlap_settings(overlaps: bool) -> dict[str, object]:
 
 
 @triton.jit
-def wait_for_previous(OVERLAPS: tl.constexpr):
-    """Waits until the results of the launches before are there, and lets the next launch begin."""
+def let_next_begin(OVERLAPS: tl.constexpr):
+    """Lets the next launch begin once all programs of this one have. It waits for this one's results all the same."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_results(OVERLAPS: tl.constexpr):
+    """Waits until the results of the launches before are there."""
     if OVERLAPS:
         gdc_wait()
-        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(OVERLAPS: tl.constexpr):
+    """Both, for a launch that reads nothing before its inputs: then there is no hurry to let the next one begin."""
+    wait_for_results(OVERLAPS)
+    let_next_begin(OVERLAPS)

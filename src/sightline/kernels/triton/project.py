@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sightline.kernels.triton.numbers import product, warps_for
-from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
+from sightline.kernels.triton.overlap import let_next_begin, overlap_settings, wait_for_previous, wait_for_results
 
 _BLOCK = 64
 """The number of inputs per iteration of the product."""
@@ -88,11 +87,9 @@ def _project_kernel(
     is_output = output < OUTPUTS
     columns = up + head * up_head + output[None, :] * up_output
     if HOLDS:
-        if OVERLAPS:
-            gdc_launch_dependents()
+        let_next_begin(OVERLAPS)
         held = tl.load(columns + dim[:, None] * up_input, mask=(dim < INPUTS)[:, None] & is_output[None, :], other=0.0)
-        if OVERLAPS:
-            gdc_wait()
+        wait_for_results(OVERLAPS)
     else:
         wait_for_previous(OVERLAPS)
     # Padding tokens may be read: the rows of a product do not affect each other.

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
+
 
 @dataclass(frozen=True)
 class RoutingRule:
@@ -27,12 +29,18 @@ class RoutingRule:
 
 
 def choose_experts(
-    logits: Tensor, correction: Tensor | None, rule: RoutingRule, experts: Tensor, weights: Tensor
+    logits: Tensor,
+    correction: Tensor | None,
+    rule: RoutingRule,
+    experts: Tensor,
+    weights: Tensor,
+    *,
+    overlaps: bool = False,
 ) -> None:
     """Fills experts int32 and weights fp32, both contiguous [num_tokens, per_token].
 
     Logits are [num_tokens, num_experts] fp32 with any strides, and the correction, if any, is contiguous [num_experts]
-    fp32. A token whose logits are not finite gets experts that exist.
+    fp32. A token with a score that is NaN gets the first experts, and NaN as all weights.
     """
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
@@ -56,6 +64,7 @@ def choose_experts(
         MEMBERS=triton.next_power_of_2(group_size),
         CHOSEN=triton.next_power_of_2(experts.shape[1]),
         num_warps=1 if num_experts <= 128 else 4,
+        **overlap_settings(overlaps),
     )
 
 
@@ -64,9 +73,10 @@ def _choose_kernel(
     logits, correction, experts, weights, scale, logits_token, logits_expert,
     SIGMOID: tl.constexpr, NORMALISED: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     GROUPS_PER_TOKEN: tl.constexpr, RANKED_BY: tl.constexpr, PER_TOKEN: tl.constexpr,
-    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, CHOSEN: tl.constexpr,
+    GROUPS: tl.constexpr, MEMBERS: tl.constexpr, CHOSEN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program chooses for one token. Blocks are [group, expert of the group]."""
+    wait_for_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     member = tl.arange(0, MEMBERS)
@@ -83,8 +93,10 @@ def _choose_kernel(
     ranks = scores
     if correction is not None:
         ranks += tl.load(correction + index, mask=is_expert, other=0.0)
-    # NaN compares with nothing; as the highest rank it is chosen, and its weight stays NaN.
-    ranks = tl.where(ranks == ranks, ranks, float("inf"))
+    # NaN compares with nothing. A choice without its expert would look like any other, so all weights become NaN.
+    is_nan = is_expert & (ranks != ranks)
+    is_broken = tl.max(tl.max(is_nan.to(tl.int32), axis=1), axis=0) > 0
+    ranks = tl.where(is_broken, 0.0, ranks)
     left = is_expert
     if GROUPS_PER_TOKEN < NUM_GROUPS:
         left = is_expert & _open_groups(
@@ -103,6 +115,7 @@ def _choose_kernel(
         left = left & (index != expert)
     if NORMALISED:
         kept = kept / (tl.sum(kept, axis=0) + 1e-20)
+    kept = tl.where(is_broken, float("nan"), kept)
     is_chosen = place < PER_TOKEN
     tl.store(experts + token * PER_TOKEN + place, chosen, mask=is_chosen)
     tl.store(weights + token * PER_TOKEN + place, kept * scale, mask=is_chosen)

@@ -18,12 +18,11 @@ from sightline.kernels.triton.norms import row_stride
 from sightline.kernels.triton.numbers import BORDER, product
 from sightline.kernels.triton.overlap import overlap_settings, wait_for_previous
 
-MOST_ROWS = 16
+MOST_ROWS = 64
 """More rows are faster with products that share their inputs among programs."""
-_ROWS = 16
-"""The rows of a program's product, some of which may be padding: the fewest that tensor cores multiply."""
 
 _EXACT_OUTPUTS = 4
+_MOST_EXACT_ROWS = 16
 _MOST_EXACT_OUTPUTS = 1024
 
 
@@ -31,6 +30,8 @@ _MOST_EXACT_OUTPUTS = 1024
 class ThinConfig:
     """How a product is divided and pipelined."""
 
+    rows: int
+    """The number of rows, some of which may be padding: tensor cores multiply at least 16."""
     outputs: int
     """The number of outputs of a program."""
     inputs: int
@@ -71,7 +72,7 @@ def thin_gated_product(
 def fits_exact_product(x: Tensor, weight: Tensor) -> bool:
     """True if `exact_product` is for these. There are few outputs: each row reads all weights."""
     return (
-        0 < x.shape[0] <= MOST_ROWS
+        0 < x.shape[0] <= _MOST_EXACT_ROWS
         and weight.shape[0] <= _MOST_EXACT_OUTPUTS
         and weight.dtype is torch.float32
         and weight.is_contiguous()
@@ -101,15 +102,33 @@ def exact_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *
     )
 
 
-def choose_thin(num_outputs: int, num_inputs: int, *, gates: bool) -> ThinConfig:
+def choose_thin(num_outputs: int, num_inputs: int, num_rows: int, *, gates: bool) -> ThinConfig:
     """The fastest configuration found on an H200, in a chain of a decode layer's launches."""
-    if gates:
-        chosen = ThinConfig(64, 128, 4) if num_outputs <= 8192 else ThinConfig(128, 128, 3)
+    if num_rows > 16:
+        chosen = _choose_for_many(num_outputs, num_rows, gates=gates)
+    elif gates:
+        chosen = ThinConfig(16, 64, 128, 4) if num_outputs <= 8192 else ThinConfig(16, 128, 128, 3)
     elif num_outputs <= 4608:
-        chosen = ThinConfig(32, 256, 6)
+        chosen = ThinConfig(16, 32, 256, 6)
     else:
-        chosen = ThinConfig(64, 256, 4) if num_outputs <= 8192 else ThinConfig(64, 128, 4)
+        chosen = ThinConfig(16, 64, 256, 4) if num_outputs <= 8192 else ThinConfig(16, 64, 128, 4)
     return replace(chosen, inputs=min(chosen.inputs, triton.next_power_of_2(num_inputs)))
+
+
+def _choose_for_many(num_outputs: int, num_rows: int, *, gates: bool) -> ThinConfig:
+    """Like `choose_thin`, for 17 to 64 rows: more programs per output, because each has more to do."""
+    few = num_rows <= 32
+    if gates:
+        if num_outputs <= 8192:
+            return ThinConfig(64, 32, 128, 4)
+        return ThinConfig(32, 128, 128, 3) if few else ThinConfig(64, 64, 128, 4)
+    if num_outputs <= 2048:
+        return ThinConfig(32, 16, 256, 6) if few else ThinConfig(64, 16, 128, 6)
+    if num_outputs <= 4608:
+        return ThinConfig(32, 32, 256, 6) if few else ThinConfig(64, 32, 128, 6)
+    if num_outputs <= 32768:
+        return ThinConfig(32, 64, 256, 4) if few else ThinConfig(64, 64, 128, 6)
+    return ThinConfig(32, 128, 128, 3) if few else ThinConfig(64, 128, 128, 4)
 
 
 def _launch(
@@ -124,7 +143,7 @@ def _launch(
     rule: GateRule | None = None,
 ) -> None:
     num_inputs = weight.shape[1]
-    config = choose_thin(num_outputs, num_inputs, gates=rule is not None)
+    config = choose_thin(num_outputs, num_inputs, x.shape[0], gates=rule is not None)
     _thin_kernel[(triton.cdiv(num_outputs, config.outputs),)](
         x,
         weight,
@@ -137,7 +156,7 @@ def _launch(
         row_stride(out),
         INPUTS=num_inputs,
         OUTPUTS=num_outputs,
-        ROWS=_ROWS,
+        ROWS=config.rows,
         OUTPUT_BLOCK=config.outputs,
         INPUT_BLOCK=config.inputs,
         STAGES=config.stages,

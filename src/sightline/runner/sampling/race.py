@@ -21,12 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sightline.core.memory import SAMPLED_LOGITS
 from sightline.core.request import EffectiveParams
 from sightline.runner.sampling.noise import key_words, log_exponential, packed_words
 from sightline.runner.sampling.nucleus import masses, share_limit
 
-_BLOCK_SIZE = 1 << 22
-"""The number of logits processed at a time: their intermediate results take about 64 bytes each."""
+_BLOCK_SIZE = SAMPLED_LOGITS
+"""The number of logits processed at a time. `core.memory.drawing_bytes` reserves what that takes."""
 _DIGIT_BITS = 11
 _SHIFTS = (22, 11, 0)
 
