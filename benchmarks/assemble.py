@@ -30,6 +30,7 @@ from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.core.batch import CAUSAL, StepWork
 from sightline.core.request import Request, RowNeeds
 from sightline.engine.launch import rows_work
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.runner.graphs import Graphs
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
 
@@ -55,7 +56,9 @@ class DecodeSteps:
             GroupBinding.alone(
                 group,
                 cache,
-                TritonBackend(BackendContext(group.name, spec, cache, workspace, steps, torch.float32, CPU)),
+                TritonBackend(
+                    BackendContext(group.name, spec, cache, workspace, steps, torch.float32, CPU, inline_launcher())
+                ),
                 TritonBackend.capabilities[0],
             )
             for group, cache in zip(groups, store.groups, strict=True)

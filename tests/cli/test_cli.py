@@ -143,7 +143,10 @@ def test_chat_talks_until_the_input_ends_and_remembers() -> None:
         (["generate", "x", "--stop", ""], "expected stop strings of at least one character"),
         (["generate", "x", "--dtype", "int7"], "expected dtype auto, float32"),
         (["generate", "x", "--kv-cache-dtype", "fp8_e5m2"], "expected kv_cache_dtype fp8_e4m3, got 'fp8_e5m2'"),
-        (["generate", "x", "--kv-cache-dtype", "bfloat16"], "torch: does not read a torch.bfloat16 cache"),
+        (
+            ["generate", "x", "--kv-cache-dtype", "bfloat16", "--attention-backend", "torch"],
+            "torch: does not read a torch.bfloat16 cache",
+        ),
         (["generate", "x", "--max-model-len", "9k"], "expected max_model_len of at most 8192"),
         (["generate", "x", "--max-model-len", "many"], "expected a whole number such as 4096 or 4k"),
         (["generate", ""], "expected a prompt of at least one token"),

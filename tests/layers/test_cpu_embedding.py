@@ -46,6 +46,15 @@ def test_the_scale_is_rounded_to_the_dtype_of_the_output(dtype: torch.dtype) -> 
     assert torch.equal(out, (weights.dequantised()[TOKENS] * scale.float()).to(dtype))
 
 
+def test_tokens_beyond_the_vocabulary_give_nan_and_read_nothing() -> None:
+    weights, compute = random_coded(FORMS["Q8_0"], 37, 64), CpuCompute.on(SerialLauncher())
+    [matrix] = compute.pack([weights])
+    out, tokens = torch.zeros(4, 64), torch.tensor([36, 37, -1, 1 << 60])
+    CodedEmbedding(matrix, compute)(tokens, 1.0, out, TorchOperations())
+    assert torch.equal(out[0], weights.dequantised()[36])
+    assert bool(out[1:].isnan().all())
+
+
 def test_no_tokens_launch_nothing() -> None:
     launcher = SerialLauncher()
     compute = CpuCompute.on(launcher)

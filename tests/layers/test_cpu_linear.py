@@ -98,6 +98,20 @@ def test_every_span_of_a_row_counts(name: str, inputs: int, rows: int) -> None:
 
 
 @all_forms
+@all_processors
+def test_a_row_does_not_depend_on_the_rows_beside_it(form: object, processor: Processor) -> None:
+    """Weights are unpacked in other ways for few rows and for many, and multiplied in the same order."""
+    weights, x = random_coded(form, 19, 512), random_rows(70, 512)  # type: ignore[arg-type]
+    projection = coded_linear([weights], None, compute(processor))
+    together = poisoned(70, 19)
+    projection(x, together)
+    for rows in (slice(0, 1), slice(1, 3), slice(3, 6), slice(6, 11), slice(64, 70)):
+        out = poisoned(len(x[rows]), 19)
+        projection(x[rows], out)
+        assert torch.equal(out, together[rows])
+
+
+@all_forms
 def test_a_product_is_close_to_that_of_the_exact_weights_and_inputs(form: object) -> None:
     """Inputs in 8 bits per block have steps of 1/127 of its largest number: about 0.4% of an input, unbiased."""
     weights, x = random_coded(form, 64, 1024), random_rows(8, 1024)  # type: ignore[arg-type]

@@ -98,6 +98,22 @@ def test_a_family_that_needs_torch_in_a_step_runs_eagerly_and_the_ledger_says_so
     assert "which only torch computes" in note.fact
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_gives_the_logits_of_torch(models: Models, dtype: str) -> None:
+    _, path = models["qwen3"]
+    ledgers = []
+    logits = []
+    for kernels in ("torch", "auto"):
+        ledger = Ledger()
+        config = EngineConfig(cache_tokens=256, max_num_seqs=4, dtype=dtype, layer_kernels=kernels)
+        rows = Rows(build_runtime(config, open_checkpoint(path, ledger), ledger), [9, 3])
+        logits.append(torch.cat([rows.forward([0, 1], [[7], [5]]) for _ in range(3)]))
+        ledgers.append(ledger)
+    assert relative_error(logits[1], logits[0]) <= 0.05
+    assert any("which only torch computes" in note.fact for note in ledgers[1].notes)
+
+
 def test_the_start_tells_what_is_recorded(folder: Path) -> None:
     ledger, steps = Ledger(), list[BuildStep]()
     config = EngineConfig(cache_tokens=256, max_num_seqs=4)
@@ -136,10 +152,19 @@ def reading() -> Tensor:
     return torch.empty(int(torch.empty(1, dtype=torch.int64).sum().item()))
 
 
-@pytest.mark.parametrize("work", [computing, copying, reading])
-def test_work_in_which_torch_computes_is_not_recorded(work: Any) -> None:
+def converting() -> Tensor:
+    return torch.empty(3, dtype=torch.bfloat16).float()
+
+
+def reshaping() -> Tensor:
+    return torch.empty(2, 3).t().reshape(6)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("work", [computing, copying, reading, converting, reshaping])
+def test_work_in_which_torch_computes_is_not_recorded(work: Any, inference: bool) -> None:
     launcher = inline_launcher()
-    with pytest.raises(UnrecordableError, match=r"torch\."):
+    with torch.inference_mode(inference), pytest.raises(UnrecordableError, match=r"torch\."):
         CpuRecorder(launcher).record(work)
     # The launcher is as before.
     with launcher.recording() as tape:
@@ -147,12 +172,14 @@ def test_work_in_which_torch_computes_is_not_recorded(work: Any) -> None:
     assert tape.records == []
 
 
-def test_views_and_new_memory_are_no_computation() -> None:
+@pytest.mark.parametrize("inference", [True, False])
+def test_views_and_new_memory_are_no_computation(inference: bool) -> None:
     def work() -> Tensor:
         whole = torch.empty(4, 6)
         return whole.new_empty((2, 3)).view(3, 2)[1:].unsqueeze(0).float().contiguous()
 
-    recording = CpuRecorder(inline_launcher()).record(work)
+    with torch.inference_mode(inference):
+        recording = CpuRecorder(inline_launcher()).record(work)
     assert recording.replay().shape == (1, 2, 2)
 
 

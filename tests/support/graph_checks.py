@@ -43,10 +43,10 @@ VARIED = [
 class Rows:
     """Sequences in a runtime, stepped by hand."""
 
-    def __init__(self, runtime: Runtime, prompt_lens: Sequence[int]) -> None:
-        """Reads the prompts, one step each."""
+    def __init__(self, runtime: Runtime, prompt_lens: Sequence[int], vocab: int = VOCAB) -> None:
+        """Reads the prompts, of tokens below `vocab`, one step each."""
         self.runtime = runtime
-        self.prompts = random_prompts(prompt_lens, seed=7)
+        self.prompts = random_prompts(prompt_lens, seed=7, vocab=vocab)
         self.rows = [runtime.store.open_row() for _ in prompt_lens]
         self.lens = [0 for _ in prompt_lens]
         for index, prompt in enumerate(self.prompts):

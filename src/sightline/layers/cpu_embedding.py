@@ -29,6 +29,7 @@ class CodedEmbedding(Embedding):
             weights=self._weights.panels.data_ptr(),
             rows=tokens.data_ptr(),
             num_rows=len(tokens),
+            out_features=self._weights.out_features,
             out=out.data_ptr(),
             out_row_bytes=out.stride(0) * out.itemsize,
             spans=self._weights.spans,

@@ -26,6 +26,8 @@ class KeepRule(ABC):
 
     types: str
     """The stored types that can stay, for messages."""
+    measured: str
+    """What it brought for the default model, for messages."""
 
     @abstractmethod
     def projection_refusal(self, infos: Sequence[TensorInfo]) -> str | None:
@@ -62,6 +64,7 @@ class BlockRule(KeepRule):
     """For torch's ops on a CPU."""
 
     types = "one of Q8_0, Q4_0 and Q4_1"
+    measured = "one request was decoded 1.5 to 2.3 times as fast, and prompts were read at 0.3 to 0.55 of the speed"
 
     def __init__(self, cpu: CpuFeatures) -> None:
         self._cpu = cpu
@@ -108,6 +111,7 @@ class CodeRule(KeepRule):
     """For our own kernels, on any CPU."""
 
     types = "one of Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K"
+    measured = "one request was decoded 1.6 to 2 times as fast, and prompts were read 1.8 times as fast"
 
     def projection_refusal(self, infos: Sequence[TensorInfo]) -> str | None:
         other = sorted({info.stored_as for info in infos if info.codes is None})
@@ -119,5 +123,5 @@ class CodeRule(KeepRule):
     def bits(self, info: TensorInfo, *, looked_up: bool) -> int:
         del looked_up  # look-ups read the packed weights
         assert info.codes is not None
-        # A scale and a minimum of 16 bits for 32 weights, or steps of 8 bits for 16 and their share of the scales.
-        return info.codes.bits + 2
+        # A scale and a minimum of 16 bits for 32 weights, or two steps of 8 bits and a share of the scales.
+        return info.codes.bits + 1

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from sightline.kernels.cpu.program import CpuLauncher, Program
 
@@ -130,4 +131,14 @@ class _ComputesNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.overloadpacket.__name__
         if not func.is_view and name not in self._ALLOCATES:
             raise UnrecordableError(f"torch.{name}")
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        # Some operations, such as `to`, return a view or a copy.
+        if name not in self._ALLOCATES and not _addresses(found) <= _addresses((args, kwargs)):
+            raise UnrecordableError(f"torch.{name}")
+        return found
+
+
+def _addresses(values: Any) -> set[int]:
+    """Where the memory of all tensors in some arguments or results begins."""
+    tensors = [each for each in tree_flatten(values)[0] if isinstance(each, Tensor)]
+    return {each.untyped_storage().data_ptr() for each in tensors}

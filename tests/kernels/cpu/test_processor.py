@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from sightline.kernels.coded_weights import CodeForm
 from sightline.kernels.cpu.block_kernel import write_product
 from sightline.kernels.cpu.compiler import assembly, module_text
 from sightline.kernels.cpu.dense_kernel import DenseTypes, write_dense
@@ -36,10 +35,10 @@ TELLING = {
 
 
 @pytest.mark.parametrize("target", TELLING)
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_products_use_the_instruction_that_sums_them(target: str, form: CodeForm) -> None:
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", pytest.param("Q6_K", marks=pytest.mark.prove)])
+def test_products_use_the_instruction_that_sums_them(target: str, name: str) -> None:
     processor, (instruction, operand) = TARGETS[target], TELLING[target]
-    text = module_text(lambda module: write_product(module, form, torch.float32, processor), processor)
+    text = module_text(lambda module: write_product(module, FORMS[name], torch.float32, processor), processor)
     lines = [line for line in assembly(text, processor).splitlines() if f"\t{instruction}\t" in line]
     assert len(lines) >= 8 * sum(UNITS[processor.instructions].tile_rows)
     assert all(operand in line for line in lines)
@@ -51,7 +50,7 @@ def test_every_kernel_compiles_for_every_processor_and_calls_nothing(processor: 
     """A call of a function that is not in the module would fail when the code is loaded."""
     writers = (
         lambda module: write_quantise(module, dtype),
-        lambda module: write_product(module, FORMS["Q6_K"], dtype, processor),
+        lambda module: write_product(module, FORMS["Q4_1"], dtype, processor),
         lambda module: write_lookup(module, FORMS["Q5_K"], dtype, processor),
         lambda module: write_dense(module, DenseTypes(dtype, dtype, dtype), processor),
     )

@@ -7,8 +7,10 @@
 where code is the form's code minus its zero. Products of codes and inputs are summed exactly, in 32 bits; everything
 else is fp32. A thread takes a panel of outputs for a chunk of rows at a time:
 
-    up to 3 rows   the codes are unpacked in registers, once for every tile of 1 or 2 rows
+    up to 4 rows   the codes are unpacked in registers, for all rows at once
     more           a run of blocks is unpacked to local memory, then multiplied with all rows of the chunk
+
+Codes of 8 bits need no unpacking, so that any number of rows is multiplied in the first way.
 """
 
 from __future__ import annotations
@@ -30,8 +32,6 @@ from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
 
 MAX_CHUNK_ROWS = 64
 """The rows that a thread multiplies with a panel before it takes the next: few enough to stay in its cache."""
-_FEW_ROWS = 3
-_FEW_TILES = (2, 1)
 _RUN_BLOCKS = 64
 """The blocks that are unpacked at a time: about 22 KiB, which stay in the first cache."""
 
@@ -82,9 +82,9 @@ class _ProductWriter:
 
     def write(self) -> None:
         unit, layout = self._unit, self._layout
-        few = {rows: _write_packed_tile(self._module, layout, unit, rows) for rows in _FEW_TILES}
-        many = {rows: _write_unpacked_tile(self._module, layout, unit, rows) for rows in unit.tile_rows}
-        unpack = _write_unpack(self._module, layout, unit)
+        is_unpacked = layout.form.bits == 8
+        sizes = sorted({*unit.few_rows, *unit.tile_rows}, reverse=True) if is_unpacked else unit.few_rows
+        few = {rows: _write_packed_tile(self._module, layout, unit, rows) for rows in sizes}
         finish = _write_finish(self._module, unit.panel, self._out_dtype)
         emitter = Emitter(self._module, ENTRY, 3)
         arguments, thread, num_threads = emitter.arguments
@@ -96,7 +96,6 @@ class _ProductWriter:
         panel_bytes = emitter.times(given.spans, layout.span_bytes)
         first, stop = emitter.share(emitter.times(panels, chunks), thread, num_threads)
         results = emitter.room(self._row_bytes * MAX_CHUNK_ROWS)
-        run = emitter.room(_RUN_BLOCKS * UnpackedBlocks.block_bytes(layout))
         with emitter.loop(first, stop) as item:
             chunk, panel = emitter.build.sdiv(item, panels), emitter.build.srem(item, panels)
             weights = emitter.add(given.weights, emitter.times(panel, panel_bytes))
@@ -104,12 +103,17 @@ class _ProductWriter:
             rows = emitter.smaller(emitter.build.sub(given.rows, row), given.chunk_rows)
             inputs = emitter.add(given.inputs, emitter.times(row, given.input_row_bytes))
             self._clear(emitter, results, rows)
-            is_few = emitter.build.icmp_signed("<=", rows, emitter.number(_FEW_ROWS))
-            with emitter.build.if_else(is_few) as (then, otherwise):
-                with then:
-                    self._call_tiles(emitter, few, weights, inputs, given.input_row_bytes, given.spans, results, rows)
-                with otherwise:
-                    self._multiply_runs(emitter, unpack, many, given, weights, inputs, results, rows, run)
+            if is_unpacked:
+                self._call_tiles(emitter, few, weights, inputs, given.input_row_bytes, given.spans, results, rows)
+            else:
+                is_few = emitter.build.icmp_signed("<=", rows, emitter.number(unit.few_rows[0]))
+                with emitter.build.if_else(is_few) as (then, otherwise):
+                    with then:
+                        self._call_tiles(
+                            emitter, few, weights, inputs, given.input_row_bytes, given.spans, results, rows
+                        )
+                    with otherwise:
+                        self._multiply_runs(emitter, given, weights, inputs, results, rows)
             self._finish_rows(emitter, finish, given, panel, row, rows, results)
         emitter.finish()
 
@@ -122,17 +126,18 @@ class _ProductWriter:
     def _multiply_runs(
         self,
         emitter: Emitter,
-        unpack: Value,
-        tiles: dict[int, Value],
         given: ProductArguments,
         weights: Value,
         inputs: Value,
         results: Value,
         rows: Value,
-        run: Value,
     ) -> None:
         """Unpacks the panel run by run, and multiplies each run with all rows."""
-        layout, spans_per_run = self._layout, _RUN_BLOCKS // self._layout.blocks_per_span
+        layout, unit = self._layout, self._unit
+        unpack = _write_unpack(self._module, layout, unit)
+        tiles = {count: _write_unpacked_tile(self._module, layout, unit, count) for count in unit.tile_rows}
+        run = emitter.room(_RUN_BLOCKS * UnpackedBlocks.block_bytes(layout))
+        spans_per_run = _RUN_BLOCKS // layout.blocks_per_span
         num_runs = emitter.divided_up(given.spans, spans_per_run)
         with emitter.loop(0, num_runs) as number:
             span = emitter.times(number, spans_per_run)

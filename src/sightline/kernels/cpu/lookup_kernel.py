@@ -30,6 +30,8 @@ class LookupArguments(NamedTuple):
     rows: int
     """Address of the indices of rows, int64."""
     num_rows: int
+    out_features: int
+    """The rows of the matrix. An index that is not below gives NaN, which fails its sequence alone."""
     out: int
     out_row_bytes: int
     spans: int
@@ -59,7 +61,11 @@ def write_lookup(module: Any, form: CodeForm, out_dtype: torch.dtype, processor:
     first, stop = emitter.share(emitter.times(given.num_rows, given.spans), thread, num_threads)
     with emitter.loop(first, stop) as item:
         number, span = build.sdiv(item, given.spans), build.srem(item, given.spans)
-        row = emitter.load(emitter.add(given.rows, emitter.times(number, 8)), I64, align=8)
+        asked = emitter.load(emitter.add(given.rows, emitter.times(number, 8)), I64, align=8)
+        # Unsigned: a negative index is not below either.
+        exists = build.icmp_unsigned("<", asked, given.out_features)
+        row = build.select(exists, asked, emitter.number(0))
+        times = build.select(exists, factor, emitter.constant(F32, float("nan")))
         panel, output = build.sdiv(row, emitter.number(unit.panel)), build.srem(row, emitter.number(unit.panel))
         place = emitter.times(emitter.add(emitter.times(panel, given.spans), span), layout.span_bytes)
         packed = PackedSpan(emitter, layout, unit, emitter.add(given.weights, place), output)
@@ -67,7 +73,7 @@ def write_lookup(module: Any, form: CodeForm, out_dtype: torch.dtype, processor:
         with emitter.loop(0, layout.blocks_per_span) as block:
             index = emitter.add(emitter.times(span, layout.blocks_per_span), block)
             target = emitter.add(start, emitter.times(index, BLOCK * out_dtype.itemsize))
-            _write_block(emitter, packed.block(block), factor, target, out_dtype)
+            _write_block(emitter, packed.block(block), times, target, out_dtype)
     emitter.finish()
 
 

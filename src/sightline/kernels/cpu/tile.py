@@ -105,6 +105,7 @@ class PackedSpan:
         """Of all outputs of the panel, or of one: the index `output`, as vectors of one lane."""
         self._emitter = emitter
         self._layout = layout
+        self._unit = unit
         self._address = address
         self._output = output
         self._lanes = unit.lanes if output is None else 1
@@ -167,12 +168,14 @@ class PackedSpan:
 
         if bits == 8:
             return stored(quad)
-        lower = shifted(stored(quad % 4), 0 if quad < 4 else -4, 0x0F)
-        if bits == 5:
-            return emitter.build.or_(lower, shifted(stored(4), 4 - quad, 0x10))
-        if bits == 6:
-            return emitter.build.or_(lower, shifted(stored(4 + quad // 4), 4 - 2 * (quad % 4), 0x30))
-        return lower
+        if bits == 4:
+            return shifted(stored(quad % 4), 0 if quad < 4 else -4, 0x0F)
+        higher_bits = bits - 4
+        mask = (1 << higher_bits) - 1
+        number, place = (4, quad) if higher_bits == 1 else (4 + quad // 4, 2 * (quad % 4))
+        if quad < 4:
+            return self._unit.above_lower_half(emitter, stored(quad), shifted(stored(number), -place, mask))
+        return self._unit.above_upper_half(emitter, stored(quad % 4), shifted(stored(number), 4 - place, mask << 4))
 
 
 class UnpackedBlocks:

@@ -27,6 +27,8 @@ class VectorUnit(ABC):
     """The number of outputs whose weights are stored interleaved: a multiple of `lanes`."""
     tile_rows: ClassVar[tuple[int, ...]] = (4, 2, 1)
     """The numbers of input rows that are multiplied at once, from many to 1. Limited by the registers."""
+    few_rows: ClassVar[tuple[int, ...]] = (4, 3, 2, 1)
+    """Those that are multiplied with codes which are unpacked in registers. More rows share unpacked codes."""
     excess: ClassVar[int] = 0
     """What `dot` adds to each signed code, because the instruction takes unsigned ones only."""
 
@@ -38,6 +40,16 @@ class VectorUnit(ABC):
     @abstractmethod
     def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
         """Adds the 4 products of each lane to its sum. Unsigned codes are below 64."""
+
+    def above_lower_half(self, emitter: Emitter, packed: Value, higher: Value) -> Value:
+        """Bytes whose lower 4 bits are those of `packed`, and the rest those of `higher`, which is below 16."""
+        build, kind = emitter.build, packed.type
+        lower = build.and_(packed, emitter.constant(kind, 0x0F))
+        return build.or_(lower, build.shl(higher, emitter.constant(kind, 4)))
+
+    def above_upper_half(self, emitter: Emitter, packed: Value, higher: Value) -> Value:
+        """Bytes whose lower 4 bits are the upper ones of `packed`. `higher` has the rest, in place."""
+        return emitter.build.or_(emitter.build.lshr(packed, emitter.constant(packed.type, 4)), higher)
 
     def halves(self, emitter: Emitter, address: Value, offset: int, count: int) -> Value:
         """`count` finite fp16 numbers from memory, as fp32."""
@@ -64,6 +76,17 @@ class NeonDotUnit(VectorUnit):
         del signed  # codes below 128 are the same either way
         return emitter.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vector(I32, 4), [sums, codes, inputs])
 
+    def above_lower_half(self, emitter: Emitter, packed: Value, higher: Value) -> Value:
+        if packed.type.count != 16:
+            return super().above_lower_half(emitter, packed, higher)
+        # One instruction shifts and inserts.
+        return emitter.call("llvm.aarch64.neon.vsli.v16i8", packed.type, [packed, higher, emitter.constant(I32, 4)])
+
+    def above_upper_half(self, emitter: Emitter, packed: Value, higher: Value) -> Value:
+        if packed.type.count != 16:
+            return super().above_upper_half(emitter, packed, higher)
+        return emitter.call("llvm.aarch64.neon.vsri.v16i8", packed.type, [higher, packed, emitter.constant(I32, 4)])
+
 
 class PortableUnit(VectorUnit):
     """Any processor: products in 16 bits, sums in 32."""
@@ -71,6 +94,7 @@ class PortableUnit(VectorUnit):
     lanes = 4
     panel = 8
     tile_rows = (2, 1)
+    few_rows = (2, 1)
 
     def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
         build, wide = emitter.build, vector(I16, 4 * self.lanes)
@@ -127,7 +151,11 @@ class VnniUnit(VectorUnit):
         if signed:
             # Flipping the sign bit of a signed byte adds 128 to it.
             codes = emitter.build.xor(codes, emitter.constant(vector(I8, count), -128))
-        name = f"llvm.x86.avx512.vpdpbusd.{8 * count}"
+        return self.sum_unsigned(emitter, sums, codes, inputs)
+
+    def sum_unsigned(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value) -> Value:
+        """The instruction itself: unsigned codes times signed inputs."""
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}"
         return emitter.call(name, vector(I32, self.lanes), [sums, codes, inputs])
 
 
