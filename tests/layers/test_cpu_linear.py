@@ -13,6 +13,7 @@ from sightline.kernels.coded_weights import CodedWeights
 from sightline.kernels.cpu.processor import Processor
 from sightline.layers.cpu_compute import CpuCompute
 from sightline.layers.cpu_linear import CodedLinear, CpuLinear
+from sightline.layers.linear import Linear
 from support.coded_weights import FORMS, defined_product, random_coded
 from support.cpu_launchers import SerialLauncher
 
@@ -269,3 +270,19 @@ def test_compiled_kernels_are_kept_on_disk_and_a_damaged_file_is_compiled_again(
     file.write_bytes(good[:-100])
     assert compiled() != 0
     assert file.read_bytes() == good
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [9, 12, 48, 49])
+def test_dense_products_of_more_rows_are_those_of_torch(rows: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight, bias = torch.randn(37, 24, generator=generator), torch.randn(37, generator=generator) if biased else None
+    x = torch.randn(rows, 30, generator=generator)[:, 3:27]
+    mine, theirs = CpuLinear(weight, bias, CpuCompute.on(SerialLauncher())), Linear(weight, bias)
+    found, wanted = torch.full((2, rows, 37), torch.nan)
+    mine(x, found)
+    theirs(x, wanted)
+    torch.testing.assert_close(found, wanted)
+    mine.add(x, found)
+    theirs.add(x, wanted)
+    torch.testing.assert_close(found, wanted)

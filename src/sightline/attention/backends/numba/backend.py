@@ -77,7 +77,7 @@ class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
 
 
 class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
-    """Decodes on a CPU, at the speed at which memory is read."""
+    """Decodes on a CPU."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = ROWS
 
