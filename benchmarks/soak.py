@@ -41,6 +41,10 @@ WARM_UP = 0.25
 """Share of the time after which memory must not grow."""
 MOST_GROWTH = 0.02
 """Growth of memory that may be noise."""
+LOST_SECONDS = 120.0
+"""The time after which a request without an end counts as lost."""
+LEAST_SAMPLES = 6
+"""Samples of memory after the warm-up: with fewer, the first and the last third say nothing."""
 LEAST_GROWTH_MIB = 48
 """Growth in MiB that may be noise, whatever the share."""
 
@@ -93,11 +97,14 @@ def resident_mib(root: int) -> int:
             parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (FileNotFoundError, ProcessLookupError):
             continue
-    total, found = 0, {root}
-    for process in sorted(parents):
-        if process in found or parents[process] in found:
-            found.add(process)
-            total += pages[process]
+    children = defaultdict[int, list[int]](list)
+    for process, parent in parents.items():
+        children[parent].append(process)
+    total, left = 0, [root]
+    while left:
+        process = left.pop()
+        total += pages.get(process, 0)
+        left += children[process]
     return total * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
@@ -182,12 +189,16 @@ class Soak:
                 "temperature": draw.choice([0.0, 0.8]),
                 "top_p": draw.choice([1.0, 0.9]),
             }
-            patience = draw.uniform(0.0, 1.0) if draw.random() < self._load.cancelled else None
+            is_cancelled = draw.random() < self._load.cancelled
+            patience = draw.uniform(0.0, 1.0) if is_cancelled else LOST_SECONDS
             try:
                 async with asyncio.timeout(patience):
                     await self._one(json.dumps(body).encode(), wanted)
             except TimeoutError:
-                self.ends["cancelled"] += 1
+                if is_cancelled:
+                    self.ends["cancelled"] += 1
+                else:
+                    self.wrong.append(f"expected an answer of {wanted} tokens, got no end in {LOST_SECONDS:g} s")
             except (OSError, SightlineError) as error:
                 self.wrong.append(f"{type(error).__name__}: {error}")
 
@@ -209,19 +220,24 @@ class Soak:
         self.num_tokens += got
 
 
-async def read_metrics(client: Client) -> defaultdict[str, float]:
+async def read_metrics(client: Client) -> dict[str, float]:
+    """The server's metrics, summed over their labels. Raises if one that is judged is missing."""
     async with client.exchange("GET", "/metrics") as response:
         text = (await response.read()).decode()
     found: defaultdict[str, float] = defaultdict(float)
     for name, value in re.findall(r"^sightline_(\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE):
         found[name] += float(value)
-    return found
+    missing = [name for name in (*HELD, *COUNTED) if name not in found]
+    if missing:
+        raise SightlineError(f"expected the metrics {', '.join(missing)} at /metrics, got none of these names")
+    return dict(found)
 
 
+COUNTED = ("steps_total", "steps_cut_total", "engine_starts_total")
 HELD = ("num_requests_running", "num_requests_waiting", "num_requests_paused", "kv_cache_usage_perc")
 
 
-async def settled(client: Client) -> defaultdict[str, float]:
+async def settled(client: Client) -> dict[str, float]:
     """The metrics once nothing is held any more, or after `SETTLE_SECONDS`."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
@@ -265,6 +281,8 @@ def main() -> None:
     parser.add_argument("--longest-answer", type=int, default=200)
     parser.add_argument("server", nargs="*", help="arguments of sightline serve, behind --")
     given = parser.parse_args()
+    if given.seconds * (1 - WARM_UP) < LEAST_SAMPLES * SAMPLE_SECONDS:
+        parser.error(f"expected --seconds of at least {LEAST_SAMPLES * SAMPLE_SECONDS / (1 - WARM_UP):g}")
     load = Load(given.seconds, given.clients, given.cancelled, given.longest_prompt, given.longest_answer)
     with serving(given.server) as (client, root, seconds):
         print(f"ready after {seconds:.1f} s", flush=True)

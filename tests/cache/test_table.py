@@ -149,3 +149,24 @@ def test_a_run_of_entries_that_the_row_has_no_pages_for_is_refused(first: int, s
     table.append(2, [7, 8])
     with pytest.raises(ValueError, match="expected entries that row 1 has pages for"):
         table.run(1, first, stop, page_size=4)
+
+
+def test_a_negative_number_of_pages_to_keep_is_refused() -> None:
+    table = make_table()
+    table.append(1, [7, 3])
+    with pytest.raises(ValueError, match="at least 0 pages to keep in row 1, got -1"):
+        table.trim(1, -1)
+    assert (table.owned(1), table.pages[1].tolist()) == ((7, 3), [7, 3, 0, 0])
+
+
+def test_tables_that_the_host_keeps_twice_hold_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make_table()
+    # As on a GPU, where the host has numbers of its own.
+    monkeypatch.setattr(table, "_is_shared", False)
+    monkeypatch.setattr(table, "on_host", table.on_host.copy())
+    table.append(2, [7, 3, 5])
+    table.append(1, [6, 4])
+    table.trim(2, 1)
+    table.clear(1)
+    table.append(1, [8])
+    assert table.on_host.tolist() == table.pages.tolist() == [[0] * 4, [8, 0, 0, 0], [7, 0, 0, 0], [0] * 4]

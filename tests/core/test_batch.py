@@ -296,7 +296,8 @@ def test_a_batch_whose_memory_another_was_placed_in_is_known_to_be_overwritten()
     second = others[1].placed_in(memory)
     assert (first.is_overwritten, second.is_overwritten) == (True, False)
     assert not second.bounded((2, 2), (9, 9), known=True).is_overwritten
-    assert not first.pad(3, 5).is_overwritten, "it was copied, though too late to know of what"
+    with pytest.raises(BatchError, match="got overwritten by a batch in the same memory"):
+        first.pad(3, 5)
 
 
 def test_a_batch_is_not_placed_under_bounds_that_are_too_small() -> None:
@@ -446,3 +447,46 @@ def test_an_idle_batch_has_no_row_and_speaks_of_the_same_pools() -> None:
     assert {key: pool.table_id for key, pool in idle.pools.items()} == {"kv": 50, "index": 51}
     assert idle.tokens.dtype == idle.logit_indices.dtype == torch.int64
     assert idle.query_offsets_host() == (0,)
+
+
+COLUMNS = ("table_rows", "tokens", "context_lens", "num_logits", "masks", "positions", "unread")
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("count", [1, 39, 41])
+def test_columns_of_different_lengths_are_refused(name: str, count: int) -> None:
+    rows = 40
+    values = {name: [value] * rows for name, value in zip(COLUMNS, (0, [5], 0, 1, CAUSAL, None, None), strict=True)}
+    values["table_rows"] = list(range(1, 1 + rows))
+    short = {**values, name: [*values[name], FULL if name == "masks" else values[name][0]][:count]}
+    with pytest.raises(BatchError, match="columns of one length"):
+        StepWork(**short)  # type: ignore[arg-type]
+
+
+def decoded(**facts: object) -> StepWork:
+    """Three rows of decode with one fact of each replaced."""
+    values = {name: (value,) * 3 for name, value in zip(COLUMNS, (0, [5], 4, 1, CAUSAL, None, None), strict=True)}
+    return StepWork(**{**values, "table_rows": (1, 2, 3), **facts})  # type: ignore[arg-type]
+
+
+def test_decode_rows_are_refused_for_the_same_reasons_as_others() -> None:
+    for facts, told in [
+        ({"context_lens": (4, -1, 4)}, "context_lens of row 1 to be at least 0"),
+        ({"positions": (None, [9], None)}, "positions of row 1 to be none"),
+    ]:
+        with pytest.raises(BatchError, match=told):
+            Batch(decoded(**facts), SOURCES, CPU)
+
+
+def test_a_token_that_is_not_being_chosen_is_refused_though_its_place_is_the_same() -> None:
+    work = decoded(tokens=([], [5], []), unread=(0, None, 2))
+    with pytest.raises(BatchError, match="among the 2 tokens"):
+        Batch(work, SOURCES, CPU, torch.tensor([7, 8]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
+@pytest.mark.parametrize("unread", [(0, 1, 2), (2, 1, 0)], ids=["in order", "reversed"])
+def test_chosen_tokens_of_another_dtype_are_refused(dtype: torch.dtype, unread: tuple[int, ...]) -> None:
+    work = decoded(tokens=([], [], []), unread=unread)
+    with pytest.raises(BatchError, match="expected chosen to be int64"):
+        Batch(work, SOURCES, CPU, torch.tensor([7.5, 8.5, 9.5]).to(dtype))

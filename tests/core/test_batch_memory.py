@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from sightline.core.batch import Batch, RowWork, StepWork
+from sightline.core.batch import FULL, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.errors import BatchError
 from sightline.core.staging import StagingRing
@@ -143,3 +143,25 @@ def test_a_batch_that_is_padded_or_taken_from_has_memory_of_its_own() -> None:
     Batch.inside(StepWork.of([]), SOURCES, memory)
     assert [other.is_overwritten for other in others] == [False, False]
     assert others[1].tokens.tolist() == [6]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda batch: batch.take([0]), lambda batch: batch.pad(9, 9), lambda batch: batch.placed_in(batch)]
+)
+def test_an_overwritten_batch_is_not_copied(change: Callable[[Batch], Batch]) -> None:
+    memory = static(4, 1)
+    before = Batch.inside(StepWork.of([RowWork(1, [7], 0, 1)]), SOURCES, memory)
+    after = Batch.inside(StepWork.of([RowWork(2, [9], 0, 1)]), SOURCES, memory)
+    with pytest.raises(BatchError, match=f"tensors to be those of batch {before.batch_id}, got overwritten"):
+        change(before)
+    assert not after.is_overwritten
+    assert change(after).tokens[0] == 9
+
+
+def test_rows_that_are_not_causal_are_refused_before_anything_is_overwritten() -> None:
+    memory = static(4, 1)
+    before = Batch.inside(StepWork.of([RowWork(1, [7], 0, 1)]), SOURCES, memory)
+    rows = [RowWork(1, [7], 0, 1), RowWork(2, [9], 0, 1, FULL)]
+    with pytest.raises(BatchError, match=r"masks of row 1 to be causal, as the graph was captured, got .*FULL"):
+        Batch.inside(StepWork.of(rows), SOURCES, memory)
+    assert not before.is_overwritten

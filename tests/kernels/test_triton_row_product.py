@@ -103,3 +103,13 @@ def test_what_does_not_fit_is_told() -> None:
     x, large = (torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta") for rows in (1, 4096))
     assert fits_row_product(x, large[1:])
     assert not fits_row_product(x, large)
+
+
+def test_strided_inputs_and_outputs_are_refused() -> None:
+    case = ProductCase(1, 32, 32, torch.bfloat16)
+    out, _ = case.room(32)
+    strided = torch.zeros(32, 2, dtype=torch.bfloat16, device=DEVICE)[:, :1].T
+    for x, target in [(strided, out), (case.x, strided)]:
+        assert fits_row_product(x, case.weight)
+        with pytest.raises(AssertionError, match="expected contiguous rows"):
+            row_product(x, case.weight, None, target, adds=False, overlaps=False)

@@ -105,3 +105,14 @@ def test_groups_that_make_no_sense_are_refused(groups: Groups, message: str) -> 
         Routing(NUM_EXPERTS, PER_TOKEN, Share.OF_ALL, groups=groups)
     with pytest.raises(ValueError, match="expected from 1 to 4 groups for a token, got 5"):
         Groups(4, 5, 1)
+
+
+@pytest.mark.parametrize("infinity", [torch.inf, -torch.inf])
+def test_infinite_corrections_open_no_group_that_is_not_chosen(infinity: float) -> None:
+    routing = Routing(8, 4, Share.OF_ALL, groups=Groups(2, 1, ranked_by=1), corrected=True)
+    correction = torch.tensor([0.0, infinity, infinity, 0.0, 9.0, infinity, infinity, 0.0])
+    experts, weights = routing.choose(normal(3, 8, seed=4), correction)
+    # Of two groups of rank inf the first, otherwise that of rank 9.
+    first = 0 if infinity > 0 else 4
+    assert experts.sort().values.tolist() == [list(range(first, first + 4))] * 3
+    assert weights.isfinite().all()

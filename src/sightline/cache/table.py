@@ -70,6 +70,8 @@ class PageTable:
     def trim(self, row: int, num_pages: int) -> tuple[int, ...]:
         """Removes the pages after the first `num_pages` from a row and returns them."""
         self._require_writable(row)
+        if num_pages < 0:
+            raise ValueError(f"expected at least 0 pages to keep in row {row}, got {num_pages}")
         pages = tuple(self._owned[row][num_pages:])
         if pages:
             self._zero(row, slice(num_pages, num_pages + len(pages)))

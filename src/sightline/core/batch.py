@@ -122,7 +122,11 @@ class StepWork:
     """New tokens of each row, those that the host does not know included."""
 
     def __post_init__(self) -> None:
+        facts = (self.table_rows, self.context_lens, self.num_logits, self.masks, self.positions, self.unread)
         lens = tuple(map(len, self.tokens))
+        if set(map(len, facts)) != {len(lens)}:
+            sizes = [len(lens), *map(len, facts)]
+            raise BatchError("work", None, "columns of one length", sizes, "give every row all of its facts")
         if None not in self.unread and not any(lens):
             lens = (1,) * len(lens)
         elif self.unread.count(None) < len(lens):
@@ -204,6 +208,9 @@ class Batch:
 
         Every batch that was there before is overwritten.
         """
+        if work.masks.count(CAUSAL) != len(work):
+            row = next(index for index, mask in enumerate(work.masks) if mask is not CAUSAL)
+            raise BatchError("masks", row, "causal, as the graph was captured", work.masks[row].kind, "run it eagerly")
         batch: Batch = object.__new__(Batch)
         batch._set(work=work, sources=sources, device=memory.device, chosen=chosen)
         batch._derive(memory)
@@ -264,6 +271,12 @@ class Batch:
         """True if another batch was placed in this one's memory since."""
         return self.memory.tenant != self.tenant
 
+    def _require_tensors(self) -> None:
+        """Raises if the tensors are another batch's: a copy of them would look like this batch and be current."""
+        if self.is_overwritten:
+            found = "overwritten by a batch in the same memory"
+            raise BatchError("tensors", None, f"those of batch {self.batch_id}", found, "assemble the batch again")
+
     @property
     def num_rows(self) -> int:
         """Rows, padding included."""
@@ -290,6 +303,7 @@ class Batch:
 
     def pad(self, num_rows: int, num_tokens: int) -> Batch:
         """A new batch with empty rows and padding tokens appended."""
+        self._require_tensors()
         extra_rows, extra_tokens = num_rows - self.num_rows, num_tokens - self.num_tokens
         if extra_rows < 0 or extra_tokens < 0:
             raise ValueError(
@@ -318,6 +332,7 @@ class Batch:
 
     def take(self, rows: Sequence[int]) -> Batch:
         """A new batch of the given rows, in that order, without padding tokens."""
+        self._require_tensors()
         if len(set(rows)) != len(rows) or not all(0 <= row < self.num_rows for row in rows):
             raise ValueError(f"expected each row once, from 0 to {self.num_rows - 1}, got {list(rows)}")
         padding = [row >= len(self.work) for row in rows]
@@ -402,6 +417,7 @@ class Batch:
         It takes the query-length bounds of `memory`, because a captured graph reads that memory and its bucket fixes
         them. Contexts keep their own bounds.
         """
+        self._require_tensors()
         sizes, expected = (self.num_rows, self.num_tokens), (memory.num_rows, memory.num_tokens)
         if sizes != expected or self.pools.keys() != memory.pools.keys():
             raise BatchError("sizes", None, f"{expected} rows and tokens over the same pools", sizes)

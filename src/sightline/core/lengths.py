@@ -81,6 +81,8 @@ Continued: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 def check_unread(continued: Continued, chosen: Tensor | None) -> None:
     """Each token that the host does not know must be one of the chosen, and no other row's."""
     unread, num_chosen = continued[1], 0 if chosen is None else chosen.shape[0]
+    if chosen is not None and chosen.dtype is not torch.int64:
+        raise BatchError("chosen", None, "int64", chosen.dtype)
     if chosen is not None and _go_on(continued, chosen):
         return
     if min(unread) < 0 or max(unread) >= num_chosen:

@@ -54,13 +54,14 @@ class Groups:
         if not 1 <= self.groups_per_token <= self.num_groups:
             raise ValueError(f"expected from 1 to {self.num_groups} groups for a token, got {self.groups_per_token}")
 
-    def limit(self, ranks: Tensor) -> Tensor:
-        """The ranks [num_tokens, num_experts] with -inf for the experts of groups that are not chosen."""
-        grouped = ranks.reshape(ranks.shape[0], self.num_groups, ranks.shape[1] // self.num_groups)
+    def closed(self, ranks: Tensor) -> Tensor:
+        """[num_tokens, num_experts] bool, from ranks of that shape: True for experts of groups that are not chosen."""
+        group_size = ranks.shape[1] // self.num_groups
+        grouped = ranks.reshape(ranks.shape[0], self.num_groups, group_size)
         of_groups = grouped.topk(self.ranked_by, dim=-1).values.sum(dim=-1)
         chosen = _best(of_groups, self.groups_per_token)
-        closed = of_groups.new_full(of_groups.shape, -math.inf).scatter_(1, chosen, 0.0)
-        return (grouped + closed.unsqueeze(-1)).flatten(1)
+        closed = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, chosen, value=False)
+        return closed.repeat_interleave(group_size, dim=1)
 
 
 @dataclass(frozen=True)
@@ -104,22 +105,24 @@ class Routing:
         ranks = scores if correction is None else scores + correction
         is_broken = ranks.isnan().any(dim=-1, keepdim=True)
         ranks = ranks.masked_fill(is_broken, 0.0)
-        if self.groups is not None:
-            ranks = self.groups.limit(ranks)
-        experts = _best(ranks, self.experts_per_token)
+        closed = None if self.groups is None else self.groups.closed(ranks)
+        experts = _best(ranks, self.experts_per_token, closed)
         weights = scores.gather(1, experts).masked_fill_(is_broken, math.nan)
         if self.share is Share.OF_CHOSEN:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + _NOTHING)
         return experts, weights if self.scale == 1.0 else weights * self.scale
 
 
-def _best(ranks: Tensor, count: int) -> Tensor:
+def _best(ranks: Tensor, count: int, closed: Tensor | None = None) -> Tensor:
     """The indices of the highest ranks [rows, any] fp32, the lower index first of equal ones: `topk` takes any of them.
 
     The bits of a float are ordered as an integer if those of a negative number are inverted. Below them, the key has
-    the index, so no two keys are equal.
+    the index, so no two keys are equal. Where `closed`, of the same shape, is True, the key is below all others: as a
+    rank, -inf would equal that of an expert with an infinite correction.
     """
     bits = ranks.view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.long() << 32) - torch.arange(ranks.shape[1], device=ranks.device)
+    if closed is not None:
+        keys.masked_fill_(closed, torch.iinfo(torch.int64).min)
     return keys.topk(count, dim=-1).indices

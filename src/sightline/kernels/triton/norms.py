@@ -80,8 +80,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float, out: Ten
 
 def row_stride(x: Tensor) -> int:
     """The distance of two rows, whose elements must be contiguous."""
-    assert x.shape[-1] == 1 or x.stride(-1) == 1, f"expected contiguous rows, got strides {x.stride()}"
+    require_rows(x)
     return x.stride(0)
+
+
+def require_rows(*tensors: Tensor) -> None:
+    """The elements of each row must be contiguous."""
+    for x in tensors:
+        assert x.shape[-1] == 1 or x.stride(-1) == 1, f"expected contiguous rows, got strides {x.stride()}"
 
 
 def _whole_row(size: int) -> dict[str, int]:

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sightline.kernels.triton.gates import GateRule, gated
+from sightline.kernels.triton.norms import require_rows
 from sightline.kernels.triton.numbers import BORDER
 from sightline.kernels.triton.overlap import let_next_begin, overlap_settings, wait_for_results
 
@@ -77,6 +78,7 @@ def row_product(
 ) -> None:
     """Writes x weight^T + bias to out [1, out_features], or adds it. `fits_row_product` must hold.
 
+    The elements of x and of out are contiguous, and out does not overlap x.
     With `norm`, x is normalised first, and not rounded in between. With `overlaps`, no running launch writes the
     weights, the bias or the norm.
     """
@@ -120,6 +122,7 @@ def _launch(
     adds: bool,
     overlaps: bool,
 ) -> None:
+    require_rows(x, out)
     num_inputs = weight.shape[1]
     config = choose_rows(num_inputs, gates=rule is not None)
     _row_kernel[(triton.cdiv(num_outputs, config.outputs),)](
