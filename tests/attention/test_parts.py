@@ -257,7 +257,9 @@ def answers(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def test_an_engine_of_two_backends_gives_the_same_tokens_and_says_who_serves_what(gemma: Path) -> None:
-    plain = LLM(str(gemma), skip_tokenizer_init=True, cache_tokens=512, max_num_batched_tokens=16)
+    plain = LLM(
+        str(gemma), skip_tokenizer_init=True, cache_tokens=512, max_num_batched_tokens=16, attention_backend="torch"
+    )
     split = LLM(
         str(gemma),
         skip_tokenizer_init=True,

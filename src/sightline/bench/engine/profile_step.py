@@ -30,17 +30,21 @@ from sightline.engine.engine import Engine
 _ELEMENTWISE = (
     "add sub mul div pow addcmul addcdiv neg abs exp log rsqrt sqrt reciprocal sin cos tanh erf silu gelu relu sigmoid "
     "clamp minimum maximum where lerp roll mean sum amax amin rms_norm _fused_rms_norm native_layer_norm "
-    "linalg_vector_norm hypot copy_ cat"
+    "linalg_vector_norm hypot copy_ cat add_rms_norm layer_norm turn rotary_table gate activate softcap take_rows"
 )
 GROUPS: Mapping[str, re.Pattern[str]] = MappingProxyType(
     {
-        "attention kernel": re.compile(r"attention|softmax|logsumexp"),
-        "matrix products": re.compile(r"matmul|linear|(^|_)(mm|mv|bmm|addmm|addmv|baddbmm|einsum)(_|$)"),
-        "cache gathers and writes": re.compile(r"^(index|index_select|index_copy|index_put|gather|scatter|take)_?$"),
+        "attention kernel": re.compile(r"attention|softmax|logsumexp|^(attend|merge|locate)$"),
+        "matrix products": re.compile(
+            r"matmul|linear|^(dense|product|quantise)-|(^|_)(mm|mv|bmm|addmm|addmv|baddbmm|einsum)(_|$)"
+        ),
+        "cache gathers and writes": re.compile(
+            r"^(index|index_select|index_copy|index_put|gather|scatter|take|write)_?$"
+        ),
         "element-wise and norms": re.compile(rf"^_?({'|'.join(_ELEMENTWISE.split())})_?$"),
     }
 )
-"""Patterns for operations without their namespace, by group, in the order in which they are tried."""
+"""Patterns for torch's operations without their namespace and for our CPU kernels, in the order in which they are tried."""
 OTHER = "the rest of torch"
 OUTSIDE = "outside torch"
 KERNELS, COPIES, IDLE = "kernels", "copies and fills", "idle"

@@ -43,7 +43,7 @@ def compiled(make: Callable[..., Callable[[Any, Any, Any], None]], *variant: int
     with _cached_here():
         # Whole numbers, not members of an enumeration: Numba compiles for the value, and names the file by it.
         owner = decorate(make(*[int(each) for each in variant]))
-    return Kernel(make.__name__, owner.address, owner)
+    return Kernel(make.__name__.removeprefix("make_"), owner.address, owner)
 
 
 @cache

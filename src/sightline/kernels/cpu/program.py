@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.autograd.profiler import record_function
 
 from sightline.kernels.cpu.record import Record
 
@@ -84,10 +86,12 @@ class CpuLauncher:
 
     def launch(self, record: Record) -> None:
         tape = self._recording.tape
-        if tape is None:
-            self._threads.run(np.array([[record.kernel, record.arguments.ctypes.data]], dtype=np.int64))
-        else:
+        if tape is not None:
             tape.records.append(record)
+        elif _is_profiled():
+            self._run_named(record)
+        else:
+            self._run_one(record)
 
     @contextmanager
     def recording(self) -> Iterator[Tape]:
@@ -101,8 +105,25 @@ class CpuLauncher:
             self._recording.tape = None
 
     def run(self, program: Program) -> None:
-        """Runs a program from its first record to its last."""
-        self._threads.run(program.entries)
+        """Runs a program from its first record to its last. One after the other while torch's profiler is on."""
+        if not _is_profiled():
+            self._threads.run(program.entries)
+            return
+        for record in program.records:
+            self._run_named(record)
+
+    def _run_one(self, record: Record) -> None:
+        self._threads.run(np.array([[record.kernel, record.arguments.ctypes.data]], dtype=np.int64))
+
+    def _run_named(self, record: Record) -> None:
+        """Runs a record under its name, for torch's profiler."""
+        with record_function(record.name):
+            self._run_one(record)
+
+
+def _is_profiled() -> bool:
+    is_enabled: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return is_enabled
 
 
 def inline_launcher() -> CpuLauncher:
