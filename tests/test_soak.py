@@ -58,7 +58,9 @@ class FakeClient:
         yield FakeResponse(self._body)
 
 
-@pytest.mark.parametrize(("cancelled", "told"), [(0.0, ["expected an answer of"]), (1.0, [])], ids=["lost", "cancelled"])
+@pytest.mark.parametrize(
+    ("cancelled", "told"), [(0.0, ["expected an answer of"]), (1.0, [])], ids=["lost", "cancelled"]
+)
 def test_a_request_that_never_ends_is_told_unless_the_client_cancels_it(
     soak: Any, monkeypatch: pytest.MonkeyPatch, cancelled: float, told: list[str]
 ) -> None:
