@@ -470,12 +470,12 @@ def decoded(**facts: object) -> StepWork:
 
 
 def test_decode_rows_are_refused_for_the_same_reasons_as_others() -> None:
-    for facts, told in [
-        ({"context_lens": (4, -1, 4)}, "context_lens of row 1 to be at least 0"),
-        ({"positions": (None, [9], None)}, "positions of row 1 to be none"),
+    for work, told in [
+        (decoded(context_lens=(4, -1, 4)), "context_lens of row 1 to be at least 0"),
+        (decoded(positions=(None, [9], None)), "positions of row 1 to be none"),
     ]:
         with pytest.raises(BatchError, match=told):
-            Batch(decoded(**facts), SOURCES, CPU)
+            Batch(work, SOURCES, CPU)
 
 
 def test_a_token_that_is_not_being_chosen_is_refused_though_its_place_is_the_same() -> None:

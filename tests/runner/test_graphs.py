@@ -156,8 +156,9 @@ def test_a_batch_planned_again_is_replayed_on_its_last_plan(folder: Path, make: 
         [RowWork(1, [1, 2], 0, 1, FULL)],
         [RowWork(row, [1, 2], 0, 1) for row in range(1, 6)],
         [RowWork(row, [1], 0, 1) for row in range(1, 7)],
+        [RowWork(row, [1] if row == 1 else [], 0, 0) for row in range(1, 7)],
     ],
-    ids=["long", "mask", "tokens", "rows"],
+    ids=["long", "mask", "tokens", "rows", "rows without tokens"],
 )
 def test_a_step_that_fits_no_bucket_is_eager(folder: Path, make: Callable[..., LLM], work: list[RowWork]) -> None:
     runtime = runtime_of(make, folder, cuda_graph_sizes="1,2,5", page_size=16)
