@@ -61,4 +61,4 @@ def test_logits_are_within_a_sane_distance_of_those_of_a_wide_cache(wide: LLM, n
 
 def test_a_cache_dtype_that_no_backend_reads_is_refused_with_every_reason() -> None:
     with pytest.raises(NoBackendError, match=r"torch: does not read a torch\.bfloat16 cache"):
-        LLM(cache_tokens=256, dtype="float32", kv_cache_dtype="bfloat16")
+        LLM(cache_tokens=256, dtype="float32", kv_cache_dtype="bfloat16", attention_backend="torch")

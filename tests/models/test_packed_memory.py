@@ -120,7 +120,7 @@ def test_bytes_of_codes_and_scales(form: WeightForm, shape: tuple[int, ...], exp
     assert packed_bytes(form, shape) == expected
 
 
-@pytest.mark.parametrize("kernels", LayerKernels)
+@pytest.mark.parametrize("kernels", [TORCH, LayerKernels.TRITON])
 def test_the_budget_of_a_card_has_the_packed_bytes(kernels: LayerKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     card = Device(DeviceKind.CUDA, torch.device("cuda"), "a card", (9, 0))
     monkeypatch.setattr("sightline.core.resolution.device_memory", lambda _: DeviceMemory(1 << 36, 1 << 36, 0))

@@ -115,9 +115,13 @@ def test_every_step_of_an_engine_plans_each_group_once_and_runs_each_layer_on_it
         cache_tokens=512,
         max_num_batched_tokens=64,
         strict=True,
+        enforce_eager=True,
     )
     runtime = llm.engine.runtime
     backends = [part.backend for binding in runtime.bindings for part in binding.parts]
+    for backend in backends:
+        assert isinstance(backend, RecordingBackend)
+        backend.records.clear()  # of the warm-up
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     for prompt in random_prompts([100, 3, 20]):
         llm.engine.submit(prompt, params)

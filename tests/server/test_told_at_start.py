@@ -49,7 +49,7 @@ def built(folder: Path, **settings: object) -> Opened:
     config = EngineConfig(model=str(folder), cache_tokens=2048, **settings)  # type: ignore[arg-type]
     front_end = FrontEnd()
     opened, _ = worker.build(config, front_end)
-    assert [type(each) for each in front_end.heard] == [Loading]
+    assert {type(each) for each in front_end.heard} == {Loading}
     return opened
 
 

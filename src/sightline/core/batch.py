@@ -145,15 +145,9 @@ class StepWork:
         return len(self.table_rows)
 
     def row(self, index: int) -> RowWork:
-        return RowWork(
-            self.table_rows[index],
-            self.tokens[index],
-            self.context_lens[index],
-            self.num_logits[index],
-            self.masks[index],
-            self.positions[index],
-            self.unread[index],
-        )
+        table_row, tokens, mask = self.table_rows[index], self.tokens[index], self.masks[index]
+        context_len, num_logits = self.context_lens[index], self.num_logits[index]
+        return RowWork(table_row, tokens, context_len, num_logits, mask, self.positions[index], self.unread[index])
 
     def take(self, indices: Iterable[int]) -> StepWork:
         """The work of some rows, in this order."""
@@ -310,12 +304,9 @@ class Batch:
                 f"expected padding to at least {self.num_rows} rows and {self.num_tokens} tokens, "
                 f"got {num_rows} and {num_tokens}"
             )
+        unused = (0,) * extra_rows
         pools = {
-            key: PoolRows(
-                pool.table_id,
-                pool.versions + (0,) * extra_rows,
-                extend(pool.write_slots, extra_tokens, PADDING_SLOT),
-            )
+            key: PoolRows(pool.table_id, pool.versions + unused, extend(pool.write_slots, extra_tokens, PADDING_SLOT))
             for key, pool in self.pools.items()
         }
         return self._with(

@@ -44,7 +44,7 @@ GROUPS: Mapping[str, re.Pattern[str]] = MappingProxyType(
         "element-wise and norms": re.compile(rf"^_?({'|'.join(_ELEMENTWISE.split())})_?$"),
     }
 )
-"""Patterns for torch's operations without their namespace and for our CPU kernels, in the order in which they are tried."""
+"""Patterns for torch's operations, without their namespace, and for our CPU kernels. The first that matches counts."""
 OTHER = "the rest of torch"
 OUTSIDE = "outside torch"
 KERNELS, COPIES, IDLE = "kernels", "copies and fills", "idle"
