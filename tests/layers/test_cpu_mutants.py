@@ -69,15 +69,17 @@ def tokens_are_those_of_torch(folder: Path) -> None:
     """Recorded steps of rows that take their pages in turns, so that the pages of a row do not follow each other."""
     prompts: Any = [{"prompt_token_ids": prompt} for prompt in random_prompts([13, 3, 9])]
     params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.0)
-    answers = [
-        [
-            output.outputs[0].token_ids
-            for output in LLM(str(folder), skip_tokenizer_init=True, cache_tokens=512, layer_kernels=kernels).generate(
-                prompts, params, use_tqdm=False
-            )
-        ]
-        for kernels in ("torch", "numba")
-    ]
+    answers = []
+    for name in ("torch", "numba"):
+        llm = LLM(
+            str(folder),
+            skip_tokenizer_init=True,
+            cache_tokens=512,
+            page_size=4,
+            layer_kernels=name,
+            attention_backend=name,
+        )
+        answers.append([each.outputs[0].token_ids for each in llm.generate(prompts, params, use_tqdm=False)])
     assert answers[1] == answers[0]
 
 
