@@ -383,9 +383,9 @@ def test_generation_that_asks_for_proof_is_refused_without_and_runs_with_it(proo
     reason = "torch: not proven on this device with these versions; run: sightline conformance --model "
     assert reason in refused.stderr
     config = EngineConfig(max_model_len=1024, cache_tokens=4096)
-    [duty] = list_duties(open_blueprint(config, Ledger()), registry.installed())
-    coverage = reduce(Coverage.joined, map(coverage_of, duty.demands))
-    ProofBook(proofs).record(Proof(duty.identity, coverage, ("causal",), utc_now()))
+    for duty in list_duties(open_blueprint(config, Ledger()), registry.installed()):
+        coverage = reduce(Coverage.joined, map(coverage_of, duty.demands))
+        ProofBook(proofs).record(Proof(duty.identity, coverage, ("causal",), utc_now()))
     assert sightline(*asked).stdout.startswith("The capital of France is Paris.")
     uncovered = sightline(*asked, "--page-size", "48")
     assert uncovered.returncode == 1

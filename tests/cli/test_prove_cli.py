@@ -126,7 +126,7 @@ def test_an_option_that_would_change_nothing_is_refused(words: list[str], messag
 @pytest.mark.prove
 @pytest.mark.usefixtures("few_checks")
 def test_conformance_of_a_model_tells_what_runs_and_what_is_covered(proofs: Path, folder: Path) -> None:
-    result = ask("--model", str(folder / "config.json"), *SMALL)
+    result = ask("--model", str(folder / "config.json"), *SMALL, "--attention-backend", "torch")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith(
@@ -140,7 +140,7 @@ def test_conformance_of_a_model_tells_what_runs_and_what_is_covered(proofs: Path
     assert "  covered: rows 1 to 2; new tokens of a row 1 to 12; context of a row 0 to 39" in result.stdout
     assert lines[-1] == "proven for this engine"
     assert len(list(proofs.iterdir())) == 1
-    again = ask("--model", str(folder), *SMALL, "--json")
+    again = ask("--model", str(folder), *SMALL, "--attention-backend", "torch", "--json")
     assert again.exit_code == 0
     assert json.loads(again.stdout)["duties"][0]["status"] == "proven before"
 
