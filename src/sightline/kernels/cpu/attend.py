@@ -19,6 +19,7 @@ import numpy as np
 
 from sightline.kernels.cpu.attend_vectors import AHEAD, score_keys, sum_values
 from sightline.kernels.cpu.instructions import exp32, float_of, load, load64, load_byte, max32, store, store64
+from sightline.kernels.cpu.pointwise import tanh32
 
 BLOCK = 64
 """Keys whose scores are computed before their values are added. A multiple of 4."""
@@ -241,7 +242,7 @@ def _weigh(scores, sums, maxima, weights, count, padded, softcap, VALUE, GROUP):
         if softcap > ZERO:
             for j in range(padded):
                 value = load(scores, g * BLOCK + j, 0) / softcap
-                value = softcap * (ONE - TWO / (ONE + exp32(TWO * value)))
+                value = softcap * tanh32(value)
                 store(scores, g * BLOCK + j, value, 0)
         before = load(maxima, g, 0)
         # Four chains of comparisons. Entries behind the last key have its score.
