@@ -95,8 +95,11 @@ def prove(book: ProofBook, model: Path, *candidates: Candidate, **changes: Any) 
 
 
 def duties_of(model: Path, **changes: Any) -> tuple[Duty, ...]:
-    blueprint = open_blueprint(EngineConfig(model=str(model), **SMALL | changes), Ledger())
-    return list_duties(blueprint, registry.installed())
+    # One backend for all works: otherwise a CPU decodes with another one than it reads prompts with.
+    settings = {"layer_kernels": "torch"} | SMALL | changes
+    blueprint = open_blueprint(EngineConfig(model=str(model), **settings), Ledger())
+    candidates = [each for each in registry.installed() if not each.name.startswith("numba")]
+    return list_duties(blueprint, candidates)
 
 
 def test_a_duty_is_a_row_a_group_and_the_rows_that_it_serves(folders: Callable[[str], Path]) -> None:
