@@ -51,7 +51,9 @@ SMALL: dict[str, Any] = {
     "page_size": 4,
     "cache_tokens": 120,
     "device": "cpu",
+    "attention_backend": "torch",
 }
+"""One backend for all works. By default a CPU decodes with another one than it reads prompts with."""
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +92,14 @@ def proven_book(book: ProofBook, proven: Path) -> ProofBook:
 
 def prove(book: ProofBook, model: Path, *candidates: Candidate, **changes: Any) -> EngineReport:
     run = {name: changes.pop(name) for name in ("again", "seconds", "watch") if name in changes}
-    config = EngineConfig(model=str(model), **SMALL | changes)
+    any_backend = {"attention_backend": None} if candidates else {}
+    config = EngineConfig(model=str(model), **SMALL | any_backend | changes)
     return prove_engine(config, book=book, candidates=candidates or None, checks=SOME, **run)
 
 
 def duties_of(model: Path, **changes: Any) -> tuple[Duty, ...]:
-    # One backend for all works: otherwise a CPU decodes with another one than it reads prompts with.
-    settings = {"layer_kernels": "torch"} | SMALL | changes
-    blueprint = open_blueprint(EngineConfig(model=str(model), **settings), Ledger())
-    candidates = [each for each in registry.installed() if not each.name.startswith("numba")]
-    return list_duties(blueprint, candidates)
+    blueprint = open_blueprint(EngineConfig(model=str(model), **SMALL | changes), Ledger())
+    return list_duties(blueprint, registry.installed())
 
 
 def test_a_duty_is_a_row_a_group_and_the_rows_that_it_serves(folders: Callable[[str], Path]) -> None:
@@ -143,6 +143,19 @@ def test_what_an_engine_asks_for_is_proven_and_the_engine_then_starts(
     assert all(work.num_cases > 5 for each in report.duties for work in each.works)
     assert {result.verdict for each in report.duties for result in each.results} == {Verdict.PASSED, Verdict.EXCUSED}
     LLM(str(folder), **settings)
+
+
+def test_both_backends_of_a_cpu_are_proven_for_what_they_serve(book: ProofBook, folders: Callable[[str], Path]) -> None:
+    pytest.importorskip("numba")
+    settings = SMALL | {"require_proof": True, "skip_tokenizer_init": True, "attention_backend": None}
+    assert prove(book, folders("llama")).is_proven
+    with pytest.raises(NoBackendError, match="numba: not proven"):
+        LLM(str(folders("llama")), **settings, decode_attention_backend="numba")
+    report = prove(book, folders("llama"), attention_backend=None, again=True)
+    assert report.is_proven
+    works = {each["backend"]: set(each["cases"]) for each in report.to_data()["duties"]}
+    assert works == {"torch": {"prefill"}, "numba": {"decode of few rows", "decode of one row"}}
+    LLM(str(folders("llama")), **settings)
 
 
 @pytest.mark.parametrize(
