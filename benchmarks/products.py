@@ -26,7 +26,7 @@ from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.build import kept_on_cpu
+from sightline.runner.quantised import kept_on_cpu
 
 ROUNDS = 7
 

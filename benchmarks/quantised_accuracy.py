@@ -1,21 +1,25 @@
 """Compares quantised with exact compute: logits and perplexity of a fixed text.
 
-    python benchmarks/quantised_accuracy.py [--model FILE.gguf]
+    python benchmarks/quantised_accuracy.py [--model FILE.gguf] [--compare]
 
-Runs TEXT with exact weights, then with `--quantization keep`, and prints a Markdown table: perplexity, and how far the
-logits are from the exact ones at every position.
+Runs TEXT with exact weights, then with `--quantization keep`, with `--compare` also in llama.cpp on the same file, and
+prints a Markdown table: perplexity, and how far the logits are from the exact ones at every position.
 """
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from sightline import LLM
+from sightline.bench.engine.llama_cpp import LlamaCpp, LlamaSettings
 from sightline.core.batch import RowWork
+from sightline.models.loading.default_model import default_model_path
 from sightline.runner.batching import assemble
 
 TEXT = """\
@@ -44,35 +48,57 @@ spring came, the water climbed over the meadows, and for three weeks the new bri
 """
 
 
-def score(model: str | None, quantization: str) -> tuple[Tensor, Tensor]:
-    """Returns logits [num_tokens - 1, vocab_size] of all tokens but the last, and the tokens that follow them."""
-    llm = LLM(model, quantization=quantization, max_num_batched_tokens=1024)
-    runtime, tokens = llm.engine.runtime, llm.get_tokenizer().encode_prompt(TEXT)
+def score(llm: LLM, tokens: list[int]) -> Tensor:
+    """The logits behind every token but the last, [len(tokens) - 1, vocab_size]."""
+    runtime = llm.engine.runtime
     row = runtime.store.open_row()
     runtime.store.grow_row(row, len(tokens))
     batch = assemble([RowWork(row, tokens, context_len=0, num_logits=len(tokens))], runtime.store)
-    logits = runtime.runner.forward(runtime.planner.plan(batch))
-    return logits[:-1], torch.tensor(tokens[1:])
+    return runtime.runner.forward(runtime.planner.plan(batch))[:-1].clone()
+
+
+def llama_cpp_score(path: Path, tokens: list[int]) -> Tensor:
+    settings = LlamaSettings(
+        threads=2,
+        max_rows=1,
+        max_tokens=len(tokens),
+        cache_type=GGMLQuantizationType.F32,
+        flash_attention=False,
+    )
+    return torch.from_numpy(LlamaCpp(path, settings).logits(tokens))[:-1]
+
+
+def table_row(name: str, logits: Tensor, exact: Tensor, following: Tensor) -> str:
+    perplexity = F.cross_entropy(logits, following).exp()
+    error = logits - exact
+    share = error.square().mean().sqrt() / exact.square().mean().sqrt()
+    same = (logits.argmax(-1) == exact.argmax(-1)).float().mean()
+    divergence = F.kl_div(logits.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="batchmean")
+    return (
+        f"| {name} | {len(following)} | {perplexity:.4f} | {share:.2%} | {error.abs().max():.3f} | {same:.1%} | "
+        f"{divergence:.5f} |"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare quantised with exact compute.")
-    parser.add_argument("--model", default=None, help="a GGUF file; default: the default model")
-    model = parser.parse_args().model
-    exact, following = score(model, "dequantise")
+    parser.add_argument("--model", type=Path, default=None, help="a GGUF file; default: the default model")
+    parser.add_argument("--compare", action="store_true", help="also run llama.cpp")
+    arguments = parser.parse_args()
+    path: Path = arguments.model or default_model_path()
+    llms = {
+        kind: LLM(str(path), quantization=kind, max_num_batched_tokens=1024, device="cpu")
+        for kind in ("dequantise", "keep")
+    }
+    tokens = list(llms["keep"].get_tokenizer().encode_prompt(TEXT))
+    following = torch.tensor(tokens[1:])
+    scores = {kind: score(llm, tokens) for kind, llm in llms.items()}
+    if arguments.compare:
+        scores["llama.cpp"] = llama_cpp_score(path, tokens)
     print("| weights | tokens | perplexity | logits' error, rms of rms | largest | same best token | mean KL |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    for kind in ("dequantise", "keep"):
-        logits = exact if kind == "dequantise" else score(model, kind)[0]
-        perplexity = F.cross_entropy(logits, following).exp()
-        error = logits - exact
-        share = error.square().mean().sqrt() / exact.square().mean().sqrt()
-        same = (logits.argmax(-1) == exact.argmax(-1)).float().mean()
-        divergence = F.kl_div(logits.log_softmax(-1), exact.log_softmax(-1), log_target=True, reduction="batchmean")
-        print(
-            f"| {kind} | {len(following)} | {perplexity:.4f} | {share:.2%} | {error.abs().max():.3f} | {same:.1%} | "
-            f"{divergence:.5f} |"
-        )
+    for name, logits in scores.items():
+        print(table_row(name, logits, scores["dequantise"], following))
 
 
 if __name__ == "__main__":

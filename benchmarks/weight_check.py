@@ -22,7 +22,7 @@ from sightline.kernels.cpu.program import inline_launcher
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.build import kept_on_cpu
+from sightline.runner.quantised import kept_on_cpu
 
 ROUNDS = 5
 

@@ -19,7 +19,7 @@ from sightline.layers.rotary import LinearScaling, RotarySpec, YarnScaling
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_embedder, define_model
-from sightline.runner.build import model_facts
+from sightline.runner.quantised import model_facts
 from support.tiny_bert import open_tiny, save_embedder, vectors
 from support.tiny_models import load_runtime, make_model
 

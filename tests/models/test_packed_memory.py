@@ -22,7 +22,7 @@ from sightline.models.decoder import Decoder
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.build import model_facts
+from sightline.runner.quantised import model_facts
 from support.packed_experts import PACKED, pack_experts
 from support.tiny_models import make_model
 

@@ -26,7 +26,8 @@ from sightline.models.kept_weights import KeptBlocks, KeptWeights
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
 from sightline.models.weights import WeightReader
-from sightline.runner.build import Runtime, assemble_runtime, make_store, model_facts
+from sightline.runner.build import Runtime, assemble_runtime, make_store
+from sightline.runner.quantised import model_facts
 from support.definitions import softmax_layer
 from support.gguf_families import tiny, write_family
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama

@@ -14,7 +14,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.layers.moe import ExpertCompute
-from sightline.runner.build import expert_compute, kept_weights
+from sightline.runner.quantised import expert_compute, kept_weights
 
 KEEP, DEQUANTISE = Quantization.KEEP, Quantization.DEQUANTISE
 TORCH, TRITON = LayerKernels.TORCH, LayerKernels.TRITON

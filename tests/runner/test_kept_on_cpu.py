@@ -15,7 +15,7 @@ from sightline.kernels.cpu.program import inline_launcher
 from sightline.models.kept_codes import KeptCodes
 from sightline.models.kept_weights import BlockRule, CodeRule, KeptBlocks
 from sightline.models.loading.opening import open_checkpoint
-from sightline.runner import build
+from sightline.runner import quantised
 from sightline.runner.build import Runtime, build_runtime
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama
 from support.graph_checks import Rows
@@ -51,16 +51,16 @@ def test_a_file_of_k_quants_is_recorded_whole_and_gives_the_logits_of_eager_step
 
 def test_our_kernels_are_chosen_where_numba_is_installed() -> None:
     ledger = Ledger()
-    assert isinstance(build.kept_on_cpu(inline_launcher(), ledger), KeptCodes)
-    assert isinstance(build.keep_rule(), CodeRule)
+    assert isinstance(quantised.kept_on_cpu(inline_launcher(), ledger), KeptCodes)
+    assert isinstance(quantised.keep_rule(), CodeRule)
     assert list(ledger) == []
 
 
 def test_without_numba_torch_multiplies_and_the_ledger_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantised, "find_spec", lambda name: None)
     ledger = Ledger()
-    assert isinstance(build.kept_on_cpu(inline_launcher(), ledger), KeptBlocks)
-    assert isinstance(build.keep_rule(), BlockRule)
+    assert isinstance(quantised.kept_on_cpu(inline_launcher(), ledger), KeptBlocks)
+    assert isinstance(quantised.keep_rule(), BlockRule)
     [entry] = ledger.degradations
     assert entry.subject == "--quantization keep"
     assert "numba is not installed" in entry.outcome

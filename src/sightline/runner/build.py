@@ -5,12 +5,10 @@ Every object gets all it needs in its constructor; nothing is bound later.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,18 +32,14 @@ from sightline.core.device import DeviceKind, allocated_bytes, detect_device, si
 from sightline.core.environment import proof_folder
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryTaken
-from sightline.core.resolution import ModelFacts, ResolvedConfig, resolve
-from sightline.kernels.block_product import CpuFeatures
+from sightline.core.resolution import ResolvedConfig, resolve
 from sightline.kernels.cpu.program import CpuLauncher, inline_launcher
-from sightline.kernels.packed_weights import packed_bytes
 from sightline.layers.linear import Linear
-from sightline.layers.moe import ExpertCompute
 from sightline.layers.operations import Operations
 from sightline.layers.scratch import Activations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import Definition, EmbedderDefinition, Model
-from sightline.models.kept_weights import BlockRule, CodeRule, KeepRule, KeptBlocks, KeptWeights
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader
@@ -54,12 +48,17 @@ from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
+from sightline.runner.quantised import (
+    counted_as,
+    expert_compute,
+    has_cpu_kernels,
+    kept_weights,
+    model_facts,
+    note_quantization,
+)
 from sightline.runner.recording import CpuRecorder, CudaRecorder, Recorder
 from sightline.runner.runner import Runner
 from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, few_kinds, paged_kinds
-
-_MULTIPLIES_FP8 = (8, 9)
-"""The lowest compute capability whose tensor cores multiply 8-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,7 @@ def draw_up(
     """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built."""
     groups = group_layers(definition.attention_specs())
     device = detect_device(config.device)
-    kept = Quantization(config.quantization) if device.kind is DeviceKind.CPU else Quantization.DEQUANTISE
-    facts = model_facts(kept, checkpoint, definition, groups)
+    facts = model_facts(counted_as(config, device), checkpoint, definition, groups)
     takes_texts_whole = usage is AttentionUsage.EMBED_WHOLE
     resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
     model = str(checkpoint.location) if config.model is None else config.model
@@ -172,7 +170,7 @@ def _build(
     selections = blueprint.select(registry.installed())
     tell_choices(resolved, groups, selections, ledger)
     import_chosen(selections)
-    _note_keep(resolved, checkpoint, definition, groups, ledger)
+    note_quantization(resolved, checkpoint, definition, groups, ledger)
 
     def on_progress(done: int, total: int) -> None:
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
@@ -232,23 +230,6 @@ def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> N
         recorder: Recorder = CudaRecorder(device.torch_device) if is_card else CpuRecorder(runtime.launcher)
         with runtime.times.measured(BuildPhase.GRAPHS):
             runtime.graphs.capture(runtime.runner, recorder, ledger, on_step)
-
-
-def _note_keep(
-    config: ResolvedConfig, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup], ledger: Ledger
-) -> None:
-    """Notes what `--quantization keep` would bring, where there are weights to keep."""
-    if config.quantization is Quantization.KEEP or config.device.kind is not DeviceKind.CPU:
-        return
-    exact, kept = (model_facts(each, checkpoint, definition, groups) for each in Quantization)
-    if kept.quantised_bytes:
-        size = config.dtype.itemsize
-        before, after = exact.weight_elements * size, kept.weight_elements * size + kept.quantised_bytes
-        ledger.note(
-            "--quantization keep",
-            f"would hold the weights in {after >> 20:,} MiB instead of {before >> 20:,} MiB, and round the inputs of "
-            f"products; measured with SmolLM2-135M, {keep_rule().measured}",
-        )
 
 
 def select_backends(
@@ -384,64 +365,6 @@ def make_operations(
     return TritonOperations(overlaps=overlaps_on(device))
 
 
-def expert_compute(config: ResolvedConfig) -> ExpertCompute:
-    """How experts are computed with the chosen kernels; in fp8 if quantised weights are to be kept and the card can."""
-    capability = config.device.compute_capability
-    if config.layer_kernels is not LayerKernels.TRITON:
-        return ExpertCompute.ONE_BY_ONE
-    if config.quantization is Quantization.KEEP and capability is not None and capability >= _MULTIPLIES_FP8:
-        return ExpertCompute.AT_ONCE_IN_FP8
-    return ExpertCompute.AT_ONCE
-
-
-def kept_weights(config: ResolvedConfig, launcher: CpuLauncher, ledger: Ledger) -> KeptWeights | None:
-    """What makes layers of weights that stay quantised; None if they are dequantised, or the device is a GPU."""
-    if config.quantization is not Quantization.KEEP:
-        return None
-    if config.device.kind is DeviceKind.CPU:
-        return kept_on_cpu(launcher, ledger)
-    if expert_compute(config) is ExpertCompute.AT_ONCE_IN_FP8:
-        ledger.note(
-            "--quantization keep",
-            "experts that are stored in fp8 are multiplied in fp8, with inputs rounded to it; all other quantised "
-            "weights are dequantised on a GPU",
-        )
-    else:
-        ledger.degrade(
-            "--quantization keep",
-            f"changes nothing: on {config.device.name} with these kernels quantised weights are dequantised",
-            "leave it out, or use a GPU of compute capability 8.9 or higher with layer_kernels triton",
-        )
-    return None
-
-
-def has_cpu_kernels() -> bool:
-    """True if the packages are installed that compile our CPU kernels."""
-    return find_spec("numba") is not None and find_spec("llvmlite") is not None
-
-
-def keep_rule() -> KeepRule:
-    """Which weights can stay quantised on this CPU."""
-    return CodeRule() if has_cpu_kernels() else BlockRule(CpuFeatures.detect())
-
-
-def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
-    """What makes layers of weights that stay quantised on this CPU. The ledger says what a missing Numba costs."""
-    if not has_cpu_kernels():
-        ledger.degrade(
-            "--quantization keep",
-            f"only weights in {BlockRule.types} can stay quantised, and products with them are slower: numba is not "
-            "installed",
-            "install numba: pip install 'sightline[cpu]'",
-        )
-        return KeptBlocks(CpuFeatures.detect())
-    # Imported here: numba is an extra.
-    from sightline.layers.cpu_compute import CpuCompute
-    from sightline.models.kept_codes import KeptCodes
-
-    return KeptCodes(CpuCompute.on(launcher))
-
-
 def _linear_maker(config: ResolvedConfig, launcher: CpuLauncher) -> Callable[[Tensor, Tensor | None], Linear]:
     """What makes projections with dense weights for the chosen kernels."""
     if config.layer_kernels is LayerKernels.TORCH:
@@ -464,35 +387,3 @@ def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping
         name: candidate.load()(replace(context, group=f"{context.group}.{name}")) for name, candidate in chosen.items()
     }
     return {work: PartBackend(built[each.candidate.name], each.capability) for work, each in selection.items()}
-
-
-def model_facts(
-    quantization: Quantization, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup]
-) -> ModelFacts:
-    """The facts about a model that sizes depend on, from the checkpoint's headers."""
-    rule = keep_rule() if quantization is Quantization.KEEP else None
-    elements, quantised_bits = 0, 0
-    for name, info in checkpoint.tensors.items():
-        if name in definition.copies:
-            continue
-        if rule is None or rule.projection_refusal([info]) is not None:
-            elements += math.prod(info.shape)
-        else:
-            quantised_bits += math.prod(info.shape) * rule.bits(info, looked_up="embed" in name)
-    packed = [
-        (stack.form, checkpoint.tensors[name].shape)
-        for stack in definition.expert_stacks
-        if all(name in checkpoint.tensors and checkpoint.tensors[name].packed is stack.form for name in stack.names)
-        for name in stack.names
-    ]
-    return ModelFacts(
-        max_positions=definition.max_positions,
-        vocab_size=definition.vocab_size,
-        weight_elements=elements,
-        quantised_bytes=quantised_bits // 8,
-        packed_elements=sum(math.prod(shape) for _, shape in packed),
-        packed_bytes=sum(packed_bytes(form, shape) for form, shape in packed),
-        cache_elements_per_token=sum(
-            pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
-        ),
-    )

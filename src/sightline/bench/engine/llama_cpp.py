@@ -30,6 +30,8 @@ class LlamaSettings:
     max_tokens: int
     """Length of the longest row."""
     cache_type: GGMLQuantizationType
+    flash_attention: bool
+    """False is faster with an fp32 cache and several rows, True with an fp16 cache."""
 
 
 class LlamaCpp:
@@ -53,6 +55,7 @@ class LlamaCpp:
         params.n_batch, params.n_ubatch = _BATCH_TOKENS, _MICRO_BATCH_TOKENS
         params.n_threads = params.n_threads_batch = settings.threads
         params.type_k = params.type_v = settings.cache_type.value
+        params.flash_attn_type = int(settings.flash_attention)
         params.no_perf = True
         self._context = library.llama_init_from_model(self._model, params)
         if not self._context:
@@ -92,8 +95,25 @@ class LlamaCpp:
                 row_tokens.append(chosen[row])
         return [tuple(each) for each in tokens]
 
+    def logits(self, tokens: Sequence[int]) -> numpy.ndarray[Any, numpy.dtype[numpy.float32]]:
+        """The logits behind every token of a text, [len(tokens), vocab_size]."""
+        library = self._library
+        library.llama_memory_clear(library.llama_get_memory(self._context), True)
+        found = []
+        for start in range(0, len(tokens), _BATCH_TOKENS):
+            part = tokens[start : start + _BATCH_TOKENS]
+            self._run([(token, start + place, 0, True) for place, token in enumerate(part)])
+            found += [self._logits_of(place).copy() for place in range(len(part))]
+        return numpy.stack(found)
+
     def _decode(self, work: Sequence[tuple[int, int, int, bool]]) -> dict[int, int]:
         """Computes tokens (id, position, row, whether the next is wanted). Returns the next token of each such row."""
+        self._run(work)
+        return {
+            row: int(self._logits_of(place).argmax()) for place, (_, _, row, is_wanted) in enumerate(work) if is_wanted
+        }
+
+    def _run(self, work: Sequence[tuple[int, int, int, bool]]) -> None:
         library, batch = self._library, self._batch
         batch.n_tokens = len(work)
         for place, (token, position, row, is_wanted) in enumerate(work):
@@ -102,11 +122,11 @@ class LlamaCpp:
         status = library.llama_decode(self._context, batch)
         if status != 0:
             raise SightlineError(f"expected llama.cpp to compute {len(work)} tokens, got status {status}")
-        return {row: self._likeliest(place) for place, (_, _, row, is_wanted) in enumerate(work) if is_wanted}
 
-    def _likeliest(self, place: int) -> int:
+    def _logits_of(self, place: int) -> numpy.ndarray[Any, numpy.dtype[numpy.float32]]:
+        """The logits of a token of the last batch. The next batch overwrites them."""
         logits = self._library.llama_get_logits_ith(self._context, place)
-        return int(numpy.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
+        return numpy.ctypeslib.as_array(logits, shape=(self._vocab_size,))
 
 
 def _padded(num_tokens: int) -> int:

@@ -22,7 +22,6 @@ from gguf import (
     GGUFValueType,
     GGUFWriter,
     LlamaFileType,
-    ReaderTensor,
 )
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
@@ -42,9 +41,6 @@ _FILE_TYPES: Mapping[GGMLQuantizationType, LlamaFileType] = MappingProxyType(
         GGMLQuantizationType.F32: LlamaFileType.ALL_F32,
         GGMLQuantizationType.F16: LlamaFileType.MOSTLY_F16,
         GGMLQuantizationType.BF16: LlamaFileType.MOSTLY_BF16,
-        GGMLQuantizationType.Q8_0: LlamaFileType.MOSTLY_Q8_0,
-        GGMLQuantizationType.Q4_0: LlamaFileType.MOSTLY_Q4_0,
-        GGMLQuantizationType.Q4_1: LlamaFileType.MOSTLY_Q4_1,
     }
 )
 _REWRITTEN_KEYS = frozenset({"general.architecture", "general.file_type", "general.quantization_version"})
@@ -52,13 +48,8 @@ _FOREIGN_KEYS = frozenset({"rope_frequency_factors"})
 """Config keys that only exist in the config of a GGUF file."""
 
 
-def copy_gguf(
-    source: Path, target: Path, kind: GGMLQuantizationType, *, unchanged: frozenset[str] = frozenset()
-) -> None:
-    """Writes a copy of `source` with matrices stored as `kind` and vectors as fp32, as converters do.
-
-    The tensors named in `unchanged` keep their type.
-    """
+def copy_gguf(source: Path, target: Path, kind: GGMLQuantizationType) -> None:
+    """Writes a copy of `source` with matrices stored as `kind`, one of `STORED_AS`, and vectors as fp32."""
     reader = GGUFReader(source)
     writer = GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -68,29 +59,17 @@ def copy_gguf(
         writer.add_key_value(name, field.contents(), field.types[0], nested)
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    kinds = [_stored_kind(tensor, kind, unchanged) for tensor in reader.tensors]
+    kinds = [kind if len(tensor.shape) > 1 else GGMLQuantizationType.F32 for tensor in reader.tensors]
     for tensor, stored in zip(reader.tensors, kinds, strict=True):
         shape = [int(size) for size in reversed(tensor.shape)]
-        block_elements, block_bytes = GGML_QUANT_SIZES[stored]
-        num_bytes = math.prod(shape) // block_elements * block_bytes
-        if stored not in STORED_AS.values():
-            # The writer expects the shape of a quantised tensor in bytes.
-            shape[-1] = shape[-1] // block_elements * block_bytes
-            writer.add_tensor_info(tensor.name, shape, numpy.dtype(numpy.uint8), num_bytes, stored)
-        else:
-            writer.add_tensor_info(tensor.name, shape, numpy.dtype(numpy.float32), num_bytes, stored)
+        num_bytes = math.prod(shape) * GGML_QUANT_SIZES[stored][1]
+        writer.add_tensor_info(tensor.name, shape, numpy.dtype(numpy.float32), num_bytes, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor, stored in zip(reader.tensors, kinds, strict=True):
         writer.write_tensor_data(quantize(dequantize(tensor.data, tensor.tensor_type), stored))
     writer.close()
-
-
-def _stored_kind(tensor: ReaderTensor, kind: GGMLQuantizationType, unchanged: frozenset[str]) -> GGMLQuantizationType:
-    if tensor.name in unchanged:
-        return tensor.tensor_type
-    return kind if len(tensor.shape) > 1 else GGMLQuantizationType.F32
 
 
 def copy_as_folder(checkpoint: Checkpoint, target: Path, dtype: torch.dtype) -> None:

@@ -103,7 +103,8 @@ def llama_cpp_peer(model: PeerModel) -> Peer:
     if model.quantization != Quantization.KEEP.value:
         path, runs = model.folder / "copy.gguf", f"a copy with {model.dtype_name} weights and cache"
         copy_gguf(location, path, stored)
-    loaded = LlamaCpp(path, LlamaSettings(model.threads, model.max_rows, model.max_tokens, stored))
+    flash_attention = model.dtype != torch.float32
+    loaded = LlamaCpp(path, LlamaSettings(model.threads, model.max_rows, model.max_tokens, stored, flash_attention))
     return Peer(loaded.generate, f"{runs}; {loaded.build}")
 
 

@@ -1,0 +1,147 @@
+"""Quantised weights of a file: whether they stay as they are, what computes with them, and the memory they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+
+from sightline.attention.spec import LayerGroup
+from sightline.core.config import EngineConfig, LayerKernels, Quantization
+from sightline.core.device import Device, DeviceKind
+from sightline.core.ledger import Ledger
+from sightline.core.resolution import ModelFacts, ResolvedConfig, keeps_by_default
+from sightline.kernels.block_product import CpuFeatures
+from sightline.kernels.cpu.program import CpuLauncher
+from sightline.kernels.packed_weights import packed_bytes
+from sightline.layers.moe import ExpertCompute
+from sightline.models.contract import Definition
+from sightline.models.kept_weights import BlockRule, CodeRule, KeepRule, KeptBlocks, KeptWeights
+from sightline.models.loading.checkpoint import Checkpoint
+
+_MULTIPLIES_FP8 = (8, 9)
+"""The lowest compute capability whose tensor cores multiply 8-bit floats."""
+
+
+def counted_as(config: EngineConfig, device: Device) -> Quantization:
+    """How quantised weights count in the model's memory."""
+    keeps = keeps_by_default(config, device) if config.quantization == "auto" else config.quantization == "keep"
+    return Quantization.KEEP if keeps and device.kind is DeviceKind.CPU else Quantization.DEQUANTISE
+
+
+def note_quantization(
+    config: ResolvedConfig, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup], ledger: Ledger
+) -> None:
+    """Notes what keeping the weights quantised brings or would bring, where a CPU can keep some."""
+    if config.device.kind is not DeviceKind.CPU:
+        return
+    exact, kept = (model_facts(each, checkpoint, definition, groups) for each in Quantization)
+    if kept.quantised_bytes == 0:
+        return
+    size, measured = config.dtype.itemsize, f"measured with SmolLM2-135M, {keep_rule().measured}"
+    before, after = exact.weight_elements * size, kept.weight_elements * size + kept.quantised_bytes
+    sizes = f"in {after >> 20:,} MiB instead of {before >> 20:,} MiB"
+    if config.quantization is Quantization.KEEP:
+        ledger.note(
+            "quantization keep",
+            f"holds the weights as quantised, {sizes}, and rounds the inputs of products to 8 bits; {measured}. "
+            "quantization dequantise computes without that rounding",
+        )
+    else:
+        ledger.note(
+            "quantization dequantise",
+            f"computes exactly; quantization keep would hold the weights {sizes}, and round the inputs of products to "
+            f"8 bits; {measured}",
+        )
+
+
+def expert_compute(config: ResolvedConfig) -> ExpertCompute:
+    """How experts are computed with the chosen kernels; in fp8 if quantised weights are to be kept and the card can."""
+    capability = config.device.compute_capability
+    if config.layer_kernels is not LayerKernels.TRITON:
+        return ExpertCompute.ONE_BY_ONE
+    if config.quantization is Quantization.KEEP and capability is not None and capability >= _MULTIPLIES_FP8:
+        return ExpertCompute.AT_ONCE_IN_FP8
+    return ExpertCompute.AT_ONCE
+
+
+def kept_weights(config: ResolvedConfig, launcher: CpuLauncher, ledger: Ledger) -> KeptWeights | None:
+    """What makes layers of weights that stay quantised; None if they are dequantised, or the device is a GPU."""
+    if config.quantization is not Quantization.KEEP:
+        return None
+    if config.device.kind is DeviceKind.CPU:
+        return kept_on_cpu(launcher, ledger)
+    if expert_compute(config) is ExpertCompute.AT_ONCE_IN_FP8:
+        ledger.note(
+            "--quantization keep",
+            "experts that are stored in fp8 are multiplied in fp8, with inputs rounded to it; all other quantised "
+            "weights are dequantised on a GPU",
+        )
+    else:
+        ledger.degrade(
+            "--quantization keep",
+            f"changes nothing: on {config.device.name} with these kernels quantised weights are dequantised",
+            "leave it out, or use a GPU of compute capability 8.9 or higher with layer_kernels triton",
+        )
+    return None
+
+
+def has_cpu_kernels() -> bool:
+    """True if the packages are installed that compile our CPU kernels."""
+    return find_spec("numba") is not None and find_spec("llvmlite") is not None
+
+
+def keep_rule() -> KeepRule:
+    """Which weights can stay quantised on this CPU."""
+    return CodeRule() if has_cpu_kernels() else BlockRule(CpuFeatures.detect())
+
+
+def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
+    """What makes layers of weights that stay quantised on this CPU. The ledger says what a missing Numba costs."""
+    if not has_cpu_kernels():
+        ledger.degrade(
+            "--quantization keep",
+            f"only weights in {BlockRule.types} can stay quantised, and products with them are slower: numba is not "
+            "installed",
+            "install numba: pip install 'sightline[cpu]'",
+        )
+        return KeptBlocks(CpuFeatures.detect())
+    # Imported here: numba is an extra.
+    from sightline.layers.cpu_compute import CpuCompute
+    from sightline.models.kept_codes import KeptCodes
+
+    return KeptCodes(CpuCompute.on(launcher))
+
+
+def model_facts(
+    quantization: Quantization, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup]
+) -> ModelFacts:
+    """The facts about a model that sizes depend on, from the checkpoint's headers."""
+    rule = keep_rule() if quantization is Quantization.KEEP else None
+    elements, quantised_bits = 0, 0
+    for name, info in checkpoint.tensors.items():
+        if name in definition.copies:
+            continue
+        if rule is None or rule.projection_refusal([info]) is not None:
+            elements += math.prod(info.shape)
+        else:
+            quantised_bits += math.prod(info.shape) * rule.bits(info, looked_up="embed" in name)
+    packed = [
+        (stack.form, checkpoint.tensors[name].shape)
+        for stack in definition.expert_stacks
+        if all(name in checkpoint.tensors and checkpoint.tensors[name].packed is stack.form for name in stack.names)
+        for name in stack.names
+    ]
+    return ModelFacts(
+        max_positions=definition.max_positions,
+        vocab_size=definition.vocab_size,
+        weight_elements=elements,
+        quantised_bytes=quantised_bits // 8,
+        packed_elements=sum(math.prod(shape) for _, shape in packed),
+        packed_bytes=sum(packed_bytes(form, shape) for form, shape in packed),
+        cache_elements_per_token=sum(
+            pool.elements_per_token for group in groups for pool in group.cache_spec(torch.float32).pools
+        ),
+    )
