@@ -14,6 +14,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
+# Tests start hundreds of Python processes: without kept bytecode each compiles every module that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup run test prove lowest clients check format clean
 
 setup: $(READY)

@@ -41,6 +41,11 @@ def sightline(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[s
     )
 
 
+def invoke(*arguments: str) -> Result:
+    """Runs a command in this process, which has imported torch already."""
+    return CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, arguments)
+
+
 def test_version() -> None:
     assert sightline("version").stdout.strip() == __version__
 
@@ -98,7 +103,7 @@ def test_generate_json_echoes_effective_parameters() -> None:
 def test_generate_json_tells_continuations_stop_reasons_and_logprobs() -> None:
     asked = ["--n", "2", "--logprobs", "2", "--prompt-logprobs", "0", "--stop", "!!", "--stop", "aris", "--json"]
     asked += ["--repetition-penalty", "1.01", "--presence-penalty", "0.1", "--frequency-penalty", "0.1"]
-    output = json.loads(sightline("generate", "The capital of France is", *QUICK, *asked, "--min-tokens", "0").stdout)
+    output = json.loads(invoke("generate", "The capital of France is", *QUICK, *asked, "--min-tokens", "0").stdout)
     assert [each["index"] for each in output["outputs"]] == [0, 1]
     for each in output["outputs"]:
         assert (each["text"], each["finish_reason"], each["stop_reason"]) == (" P", "stop", "aris")
@@ -115,8 +120,8 @@ def test_generate_json_tells_continuations_stop_reasons_and_logprobs() -> None:
 
 
 def test_chat_stops_at_a_string_and_says_so() -> None:
-    result = sightline("chat", "Say hello.", *QUICK, "--stop", "e", "--repetition-penalty", "1.1", "--min-tokens", "1")
-    assert result.returncode == 0
+    result = invoke("chat", "Say hello.", *QUICK, "--stop", "e", "--repetition-penalty", "1.1", "--min-tokens", "1")
+    assert result.exit_code == 0
     assert "repetition_penalty 1.1 · min_tokens 1 · stop 'e'" in result.stderr
     assert "greedy" in result.stderr
 

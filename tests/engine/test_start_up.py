@@ -18,7 +18,8 @@ llm = LLM()
 stream = llm.stream("The capital of France is", SamplingParams(temperature=0.0, max_tokens=4))
 text = next(stream).text
 seconds = time.process_time() - start
-print(json.dumps({"seconds": seconds, "text": text, "transformers": "transformers" in sys.modules}))
+heavy = sorted({"transformers", "torch._dynamo"} & set(sys.modules))
+print(json.dumps({"seconds": seconds, "text": text, "heavy": heavy}))
 """
 MOST_SECONDS = 6.0
 """Of one processor: 1.5 to 3 s on a slow one, and many more where weights were converted or transformers imported."""
@@ -39,10 +40,10 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert not [name for name in modules if name.startswith("sightline.models")]
 
 
-def test_the_first_token_takes_little_work_beyond_importing_torch_and_no_transformers() -> None:
+def test_the_first_token_takes_little_work_beyond_importing_torch_and_no_compiler_or_transformers() -> None:
     told = json.loads(python(FIRST_TOKEN))
     assert told["text"] == " Paris"
-    assert not told["transformers"]
+    assert not told["heavy"]
     assert told["seconds"] < MOST_SECONDS
 
 

@@ -125,6 +125,11 @@ class _ComputesNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     _ALLOCATES = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Returns False: otherwise torch imports its compiler on the first call, which takes seconds."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -138,7 +138,7 @@ def test_the_command_measures_every_engine_on_the_same_work(command: str, tmp_pa
     make_model("llama").save_pretrained(tmp_path)
     sizes = {
         "latency": ["--input-len", "9", "--output-len", "32", "--batch-size", "3", "--contexts", "4,8"],
-        "throughput": ["--num-prompts", "3", "--random-input-len", "9", "--random-output-len", "4"],
+        "throughput": ["--num-prompts", "3", "--random-input-len", "9", "--random-output-len", "32"],
     }
     saved = tmp_path / "result.json"
     arguments = ["bench", command, *sizes[command], "--model", str(tmp_path), "--num-iters", "3"]
