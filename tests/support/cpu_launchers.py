@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-
-from sightline.kernels.cpu.record import Record
-
-_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+from sightline.kernels.cpu.record import ENTRY_POINT, Record
 
 
 class SerialLauncher:
@@ -23,6 +19,6 @@ class SerialLauncher:
 
     def launch(self, record: Record) -> None:
         self.names.append(record.name)
-        kernel = _KERNEL(record.kernel)
+        kernel = ENTRY_POINT(record.kernel)
         for thread in reversed(range(self._num_threads)):
             kernel(record.arguments.ctypes.data, thread, self._num_threads)
