@@ -124,3 +124,13 @@ def test_the_likeliest_token_of_a_large_vocabulary(operations: CpuOperations, ro
     operations.best_tokens(logits, out)
     TORCH.best_tokens(logits, wanted)
     assert out.tolist() == wanted.tolist()
+
+
+def test_rows_that_a_table_does_not_have_are_nan_and_nothing_is_read(operations: CpuOperations) -> None:
+    table, rows = torch.ones(5, 8), torch.tensor([4, 5, -1, 1 << 60, 0])
+    vectors, sums = torch.zeros(2, 5, 8)
+    operations.embed(table, rows, 2.0, vectors)
+    operations.add_rows(table, rows, sums)
+    for found, wanted in ((vectors, 2.0), (sums, 1.0)):
+        assert bool((found[[0, 4]] == wanted).all())
+        assert bool(found[1:4].isnan().all())

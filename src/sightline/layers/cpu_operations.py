@@ -59,7 +59,7 @@ class CpuOperations(Operations):
 
     def _look_up(self, kernel: CompiledKernel, table: Tensor, rows: Tensor, scale: float, out: Tensor) -> None:
         arguments = (*self._rows(table), rows.data_ptr(), *out.shape, float_bits(scale), *self._rows(out))
-        self._launch(kernel, arguments, table, rows, out)
+        self._launch(kernel, (*arguments, len(table)), table, rows, out)
 
     def rotary_table(self, rotary: Rotary, positions: Tensor, out: RotaryTable) -> None:
         tables = (out.cos, out.sin, out.minus_sin)
