@@ -163,7 +163,6 @@ class Team:
         if num_threads < 1:
             raise ValueError(f"expected at least 1 thread, got {num_threads}")
         self.num_threads = num_threads
-        self._lock = threading.Lock()
         self._run = ENTRY_POINT(compiled(make_run).address)
         self._crew = _Crew(num_threads)
         self._closing = weakref.finalize(self, _Crew.close, self._crew)
@@ -175,19 +174,18 @@ class Team:
         """
         if not len(entries):
             return
-        with self._lock:
+        if self._crew.process != os.getpid() and self._closing.detach():
+            # A fork copies the memory but not the threads, and the lock as it was, perhaps taken.
+            self._crew = _Crew(self.num_threads)
+            self._closing = weakref.finalize(self, _Crew.close, self._crew)
+        with self._crew.lock:
             if not self._closing.alive:
                 raise RuntimeError("expected a team that was not closed, got one that was; make another")
-            if self._crew.process != os.getpid():
-                # A fork copies the memory but not the threads.
-                self._closing.detach()
-                self._crew = _Crew(self.num_threads)
-                self._closing = weakref.finalize(self, _Crew.close, self._crew)
             self._run(self._crew.state, entries.ctypes.data, len(entries))
 
     def close(self) -> None:
         """Ends the threads. The team must not be used afterwards."""
-        with self._lock:
+        with self._crew.lock:
             self._closing()
 
 
@@ -196,6 +194,8 @@ class _Crew:
 
     def __init__(self, num_threads: int) -> None:
         self.process = os.getpid()
+        self.lock = threading.Lock()
+        """Held by whoever runs a program."""
         self._memory = np.zeros(_NUM_WORDS + 16, dtype=np.int64)
         self.state = -(-self._memory.ctypes.data // 128) * 128
         ENTRY_POINT(compiled(make_begin).address)(self.state, num_threads, 0)
