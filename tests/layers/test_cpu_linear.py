@@ -147,13 +147,14 @@ def test_bias_addition_strides_and_dtypes(dtype: torch.dtype, processor: Process
     assert bool(out[:, 42:].isnan().all())
 
 
-def test_parts_of_different_forms_share_their_rounded_inputs() -> None:
+@pytest.mark.parametrize("dtype", OF_DTYPE)
+def test_parts_of_different_forms_share_their_rounded_inputs(dtype: torch.dtype) -> None:
     parts = [random_coded(FORMS[name], size, 256, seed=size) for name, size in (("Q4_K", 9), ("Q4_K", 8), ("Q6_K", 5))]
-    bias, x, out = random_rows(1, 22, seed=3)[0], random_rows(3, 256), poisoned(3, 22)
+    bias, x, out = random_rows(1, 22, seed=3)[0], random_rows(3, 256), poisoned(3, 22, dtype)
     launcher = SerialLauncher(2)
     coded_linear(parts, bias, CpuCompute.on(launcher))(x, out)
     expected = torch.cat([defined_product(part, x) for part in parts], dim=1) + bias
-    assert error(out, expected) < CLOSE
+    assert error(out, expected) < OF_DTYPE[dtype]
     assert [name.partition("-")[0] for name in launcher.names] == ["quantise", "product", "product"]
 
 

@@ -14,6 +14,7 @@ from sightline.kernels.cpu.team import Team
 from sightline.layers.activation import Activation, Gate
 from sightline.layers.cpu_operations import CpuOperations, rounded
 from sightline.layers.norm import RmsNorm
+from support.cpu_launchers import CheckedLauncher
 from support.layers import TORCH
 from support.operation_cases import GATES, Check, OperationCases, Run, compare
 
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", params=[1, 3], ids=["one thread", "three threads"])
 def launcher(request: pytest.FixtureRequest) -> Iterator[CpuLauncher]:
     team = Team(request.param)
-    yield CpuLauncher(team)
+    yield CheckedLauncher(team)
     team.close()
 
 
