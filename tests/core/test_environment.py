@@ -36,6 +36,16 @@ def test_a_relative_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         proof_folder()
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.raises(ConfigError, match="set HOME or XDG_CACHE_HOME to a folder"):
+        proof_folder()
+
+
 def test_nothing_else_reads_the_environment() -> None:
     readers = {
         str(path.relative_to(ROOT))

@@ -147,13 +147,14 @@ def test_bias_addition_strides_and_dtypes(dtype: torch.dtype, processor: Process
     assert bool(out[:, 42:].isnan().all())
 
 
-def test_parts_of_different_forms_share_their_rounded_inputs() -> None:
+@pytest.mark.parametrize("dtype", OF_DTYPE)
+def test_parts_of_different_forms_share_their_rounded_inputs(dtype: torch.dtype) -> None:
     parts = [random_coded(FORMS[name], size, 256, seed=size) for name, size in (("Q4_K", 9), ("Q4_K", 8), ("Q6_K", 5))]
-    bias, x, out = random_rows(1, 22, seed=3)[0], random_rows(3, 256), poisoned(3, 22)
+    bias, x, out = random_rows(1, 22, seed=3)[0], random_rows(3, 256), poisoned(3, 22, dtype)
     launcher = SerialLauncher(2)
     coded_linear(parts, bias, CpuCompute.on(launcher))(x, out)
     expected = torch.cat([defined_product(part, x) for part in parts], dim=1) + bias
-    assert error(out, expected) < CLOSE
+    assert error(out, expected) < OF_DTYPE[dtype]
     assert [name.partition("-")[0] for name in launcher.names] == ["quantise", "product", "product"]
 
 
@@ -195,6 +196,29 @@ def test_rows_of_zeros_and_of_tiny_numbers(processor: Processor) -> None:
     coded_linear([weights], None, compute(processor))(x, out)
     assert bool((out[0] == 0).all())
     assert error(out[1:], defined_product(weights, x)[1:]) < CLOSE
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 2.0**-121, 2.0**-119])
+def test_products_of_the_smallest_numbers_are_0_or_right(size: float) -> None:
+    weights = random_coded(FORMS["Q4_1"], 9, 64)
+    x, out = torch.full((1, 64), size), poisoned(1, 9)
+    coded_linear([weights], None, compute(PROCESSORS["this"]))(x, out)
+    expected = defined_product(weights, x) if size > 2.0**-120 else torch.zeros(1, 9, dtype=torch.float64)
+    assert float((out.double() - expected).abs().max()) <= size * 1e-3
+
+
+@pytest.mark.parametrize("processor", PROCESSORS.values(), ids=PROCESSORS.keys())
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), float("-inf"), 65504.0, -(2.0**-24)])
+def test_scales_of_any_size_keep_their_value(processor: Processor, scale: float) -> None:
+    weights = random_coded(FORMS["Q4_1"], 9, 32)
+    weights.scales.fill_(scale)
+    x, out = random_rows(1, 32), poisoned(1, 9)
+    coded_linear([weights], None, compute(processor))(x, out)
+    expected = defined_product(weights, x)
+    if expected.isfinite().all():
+        assert error(out, expected) < CLOSE
+    else:
+        assert not out.isfinite().any()
 
 
 def test_feature_major_rows_are_refused() -> None:

@@ -14,6 +14,7 @@ from sightline.kernels.cpu.team import Team
 from sightline.layers.activation import Activation, Gate
 from sightline.layers.cpu_operations import CpuOperations, rounded
 from sightline.layers.norm import RmsNorm
+from support.cpu_launchers import CheckedLauncher
 from support.layers import TORCH
 from support.operation_cases import GATES, Check, OperationCases, Run, compare
 
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", params=[1, 3], ids=["one thread", "three threads"])
 def launcher(request: pytest.FixtureRequest) -> Iterator[CpuLauncher]:
     team = Team(request.param)
-    yield CpuLauncher(team)
+    yield CheckedLauncher(team)
     team.close()
 
 
@@ -124,3 +125,13 @@ def test_the_likeliest_token_of_a_large_vocabulary(operations: CpuOperations, ro
     operations.best_tokens(logits, out)
     TORCH.best_tokens(logits, wanted)
     assert out.tolist() == wanted.tolist()
+
+
+def test_rows_that_a_table_does_not_have_are_nan_and_nothing_is_read(operations: CpuOperations) -> None:
+    table, rows = torch.ones(5, 8), torch.tensor([4, 5, -1, 1 << 60, 0])
+    vectors, sums = torch.zeros(2, 5, 8)
+    operations.embed(table, rows, 2.0, vectors)
+    operations.add_rows(table, rows, sums)
+    for found, wanted in ((vectors, 2.0), (sums, 1.0)):
+        assert bool((found[[0, 4]] == wanted).all())
+        assert bool(found[1:4].isnan().all())

@@ -18,7 +18,7 @@ from sightline.core.batch_memory import StaticMemory
 from sightline.core.config import EngineConfig
 from sightline.core.errors import BatchError
 from sightline.core.ledger import Ledger
-from sightline.kernels.cpu.program import CpuLauncher, inline_launcher
+from sightline.kernels.cpu.program import inline_launcher
 from sightline.kernels.cpu.record import Record
 from sightline.llm import TokensPrompt
 from sightline.models.loading.opening import open_checkpoint
@@ -26,6 +26,7 @@ from sightline.runner.build import Runtime, build_runtime
 from sightline.runner.progress import BuildPhase, BuildStep
 from sightline.runner.recording import CpuRecorder, UnrecordableError
 from support import captured_engines
+from support.cpu_launchers import CheckedLauncher
 from support.graph_checks import CHECKS, Rows
 from support.tiny_models import (
     FAMILIES,
@@ -183,7 +184,7 @@ def test_views_and_new_memory_are_no_computation(inference: bool) -> None:
     assert recording.replay().shape == (1, 2, 2)
 
 
-class CountedLauncher(CpuLauncher):
+class CountedLauncher(CheckedLauncher):
     """Counts what runs outside of a recording."""
 
     eager = 0

@@ -1,12 +1,44 @@
-"""A launcher of CPU kernels for tests."""
+"""Launchers of CPU kernels for tests, which check that records keep the memory that they read and write."""
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 
-from sightline.kernels.cpu.record import Record
+from torch import Tensor
 
-_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+from sightline.kernels.cpu.program import CpuLauncher
+from sightline.kernels.cpu.record import ENTRY_POINT, Record
+
+_LOWEST_ADDRESS = 1 << 32
+"""Smaller arguments are sizes, strides and the bits of floats."""
+
+
+def check_keeps(record: Record) -> None:
+    """Every address among the arguments must be in memory that the record keeps: a program may run long afterwards."""
+    kept = [each.untyped_storage() for each in _tensors(record.keeps)]
+    for address in record.arguments.tolist():
+        owners = [each for each in kept if each.data_ptr() <= address <= each.data_ptr() + each.nbytes()]
+        assert address < _LOWEST_ADDRESS or owners, f"{record.name} keeps nothing at {address:#x}"
+
+
+def _tensors(kept: object) -> Iterator[Tensor]:
+    match kept:
+        case Tensor():
+            yield kept
+        case tuple():
+            for each in kept:
+                yield from _tensors(each)
+        case _ if is_dataclass(kept):
+            yield from _tensors(tuple(vars(kept).values()))
+
+
+class CheckedLauncher(CpuLauncher):
+    """Checks every record before it is run or kept."""
+
+    def launch(self, record: Record) -> None:
+        check_keeps(record)
+        super().launch(record)
 
 
 class SerialLauncher:
@@ -22,7 +54,8 @@ class SerialLauncher:
         return self._num_threads
 
     def launch(self, record: Record) -> None:
+        check_keeps(record)
         self.names.append(record.name)
-        kernel = _KERNEL(record.kernel)
+        kernel = ENTRY_POINT(record.kernel)
         for thread in reversed(range(self._num_threads)):
             kernel(record.arguments.ctypes.data, thread, self._num_threads)

@@ -188,8 +188,8 @@ def _asked_whether_there(node: ast.AST) -> list[str]:
             return []
 
 
-MACHINE_CODE = frozenset({"Kernel", "CompiledKernel", "Callable[..., Any]", "Path", "bool", "Processor"})
-"""What a cache may keep: compiled functions and where they are, which are the same for all."""
+MACHINE_CODE = frozenset({"CompiledKernel", "Processor"})
+"""What a cache may keep: compiled kernels and the processor that they are for, which are the same for all."""
 ALLOCATORS = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 

@@ -44,7 +44,12 @@ def chat_history_file() -> Path:
 
 def _user_folder(variable: str, otherwise: str) -> Path:
     named = os.environ.get(variable, "")
-    folder = Path(named) if named else Path.home() / otherwise
+    try:
+        folder = Path(named) if named else Path.home() / otherwise
+    except RuntimeError:
+        raise ConfigError(
+            f"expected a home folder, got a user without one; set HOME or {variable} to a folder"
+        ) from None
     if not folder.is_absolute():
         raise ConfigError(f"expected an absolute path in {variable}, got {named!r}; set a full path, or unset it")
     return folder

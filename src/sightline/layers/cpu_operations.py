@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sightline.kernels.cpu import norms, pointwise
-from sightline.kernels.cpu.compiled import Kernel, compiled
+from sightline.kernels.cpu.compiled import compiled
+from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.instructions import ELEMENTS
 from sightline.kernels.cpu.pointwise import GateCode
 from sightline.kernels.cpu.record import Launcher, Record, float_bits
@@ -56,9 +57,9 @@ class CpuOperations(Operations):
     def add_rows(self, table: Tensor, rows: Tensor, out: Tensor) -> None:
         self._look_up(self._add_rows, table, rows, 1.0, out)
 
-    def _look_up(self, kernel: Kernel, table: Tensor, rows: Tensor, scale: float, out: Tensor) -> None:
+    def _look_up(self, kernel: CompiledKernel, table: Tensor, rows: Tensor, scale: float, out: Tensor) -> None:
         arguments = (*self._rows(table), rows.data_ptr(), *out.shape, float_bits(scale), *self._rows(out))
-        self._launch(kernel, arguments, table, rows, out)
+        self._launch(kernel, (*arguments, len(table)), table, rows, out)
 
     def rotary_table(self, rotary: Rotary, positions: Tensor, out: RotaryTable) -> None:
         tables = (out.cos, out.sin, out.minus_sin)
@@ -160,7 +161,7 @@ class CpuOperations(Operations):
             )
         return x.data_ptr(), x.stride(0)
 
-    def _launch(self, kernel: Kernel, arguments: tuple[int, ...], *keeps: Tensor) -> None:
+    def _launch(self, kernel: CompiledKernel, arguments: tuple[int, ...], *keeps: Tensor) -> None:
         numbers = np.array(arguments, dtype=np.int64)
         self._launcher.launch(Record(kernel.address, numbers, (kernel, *keeps), kernel.name))
 

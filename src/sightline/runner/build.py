@@ -177,7 +177,7 @@ def _build(
 
     on_progress(0, len(checkpoint.tensors))
     times = BuildTimes()
-    launcher = make_launcher(resolved, selections)
+    launcher = make_launcher(resolved, selections, ledger)
     reader = WeightReader(
         checkpoint,
         resolved.dtype,
@@ -335,7 +335,7 @@ def assemble_runtime(
     )
 
 
-def make_launcher(config: ResolvedConfig, selections: Sequence[GroupSelection]) -> CpuLauncher:
+def make_launcher(config: ResolvedConfig, selections: Sequence[GroupSelection], ledger: Ledger) -> CpuLauncher:
     """The threads that run compiled CPU kernels: as many as torch's, if anything is computed with such kernels."""
     chosen = [each.capability.package for selection in selections for each in selection.values()]
     keeps_codes = config.quantization is Quantization.KEEP and has_cpu_kernels()
@@ -343,8 +343,10 @@ def make_launcher(config: ResolvedConfig, selections: Sequence[GroupSelection]) 
     if config.device.kind is not DeviceKind.CPU or not computes:
         return inline_launcher()
     # Imported here: numba is an extra.
+    from sightline.kernels.cpu.compiler import note_folder
     from sightline.kernels.cpu.team import Team
 
+    note_folder(ledger)
     return CpuLauncher(Team(torch.get_num_threads()))
 
 

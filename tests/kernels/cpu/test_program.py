@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -211,6 +212,22 @@ def test_a_fork_gets_threads_of_its_own() -> None:
     team.close()
     assert os.waitstatus_to_exitcode(status) == 0
     assert shifts.first.tolist() == [2] * SIZE
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_during_a_program_does_not_wait_for_its_end() -> None:
+    team, shifts = Team(2), Shifts()
+    launcher = CpuLauncher(team)
+    launcher.launch(shifts.records[0])
+    with team._crew.lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            launcher.run(Program(shifts.records * 3))
+            os._exit(0 if shifts.first.tolist() == [6] * SIZE else 1)
+        _, status = os.waitpid(child, 0)
+    team.close()
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 @pytest.mark.parametrize("count", [0, -1])

@@ -1,93 +1,76 @@
-"""Compiles kernels with Numba, and keeps the machine code on disk.
+"""Kernels that are written in Python and compiled by Numba.
 
 A kernel is written as a function that returns it: `make(*variant)`, where the variant is whole numbers that the code is
-compiled for, such as the element of a buffer. Numba's cache knows a function by its own file and the processor, not
-by the files that it calls, so the folder is named after all files here. Does not know what kernels compute.
+compiled for, such as the element of a buffer. Numba gives its LLVM text. From there on a kernel is compiled and kept as
+all others are, not in Numba's own cache: that one knows a function by its own file only, and two processes that fill it
+at once can exchange each other's kernels. Does not know what kernels compute.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding as llvm
 import numba
-from llvmlite import binding
 
-from sightline.core.environment import kernel_folder
-from sightline.version import __version__
+from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, load_kernel
+from sightline.kernels.cpu.processor import Processor
 
 SIGNATURE = numba.void(numba.int64, numba.int64, numba.int64)
 SUMS = frozenset({"reassoc", "contract", "nsz"})
 """What vector code needs of sums: any order, fused with products. NaN and infinity stay what they are."""
+_INNER_TYPES = ("ptr", "ptr", "i64", "i64", "i64")
+"""The arguments of the function that Numba makes: where its result and its exception go, then ours."""
 
-
-@dataclass(frozen=True, eq=False)
-class Kernel:
-    """Compiled code."""
-
-    name: str
-    address: int
-    owner: object
-    """Keeps the code in memory."""
+Make = Callable[..., Callable[[Any, Any, Any], None]]
+"""Returns a kernel, given the variant."""
 
 
 @cache
-def compiled(make: Callable[..., Callable[[Any, Any, Any], None]], *variant: int) -> Kernel:
+def compiled(make: Make, *variant: int) -> CompiledKernel:
     """The kernel of a variant: from this process, from the disk, or compiled."""
-    decorate = numba.cfunc(SIGNATURE, cache=_caches(), fastmath=set(SUMS), error_model="numpy")
-    with _cached_here():
-        # Whole numbers, not members of an enumeration: Numba compiles for the value, and names the file by it.
-        owner = decorate(make(*[int(each) for each in variant]))
-    return Kernel(make.__name__.removeprefix("make_"), owner.address, owner)
+    name = make.__name__.removeprefix("make_")
+    numbers = tuple(int(each) for each in variant)
+    sources = _digest_of(Path(make.__code__.co_filename))
+    identity = f"{numba.__version__} {sources} {make.__module__}.{make.__qualname__}{numbers}"
+    return load_kernel(name, identity, partial(numba_text, make, numbers), Processor.detect())
 
 
-@cache
-def compiled_function(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """A function without Python that Python calls. It runs without the interpreter's lock."""
-    with _cached_here():
-        decorated: Callable[..., Any] = numba.njit(signature, cache=_caches(), nogil=True, error_model="numpy")(
-            function
-        )
-    return decorated
+def numba_text(make: Make, variant: tuple[int, ...]) -> str:
+    """The LLVM text of a kernel, with `ENTRY` for its entry."""
+    decorate = numba.cfunc(SIGNATURE, fastmath=set(SUMS), error_model="numpy")
+    # Whole numbers, not members of an enumeration: Numba compiles for the value.
+    callback = decorate(make(*variant))
+    # Around the function itself there is one that raises its exceptions, which needs Python.
+    inner = callback.native_name.removeprefix("cfunc.")
+    module = llvm.parse_assembly(callback.inspect_llvm() + _ENTRY_TEXT.format(entry=ENTRY, inner=inner))
+    found = tuple(str(each.type) for each in module.get_function(inner).arguments)
+    if found != _INNER_TYPES:
+        raise RuntimeError(f"expected a function of {_INNER_TYPES} from Numba {numba.__version__}, got {found}")
+    for each in (*module.functions, *module.global_variables):
+        if not each.is_declaration and each.name != ENTRY:
+            each.linkage = llvm.Linkage.internal
+    return str(module)
 
 
-@contextmanager
-def _cached_here() -> Iterator[None]:
-    """Numba reads the folder from its own settings, which are the process's: they are restored."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(code_folder())
-    try:
-        yield
-    finally:
-        numba.config.CACHE_DIR = before
+_ENTRY_TEXT = """
+define void @{entry}(i64 %arguments, i64 %thread, i64 %num_threads) {{
+  %result = alloca ptr
+  %exception = alloca ptr
+  %status = call i32 @{inner}(ptr %result, ptr %exception, i64 %arguments, i64 %thread, i64 %num_threads)
+  ret void
+}}
+"""
+"""The status is an exception's, of which kernels have one: a range whose step, the number of threads, is 0."""
 
 
-@cache
-def code_folder() -> Path:
-    """Where machine code for this processor, this version and these sources is kept."""
+def _digest_of(source: Path) -> str:
+    """What a kernel in that file is compiled from: the file, and all of this folder, which it may call."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    features = binding.get_host_cpu_features().flatten()
-    digest.update(f"{numba.__version__} {binding.get_host_cpu_name()} {features}".encode())
-    return kernel_folder() / f"{__version__}-{binding.get_host_cpu_name()}-{digest.hexdigest()[:16]}"
-
-
-@cache
-def _caches() -> bool:
-    """False if nothing can be kept on disk: kernels are then compiled by every process."""
-    try:
-        code_folder().mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return True
-
-
-def is_cold() -> bool:
-    """True if no kernel was kept on disk yet, so that the next ones take long."""
-    return not (_caches() and any(code_folder().iterdir()))
+    for each in (source, *sorted(Path(__file__).parent.glob("*.py"))):
+        digest.update(each.read_bytes())
+    return digest.hexdigest()

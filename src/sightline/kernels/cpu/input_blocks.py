@@ -3,8 +3,8 @@
     scale = largest |x| / 127            code = round(x * 127 / largest |x|), ties to even
     sums  = sum of the codes 0 to 15, sum of the codes 16 to 31
 
-A block without any number but 0 has scale 0 and codes 0. A block with NaN or infinities has a scale that is NaN or
-infinite, so that the outputs are not finite either.
+A block whose largest number is below 2**-120 has codes 0: the factor of its codes would be infinite. A block with NaN
+or infinities has a scale that is NaN or infinite, so that the outputs are not finite either.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SCALED_SUM_OFFSET = 44
 """scale * sum of all 32 codes, in fp32."""
 INPUT_BLOCK_BYTES = 48
 _LARGEST = 127.0
+_TINY = 2.0**-120
 _ROUNDER = 1.5 * 2**23
 """Added to a small number, and subtracted again, it rounds the number to a whole one: its last bit is worth 1."""
 
@@ -81,9 +82,9 @@ def _quantise_block(emitter: Emitter, dtype: torch.dtype, source: Value, target:
     larger = emitter.call(f"llvm.maximum.v{half}f32", floats, sizes)
     largest = emitter.call(f"llvm.vector.reduce.fmaximum.v{half}f32", F32, [larger])
     scale = build.fdiv(largest, emitter.constant(F32, _LARGEST))
-    is_zero = build.fcmp_ordered("==", largest, emitter.constant(F32, 0.0))
+    is_tiny = build.fcmp_ordered("<", largest, emitter.constant(F32, _TINY))
     inverse = build.fdiv(emitter.constant(F32, _LARGEST), largest)
-    inverse = build.select(is_zero, emitter.constant(F32, 0.0), inverse)
+    inverse = build.select(is_tiny, emitter.constant(F32, 0.0), inverse)
     rounder, total = emitter.constant(floats, _ROUNDER), emitter.constant(I32, 0)
     for index, part in enumerate(parts):
         scaled = build.fmul(part, emitter.splat(inverse, half))

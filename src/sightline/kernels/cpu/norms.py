@@ -25,11 +25,7 @@ def make_rms_norm(X):
         out, out_stride = load64(arguments, 7), load64(arguments, 8)
         for row in range(thread, num_rows, num_threads):
             first = (load64(rows, row) if rows != 0 else row) * x_stride
-            squares = np.float32(0.0)
-            for i in range(features):
-                value = load(x, first + i, X)
-                squares += value * value
-            factor = ONE / math.sqrt(squares / np.float32(features) + epsilon)
+            factor = _inverse_root(x, first, features, epsilon, X)
             for i in range(features):
                 store(out, row * out_stride + i, load(x, first + i, X) * factor * load(weight, i, 0), X)
 
@@ -52,20 +48,12 @@ def make_add_rms_norm(X):
         out, out_stride = load64(arguments, 10), load64(arguments, 11)
         for row in range(thread, num_rows, num_threads):
             first, target = row * result_stride, row * stream_stride
-            squares = np.float32(0.0)
-            for i in range(features):
-                value = load(result, first + i, X)
-                squares += value * value
-            factor = ONE / math.sqrt(squares / np.float32(features) + epsilon)
+            factor = _inverse_root(result, first, features, epsilon, X)
             for i in range(features):
                 normed = load(result, first + i, X) * factor * load(weight, i, 0)
                 store(stream, target + i, load(stream, target + i, X) + normed, X)
             if next_weight != 0:
-                squares = np.float32(0.0)
-                for i in range(features):
-                    value = load(stream, target + i, X)
-                    squares += value * value
-                factor = ONE / math.sqrt(squares / np.float32(features) + next_epsilon)
+                factor = _inverse_root(stream, target, features, next_epsilon, X)
                 for i in range(features):
                     normed = load(stream, target + i, X) * factor * load(next_weight, i, 0)
                     store(out, row * out_stride + i, normed, X)

@@ -21,6 +21,7 @@ from sightline.kernels.cpu.instructions import (
 )
 
 ONE, HALF, TWO = np.float32(1.0), np.float32(0.5), np.float32(2.0)
+MISSING = np.float32(np.nan)
 ROOT_HALF = np.float32(math.sqrt(0.5))
 TANH_SCALE = np.float32(2.0 * math.sqrt(2.0 / math.pi))
 CUBIC = np.float32(0.044715)
@@ -120,17 +121,20 @@ def make_softcap():
 def make_take_rows(X, ADDS):
     """out[i] = table[rows[i]] * scale, or, if ADDS, out[i] += table[rows[i]].
 
-    Arguments: table, its row stride, rows int64, num_rows, features, scale, out, its row stride.
+    Arguments: table, its row stride, rows int64, num_rows, features, scale, out, its row stride, the number of rows of
+    the table. A row that the table does not have is NaN, which fails its sequence alone.
     """
 
     def take_rows(arguments, thread, num_threads):
         table, table_stride, rows = load64(arguments, 0), load64(arguments, 1), load64(arguments, 2)
         num_rows, features, scale = load64(arguments, 3), load64(arguments, 4), float_of(load64(arguments, 5))
-        out, out_stride = load64(arguments, 6), load64(arguments, 7)
+        out, out_stride, table_rows = load64(arguments, 6), load64(arguments, 7), load64(arguments, 8)
         for row in range(thread, num_rows, num_threads):
-            first, target = load64(rows, row) * table_stride, row * out_stride
+            asked, target = load64(rows, row), row * out_stride
+            exists = 0 <= asked < table_rows
+            first, factor = (asked * table_stride, ONE) if exists else (0, MISSING)
             for i in range(features):
-                value = load(table, first + i, X)
+                value = load(table, first + i, X) * factor
                 if ADDS:
                     store(out, target + i, load(out, target + i, X) + value, X)
                 else:

@@ -8,7 +8,6 @@ A program repeats the recorded calls at the recorded addresses. Does not know st
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch.autograd.profiler import record_function
 
-from sightline.kernels.cpu.record import Record
-
-_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+from sightline.kernels.cpu.record import ENTRY_POINT, Record
 
 
 class Threads(Protocol):
@@ -43,7 +40,7 @@ class CallingThread:
 
     def run(self, entries: NDArray[np.int64]) -> None:
         for kernel, arguments in entries.tolist():
-            _CALL(kernel)(arguments, 0, 1)
+            ENTRY_POINT(kernel)(arguments, 0, 1)
 
 
 class Program:

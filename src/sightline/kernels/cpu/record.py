@@ -10,11 +10,15 @@ inside: all threads finish a record before any of them begins the next. Does not
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+ENTRY_POINT = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+"""Makes a kernel's address callable. A call runs without Python's lock."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from sightline.kernels.cpu.compiled import compiled_function
+from sightline.kernels.cpu.compiled import compiled
 from sightline.kernels.cpu.instructions import (
     SPINS_PER_MICROSECOND,
     atomic_add,
@@ -31,9 +31,10 @@ from sightline.kernels.cpu.instructions import (
     pause,
     store64,
 )
+from sightline.kernels.cpu.record import ENTRY_POINT
 
 _GENERATION, _ARRIVED, _SLEEPERS, _STOPPED = 0, 16 * 8, 32 * 8, 33 * 8
-_ENTRIES, _LENGTH, _BASE = 48 * 8, 49 * 8, 50 * 8
+_ENTRIES, _LENGTH, _BASE, _NUM_THREADS = 48 * 8, 49 * 8, 50 * 8, 51 * 8
 _MUTEX, _CONDITION = 64 * 8, 80 * 8
 """Where a team's state holds what, in bytes. What all threads write often has cache lines of its own."""
 _NUM_WORDS = 96
@@ -51,9 +52,15 @@ _condition_broadcast = types.ExternalFunction("pthread_cond_broadcast", types.in
 _yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
-def _begin(state):
-    _mutex_init(state + _MUTEX, 0)
-    _condition_init(state + _CONDITION, 0)
+def make_begin():
+    """Fills the memory of a team. Arguments: state, the number of its threads."""
+
+    def begin(state, num_threads, unused):
+        _mutex_init(state + _MUTEX, 0)
+        _condition_init(state + _CONDITION, 0)
+        store64(state + _NUM_THREADS, 0, num_threads)
+
+    return begin
 
 
 @numba.njit
@@ -91,24 +98,43 @@ def _wake(state):
         _mutex_unlock(state + _MUTEX)
 
 
-def _run(state, entries, length, num_threads):
-    """Runs a program, as thread 0 of the team."""
-    store64(state + _ENTRIES, 0, entries)
-    store64(state + _LENGTH, 0, length)
-    # Every thread arrives once at every record, so the counter is never reset: a late thread may still read it.
-    store64(state + _BASE, 0, atomic_load(state + _ARRIVED))
-    if num_threads > 1:
+def make_run():
+    """Runs a program, as thread 0 of the team. Arguments: state, entries, their number."""
+
+    def run(state, entries, length):
+        num_threads = load64(state + _NUM_THREADS, 0)
+        store64(state + _ENTRIES, 0, entries)
+        store64(state + _LENGTH, 0, length)
+        # Every thread arrives once at every record, so the counter is never reset: a late thread may still read it.
+        store64(state + _BASE, 0, atomic_load(state + _ARRIVED))
+        if num_threads > 1:
+            _wake(state)
+        _walk(state, 0, num_threads)
+
+    return run
+
+
+def make_stop():
+    """Tells all threads to end. Argument: state."""
+
+    def stop(state, unused, neither):
+        atomic_store(state + _STOPPED, 1)
         _wake(state)
-    _walk(state, 0, num_threads)
+
+    return stop
 
 
-def _stop(state):
-    atomic_store(state + _STOPPED, 1)
-    _wake(state)
+def make_work():
+    """Runs every published program until the team is stopped. Arguments: state, thread, num_threads."""
+
+    def work(state, thread, num_threads):
+        _work(state, thread, num_threads)
+
+    return work
 
 
+@numba.njit
 def _work(state, thread, num_threads):
-    """Runs every published program until the team is stopped."""
     seen = 0
     while True:
         turns = 0
@@ -137,8 +163,7 @@ class Team:
         if num_threads < 1:
             raise ValueError(f"expected at least 1 thread, got {num_threads}")
         self.num_threads = num_threads
-        self._lock = threading.Lock()
-        self._run = compiled_function(_run, types.void(*[types.int64] * 4))
+        self._run = ENTRY_POINT(compiled(make_run).address)
         self._crew = _Crew(num_threads)
         self._closing = weakref.finalize(self, _Crew.close, self._crew)
 
@@ -149,19 +174,18 @@ class Team:
         """
         if not len(entries):
             return
-        with self._lock:
+        if self._crew.process != os.getpid() and self._closing.detach():
+            # A fork copies the memory but not the threads, and the lock as it was, perhaps taken.
+            self._crew = _Crew(self.num_threads)
+            self._closing = weakref.finalize(self, _Crew.close, self._crew)
+        with self._crew.lock:
             if not self._closing.alive:
                 raise RuntimeError("expected a team that was not closed, got one that was; make another")
-            if self._crew.process != os.getpid():
-                # A fork copies the memory but not the threads.
-                self._closing.detach()
-                self._crew = _Crew(self.num_threads)
-                self._closing = weakref.finalize(self, _Crew.close, self._crew)
-            self._run(self._crew.state, entries.ctypes.data, len(entries), self.num_threads)
+            self._run(self._crew.state, entries.ctypes.data, len(entries))
 
     def close(self) -> None:
         """Ends the threads. The team must not be used afterwards."""
-        with self._lock:
+        with self._crew.lock:
             self._closing()
 
 
@@ -170,11 +194,13 @@ class _Crew:
 
     def __init__(self, num_threads: int) -> None:
         self.process = os.getpid()
+        self.lock = threading.Lock()
+        """Held by whoever runs a program."""
         self._memory = np.zeros(_NUM_WORDS + 16, dtype=np.int64)
         self.state = -(-self._memory.ctypes.data // 128) * 128
-        compiled_function(_begin, types.void(types.int64))(self.state)
-        self._stop = compiled_function(_stop, types.void(types.int64))
-        work = compiled_function(_work, types.void(*[types.int64] * 3))
+        ENTRY_POINT(compiled(make_begin).address)(self.state, num_threads, 0)
+        self._stop = ENTRY_POINT(compiled(make_stop).address)
+        work = ENTRY_POINT(compiled(make_work).address)
         self.threads = tuple(
             threading.Thread(
                 target=work, args=(self.state, thread, num_threads), name=f"sightline-kernels-{thread}", daemon=True
@@ -187,7 +213,7 @@ class _Crew:
     def close(self) -> None:
         """Wakes the threads to end. In a fork of their process there are none."""
         if self.process == os.getpid():
-            self._stop(self.state)
+            self._stop(self.state, 0, 0)
             join_all(self.threads)
 
 

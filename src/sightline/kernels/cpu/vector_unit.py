@@ -52,7 +52,7 @@ class VectorUnit(ABC):
         return emitter.build.or_(emitter.build.lshr(packed, emitter.constant(packed.type, 4)), higher)
 
     def halves(self, emitter: Emitter, address: Value, offset: int, count: int) -> Value:
-        """`count` finite fp16 numbers from memory, as fp32."""
+        """`count` fp16 numbers from memory, as fp32."""
         loaded = emitter.load(address, vector(F16, count), offset=offset, align=2)
         return emitter.build.fpext(loaded, vector(F32, count))
 
@@ -114,7 +114,11 @@ class PortableUnit(VectorUnit):
         # The exponent of fp32 has another origin. Multiplication corrects it, for subnormal numbers too.
         floats = vector(F32, count)
         size = build.fmul(build.bitcast(rest, floats), emitter.constant(floats, 2.0**112))
-        return build.bitcast(build.or_(build.bitcast(size, words), sign), floats)
+        # The largest exponent is that of infinity and NaN, in both.
+        infinite = emitter.constant(words, 0x7F800000)
+        is_infinite = build.icmp_unsigned(">=", rest, emitter.constant(words, 0x7C00 << 13))
+        bits = build.select(is_infinite, build.or_(rest, infinite), build.bitcast(size, words))
+        return build.bitcast(build.or_(bits, sign), floats)
 
     def multiply_add(self, emitter: Emitter, left: Value, right: Value, addend: Value) -> Value:
         # Rounded twice: a fused operation is a call of a function on processors without it.

@@ -26,7 +26,8 @@ from sightline.kernels.cpu.attend import (
     make_write,
     scratch_floats,
 )
-from sightline.kernels.cpu.compiled import Kernel, compiled
+from sightline.kernels.cpu.compiled import compiled
+from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.instructions import ELEMENTS
 from sightline.kernels.cpu.record import Launcher, Record, float_bits
 
@@ -209,7 +210,7 @@ class AttentionCalls:
             counts = (scratch.located.data_ptr(), num_tokens, heads, num_splits, value_factor, sink_place)
             self._launch(self._merge, (scratch.parts.data_ptr(), *counts, *place, lse_place), *kept)
 
-    def _launch(self, kernel: Kernel, arguments: tuple[int, ...], *keeps: object) -> None:
+    def _launch(self, kernel: CompiledKernel, arguments: tuple[int, ...], *keeps: object) -> None:
         numbers = np.array(arguments, dtype=np.int64)
         self._launcher.launch(Record(kernel.address, numbers, (kernel, *keeps), kernel.name))
 

@@ -1,0 +1,172 @@
+"""Machine code on disk: what is read, what is not trusted, and what a folder that cannot be used costs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import pytest
+
+from sightline.core.ledger import Ledger
+from sightline.kernels.cpu import attend, norms, pointwise, team
+from sightline.kernels.cpu.compiled import Make, compiled, numba_text
+from sightline.kernels.cpu.compiler import (
+    CompiledKernel,
+    folder_refusal,
+    load_kernel,
+    note_folder,
+    optimise,
+    target_machine,
+)
+from sightline.kernels.cpu.instructions import load64, store64
+from sightline.kernels.cpu.processor import Processor
+from sightline.kernels.cpu.record import ENTRY_POINT
+
+NUMBER = 5
+
+
+def make_add(number: int) -> Callable[[Any, Any, Any], None]:
+    """Adds the number to the one at the address."""
+
+    def add(address: Any, thread: Any, num_threads: Any) -> None:
+        for index in range(thread, 1, num_threads):
+            store64(address, index, load64(address, index) + number)
+
+    return add
+
+
+class Texts:
+    """Gives the LLVM text of a kernel, and counts how often it was asked to."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> str:
+        self.count += 1
+        return numba_text(make_add, (NUMBER,))
+
+
+@pytest.fixture
+def texts() -> Texts:
+    return Texts()
+
+
+def load(texts: Texts, folder: Path) -> CompiledKernel:
+    return load_kernel("add", f"add {NUMBER}", texts, Processor.detect(), folder)
+
+
+def added(kernel: CompiledKernel) -> int:
+    number = np.zeros(1, dtype=np.int64)
+    ENTRY_POINT(kernel.address)(number.ctypes.data, 0, 1)
+    return int(number[0])
+
+
+def test_a_kernel_is_compiled_once_and_then_loaded(tmp_path: Path, texts: Texts) -> None:
+    assert [added(load(texts, tmp_path / "new")) for _ in range(3)] == [NUMBER] * 3
+    assert texts.count == 1
+
+
+def test_variants_of_a_kernel_are_kept_apart() -> None:
+    assert [added(compiled(make_add, number)) for number in (1, 2, 1)] == [1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda code: b"", lambda code: code[:-1], lambda code: code[:40] + b"?" + code[41:]]
+)
+def test_a_damaged_file_is_compiled_again(tmp_path: Path, texts: Texts, damage: Callable[[bytes], bytes]) -> None:
+    load(texts, tmp_path)
+    [file] = tmp_path.iterdir()
+    good = file.read_bytes()
+    file.write_bytes(damage(good))
+    assert added(load(texts, tmp_path)) == NUMBER
+    assert texts.count == 2
+    assert file.read_bytes() == good
+
+
+def test_code_that_others_could_have_written_is_not_run(tmp_path: Path, texts: Texts) -> None:
+    load(texts, tmp_path)
+    [file] = tmp_path.iterdir()
+    file.chmod(0o666)
+    assert added(load(texts, tmp_path)) == NUMBER
+    tmp_path.chmod(0o777)
+    assert added(load(texts, tmp_path)) == NUMBER
+    assert texts.count == 3
+
+
+def test_code_of_another_user_is_not_run(tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(texts, tmp_path)
+    other = max(os.geteuid(), 1)
+    os.chown(tmp_path, other, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: other + 1)
+    assert added(load(texts, tmp_path)) == NUMBER
+    assert texts.count == 2
+    assert "another user" in str(folder_refusal(tmp_path))
+
+
+def test_a_folder_that_cannot_be_created_costs_only_time(tmp_path: Path, texts: Texts) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert [added(load(texts, file / "kernels")) for _ in range(2)] == [NUMBER] * 2
+    assert texts.count == 2
+    assert "cannot be created" in str(folder_refusal(file / "kernels"))
+
+
+def test_a_full_disk_costs_only_time_and_leaves_no_draft(
+    tmp_path: Path, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    assert added(load(texts, tmp_path)) == NUMBER
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(tempfile, "mkstemp", fail)
+    assert added(load(texts, tmp_path)) == NUMBER
+
+
+def test_a_new_folder_is_for_its_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert folder_refusal(tmp_path / "kernels") is None
+    finally:
+        os.umask(before)
+    assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_ledger_says_that_kernels_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(strict=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    note_folder(ledger)
+    assert list(ledger) == []
+    (tmp_path / "sightline/kernels").chmod(0o777)
+    note_folder(ledger)
+    [note] = ledger.notes
+    assert "others can write to it" in note.fact
+
+
+@pytest.mark.parametrize(
+    ("make", "variant"),
+    [
+        (make_add, (1,)),
+        (pointwise.make_take_rows, (0, 0)),
+        (pointwise.make_gate, (1, 1)),
+        (norms.make_rotary_table, (0,)),
+        (attend.make_locate, ()),
+        (attend.make_merge, (0, 64, 0)),
+        (team.make_run, ()),
+        (team.make_work, ()),
+    ],
+)
+def test_kernels_need_nothing_of_python(make: Make, variant: tuple[int, ...]) -> None:
+    """An exception in a thread of a team would wait for Python's lock; a missing symbol would end the process."""
+    module = llvm.parse_assembly(numba_text(make, variant))
+    optimise(module, target_machine(Processor.detect()))
+    declared = [each.name for each in (*module.functions, *module.global_variables) if each.is_declaration]
+    outside = [name for name in declared if not name.startswith(("llvm.", "pthread_"))]
+    assert set(outside) <= {"erff", "sched_yield"}
