@@ -30,7 +30,7 @@ SHAPES = ((9, 3, 64), (32, 8, 128), (16, 16, 64))
 PAGE = 16
 FLUSH_BYTES = 160 << 20
 """More than the caches hold."""
-SECONDS = 1.0
+SECONDS = 0.4
 
 
 def make_read():
