@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sightline.attention.backends.numba.calls import AttentionCalls, AttentionScratch, AttentionShape, Entries, Pages
-from sightline.kernels.cpu.compiled import compiled
-from sightline.kernels.cpu.instructions import load64, store64
+from sightline.kernels.cpu.compiler import ENTRY, compile_kernel
+from sightline.kernels.cpu.emitter import I64, Emitter, vector
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.program import CpuLauncher
 from sightline.kernels.cpu.record import Record
@@ -33,24 +34,27 @@ FLUSH_BYTES = 160 << 20
 SECONDS = 0.4
 
 
-def make_read():
-    """The sum of some int64. Arguments: their address, how many, and where each thread writes its sum."""
-
-    def read(arguments, thread, num_threads):
-        numbers, count, sums = load64(arguments, 0), load64(arguments, 1), load64(arguments, 2)
-        total = 0
-        for index in range(count * thread // num_threads, count * (thread + 1) // num_threads):
-            total += load64(numbers, index)
-        store64(sums, thread, total)
-
-    return read
+def write_read(module: Any) -> None:
+    """A kernel that reads bytes. Arguments: their address, how many (a multiple of 64), and where to write a sum."""
+    emitter = Emitter(module, ENTRY, 3)
+    arguments, thread, num_threads = emitter.arguments
+    memory, count, out = (emitter.load(arguments, I64, 8 * i, align=8) for i in range(3))
+    first, stop = emitter.share(emitter.build.sdiv(count, emitter.number(64)), thread, num_threads)
+    total = emitter.variable(vector(I64, 8))
+    emitter.set(total, emitter.constant(vector(I64, 8), 0))
+    with emitter.loop(first, stop) as line:
+        loaded = emitter.load(emitter.add(memory, emitter.times(line, 64)), vector(I64, 8), align=8)
+        emitter.set(total, emitter.build.add(emitter.get(total), loaded))
+    emitter.store(emitter.get(total), emitter.add(out, emitter.times(thread, 64)), align=8)
+    emitter.finish()
 
 
 def plain_read(launcher: CpuLauncher) -> tuple[Callable[[], None], int]:
     """Reads memory once, and how many bytes that is."""
-    memory, sums = torch.ones(FLUSH_BYTES // 8, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
-    arguments = np.array([memory.data_ptr(), memory.numel(), sums.data_ptr()], dtype=np.int64)
-    kernel = compiled(make_read)
+    memory = torch.ones(FLUSH_BYTES // 8, dtype=torch.int64)
+    sums = torch.zeros(launcher.num_threads, 8, dtype=torch.int64)
+    arguments = np.array([memory.data_ptr(), memory.nbytes, sums.data_ptr()], dtype=np.int64)
+    kernel = compile_kernel("read", write_read, Processor.detect())
     record = Record(kernel.address, arguments, (kernel, memory, sums), kernel.name)
     return lambda: launcher.launch(record), memory.nbytes
 

@@ -194,11 +194,11 @@ def _write_begin(module: Any, form: AttendForm) -> Value:
         state.keep(emitter.constant(F32, NOTHING), emitter.constant(F32, 0.0))
         with emitter.when(emitter.build.icmp_signed("!=", has_keys, emitter.number(0))):
             for part in pieces(form.key_dim, _WIDTH):
-                q = load_floats(emitter, source, form.q, part.count, part.first * form.q.itemsize)
-                scaled = emitter.build.fmul(q, emitter.splat(factor, part.count))
+                q = load_floats(emitter, source, form.q, part.size, part.first * form.q.itemsize)
+                scaled = emitter.build.fmul(q, emitter.splat(factor, part.size))
                 emitter.store(scaled, target, 4 * part.first, align=4)
             for part in pieces(form.value_dim, _WIDTH):
-                emitter.store(emitter.constant(vector(F32, part.count), 0.0), state.address, 4 * part.first, align=4)
+                emitter.store(emitter.constant(vector(F32, part.size), 0.0), state.address, 4 * part.first, align=4)
     emitter.finish()
     return emitter.function
 
@@ -375,8 +375,8 @@ def _write_weigh(module: Any, form: AttendForm) -> Value:
     state.keep(most, build.fadd(build.fmul(state.weight, kept), total(build, emitter.get(weight_of))))
     with emitter.when(build.fcmp_unordered("!=", kept, emitter.constant(F32, 1.0))):
         for part in pieces(form.value_dim, _WIDTH):
-            sums = load_floats(emitter, state.address, torch.float32, part.count, 4 * part.first)
-            emitter.store(build.fmul(sums, emitter.splat(kept, part.count)), state.address, 4 * part.first, align=4)
+            sums = load_floats(emitter, state.address, torch.float32, part.size, 4 * part.first)
+            emitter.store(build.fmul(sums, emitter.splat(kept, part.size)), state.address, 4 * part.first, align=4)
     emitter.finish()
     return emitter.function
 
@@ -427,16 +427,16 @@ def _write_finish(module: Any, form: AttendForm) -> Value:
         given.out, emitter.times(token, given.out_token_bytes), emitter.times(head, given.out_head_bytes)
     )
     for part in pieces(form.value_dim, 4 * _WIDTH):
-        kind = vector(F32, part.count)
+        kind = vector(F32, part.size)
         sums = emitter.variable(kind)
         emitter.set(sums, emitter.constant(kind, 0.0))
         with emitter.loop(0, num_splits) as split:
             each = state(split)
             with emitter.when(build.fcmp_unordered("!=", each.weight, zero)):
-                own = load_floats(emitter, each.address, torch.float32, part.count, 4 * part.first)
-                scaled = build.fmul(own, emitter.splat(each.most, part.count))
+                own = load_floats(emitter, each.address, torch.float32, part.size, 4 * part.first)
+                scaled = build.fmul(own, emitter.splat(each.most, part.size))
                 emitter.set(sums, build.fadd(emitter.get(sums), scaled))
-        result = build.fmul(emitter.get(sums), emitter.splat(scale, part.count))
+        result = build.fmul(emitter.get(sums), emitter.splat(scale, part.size))
         store_floats(emitter, result, target, form.out, part.first * form.out.itemsize)
     with emitter.when(build.icmp_signed("!=", given.lse, emitter.number(0))):
         num_heads = emitter.times(given.num_kv_heads, form.group)

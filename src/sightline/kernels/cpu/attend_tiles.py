@@ -73,7 +73,7 @@ class _Piece(NamedTuple):
     """Some consecutive dimensions."""
 
     first: int
-    count: int
+    size: int
     """A power of 2."""
 
 
@@ -126,9 +126,9 @@ class TileWriter:
             for part in pieces(size, width):
                 for i, row in enumerate(sums):
                     offset = 4 * (i * form.key_dim + part.first)
-                    q = self._padded(load_floats(emitter, place, torch.float32, part.count, offset), width)
+                    q = self._padded(load_floats(emitter, place, torch.float32, part.size, offset), width)
                     for each, key in zip(row, loaded, strict=True):
-                        k = self._padded(emitter.shuffle(key, range(part.first, part.first + part.count)), width)
+                        k = self._padded(emitter.shuffle(key, range(part.first, part.first + part.size)), width)
                         emitter.set(each, multiply_add(emitter.build, q, k, emitter.get(each)))
 
         self._along(form.key_dim, ahead, add)
@@ -202,10 +202,10 @@ class TileWriter:
             for row in ahead:
                 emitter.prefetch(emitter.add(row, at), 0, in_first=False)
             for piece in pieces(line, _PIECE):
-                add(emitter.add(first, emitter.number(piece.first)), piece.count)
+                add(emitter.add(first, emitter.number(piece.first)), piece.size)
         if whole < dims:
             for piece in pieces(dims - whole, _PIECE):
-                add(emitter.number(whole + piece.first), piece.count)
+                add(emitter.number(whole + piece.first), piece.size)
 
     def _cached(self, address: Value, count: int) -> Value:
         """Keys or values as fp32, divided by the form's factor."""

@@ -89,9 +89,9 @@ class Emitter:
         self.build.store(value, self._pointer(address, offset), align=align)
 
     def prefetch(self, address: Value, offset: int, *, in_first: bool = True) -> None:
-        """Asks for a cache line that is read soon, once, or, if not in the first cache, later. Any address is allowed."""
-        hints = [self._pointer(address, offset), *(ir.Constant(I32, hint) for hint in (0, 0 if in_first else 2, 1))]
-        self.call("llvm.prefetch.p0", VOID, hints)
+        """Asks for a cache line that is read soon, once; not `in_first`, a little later. Any address is allowed."""
+        hints = [ir.Constant(I32, hint) for hint in (0, 0 if in_first else 2, 1)]
+        self.call("llvm.prefetch.p0", VOID, [self._pointer(address, offset), *hints])
 
     def splat(self, value: Value, count: int) -> Value:
         """A vector of equal elements."""

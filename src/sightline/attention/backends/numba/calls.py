@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.contract import StepView
+from sightline.attention.contract import LatentInputs, StepView
 from sightline.cache.pools import Pool
 from sightline.core.batch import MaskKind
 from sightline.kernels.cpu.attend import FIELDS, make_locate, make_write
@@ -29,6 +29,7 @@ from sightline.kernels.cpu.attend_tiles import AttendForm
 from sightline.kernels.cpu.compiled import Kernel, compiled
 from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.instructions import ELEMENTS
+from sightline.kernels.cpu.latent import make_absorb, make_project
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.record import Launcher, Record, float_bits
 
@@ -150,7 +151,7 @@ class AttentionCalls:
         forms = {dtype: AttendForm(q, dtype, out, *sizes) for dtype in {cache, entry}}
         self._attend = {dtype: attend_kernel(form, processor) for dtype, form in forms.items()}
         self._merge = {dtype: merge_kernel(form, processor) for dtype, form in forms.items()}
-        self._write = compiled(make_write, ELEMENTS[entry], ELEMENTS[cache])
+        self._write = {dtype: compiled(make_write, ELEMENTS[entry], ELEMENTS[dtype]) for dtype in {cache, entry}}
         self._locate = compiled(make_locate)
 
     def locate(self, step: StepView, masks: RowMasks | None, window: int | None, scratch: AttentionScratch) -> None:
@@ -168,12 +169,13 @@ class AttentionCalls:
             scratch.located.data_ptr(),
             *([each.data_ptr() for each in extra] or [0, 0, 0, 0]),
         )
-        self._launch(self._locate, arguments, lens, *rows, *extra, scratch.located)
+        _launch(self._launcher, self._locate, arguments, lens, *rows, *extra, scratch.located)
 
     def write(self, x: Tensor, entries: Entries, slots: Tensor) -> None:
-        """Writes x [num_tokens, num_heads, size] to the cache."""
+        """Writes x [num_tokens, num_heads, size] to slots of the entries."""
         arguments = (x.data_ptr(), *x.stride()[:2], *x.shape, *entries.place, slots.data_ptr())
-        self._launch(self._write, (*arguments, float_bits(entries.scale)), x, entries.plane, slots)
+        kernel = self._write[entries.plane.dtype]
+        _launch(self._launcher, kernel, (*arguments, float_bits(entries.scale)), x, entries.plane, slots)
 
     def attend(
         self,
@@ -222,13 +224,42 @@ class AttentionCalls:
             scratch_bytes=scratch.threads.stride(0),
         )
         kept = (q, keys.plane, values.plane, pages, scratch, sinks, out, lse)
-        self._launch(self._attend[keys.plane.dtype], arguments, *kept)
+        _launch(self._launcher, self._attend[keys.plane.dtype], arguments, *kept)
         if num_splits > 1:
-            self._launch(self._merge[keys.plane.dtype], arguments, *kept)
+            _launch(self._launcher, self._merge[keys.plane.dtype], arguments, *kept)
 
-    def _launch(self, kernel: Kernel | CompiledKernel, arguments: tuple[int, ...], *keeps: object) -> None:
-        numbers = np.array(arguments, dtype=np.int64)
-        self._launcher.launch(Record(kernel.address, numbers, (kernel, *keeps), kernel.name))
+
+class LatentCalls:
+    """Makes and launches the records around absorbed latent attention."""
+
+    def __init__(self, launcher: Launcher, dtype: torch.dtype) -> None:
+        """`dtype` is the one of queries, projections and outputs."""
+        self._launcher = launcher
+        self._absorb = compiled(make_absorb, ELEMENTS[dtype], ELEMENTS[dtype])
+        self._project = compiled(make_project, ELEMENTS[dtype], ELEMENTS[dtype])
+
+    def absorb(self, inputs: LatentInputs, out: Tensor) -> None:
+        """Writes queries in latent space, out [num_tokens, heads, latent + rope] fp32."""
+        nope, rope, key_up = inputs.q_nope, inputs.q_rope, inputs.key_up
+        arguments = (
+            *(nope.data_ptr(), *nope.stride()[:2], rope.data_ptr(), *rope.stride()[:2]),
+            *(key_up.data_ptr(), *key_up.stride()[:2], out.data_ptr(), *nope.shape[:2]),
+            *(*key_up.shape[1:], rope.shape[2]),
+        )
+        _launch(self._launcher, self._absorb, arguments, nope, rope, key_up, out)
+
+    def project(self, found: Tensor, value_up: Tensor, located: Tensor, out: Tensor) -> None:
+        """Writes values, out [num_tokens, heads, value_dim], of weighted latents [num_tokens, heads, latent] fp32."""
+        arguments = (
+            *(found.data_ptr(), value_up.data_ptr(), *value_up.stride()[:2], out.data_ptr(), *out.stride()[:2]),
+            *(located.data_ptr(), *out.shape, found.shape[2]),
+        )
+        _launch(self._launcher, self._project, arguments, found, value_up, located, out)
+
+
+def _launch(launcher: Launcher, kernel: Kernel | CompiledKernel, arguments: tuple[int, ...], *keeps: object) -> None:
+    numbers = np.array(arguments, dtype=np.int64)
+    launcher.launch(Record(kernel.address, numbers, (kernel, *keeps), kernel.name))
 
 
 def plan_masks(step: StepView, buffers: PlanBuffers) -> RowMasks | None:
