@@ -31,6 +31,7 @@ from support.tiny_models import (
     FAMILIES,
     Models,
     load_runtime,
+    make_dense_deepseek,
     make_model,
     random_prompts,
     relative_error,
@@ -76,7 +77,7 @@ def test_every_dense_family_is_recorded_and_gives_the_logits_of_torch(models: Mo
 
 @pytest.mark.parametrize("family", ["deepseek_v2", pytest.param("deepseek_v3", marks=pytest.mark.prove)])
 def test_latent_attention_is_recorded_and_gives_the_logits_of_torch(family: str, tmp_path: Path) -> None:
-    make_model(family, first_k_dense_replace=3).save_pretrained(tmp_path)
+    make_dense_deepseek(family).save_pretrained(tmp_path)
     _, expected = logits_of(tmp_path, layer_kernels="torch", attention_backend="torch-latent")
     runtime, got = logits_of(tmp_path)
     assert [bucket.shape.size for bucket in runtime.graphs.buckets] == [1, 2, 4]
