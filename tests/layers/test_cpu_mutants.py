@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -16,9 +14,8 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from sightline import LLM, SamplingParams
-from sightline.attention.backends.numba import calls
 from sightline.attention.planner import PlannedBatch
-from sightline.kernels.cpu import attend, block_kernel, tile
+from sightline.kernels.cpu import block_kernel, tile
 from sightline.kernels.cpu.block_kernel import ProductArguments, product_kernel
 from sightline.kernels.cpu.emitter import Emitter, Value
 from sightline.kernels.cpu.input_blocks import INPUT_BLOCK_BYTES, SCALE_OFFSET, quantise_kernel
@@ -162,21 +159,6 @@ def program_of_another_row_count(patch: pytest.MonkeyPatch, folder: Path) -> Non
     patch.setattr(Runner, "_replay", replay)
 
 
-def page_border_in_a_run_of_keys(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Keys behind the end of a page are taken from the memory behind it."""
-    original = "run = min(run, page_size - offset)"
-    source = inspect.getsource(attend)
-    assert source.count(original) == 1
-    path = folder / "attend_with_a_fault.py"
-    path.write_text(source.replace(original, "run = min(run, 2 * page_size - offset)"))
-    spec = importlib.util.spec_from_file_location("attend_with_a_fault", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    patch.setattr(calls, "make_attend", module.make_attend)
-
-
 FAULTS: dict[Plant, Check] = {
     scale_of_the_next_block: products_are_their_definition,
     nibbles_swapped: products_are_their_definition,
@@ -186,7 +168,6 @@ FAULTS: dict[Plant, Check] = {
     sum_not_reset: products_are_their_definition,
     minimum_forgotten: products_are_their_definition,
     program_of_another_row_count: tokens_are_those_of_torch,
-    page_border_in_a_run_of_keys: tokens_are_those_of_torch,
 }
 
 

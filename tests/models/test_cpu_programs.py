@@ -32,6 +32,7 @@ from support.tiny_models import (
     FAMILIES,
     Models,
     load_runtime,
+    make_dense_deepseek,
     make_model,
     random_prompts,
     relative_error,
@@ -70,6 +71,16 @@ def test_every_dense_family_is_recorded_and_gives_the_logits_of_torch(models: Mo
     _, path = models[family]
     _, expected = logits_of(path, layer_kernels="torch", attention_backend="torch")
     runtime, got = logits_of(path)
+    assert [bucket.shape.size for bucket in runtime.graphs.buckets] == [1, 2, 4]
+    assert runtime.runner.num_replayed >= 4
+    assert relative_error(got, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", pytest.param("deepseek_v3", marks=pytest.mark.prove)])
+def test_latent_attention_is_recorded_and_gives_the_logits_of_torch(family: str, tmp_path: Path) -> None:
+    make_dense_deepseek(family).save_pretrained(tmp_path)
+    _, expected = logits_of(tmp_path, layer_kernels="torch", attention_backend="torch-latent")
+    runtime, got = logits_of(tmp_path)
     assert [bucket.shape.size for bucket in runtime.graphs.buckets] == [1, 2, 4]
     assert runtime.runner.num_replayed >= 4
     assert relative_error(got, expected) <= 1e-5

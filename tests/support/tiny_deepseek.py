@@ -30,7 +30,7 @@ def _yarn(mscale: float, mscale_all_dim: float) -> Sizes:
     return {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0} | ends | growth
 
 
-def _v2_lite(common: Sizes) -> PreTrainedModel:
+def _v2_lite(common: Sizes, **options: object) -> PreTrainedModel:
     """As V2-Lite: queries from the input directly, any expert."""
     config = DeepseekV2Config(
         **_latent(
@@ -40,6 +40,7 @@ def _v2_lite(common: Sizes) -> PreTrainedModel:
             topk_method="greedy",
             routed_scaling_factor=1.7,
             rope_parameters=_yarn(1.5, 1.5),
+            **options,
         )
     )
     return DeepseekV2ForCausalLM(config)
@@ -89,3 +90,8 @@ DEEPSEEK: dict[str, Callable[[Sizes], PreTrainedModel]] = {
     "deepseek_v3_halves": partial(_v3, rope_interleave=False, norm_topk_prob=False, attention_bias=True),
 }
 """By family: made from the sizes that all tiny models have in common."""
+DENSE_DEEPSEEK: dict[str, Callable[[Sizes], PreTrainedModel]] = {
+    "deepseek_v2": partial(_v2_lite, first_k_dense_replace=3),
+    "deepseek_v3": partial(_v3, first_k_dense_replace=3),
+}
+"""The same without experts."""

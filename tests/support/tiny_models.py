@@ -37,7 +37,7 @@ from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
 from sightline.testing.conformance.rig import Unused, fill_pools
-from support.tiny_deepseek import DEEPSEEK
+from support.tiny_deepseek import DEEPSEEK, DENSE_DEEPSEEK
 
 VOCAB = 101
 WEIGHT_SCALE = 0.3
@@ -195,7 +195,16 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 def make_model(family: str) -> PreTrainedModel:
     """A model with weights of a scale at which every feature matters."""
     torch.manual_seed(11)
-    model = FAMILIES[family]().eval()
+    return _with_weights(FAMILIES[family]().eval())
+
+
+def make_dense_deepseek(family: str) -> PreTrainedModel:
+    """Like `make_model`, without experts."""
+    torch.manual_seed(11)
+    return _with_weights(DENSE_DEEPSEEK[family](_common()).eval())
+
+
+def _with_weights(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -81,6 +81,7 @@ BUILT_IN: tuple[Candidate, ...] = (
         _FLASH_ATTENTION,
     ),
     _own("numba", _lazily("numba.backend:NumbaBackend"), numba_rows.ROWS, _NUMBA),
+    _own("numba-latent", _lazily("numba.latent_backend:NumbaLatentBackend"), numba_rows.LATENT_ROWS, _NUMBA),
     Candidate.of("torch", TorchBackend, "sightline", by_default=True),
     Candidate.of("torch-latent", TorchLatentBackend, "sightline", by_default=True),
     Candidate.of("reference", ReferenceBackend, "sightline", by_default=False),

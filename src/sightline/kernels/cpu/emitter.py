@@ -60,6 +60,10 @@ class Emitter:
             return ir.Constant(kind, [value] * kind.count)
         return ir.Constant(kind, value)
 
+    def counting(self, kind: Type, count: int) -> Value:
+        """The vector of whole numbers 0, 1, 2, …"""
+        return ir.Constant(vector(kind, count), list(range(count)))
+
     def variable(self, kind: Type) -> Value:
         """A local variable, to be used with `get` and `set`. Kept in registers."""
         return self._variables.alloca(kind)
@@ -84,10 +88,10 @@ class Emitter:
         """Writes memory, `offset` bytes after the address."""
         self.build.store(value, self._pointer(address, offset), align=align)
 
-    def prefetch(self, address: Value, offset: int) -> None:
-        """Asks for a cache line that is read soon, once. Any address is allowed."""
-        hints = [self._pointer(address, offset), *(ir.Constant(I32, hint) for hint in (0, 0, 1))]
-        self.call("llvm.prefetch.p0", VOID, hints)
+    def prefetch(self, address: Value, offset: int, *, in_first: bool = True) -> None:
+        """Asks for a cache line that is read soon, once; not `in_first`, a little later. Any address is allowed."""
+        hints = [ir.Constant(I32, hint) for hint in (0, 0 if in_first else 2, 1)]
+        self.call("llvm.prefetch.p0", VOID, [self._pointer(address, offset), *hints])
 
     def splat(self, value: Value, count: int) -> Value:
         """A vector of equal elements."""

@@ -18,6 +18,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from sightline.kernels.cpu.elementary import exp, tanh
+
 INT8 = ir.IntType(8)
 INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
@@ -203,7 +205,17 @@ def exp32(typing_context, value):
     """e to the power of an fp32, within 2 units in the last place; 0 below -87.3, infinite above 88, NaN for NaN."""
 
     def generate(context, builder, signature, arguments):
-        return _exp(builder, arguments[0])
+        return exp(builder, arguments[0])
+
+    return types.float32(types.float32), generate
+
+
+@intrinsic
+def tanh32(typing_context, value):
+    """The hyperbolic tangent of an fp32."""
+
+    def generate(context, builder, signature, arguments):
+        return tanh(builder, arguments[0])
 
     return types.float32(types.float32), generate
 
@@ -228,55 +240,6 @@ def max32(typing_context, value, limit):
         return builder.select(builder.fcmp_ordered("<", value, limit), limit, value)
 
     return types.float32(types.float32, types.float32), generate
-
-
-def _exp(builder, x):
-    """2**n * e**r with n the nearest whole number to x / ln 2, and a polynomial for e**r."""
-
-    def number(value):
-        return ir.Constant(FLOAT, value)
-
-    def multiply_add(a, b, c):
-        declared = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(FLOAT, [FLOAT] * 3), "llvm.fmuladd.f32"
-        )
-        return builder.call(declared, [a, b, c])
-
-    def called(name, kind, value):
-        declared = cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [FLOAT]), name)
-        return builder.call(declared, [value])
-
-    low, high = number(-87.33654), number(88.0)
-    vanishes = builder.fcmp_ordered("<", x, low)
-    overflows = builder.fcmp_ordered(">", x, high)
-    x = builder.select(overflows, high, builder.select(vanishes, low, x))
-    whole = called("llvm.rint.f32", FLOAT, builder.fmul(x, number(1.44269504088896341)))
-    rest = multiply_add(whole, number(-0.693359375), x)
-    rest = multiply_add(whole, number(2.12194440e-4), rest)
-    result = number(1.9875691500e-4)
-    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0):
-        result = multiply_add(result, rest, number(coefficient))
-    # Saturating: the conversion of NaN is then defined.
-    count = called("llvm.fptosi.sat.i32.f32", INT32, whole)
-    bits = builder.shl(builder.add(count, ir.Constant(INT32, 127)), ir.Constant(INT32, 23))
-    result = builder.fmul(result, builder.bitcast(bits, FLOAT))
-    result = builder.select(overflows, number(float("inf")), result)
-    return builder.select(vanishes, number(0.0), result)
-
-
-def load_vector(builder, address, first, lanes, element):
-    """Generates the load of some elements from `first` on, of the array at an address, as a vector of fp32."""
-    kind = ir.VectorType({0: FLOAT, 1: INT16, 2: HALF, 3: INT8}[element], lanes)
-    num_bytes = {0: 4, 1: 2, 2: 2, 3: 1}[element]
-    place = builder.add(address, ir.Constant(INT64, first * num_bytes))
-    loaded = builder.load(builder.inttoptr(place, kind.as_pointer()), align=num_bytes)
-    wide, floats = ir.VectorType(INT32, lanes), ir.VectorType(FLOAT, lanes)
-    if element == Element.BFLOAT16:
-        shift = ir.Constant(wide, [16] * lanes)
-        return builder.bitcast(builder.shl(builder.zext(loaded, wide), shift), floats)
-    if element == Element.FLOAT16:
-        return builder.fpext(loaded, floats)
-    return _widened_float8(builder, loaded, wide, floats) if element == Element.FLOAT8 else loaded
 
 
 def _load32(builder, address, index):

@@ -18,14 +18,14 @@ from sightline.kernels.cpu.instructions import (
     order32,
     store,
     store64,
+    tanh32,
 )
 
-ONE, HALF, TWO = np.float32(1.0), np.float32(0.5), np.float32(2.0)
+ONE, HALF = np.float32(1.0), np.float32(0.5)
 MISSING = np.float32(np.nan)
 ROOT_HALF = np.float32(math.sqrt(0.5))
 TANH_SCALE = np.float32(2.0 * math.sqrt(2.0 / math.pi))
 CUBIC = np.float32(0.044715)
-THIRD, TWO_FIFTEENTHS, NEAR_ZERO = np.float32(1 / 3), np.float32(2 / 15), np.float32(0.01)
 INFINITE, MINUS_INFINITE = np.int32(0x7F800000), np.int32(-0x7F800001)
 """What `order32` gives for infinities."""
 
@@ -39,15 +39,6 @@ class GateCode(IntEnum):
     RELU = 3
     CLAMPED_SWIGLU = 4
     """Of gate and up together, see `layers.activation.ClampedSwiglu`."""
-
-
-@numba.njit(inline="always")
-def tanh32(value):
-    """The hyperbolic tangent. Near 0 a polynomial, because the difference from 1 would lose its digits."""
-    square = value * value
-    if square < NEAR_ZERO:
-        return value * (ONE - square * (THIRD - square * TWO_FIFTEENTHS))
-    return ONE - TWO / (ONE + exp32(TWO * value))
 
 
 @numba.njit(inline="always")

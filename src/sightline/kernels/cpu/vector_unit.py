@@ -17,12 +17,17 @@ from typing import ClassVar
 from sightline.kernels.cpu.emitter import F16, F32, I1, I8, I16, I32, Emitter, Value, vector
 from sightline.kernels.cpu.processor import Instructions
 
+FLOAT8_FACTOR = 256.0
+"""What `float8s` leaves to be multiplied: the difference of the exponents of fp8 and fp16."""
+
 
 class VectorUnit(ABC):
     """Emits the instructions that differ between processors."""
 
     lanes: ClassVar[int]
     """The 32-bit lanes of a vector."""
+    registers: ClassVar[int] = 16
+    """The vectors that fit in registers."""
     panel: ClassVar[int]
     """The number of outputs whose weights are stored interleaved: a multiple of `lanes`."""
     tile_rows: ClassVar[tuple[int, ...]] = (4, 2, 1)
@@ -56,6 +61,19 @@ class VectorUnit(ABC):
         loaded = emitter.load(address, vector(F16, count), offset=offset, align=2)
         return emitter.build.fpext(loaded, vector(F32, count))
 
+    def float8s(self, emitter: Emitter, codes: Value) -> Value:
+        """fp8 numbers (4 bits of exponent, 3 of mantissa) as fp32, divided by `FLOAT8_FACTOR`. NaN stays NaN."""
+        build, words = emitter.build, vector(I32, codes.type.count)
+        bits, floats = build.zext(codes, words), vector(F32, codes.type.count)
+        sign = build.shl(build.and_(bits, emitter.constant(words, 0x80)), emitter.constant(words, 24))
+        rest = build.and_(bits, emitter.constant(words, 0x7F))
+        # The exponent of fp32 has another origin. Multiplication corrects it, for subnormal numbers too.
+        size = build.bitcast(build.shl(rest, emitter.constant(words, 20)), floats)
+        size = build.bitcast(build.fmul(size, emitter.constant(floats, 2.0**120 / FLOAT8_FACTOR)), words)
+        is_nan = build.icmp_unsigned("==", rest, emitter.constant(words, 0x7F))
+        size = build.select(is_nan, emitter.constant(words, 0x7FC00000), size)
+        return build.bitcast(build.or_(size, sign), floats)
+
     def multiply_add(self, emitter: Emitter, left: Value, right: Value, addend: Value) -> Value:
         """left * right + addend in fp32, rounded once."""
         return emitter.call(f"llvm.fma.v{self.lanes}f32", vector(F32, self.lanes), [left, right, addend])
@@ -65,6 +83,7 @@ class NeonDotUnit(VectorUnit):
     """aarch64 with `sdot`."""
 
     lanes = 4
+    registers = 32
     panel = 8
 
     def inputs(self, emitter: Emitter, address: Value, quad: int) -> Value:
@@ -75,6 +94,20 @@ class NeonDotUnit(VectorUnit):
     def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
         del signed  # codes below 128 are the same either way
         return emitter.call("llvm.aarch64.neon.sdot.v4i32.v16i8", vector(I32, 4), [sums, codes, inputs])
+
+    def float8s(self, emitter: Emitter, codes: Value) -> Value:
+        build, kind, count = emitter.build, codes.type, codes.type.count
+        if count < 2 * self.lanes:
+            return super().float8s(emitter, codes)
+        # As fp16 numbers, whose exponent has one bit more and another origin: the bits are those of the byte, moved.
+        higher = build.ashr(codes, emitter.constant(kind, 1))
+        higher = build.and_(higher, emitter.constant(kind, 0xBF))
+        is_nan = build.icmp_unsigned("==", build.or_(codes, emitter.constant(kind, 0x80)), emitter.constant(kind, 0xFF))
+        higher = build.or_(higher, build.sext(is_nan, kind))
+        lower = build.shl(codes, emitter.constant(kind, 7))
+        order = [place for index in range(count) for place in (index, count + index)]
+        halves = build.bitcast(emitter.shuffle(lower, order, higher), vector(F16, count))
+        return build.fpext(halves, vector(F32, count))
 
     def above_lower_half(self, emitter: Emitter, packed: Value, higher: Value) -> Value:
         if packed.type.count != 16:
@@ -167,6 +200,7 @@ class Vnni512Unit(VnniUnit):
     """x86_64 with `vpdpbusd` of 512 bits."""
 
     lanes = 16
+    registers = 32
     panel = 16
     tile_rows = (8, 4, 2, 1)
 

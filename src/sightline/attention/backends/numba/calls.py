@@ -14,27 +14,32 @@ import torch
 from torch import Tensor
 
 from sightline.attention.buffers import PlanBuffers
-from sightline.attention.contract import StepView
+from sightline.attention.contract import LatentInputs, StepView
 from sightline.cache.pools import Pool
 from sightline.core.batch import MaskKind
-from sightline.kernels.cpu.attend import (
-    FIELDS,
-    SLOTS,
-    make_attend,
-    make_locate,
-    make_merge,
-    make_write,
-    scratch_floats,
+from sightline.kernels.cpu.attend import FIELDS, make_locate, make_write
+from sightline.kernels.cpu.attend_kernel import (
+    STATE_EXTRA,
+    AttendArguments,
+    attend_kernel,
+    merge_kernel,
+    scratch_bytes,
 )
+from sightline.kernels.cpu.attend_tiles import AttendForm
 from sightline.kernels.cpu.compiled import compiled
 from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.instructions import ELEMENTS
+from sightline.kernels.cpu.latent import make_absorb, make_project
+from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.record import Launcher, Record, float_bits
 
 Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Takes a lease, given a name, a shape and a dtype."""
-UNITS_PER_THREAD = 8
-"""Contexts are split until each thread has so many units, so that all are done at about the same time."""
+UNITS_PER_THREAD = 2
+"""Contexts are split until each thread has so many units. Units of rows of different lengths take different times."""
+
+NO_PAGES = 1 << 40
+"""The size of the one page that a row has if it has no page table."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +68,19 @@ class AttentionScratch:
     located: Tensor
     """[max_step_tokens, FIELDS] int64: which keys each token sees."""
     parts: Tensor
-    """[most parts, value_dim + 2] fp32: results of splits."""
+    """[most parts, value_dim + STATE_EXTRA] fp32: states of splits."""
     threads: Tensor
-    """[num_threads, floats of a thread] fp32."""
-    slots: Tensor
-    """[num_threads, SLOTS] int64."""
+    """[num_threads, bytes of a thread] uint8."""
 
     @staticmethod
     def of(lease: Lease, shape: AttentionShape, max_tokens: int, num_threads: int) -> AttentionScratch:
         # Splits times units is less than twice what the threads need.
         most_parts = 2 * UNITS_PER_THREAD * num_threads * shape.num_heads
-        floats = scratch_floats(shape.num_heads, shape.group, shape.key_dim, shape.value_dim)
+        thread_bytes = scratch_bytes(shape.num_heads, shape.key_dim, shape.value_dim)
         return AttentionScratch(
             lease("located", (max_tokens, FIELDS), torch.int64),
-            lease("parts", (most_parts, shape.value_dim + 2), torch.float32),
-            lease("threads", (num_threads, floats), torch.float32),
-            lease("slots", (num_threads, SLOTS), torch.int64),
+            lease("parts", (most_parts, shape.value_dim + STATE_EXTRA), torch.float32),
+            lease("threads", (num_threads, thread_bytes), torch.uint8),
         )
 
 
@@ -117,6 +119,11 @@ class RowMasks:
     """All trees, uint8."""
 
 
+def place_in_bytes(rows: Tensor) -> tuple[int, int, int]:
+    """The address of [num_rows, num_heads, size], and the bytes from a row to the next and from a head to the next."""
+    return rows.data_ptr(), rows.stride(0) * rows.itemsize, rows.stride(1) * rows.itemsize
+
+
 def layer_entries(pool: Pool, name: str) -> tuple[Entries, ...]:
     """The entries of each layer of a pool."""
     return tuple(
@@ -140,12 +147,11 @@ class AttentionCalls:
         """`q` and `out` are the dtypes that attention reads and writes, `entry` the one of new entries."""
         self._launcher = launcher
         self._shape = shape
-        elements = ELEMENTS[q], shape.key_dim, shape.value_dim, shape.group, ELEMENTS[out]
-        self._attend = {
-            dtype: compiled(make_attend, elements[0], ELEMENTS[dtype], *elements[1:]) for dtype in {cache, entry}
-        }
-        self._write = compiled(make_write, ELEMENTS[entry], ELEMENTS[cache])
-        self._merge = compiled(make_merge, ELEMENTS[q], shape.value_dim, ELEMENTS[out])
+        processor, sizes = Processor.detect(), (shape.group, shape.key_dim, shape.value_dim)
+        forms = {dtype: AttendForm(q, dtype, out, *sizes) for dtype in {cache, entry}}
+        self._attend = {dtype: attend_kernel(form, processor) for dtype, form in forms.items()}
+        self._merge = {dtype: merge_kernel(form, processor) for dtype, form in forms.items()}
+        self._write = {dtype: compiled(make_write, ELEMENTS[entry], ELEMENTS[dtype]) for dtype in {cache, entry}}
         self._locate = compiled(make_locate)
 
     def locate(self, step: StepView, masks: RowMasks | None, window: int | None, scratch: AttentionScratch) -> None:
@@ -163,12 +169,13 @@ class AttentionCalls:
             scratch.located.data_ptr(),
             *([each.data_ptr() for each in extra] or [0, 0, 0, 0]),
         )
-        self._launch(self._locate, arguments, lens, *rows, *extra, scratch.located)
+        _launch(self._launcher, self._locate, arguments, lens, *rows, *extra, scratch.located)
 
     def write(self, x: Tensor, entries: Entries, slots: Tensor) -> None:
-        """Writes x [num_tokens, num_heads, size] to the cache."""
+        """Writes x [num_tokens, num_heads, size] to slots of the entries."""
         arguments = (x.data_ptr(), *x.stride()[:2], *x.shape, *entries.place, slots.data_ptr())
-        self._launch(self._write, (*arguments, float_bits(entries.scale)), x, entries.plane, slots)
+        kernel = self._write[entries.plane.dtype]
+        _launch(self._launcher, kernel, (*arguments, float_bits(entries.scale)), x, entries.plane, slots)
 
     def attend(
         self,
@@ -188,31 +195,71 @@ class AttentionCalls:
 
         Without pages, `keys` and `values` are those of the step's tokens.
         """
-        num_tokens, heads = q.shape[:2]
+        num_tokens = q.shape[0]
         if num_tokens == 0:
             return
         num_splits = self._shape.num_splits(num_tokens, self._launcher.num_threads)
-        sink_place = 0 if sinks is None else sinks.data_ptr()
-        lse_place = 0 if lse is None else lse.data_ptr()
-        value_factor = float_bits(values.scale)
-        place = (out.data_ptr(), *out.stride()[:2])
-        table = (0, 0, 1) if pages is None else (pages.table.data_ptr(), pages.table.stride(0), pages.page_size)
-        arguments = (
-            *(q.data_ptr(), *q.stride()[:2], *keys.place, *values.place, *table),
-            *(scratch.located.data_ptr(), num_tokens, self._shape.num_kv_heads, num_splits),
-            *(float_bits(scale * keys.scale), float_bits(softcap or 0.0), value_factor, sink_place),
-            *(*place, lse_place, scratch.parts.data_ptr()),
-            *(scratch.threads.data_ptr(), scratch.threads.stride(0), scratch.slots.data_ptr(), heads),
+        table = (0, 0, NO_PAGES)
+        if pages is not None:
+            table = (pages.table.data_ptr(), 8 * pages.table.stride(0), pages.page_size)
+        arguments = AttendArguments(
+            *place_in_bytes(q),
+            *place_in_bytes(keys.plane),
+            *place_in_bytes(values.plane),
+            *table,
+            located=scratch.located.data_ptr(),
+            num_tokens=num_tokens,
+            num_kv_heads=self._shape.num_kv_heads,
+            num_splits=num_splits,
+            score_factor=float_bits(scale * keys.scale),
+            softcap=float_bits(softcap or 0.0),
+            value_factor=float_bits(values.scale),
+            sinks=0 if sinks is None else sinks.data_ptr(),
+            out=out.data_ptr(),
+            out_token_bytes=out.stride(0) * out.itemsize,
+            out_head_bytes=out.stride(1) * out.itemsize,
+            lse=0 if lse is None else lse.data_ptr(),
+            parts=scratch.parts.data_ptr(),
+            scratch=scratch.threads.data_ptr(),
+            scratch_bytes=scratch.threads.stride(0),
         )
         kept = (q, keys.plane, values.plane, pages, scratch, sinks, out, lse)
-        self._launch(self._attend[keys.plane.dtype], arguments, *kept)
+        _launch(self._launcher, self._attend[keys.plane.dtype], arguments, *kept)
         if num_splits > 1:
-            counts = (scratch.located.data_ptr(), num_tokens, heads, num_splits, value_factor, sink_place)
-            self._launch(self._merge, (scratch.parts.data_ptr(), *counts, *place, lse_place), *kept)
+            _launch(self._launcher, self._merge[keys.plane.dtype], arguments, *kept)
 
-    def _launch(self, kernel: CompiledKernel, arguments: tuple[int, ...], *keeps: object) -> None:
-        numbers = np.array(arguments, dtype=np.int64)
-        self._launcher.launch(Record(kernel.address, numbers, (kernel, *keeps), kernel.name))
+
+class LatentCalls:
+    """Makes and launches the records around absorbed latent attention."""
+
+    def __init__(self, launcher: Launcher, dtype: torch.dtype) -> None:
+        """`dtype` is the one of queries, projections and outputs."""
+        self._launcher = launcher
+        self._absorb = compiled(make_absorb, ELEMENTS[dtype], ELEMENTS[dtype])
+        self._project = compiled(make_project, ELEMENTS[dtype], ELEMENTS[dtype])
+
+    def absorb(self, inputs: LatentInputs, out: Tensor) -> None:
+        """Writes queries in latent space, out [num_tokens, heads, latent + rope] fp32."""
+        nope, rope, key_up = inputs.q_nope, inputs.q_rope, inputs.key_up
+        arguments = (
+            *(nope.data_ptr(), *nope.stride()[:2], rope.data_ptr(), *rope.stride()[:2]),
+            *(key_up.data_ptr(), *key_up.stride()[:2], out.data_ptr(), *nope.shape[:2]),
+            *(*key_up.shape[1:], rope.shape[2]),
+        )
+        _launch(self._launcher, self._absorb, arguments, nope, rope, key_up, out)
+
+    def project(self, found: Tensor, value_up: Tensor, located: Tensor, out: Tensor) -> None:
+        """Writes values, out [num_tokens, heads, value_dim], of weighted latents [num_tokens, heads, latent] fp32."""
+        arguments = (
+            *(found.data_ptr(), value_up.data_ptr(), *value_up.stride()[:2], out.data_ptr(), *out.stride()[:2]),
+            *(located.data_ptr(), *out.shape, found.shape[2]),
+        )
+        _launch(self._launcher, self._project, arguments, found, value_up, located, out)
+
+
+def _launch(launcher: Launcher, kernel: CompiledKernel, arguments: tuple[int, ...], *keeps: object) -> None:
+    numbers = np.array(arguments, dtype=np.int64)
+    launcher.launch(Record(kernel.address, numbers, (kernel, *keeps), kernel.name))
 
 
 def plan_masks(step: StepView, buffers: PlanBuffers) -> RowMasks | None:

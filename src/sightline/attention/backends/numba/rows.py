@@ -45,3 +45,6 @@ def _row(dtype: torch.dtype, kind: SpecKind, features: frozenset[Feature]) -> Ca
 
 
 ROWS: tuple[Capability, ...] = tuple(_row(dtype, SpecKind.SOFTMAX, _FEATURES) for dtype in _DTYPES)
+LATENT_ROWS: tuple[Capability, ...] = tuple(
+    _row(dtype, SpecKind.LATENT, _FEATURES - {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS}) for dtype in _DTYPES
+)

@@ -1,0 +1,448 @@
+"""Attention over pages in place, and the merge of its parts.
+
+    attend   a unit is (token, split of the keys). For each block of keys: slots ─▶ scores ─▶ weights ─▶ sums of values,
+             all heads of a block at a time, because their keys and values are side by side in memory
+    merge    the splits of each (token, query head)
+
+Units are dealt out to the threads. What is launched depends on numbers of tokens and heads only, so a recorded program
+serves any lengths. A token that belongs to no row is skipped, and its output left as it is. Arithmetic is fp32.
+
+A state holds, for each head, what is known after some keys: the sum of weighted values, the largest score, and the sum
+of weights relative to it. The states of all heads of a unit are side by side.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from sightline.kernels.cpu.attend import FIELDS
+from sightline.kernels.cpu.attend_tiles import BLOCK, KEYS, AttendForm, Rows, TileWriter, pieces
+from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
+from sightline.kernels.cpu.elementary import exp, larger, largest, tanh, total
+from sightline.kernels.cpu.emitter import F32, I8, I32, I64, Emitter, Value, vector
+from sightline.kernels.cpu.floats import load_floats, store_floats
+from sightline.kernels.cpu.processor import Processor
+from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
+
+MIN_SPLIT = 64
+"""Fewest keys of a split: fewer are not worth a merge."""
+STATE_EXTRA = 2
+"""Numbers of a head's state beside the sums: the largest score and the sum of weights."""
+NOTHING = float("-inf")
+_SLOT_BYTES = 8 * (8 + BLOCK + KEYS)
+"""A list of slots: how many there are, in a cache line of its own, and the slots."""
+_HEADER = 64
+_WIDTH = 16
+"""Numbers that are copied or scaled at once."""
+
+
+class AttendArguments(NamedTuple):
+    """The numbers that `attend` and `merge` read, in their order."""
+
+    q: int
+    q_token_bytes: int
+    q_head_bytes: int
+    keys: int
+    key_slot_bytes: int
+    key_head_bytes: int
+    values: int
+    value_slot_bytes: int
+    value_head_bytes: int
+    pages: int
+    """Address of the page table, int64. 0: entry i of a row is in slot `first token + i`."""
+    page_row_bytes: int
+    page_size: int
+    located: int
+    """[num_tokens, FIELDS] int64, from `locate`."""
+    num_tokens: int
+    num_kv_heads: int
+    num_splits: int
+    score_factor: int
+    """Bits of an fp32, like the next two."""
+    softcap: int
+    """0 without one."""
+    value_factor: int
+    sinks: int
+    """Address, or 0."""
+    out: int
+    out_token_bytes: int
+    out_head_bytes: int
+    lse: int
+    """Address of [num_tokens, num_q_heads] fp32, or 0."""
+    parts: int
+    """States [num_tokens, num_splits, num_q_heads, value_dim + STATE_EXTRA] fp32, used if there are several splits."""
+    scratch: int
+    """`scratch_bytes` of each thread."""
+    scratch_bytes: int
+
+
+def scratch_bytes(num_heads: int, key_dim: int, value_dim: int) -> int:
+    """The memory that a thread of `attend` needs: slots, queries, states and scores."""
+    floats = num_heads * (key_dim + value_dim + STATE_EXTRA + BLOCK)
+    return -(-(2 * _SLOT_BYTES + 4 * floats) // 128) * 128
+
+
+@cache
+def attend_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
+    """The kernel for dtypes and sizes; see `AttendArguments`."""
+    return compile_kernel("attend", lambda module: write_attend(module, form, processor), processor)
+
+
+@cache
+def merge_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
+    """The kernel that merges parts of `attend`, with the same arguments."""
+    return compile_kernel("merge", lambda module: write_merge(module, form), processor)
+
+
+def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
+    """Fills an LLVM module with the kernel."""
+    unit = UNITS[processor.instructions]
+    find, begin = _write_find_slots(module), _write_begin(module, form)
+    add, finish = _write_add_block(module, form, unit), _write_finish(module, form)
+    emitter = Emitter(module, ENTRY, 3)
+    build = emitter.build
+    arguments, thread, num_threads = emitter.arguments
+    given = _given(emitter, arguments)
+    num_heads = emitter.times(given.num_kv_heads, form.group)
+    state_bytes = emitter.times(num_heads, 4 * (form.value_dim + STATE_EXTRA))
+    slots = emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes))
+    own_state = emitter.add(slots, emitter.number(2 * _SLOT_BYTES))
+    queries = emitter.add(own_state, state_bytes)
+    scores = emitter.add(queries, emitter.times(num_heads, 4 * form.key_dim))
+    num_units = emitter.times(given.num_tokens, given.num_splits)
+    is_split = build.icmp_signed(">", given.num_splits, emitter.number(1))
+    with emitter.loop(0, emitter.divided_up(build.sub(num_units, thread), num_threads)) as turn:
+        number = emitter.add(thread, emitter.times(turn, num_threads))
+        token, split = build.sdiv(number, given.num_splits), build.srem(number, given.num_splits)
+        field = emitter.add(given.located, emitter.times(token, 8 * FIELDS))
+        start, end = (emitter.load(field, I64, 8 * place, align=8) for place in (1, 2))
+        with emitter.when(build.icmp_signed(">=", end, emitter.number(0))):
+            first, stop = _share(emitter, start, end, split, given.num_splits)
+            part = emitter.add(given.parts, emitter.times(number, state_bytes))
+            state = build.select(is_split, part, own_state)
+            has_keys = build.zext(build.icmp_signed("<", first, stop), I64)
+            emitter.call_function(begin, [arguments, token, has_keys, queries, state])
+            emitter.call_function(find, [arguments, field, first, stop, slots])
+            with emitter.loop(0, emitter.divided_up(build.sub(stop, first), BLOCK)) as block:
+                odd = emitter.times(build.and_(block, emitter.number(1)), _SLOT_BYTES)
+                here = emitter.add(slots, odd)
+                there = emitter.add(slots, build.sub(emitter.number(_SLOT_BYTES), odd))
+                following = emitter.add(first, emitter.times(emitter.add(block, emitter.number(1)), BLOCK))
+                emitter.call_function(find, [arguments, field, following, stop, there])
+                with emitter.when(build.icmp_signed(">", emitter.load(here, I64, align=8), emitter.number(0))):
+                    emitter.call_function(add, [arguments, here, there, queries, state, scores])
+            with emitter.when(build.not_(is_split)), emitter.loop(0, num_heads) as head:
+                emitter.call_function(finish, [arguments, state, emitter.number(1), state_bytes, token, head])
+    emitter.finish()
+
+
+def write_merge(module: Any, form: AttendForm) -> None:
+    """Fills an LLVM module with the kernel."""
+    finish = _write_finish(module, form)
+    emitter = Emitter(module, ENTRY, 3)
+    build = emitter.build
+    arguments, thread, num_threads = emitter.arguments
+    given = _given(emitter, arguments)
+    num_heads = emitter.times(given.num_kv_heads, form.group)
+    state_bytes = emitter.times(num_heads, 4 * (form.value_dim + STATE_EXTRA))
+    first, stop = emitter.share(emitter.times(given.num_tokens, num_heads), thread, num_threads)
+    with emitter.loop(first, stop) as number:
+        token, head = build.sdiv(number, num_heads), build.srem(number, num_heads)
+        end = emitter.load(emitter.add(given.located, emitter.times(token, 8 * FIELDS)), I64, 16, align=8)
+        with emitter.when(build.icmp_signed(">=", end, emitter.number(0))):
+            parts = emitter.add(given.parts, emitter.times(emitter.times(token, given.num_splits), state_bytes))
+            emitter.call_function(finish, [arguments, parts, given.num_splits, state_bytes, token, head])
+    emitter.finish()
+
+
+def _given(emitter: Emitter, arguments: Value) -> AttendArguments:
+    return AttendArguments(*(emitter.load(arguments, I64, 8 * i, align=8) for i in range(len(AttendArguments._fields))))
+
+
+def _float(emitter: Emitter, bits: Value) -> Value:
+    return emitter.build.bitcast(emitter.build.trunc(bits, I32), F32)
+
+
+def _share(emitter: Emitter, start: Value, end: Value, split: Value, num_splits: Value) -> tuple[Value, Value]:
+    """The keys of a split: whole tiles, if they are not the last."""
+    build = emitter.build
+    share = emitter.divided_up(build.sub(end, start), num_splits)
+    share = emitter.times(emitter.divided_up(share, KEYS), KEYS)
+    share = build.select(build.icmp_signed("<", share, emitter.number(MIN_SPLIT)), emitter.number(MIN_SPLIT), share)
+    first = emitter.add(start, emitter.times(split, share))
+    return first, emitter.smaller(emitter.add(first, share), end)
+
+
+def _write_begin(module: Any, form: AttendForm) -> Value:
+    """A function that scales the queries of a token, and clears its states.
+
+    Arguments: address of the arguments, token, 1 if there are keys, queries, states.
+    """
+    emitter = Emitter(module, "begin", 5, internal=True)
+    arguments, token, has_keys, queries, states = emitter.arguments
+    given = _given(emitter, arguments)
+    factor = emitter.build.fmul(_float(emitter, given.score_factor), emitter.constant(F32, form.factor))
+    with emitter.loop(0, emitter.times(given.num_kv_heads, form.group)) as head:
+        source = emitter.add(
+            given.q, emitter.times(token, given.q_token_bytes), emitter.times(head, given.q_head_bytes)
+        )
+        target = emitter.add(queries, emitter.times(head, 4 * form.key_dim))
+        state = _State(emitter, form, emitter.add(states, emitter.times(head, _State.num_bytes(form))))
+        state.keep(emitter.constant(F32, NOTHING), emitter.constant(F32, 0.0))
+        with emitter.when(emitter.build.icmp_signed("!=", has_keys, emitter.number(0))):
+            for part in pieces(form.key_dim, _WIDTH):
+                q = load_floats(emitter, source, form.q, part.size, part.first * form.q.itemsize)
+                scaled = emitter.build.fmul(q, emitter.splat(factor, part.size))
+                emitter.store(scaled, target, 4 * part.first, align=4)
+            for part in pieces(form.value_dim, _WIDTH):
+                emitter.store(emitter.constant(vector(F32, part.size), 0.0), state.address, 4 * part.first, align=4)
+    emitter.finish()
+    return emitter.function
+
+
+class _State:
+    """A head's state in memory."""
+
+    def __init__(self, emitter: Emitter, form: AttendForm, address: Value) -> None:
+        self._emitter = emitter
+        self._extra = 4 * form.value_dim
+        self.address = address
+
+    @staticmethod
+    def num_bytes(form: AttendForm) -> int:
+        return 4 * (form.value_dim + STATE_EXTRA)
+
+    @property
+    def most(self) -> Value:
+        """The largest score."""
+        return self._emitter.load(self.address, F32, self._extra, align=4)
+
+    @property
+    def weight(self) -> Value:
+        """The sum of the weights, relative to the largest score."""
+        return self._emitter.load(self.address, F32, self._extra + 4, align=4)
+
+    def keep(self, most: Value, weight: Value) -> None:
+        self._emitter.store(most, self.address, self._extra, align=4)
+        self._emitter.store(weight, self.address, self._extra + 4, align=4)
+
+
+def _write_find_slots(module: Any) -> Value:
+    """A function that lists the slots of the keys that a token sees out of a block.
+
+    Arguments: address of the arguments, fields of the token, first key of the block, end of the keys, the list.
+    """
+    emitter = Emitter(module, "find_slots", 5, internal=True)
+    build = emitter.build
+    arguments, field, first, stop, slots = emitter.arguments
+    given = _given(emitter, arguments)
+    place, tree, context_len, positions, position, window = (
+        emitter.load(field, I64, 8 * index, align=8) for index in (0, 3, 4, 5, 6, 7)
+    )
+    stop = emitter.smaller(stop, emitter.add(first, emitter.number(BLOCK)))
+    count, offset, sees = (emitter.variable(I64) for _ in range(3))
+    emitter.set(count, emitter.number(0))
+    has_keys = build.icmp_signed("<", first, stop)
+    first_page = build.sdiv(first, given.page_size)
+    pages = build.select(has_keys, emitter.divided_up(stop, given.page_size), first_page)
+    with emitter.loop(first_page, pages) as page:
+        begin = emitter.times(page, given.page_size)
+        end = emitter.smaller(emitter.add(begin, given.page_size), stop)
+        begin = build.select(build.icmp_signed("<", begin, first), first, begin)
+        emitter.set(offset, place)
+        with emitter.when(build.icmp_signed("!=", given.pages, emitter.number(0))):
+            entry = emitter.add(given.pages, emitter.times(place, given.page_row_bytes), emitter.times(page, 8))
+            moved = build.sub(emitter.load(entry, I64, align=8), page)
+            emitter.set(offset, emitter.times(moved, given.page_size))
+        with emitter.loop(begin, end) as key:
+            number = build.sub(key, context_len)
+            emitter.set(sees, emitter.number(1))
+            is_new = build.icmp_signed(">=", number, emitter.number(0))
+            with emitter.when(build.and_(build.icmp_signed("!=", tree, emitter.number(0)), is_new)):
+                there = emitter.load(emitter.add(positions, emitter.times(number, 8)), I64, align=8)
+                distance = build.sub(position, there)
+                distance = build.select(
+                    build.icmp_signed("<", distance, emitter.number(0)), build.neg(distance), distance
+                )
+                is_near = build.icmp_signed("<", distance, window)
+                is_near = build.or_(is_near, build.icmp_signed("==", window, emitter.number(0)))
+                in_tree = build.icmp_signed("!=", emitter.load(emitter.add(tree, number), I8), emitter.constant(I8, 0))
+                emitter.set(sees, build.zext(build.and_(is_near, in_tree), I64))
+            found = emitter.add(slots, emitter.times(emitter.get(count), 8))
+            emitter.store(emitter.add(key, emitter.get(offset)), found, _HEADER, align=8)
+            emitter.set(count, emitter.add(emitter.get(count), emitter.get(sees)))
+    emitter.store(emitter.get(count), slots, align=8)
+    # A tile is completed with the last key.
+    behind = emitter.add(slots, emitter.times(emitter.get(count), 8))
+    last = emitter.load(behind, I64, _HEADER - 8, align=8)
+    for index in range(KEYS - 1):
+        emitter.store(last, behind, _HEADER + 8 * index, align=8)
+    emitter.finish()
+    return emitter.function
+
+
+def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
+    """A function that adds a block of keys to the states of all heads.
+
+    Arguments: address of the arguments, slots of the block and of the next one, queries, states, scores.
+    """
+    weigh = _write_weigh(module, form)
+    emitter = Emitter(module, "add_block", 6, internal=True)
+    build = emitter.build
+    arguments, here, there, queries, states, scores = emitter.arguments
+    given = _given(emitter, arguments)
+    keys = Rows(given.keys, given.key_slot_bytes, given.key_head_bytes)
+    values = Rows(given.values, given.value_slot_bytes, given.value_head_bytes)
+    count = emitter.load(here, I64, align=8)
+    slots = emitter.add(here, emitter.number(_HEADER))
+    is_last = build.icmp_signed("==", emitter.load(there, I64, align=8), emitter.number(0))
+    next_slots = emitter.add(build.select(is_last, here, there), emitter.number(_HEADER))
+    writer, state_bytes, num_tiles = (
+        TileWriter(emitter, form, unit),
+        _State.num_bytes(form),
+        emitter.divided_up(count, KEYS),
+    )
+    with emitter.loop(0, num_tiles) as tile:
+        own_keys, own_values = (rows.tile(emitter, slots, tile) for rows in (keys, values))
+        with emitter.loop(0, given.num_kv_heads) as head:
+            first = emitter.times(head, form.group)
+            writer.score(
+                keys.of_head(emitter, own_keys, head),
+                values.of_head(emitter, own_values, head),
+                emitter.add(queries, emitter.times(first, 4 * form.key_dim)),
+                emitter.add(scores, emitter.times(first, 4 * BLOCK), emitter.times(tile, 4 * KEYS)),
+            )
+    with emitter.loop(0, emitter.times(given.num_kv_heads, form.group)) as head:
+        own_scores = emitter.add(scores, emitter.times(head, 4 * BLOCK))
+        emitter.call_function(
+            weigh, [given.softcap, count, own_scores, emitter.add(states, emitter.times(head, state_bytes))]
+        )
+    with emitter.loop(0, num_tiles) as tile:
+        own_values, next_keys = values.tile(emitter, slots, tile), keys.tile(emitter, next_slots, tile)
+        with emitter.loop(0, given.num_kv_heads) as head:
+            first = emitter.times(head, form.group)
+            writer.add_values(
+                values.of_head(emitter, own_values, head),
+                keys.of_head(emitter, next_keys, head),
+                emitter.add(scores, emitter.times(first, 4 * BLOCK), emitter.times(tile, 4 * KEYS)),
+                emitter.add(states, emitter.times(first, state_bytes)),
+                state_bytes,
+            )
+    emitter.finish()
+    return emitter.function
+
+
+def _write_weigh(module: Any, form: AttendForm) -> Value:
+    """A function that turns a head's scores into weights relative to the largest so far, and adapts its state.
+
+    Arguments: bits of the softcap, number of scores, scores, state. What is behind the scores becomes a weight of 0.
+    """
+    emitter = Emitter(module, "weigh", 4, internal=True)
+    build, kind = emitter.build, vector(F32, _WIDTH)
+    bits, count, scores, address = emitter.arguments
+    state = _State(emitter, form, address)
+    padded = emitter.times(emitter.divided_up(count, _WIDTH), _WIDTH)
+    cap = _float(emitter, bits)
+    with emitter.when(build.fcmp_ordered(">", cap, emitter.constant(F32, 0.0))):
+        caps = emitter.splat(cap, KEYS)
+        with emitter.loop(0, emitter.times(emitter.divided_up(count, KEYS), KEYS), KEYS) as key:
+            place = emitter.add(scores, emitter.times(key, 4))
+            score = load_floats(emitter, place, torch.float32, KEYS)
+            emitter.store(build.fmul(caps, tanh(build, build.fdiv(score, caps))), place, align=4)
+    before, most_of, weight_of = state.most, emitter.variable(kind), emitter.variable(kind)
+    emitter.set(most_of, emitter.splat(before, _WIDTH))
+    limit = emitter.splat(build.trunc(count, I32), _WIDTH)
+    with emitter.loop(0, padded, _WIDTH) as key:
+        place = emitter.add(scores, emitter.times(key, 4))
+        number = build.add(emitter.counting(I32, _WIDTH), emitter.splat(build.trunc(key, I32), _WIDTH))
+        score = load_floats(emitter, place, torch.float32, _WIDTH)
+        score = build.select(build.icmp_signed("<", number, limit), score, emitter.constant(kind, NOTHING))
+        emitter.store(score, place, align=4)
+        emitter.set(most_of, larger(build, emitter.get(most_of), score))
+    most = largest(build, emitter.get(most_of))
+    base = _finite(emitter, most)
+    emitter.set(weight_of, emitter.constant(kind, 0.0))
+    with emitter.loop(0, padded, _WIDTH) as key:
+        place = emitter.add(scores, emitter.times(key, 4))
+        score = load_floats(emitter, place, torch.float32, _WIDTH)
+        weight = exp(build, build.fsub(score, emitter.splat(base, _WIDTH)), may_overflow=False)
+        emitter.store(weight, place, align=4)
+        emitter.set(weight_of, build.fadd(emitter.get(weight_of), weight))
+    kept = exp(build, build.fsub(before, base), may_overflow=False)
+    state.keep(most, build.fadd(build.fmul(state.weight, kept), total(build, emitter.get(weight_of))))
+    with emitter.when(build.fcmp_unordered("!=", kept, emitter.constant(F32, 1.0))):
+        for part in pieces(form.value_dim, _WIDTH):
+            sums = load_floats(emitter, state.address, torch.float32, part.size, 4 * part.first)
+            emitter.store(build.fmul(sums, emitter.splat(kept, part.size)), state.address, 4 * part.first, align=4)
+    emitter.finish()
+    return emitter.function
+
+
+def _finite(emitter: Emitter, most: Value) -> Value:
+    """What scores are taken relative to. All may be -inf: their weights are then 0, not NaN."""
+    is_nothing = emitter.build.fcmp_ordered("==", most, emitter.constant(F32, NOTHING))
+    return emitter.build.select(is_nothing, emitter.constant(F32, 0.0), most)
+
+
+def _write_finish(module: Any, form: AttendForm) -> Value:
+    """A function that merges states of a head, and writes its output and its log-sum-exp.
+
+    Arguments: address of the arguments, states of the first split, number of splits, bytes from a split to the next,
+    token, head.
+    """
+    emitter = Emitter(module, "finish", 6, internal=True)
+    build = emitter.build
+    arguments, states, num_splits, split_bytes, token, head = emitter.arguments
+    given = _given(emitter, arguments)
+    first = emitter.add(states, emitter.times(head, _State.num_bytes(form)))
+    zero, has_sinks = emitter.constant(F32, 0.0), build.icmp_signed("!=", given.sinks, emitter.number(0))
+
+    def state(split: Value) -> _State:
+        return _State(emitter, form, emitter.add(first, emitter.times(split, split_bytes)))
+
+    sink, most, weight = (emitter.variable(F32) for _ in range(3))
+    emitter.set(sink, emitter.constant(F32, NOTHING))
+    with emitter.when(has_sinks):
+        place = emitter.add(given.sinks, emitter.times(head, form.q.itemsize))
+        loaded = load_floats(emitter, place, form.q, 1)
+        emitter.set(sink, build.extract_element(loaded, emitter.constant(I32, 0)))
+    emitter.set(most, emitter.get(sink))
+    with emitter.loop(0, num_splits) as split:
+        emitter.set(most, larger(build, emitter.get(most), state(split).most))
+    base = _finite(emitter, emitter.get(most))
+    emitter.set(weight, exp(build, build.fsub(emitter.get(sink), base)))
+    with emitter.loop(0, num_splits) as split:
+        each = state(split)
+        kept = exp(build, build.fsub(each.most, base))
+        emitter.set(weight, build.fadd(emitter.get(weight), build.fmul(kept, each.weight)))
+        # The state of a split without keys has no sums, and a weight of 0.
+        each.keep(kept, each.weight)
+    has_weight = build.fcmp_unordered("!=", emitter.get(weight), zero)
+    factor = build.fmul(_float(emitter, given.value_factor), emitter.constant(F32, form.factor))
+    scale = build.select(has_weight, build.fdiv(factor, emitter.get(weight)), zero)
+    target = emitter.add(
+        given.out, emitter.times(token, given.out_token_bytes), emitter.times(head, given.out_head_bytes)
+    )
+    for part in pieces(form.value_dim, 4 * _WIDTH):
+        kind = vector(F32, part.size)
+        sums = emitter.variable(kind)
+        emitter.set(sums, emitter.constant(kind, 0.0))
+        with emitter.loop(0, num_splits) as split:
+            each = state(split)
+            with emitter.when(build.fcmp_unordered("!=", each.weight, zero)):
+                own = load_floats(emitter, each.address, torch.float32, part.size, 4 * part.first)
+                scaled = build.fmul(own, emitter.splat(each.most, part.size))
+                emitter.set(sums, build.fadd(emitter.get(sums), scaled))
+        result = build.fmul(emitter.get(sums), emitter.splat(scale, part.size))
+        store_floats(emitter, result, target, form.out, part.first * form.out.itemsize)
+    with emitter.when(build.icmp_signed("!=", given.lse, emitter.number(0))):
+        num_heads = emitter.times(given.num_kv_heads, form.group)
+        place = emitter.add(given.lse, emitter.times(emitter.add(emitter.times(token, num_heads), head), 4))
+        logarithm = emitter.call("llvm.log.f32", F32, [emitter.get(weight)])
+        lse = build.select(has_weight, build.fadd(base, logarithm), emitter.constant(F32, NOTHING))
+        emitter.store(lse, place, align=4)
+    emitter.finish()
+    return emitter.function

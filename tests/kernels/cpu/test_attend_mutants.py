@@ -1,0 +1,167 @@
+"""Faults planted in the CPU kernels of attention: a check of the kit, or long contexts, catch each of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from sightline.attention.backends.numba import calls
+from sightline.attention.backends.numba.backend import NumbaBackend
+from sightline.attention.backends.numba.latent_backend import NumbaLatentBackend
+from sightline.core.device import Device, DeviceKind
+from sightline.kernels.cpu import attend_kernel, attend_tiles, latent
+from sightline.testing.conformance.checks import CHECKS
+from sightline.testing.conformance.kit import try_row
+from sightline.testing.conformance.rig import Subject
+from sightline.testing.conformance.trial import Effort
+from support.cpu_attention import Heads, attended
+
+pytestmark = pytest.mark.prove
+CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
+
+
+LONG_CONTEXTS = "contexts of several blocks and splits"
+
+
+class Fault(NamedTuple):
+    module: ModuleType
+    original: str
+    """A piece of source that occurs once."""
+    replacement: str
+    check: str
+    """The check of the kit that fails, or LONG_CONTEXTS."""
+    backend: Any = NumbaBackend
+
+
+FAULTS = {
+    "keys behind the end of a page are read from the memory behind it": Fault(
+        attend_kernel,
+        "end = emitter.smaller(emitter.add(begin, given.page_size), stop)",
+        "end = emitter.smaller(emitter.add(begin, emitter.times(given.page_size, 2)), stop)",
+        "context",
+    ),
+    "the key that completes a tile has weight": Fault(
+        attend_kernel,
+        "limit = emitter.splat(build.trunc(count, I32), _WIDTH)",
+        "limit = emitter.splat(build.trunc(emitter.add(count, emitter.number(1)), I32), _WIDTH)",
+        "context",
+    ),
+    "sums are not rescaled when a larger score comes": Fault(
+        attend_kernel,
+        'fcmp_unordered("!=", kept, emitter.constant(F32, 1.0))',
+        'fcmp_ordered("!=", kept, kept)',
+        LONG_CONTEXTS,
+    ),
+    "parts are merged without their weight": Fault(
+        attend_kernel,
+        "each.keep(kept, each.weight)",
+        "each.keep(emitter.constant(F32, 1.0), each.weight)",
+        LONG_CONTEXTS,
+    ),
+    "the last split is lost": Fault(
+        attend_kernel,
+        "share = emitter.divided_up(build.sub(end, start), num_splits)",
+        "share = build.sdiv(build.sub(end, start), emitter.add(num_splits, emitter.number(1)))",
+        LONG_CONTEXTS,
+    ),
+    "the sink is forgotten": Fault(
+        attend_kernel,
+        "emitter.set(weight, exp(build, build.fsub(emitter.get(sink), base)))",
+        "emitter.set(weight, zero)",
+        "sinks",
+    ),
+    "a tree sees all new tokens": Fault(
+        attend_kernel,
+        "emitter.set(sees, build.zext(build.and_(is_near, in_tree), I64))",
+        "emitter.set(sees, build.zext(is_near, I64))",
+        "tree-mask",
+    ),
+    "padding is computed": Fault(
+        attend_kernel,
+        'with emitter.when(build.icmp_signed(">=", end, emitter.number(0))):\n            first, stop',
+        'with emitter.when(build.icmp_signed(">=", end, emitter.number(-1))):\n            first, stop',
+        "padding",
+    ),
+    "dimensions behind the last whole line are dropped": Fault(
+        attend_tiles, "if whole < dims:", "if whole > dims:", "context"
+    ),
+    "the last queries of a group are those of the first tile": Fault(
+        attend_tiles, "yield nullcontext(emitter.number(whole))", "yield nullcontext(emitter.number(0))", "context"
+    ),
+    "queries in latent space have no position": Fault(
+        latent, "if part == 0:", "if part < 0:", "context", NumbaLatentBackend
+    ),
+    "a head's values are those of the next row of weights": Fault(
+        latent, "row = head * up_head + value * up_row", "row = head * up_head", "context", NumbaLatentBackend
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A kernel with a fault is compiled anew, and nobody else gets it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kernels"))
+    kernels = (attend_kernel.attend_kernel, attend_kernel.merge_kernel)
+    for each in kernels:
+        each.cache_clear()
+    yield
+    for each in kernels:
+        each.cache_clear()
+
+
+def with_fault(fault: Fault, folder: Path) -> ModuleType:
+    """The module, compiled from its source with the fault in it."""
+    source = inspect.getsource(fault.module)
+    assert source.count(fault.original) == 1
+    path = folder / "with_a_fault.py"
+    path.write_text(source.replace(fault.original, fault.replacement))
+    spec = importlib.util.spec_from_file_location("with_a_fault", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def plant(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    module = with_fault(fault, folder)
+    if fault.module is attend_kernel:
+        patch.setattr(calls, "attend_kernel", module.attend_kernel)
+        patch.setattr(calls, "merge_kernel", module.merge_kernel)
+    elif fault.module is attend_tiles:
+        patch.setattr(attend_kernel, "TileWriter", module.TileWriter)
+    else:
+        patch.setattr(calls, "make_absorb", module.make_absorb)
+        patch.setattr(calls, "make_project", module.make_project)
+
+
+def failed(fault: Fault) -> list[str]:
+    if fault.check == LONG_CONTEXTS:
+        return [fault.check] if not attended(Heads(2, 5, 22), num_threads=7).error() < 3e-6 else []
+    row = next(row for row in fault.backend.capabilities if torch.float32 in row.dtypes)
+    row = replace(row, head_dims=frozenset({22}), group_sizes=frozenset({5}), page_sizes=frozenset({3, 16}))
+    [check] = [check for check in CHECKS if check.name == fault.check]
+    report = try_row(Subject("numba", fault.backend, row, CPU), Effort.QUICK, None, (check,))
+    assert [result.check for result in report.results] == [fault.check]
+    return [result.check for result in report.failed]
+
+
+@pytest.mark.parametrize("fault", {(fault.check, fault.backend): fault for fault in FAULTS.values()}.values())
+def test_without_a_fault_the_check_passes(fault: Fault) -> None:
+    assert failed(fault) == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(FAULTS[name], tmp_path, monkeypatch)
+    assert failed(FAULTS[name]) == [FAULTS[name].check]
