@@ -20,8 +20,22 @@ from sightline.kernels.cpu.instructions import (
     store64,
 )
 
-ONE, HALF, TWO = np.float32(1.0), np.float32(0.5), np.float32(2.0)
+ZERO, ONE, HALF, TWO = np.float32(0.0), np.float32(1.0), np.float32(0.5), np.float32(2.0)
 ROOT_HALF = np.float32(math.sqrt(0.5))
+ERFC_PLACE = np.float32(0.4)
+ERFC = (
+    np.float32(0.0810918199),
+    np.float32(-0.431111968),
+    np.float32(0.76875664),
+    np.float32(-0.482850721),
+    np.float32(0.494545129),
+    np.float32(0.0975552084),
+    np.float32(0.248993418),
+    np.float32(0.222874684),
+    np.float32(0.000145761827),
+)
+"""exp(z²) erfc(z) for z >= 0 is a polynomial in 1 / (1 + 0.4 z), within a relative error of 3e-8: from the highest power
+down. Fitted by least squares with weights that even out the error."""
 TANH_SCALE = np.float32(2.0 * math.sqrt(2.0 / math.pi))
 CUBIC = np.float32(0.044715)
 THIRD, TWO_FIFTEENTHS, NEAR_ZERO = np.float32(1 / 3), np.float32(2 / 15), np.float32(0.01)
@@ -50,11 +64,23 @@ def tanh32(value):
 
 
 @numba.njit(inline="always")
+def _erfc(z):
+    """1 - erf(z) for z >= 0, without a branch or a table, so that loops over it become vector code."""
+    t = ONE / (ONE + ERFC_PLACE * z)
+    # Written out: a loop would read the numbers from memory, and would not become vector code.
+    result = ((ERFC[0] * t + ERFC[1]) * t + ERFC[2]) * t + ERFC[3]
+    result = ((result * t + ERFC[4]) * t + ERFC[5]) * t + ERFC[6]
+    return ((result * t + ERFC[7]) * t + ERFC[8]) * exp32(-z * z)
+
+
+@numba.njit(inline="always")
 def _activated(value, KIND):
     if KIND == 0:
         return value / (ONE + exp32(-value))
     if KIND == 1:
-        return HALF * value * (ONE + np.float32(math.erf(value * ROOT_HALF)))
+        # Half of erfc is the share that is taken away from a positive number, and left of a negative one.
+        share = HALF * _erfc(abs(value) * ROOT_HALF)
+        return value * (ONE - share if value > ZERO else share)
     if KIND == 2:
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
         return value / (ONE + exp32(-TANH_SCALE * (value + CUBIC * value * value * value)))

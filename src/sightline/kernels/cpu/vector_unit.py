@@ -29,6 +29,9 @@ class VectorUnit(ABC):
     """The numbers of input rows that are multiplied at once, from many to 1. Limited by the registers."""
     few_rows: ClassVar[tuple[int, ...]] = (4, 3, 2, 1)
     """Those that are multiplied with codes which are unpacked in registers. More rows share unpacked codes."""
+    dense_rows: ClassVar[int]
+    """Rows of a tile of dense products: with 4 outputs, as many sums as there are registers, less those of a row and of
+    the weights."""
     excess: ClassVar[int] = 0
     """What `dot` adds to each signed code, because the instruction takes unsigned ones only."""
 
@@ -66,6 +69,7 @@ class NeonDotUnit(VectorUnit):
 
     lanes = 4
     panel = 8
+    dense_rows = 6
 
     def inputs(self, emitter: Emitter, address: Value, quad: int) -> Value:
         # The instruction repeats one of the four words of a register by itself.
@@ -93,6 +97,7 @@ class PortableUnit(VectorUnit):
 
     lanes = 4
     panel = 8
+    dense_rows = 2
     tile_rows = (2, 1)
     few_rows = (2, 1)
 
@@ -126,6 +131,7 @@ class Avx2Unit(VectorUnit):
 
     lanes = 8
     panel = 8
+    dense_rows = 3
 
     def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
         count = 4 * self.lanes
@@ -144,6 +150,7 @@ class VnniUnit(VectorUnit):
 
     lanes = 8
     panel = 8
+    dense_rows = 3
     excess = 128
 
     def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
@@ -164,6 +171,7 @@ class Vnni512Unit(VnniUnit):
 
     lanes = 16
     panel = 16
+    dense_rows = 6
     tile_rows = (8, 4, 2, 1)
 
 

@@ -26,6 +26,7 @@ from sightline.kernels.cpu.attend import (
     make_write,
     scratch_floats,
 )
+from sightline.kernels.cpu.attend_prompt import make_attend_prompt, scratch_numbers
 from sightline.kernels.cpu.compiled import Kernel, compiled
 from sightline.kernels.cpu.instructions import ELEMENTS
 from sightline.kernels.cpu.record import Launcher, Record, float_bits
@@ -67,6 +68,8 @@ class AttentionScratch:
     """[num_threads, floats of a thread] fp32."""
     slots: Tensor
     """[num_threads, SLOTS] int64."""
+    prompts: Tensor
+    """[num_threads, floats of a thread] fp32, for rows with many new tokens."""
 
     @staticmethod
     def of(lease: Lease, shape: AttentionShape, max_tokens: int, num_threads: int) -> AttentionScratch:
@@ -78,6 +81,11 @@ class AttentionScratch:
             lease("parts", (most_parts, shape.value_dim + 2), torch.float32),
             lease("threads", (num_threads, floats), torch.float32),
             lease("slots", (num_threads, SLOTS), torch.int64),
+            lease(
+                "prompts",
+                (num_threads, scratch_numbers(shape.group, shape.key_dim, shape.value_dim)),
+                torch.float32,
+            ),
         )
 
 
@@ -142,6 +150,9 @@ class AttentionCalls:
         elements = ELEMENTS[q], shape.key_dim, shape.value_dim, shape.group, ELEMENTS[out]
         self._attend = {
             dtype: compiled(make_attend, elements[0], ELEMENTS[dtype], *elements[1:]) for dtype in {cache, entry}
+        }
+        self._attend_prompt = {
+            dtype: compiled(make_attend_prompt, elements[0], ELEMENTS[dtype], *elements[1:]) for dtype in {cache, entry}
         }
         self._write = compiled(make_write, ELEMENTS[entry], ELEMENTS[cache])
         self._merge = compiled(make_merge, ELEMENTS[q], shape.value_dim, ELEMENTS[out])
@@ -208,6 +219,34 @@ class AttentionCalls:
         if num_splits > 1:
             counts = (scratch.located.data_ptr(), num_tokens, heads, num_splits, value_factor, sink_place)
             self._launch(self._merge, (scratch.parts.data_ptr(), *counts, *place, lse_place), *kept)
+
+    def attend_prompt(
+        self,
+        step: StepView,
+        q: Tensor,
+        keys: Entries,
+        values: Entries,
+        pages: Pages | None,
+        scratch: AttentionScratch,
+        out: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> None:
+        """`attend`, for rows with many new tokens and without trees."""
+        lens = step.batch.query_lens.device
+        table = (0, 0, 1) if pages is None else (pages.table.data_ptr(), pages.table.stride(0), pages.page_size)
+        arguments = (
+            *(q.data_ptr(), *q.stride()[:2], *keys.place, *values.place, *table),
+            *(scratch.located.data_ptr(), lens.data_ptr(), step.batch.num_rows, self._shape.num_kv_heads),
+            *(float_bits(scale * keys.scale), float_bits(softcap or 0.0), float_bits(values.scale)),
+            *(0 if sinks is None else sinks.data_ptr(), out.data_ptr(), *out.stride()[:2]),
+            *(0 if lse is None else lse.data_ptr(), scratch.prompts.data_ptr(), scratch.prompts.stride(0)),
+        )
+        kept = (q, keys.plane, values.plane, pages, scratch, lens, sinks, out, lse)
+        self._launch(self._attend_prompt[keys.plane.dtype], arguments, *kept)
 
     def _launch(self, kernel: Kernel, arguments: tuple[int, ...], *keeps: object) -> None:
         numbers = np.array(arguments, dtype=np.int64)
