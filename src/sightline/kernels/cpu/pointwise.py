@@ -67,10 +67,12 @@ def tanh32(value):
 def _erfc(z):
     """1 - erf(z) for z >= 0, without a branch or a table, so that loops over it become vector code."""
     t = ONE / (ONE + ERFC_PLACE * z)
-    # Written out: a loop would read the numbers from memory, and would not become vector code.
-    result = ((ERFC[0] * t + ERFC[1]) * t + ERFC[2]) * t + ERFC[3]
-    result = ((result * t + ERFC[4]) * t + ERFC[5]) * t + ERFC[6]
-    return ((result * t + ERFC[7]) * t + ERFC[8]) * exp32(-z * z)
+    # Written out, in pairs of terms: a loop would not become vector code, and one term after the other would wait.
+    t2 = t * t
+    t4 = t2 * t2
+    high = ERFC[0] * t4 + ((ERFC[1] * t + ERFC[2]) * t2 + (ERFC[3] * t + ERFC[4]))
+    low = (ERFC[5] * t + ERFC[6]) * t2 + (ERFC[7] * t + ERFC[8])
+    return (high * t4 + low) * exp32(-z * z)
 
 
 @numba.njit(inline="always")
