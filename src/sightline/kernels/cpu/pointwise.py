@@ -130,6 +130,21 @@ def make_activate(X, KIND):
     return activate
 
 
+def make_widen(X):
+    """out = x, in fp32. Columns are shared. Arguments: x, its row stride, num_rows, size, out, its row stride."""
+
+    def widen(arguments, thread, num_threads):
+        x, x_stride = load64(arguments, 0), load64(arguments, 1)
+        num_rows, size = load64(arguments, 2), load64(arguments, 3)
+        out, out_stride = load64(arguments, 4), load64(arguments, 5)
+        first, stop = size * thread // num_threads, size * (thread + 1) // num_threads
+        for row in range(num_rows):
+            for i in range(first, stop):
+                store(out, row * out_stride + i, load(x, row * x_stride + i, X), 0)
+
+    return widen
+
+
 def make_softcap():
     """x = cap * tanh(x / cap), fp32. Columns are shared. Arguments: x, its row stride, num_rows, size, cap."""
 
