@@ -275,14 +275,51 @@ def test_dense_products_in_one_dtype(dtype: torch.dtype, num_threads: int) -> No
     assert error(out, x.double() @ weight.double().t()) < OF_DTYPE[dtype]
 
 
-def test_many_rows_and_feature_major_ones_are_left_to_torch() -> None:
+@pytest.mark.parametrize("weights_in", OF_DTYPE)
+@pytest.mark.parametrize("rows", [9, 10, 11, 12, 15, 67])
+@pytest.mark.parametrize("num_threads", [1, 3])
+@all_processors
+def test_dense_products_of_many_rows(
+    weights_in: torch.dtype, rows: int, num_threads: int, processor: Processor
+) -> None:
+    """Rows leave every rest behind tiles of 6, 4 and 2, and 151 outputs one behind a chunk and behind a tile."""
+    weight = random_rows(151, 101, seed=5).to(weights_in)
+    bias = random_rows(1, 151, seed=6)[0]
+    x, out = random_rows(rows, 150)[:, :101], poisoned(rows, 160)[:, 3:154]
+    launcher = SerialLauncher(num_threads)
+    projection = CpuLinear(weight, bias, CpuCompute.on(launcher, processor))
+    projection(x, out)
+    expected = x.double() @ weight.double().t() + bias
+    assert error(out, expected) < CLOSE
+    projection.add(x, out)
+    assert error(out, 2 * expected) < CLOSE
+    assert [name.startswith("dense-many-") for name in launcher.names] == [True] * 2
+
+
+@pytest.mark.parametrize("dtype", OF_DTYPE)
+def test_a_row_of_a_dense_product_does_not_depend_on_the_rows_beside_it_if_they_are_many(dtype: torch.dtype) -> None:
+    weight, x = random_rows(13, 50, seed=5).to(dtype), random_rows(40, 50).to(dtype)
+    projection = CpuLinear(weight, None, compute(PROCESSORS["this"], 2))
+    together = poisoned(40, 13, dtype)
+    projection(x, together)
+    for rows in (slice(0, 9), slice(5, 15), slice(19, 40)):
+        out = poisoned(len(x[rows]), 13, dtype)
+        projection(x[rows], out)
+        assert torch.equal(out, together[rows])
+
+
+def test_dense_products_of_no_rows_launch_nothing() -> None:
     launcher = SerialLauncher()
-    weight = random_rows(16, 64, seed=5)
-    projection = CpuLinear(weight, None, CpuCompute.on(launcher))
-    for x, out in ((random_rows(9, 64), poisoned(9, 16)), (random_rows(64, 4).t(), poisoned(16, 4).t())):
-        projection(x, out)
-        assert error(out, x.double() @ weight.double().t()) < CLOSE
+    CpuLinear(random_rows(16, 64), None, CpuCompute.on(launcher))(torch.empty(0, 64), torch.empty(0, 16))
     assert launcher.names == []
+
+
+def test_dense_products_refuse_feature_major_rows_and_weights() -> None:
+    projection = CpuLinear(random_rows(16, 64), None, compute(PROCESSORS["this"]))
+    with pytest.raises(ValueError, match="expected inputs and outputs whose features are contiguous"):
+        projection(random_rows(64, 4).t(), poisoned(4, 16))
+    with pytest.raises(ValueError, match="expected weights whose features are contiguous"):
+        CpuLinear(random_rows(64, 16).t(), None, compute(PROCESSORS["this"]))
 
 
 def test_compiled_kernels_are_kept_on_disk_and_a_damaged_file_is_compiled_again(tmp_path: Path) -> None:

@@ -46,6 +46,28 @@ def operations(launcher: CpuLauncher) -> CpuOperations:
     return CpuOperations(launcher, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_logits_are_widened_exactly(launcher: CpuLauncher, dtype: torch.dtype, rows: int) -> None:
+    wide = torch.randn(rows, 40).to(dtype)
+    got = CpuOperations(launcher, dtype).widened(wide[:, 3:36])
+    assert got.dtype == torch.float32
+    assert torch.equal(got, wide[:, 3:36].float())
+
+
+def test_fp32_is_not_copied(operations: CpuOperations) -> None:
+    x = torch.randn(3, 5)
+    assert operations.widened(x) is x
+
+
+def test_gelu_is_as_exact_as_fp32_allows(operations: CpuOperations) -> None:
+    x = torch.linspace(-14.0, 14.0, 100_001)[None]
+    got = x.clone()
+    operations.activate(Activation.GELU, got)
+    wanted = torch.nn.functional.gelu(x.double())
+    assert bool(((got - wanted).abs() <= 3e-7 * x.abs()).all())
+
+
 @pytest.mark.parametrize("kind", GATES, ids=str)
 def test_a_compiled_gate_hides_no_nan(operations: CpuOperations, kind: Gate) -> None:
     gate, up = torch.zeros(2, 3, 4)

@@ -276,8 +276,6 @@ def _resolve_layer_kernels(config: EngineConfig, device: Device, ledger: Ledger)
                 "leave it out"
             )
         return kernels
-    if own is LayerKernels.NUMBA and Task(config.task) is Task.EMBED:
-        return LayerKernels.TORCH
     if is_missing:
         ledger.degrade(
             "layer_kernels",

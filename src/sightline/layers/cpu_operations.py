@@ -48,6 +48,7 @@ class CpuOperations(Operations):
         self._turn = compiled(norms.make_turn, element)
         self._gates = {code: compiled(pointwise.make_gate, element, code) for code in GateCode}
         self._activations = {code: compiled(pointwise.make_activate, element, code) for code in _CODES.values()}
+        self._widen = compiled(pointwise.make_widen, element)
         self._softcap = compiled(pointwise.make_softcap)
         self._best_tokens = compiled(pointwise.make_best_tokens)
 
@@ -144,6 +145,13 @@ class CpuOperations(Operations):
 
     def activate(self, kind: Activation, x: Tensor) -> None:
         self._launch(self._activations[_CODES[kind]], (*self._rows(x), *x.shape), x)
+
+    def widened(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return x
+        out = x.new_empty(x.shape, dtype=torch.float32)
+        self._launch(self._widen, (*self._rows(x), *x.shape, *_fp32_rows(out)), x, out)
+        return out
 
     def softcap(self, logits: Tensor, cap: float) -> None:
         arguments = (*_fp32_rows(logits), *logits.shape, float_bits(cap))

@@ -109,6 +109,10 @@ class Operations(ABC):
         """Applies the activation to x [num_tokens, size] in place."""
 
     @abstractmethod
+    def widened(self, x: Tensor) -> Tensor:
+        """x [num_rows, size] row-major in fp32: x itself if it is that already, otherwise a copy."""
+
+    @abstractmethod
     def softcap(self, logits: Tensor, cap: float) -> None:
         """Replaces the logits [num_rows, vocab_size] fp32 by cap * tanh(logits / cap)."""
 

@@ -104,6 +104,9 @@ class TorchOperations(Operations):
     def activate(self, kind: Activation, x: Tensor) -> None:
         _IN_PLACE[kind](x)
 
+    def widened(self, x: Tensor) -> Tensor:
+        return x.contiguous().float()
+
     def softcap(self, logits: Tensor, cap: float) -> None:
         logits.div_(cap).tanh_().mul_(cap)
 

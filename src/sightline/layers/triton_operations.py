@@ -106,6 +106,9 @@ class TritonOperations(Operations):
     def activate(self, kind: Activation, x: Tensor) -> None:
         pointwise.activate(_KINDS[kind], x)
 
+    def widened(self, x: Tensor) -> Tensor:
+        return x.contiguous().float()
+
     def softcap(self, logits: Tensor, cap: float) -> None:
         pointwise.softcap(logits, cap)
 

@@ -203,7 +203,7 @@ class DecoderStates(Model):
             layer.mlp.buffers(scratch)
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
-        return self.wanted(planned, scratch).float()
+        return scratch.operations.widened(self.wanted(planned, scratch))
 
     def wanted(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         """A copy of the states of the tokens that the batch asks for, [num_logits, hidden_size]."""
@@ -246,7 +246,7 @@ class Decoder(Model):
         hidden = self.states.wanted(planned, scratch)
         out = scratch.empty_rows(hidden.shape[0], self.head.out_features, hidden, turns=self.head.turns)
         self.head(hidden, out)
-        logits = out.contiguous().float()
+        logits = scratch.operations.widened(out)
         if self.definition.logit_softcap is not None:
             scratch.operations.softcap(logits, self.definition.logit_softcap)
         return logits

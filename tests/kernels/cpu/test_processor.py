@@ -52,7 +52,8 @@ def test_every_kernel_compiles_for_every_processor_and_calls_nothing(processor: 
         lambda module: write_quantise(module, dtype),
         lambda module: write_product(module, FORMS["Q4_1"], dtype, processor),
         lambda module: write_lookup(module, FORMS["Q5_K"], dtype, processor),
-        lambda module: write_dense(module, DenseTypes(dtype, dtype, dtype), processor),
+        lambda module: write_dense(module, DenseTypes(dtype, dtype, dtype), processor, many_rows=False),
+        lambda module: write_dense(module, DenseTypes(dtype, dtype, dtype), processor, many_rows=True),
     )
     for write in writers:
         listing = assembly(module_text(write, processor), processor)

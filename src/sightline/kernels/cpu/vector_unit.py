@@ -34,6 +34,9 @@ class VectorUnit(ABC):
     """The numbers of input rows that are multiplied at once, from many to 1. Limited by the registers."""
     few_rows: ClassVar[tuple[int, ...]] = (4, 3, 2, 1)
     """Those that are multiplied with codes which are unpacked in registers. More rows share unpacked codes."""
+    dense_rows: ClassVar[int]
+    """Rows of a tile of dense products: with 4 outputs, as many sums as there are registers, less those of a row and of
+    the weights."""
     excess: ClassVar[int] = 0
     """What `dot` adds to each signed code, because the instruction takes unsigned ones only."""
 
@@ -85,6 +88,7 @@ class NeonDotUnit(VectorUnit):
     lanes = 4
     registers = 32
     panel = 8
+    dense_rows = 6
 
     def inputs(self, emitter: Emitter, address: Value, quad: int) -> Value:
         # The instruction repeats one of the four words of a register by itself.
@@ -126,6 +130,7 @@ class PortableUnit(VectorUnit):
 
     lanes = 4
     panel = 8
+    dense_rows = 2
     tile_rows = (2, 1)
     few_rows = (2, 1)
 
@@ -163,6 +168,7 @@ class Avx2Unit(VectorUnit):
 
     lanes = 8
     panel = 8
+    dense_rows = 3
 
     def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
         count = 4 * self.lanes
@@ -181,6 +187,7 @@ class VnniUnit(VectorUnit):
 
     lanes = 8
     panel = 8
+    dense_rows = 3
     excess = 128
 
     def dot(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value, *, signed: bool) -> Value:
@@ -202,6 +209,7 @@ class Vnni512Unit(VnniUnit):
     lanes = 16
     registers = 32
     panel = 16
+    dense_rows = 6
     tile_rows = (8, 4, 2, 1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -50,6 +51,8 @@ class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
     pages: Pages
     masks: RowMasks | None
     scratch: AttentionScratch
+    is_prompt: bool
+    """True if rows have several new tokens, which share the keys that are read. Trees of tokens do not."""
 
     def prepare(self) -> None:
         self.calls.locate(self.step, self.masks, self.spec.window, self.scratch)
@@ -61,7 +64,8 @@ class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
             keys, values, pages = self.keys[layer], self.values[layer], self.pages
             self.calls.write(inputs.k, keys, self.write_slots)
             self.calls.write(inputs.v, values, self.write_slots)
-        self.calls.attend(
+        attend = partial(self.calls.attend_prompt, self.step) if self.is_prompt else self.calls.attend
+        attend(
             inputs.q,
             keys,
             values,
@@ -109,4 +113,6 @@ class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             pages=self._pages,
             masks=plan_masks(step, buffers),
             scratch=self._scratch[step.lane],
+            is_prompt=step.batch.num_tokens > step.batch.num_rows
+            and all(mask.tree is None for mask in step.batch.masks),
         )

@@ -25,6 +25,7 @@ from sightline.kernels.cpu.attend_kernel import (
     merge_kernel,
     scratch_bytes,
 )
+from sightline.kernels.cpu.attend_prompt import make_attend_prompt, scratch_numbers
 from sightline.kernels.cpu.attend_tiles import AttendForm
 from sightline.kernels.cpu.compiled import compiled
 from sightline.kernels.cpu.compiler import CompiledKernel
@@ -71,6 +72,8 @@ class AttentionScratch:
     """[most parts, value_dim + STATE_EXTRA] fp32: states of splits."""
     threads: Tensor
     """[num_threads, bytes of a thread] uint8."""
+    prompts: Tensor
+    """[num_threads, floats of a thread] fp32, for rows with many new tokens."""
 
     @staticmethod
     def of(lease: Lease, shape: AttentionShape, max_tokens: int, num_threads: int) -> AttentionScratch:
@@ -81,6 +84,11 @@ class AttentionScratch:
             lease("located", (max_tokens, FIELDS), torch.int64),
             lease("parts", (most_parts, shape.value_dim + STATE_EXTRA), torch.float32),
             lease("threads", (num_threads, thread_bytes), torch.uint8),
+            lease(
+                "prompts",
+                (num_threads, scratch_numbers(shape.group, shape.key_dim, shape.value_dim)),
+                torch.float32,
+            ),
         )
 
 
@@ -151,6 +159,10 @@ class AttentionCalls:
         forms = {dtype: AttendForm(q, dtype, out, *sizes) for dtype in {cache, entry}}
         self._attend = {dtype: attend_kernel(form, processor) for dtype, form in forms.items()}
         self._merge = {dtype: merge_kernel(form, processor) for dtype, form in forms.items()}
+        elements = ELEMENTS[q], shape.key_dim, shape.value_dim, shape.group, ELEMENTS[out]
+        self._attend_prompt = {
+            dtype: compiled(make_attend_prompt, elements[0], ELEMENTS[dtype], *elements[1:]) for dtype in {cache, entry}
+        }
         self._write = {dtype: compiled(make_write, ELEMENTS[entry], ELEMENTS[dtype]) for dtype in {cache, entry}}
         self._locate = compiled(make_locate)
 
@@ -227,6 +239,34 @@ class AttentionCalls:
         _launch(self._launcher, self._attend[keys.plane.dtype], arguments, *kept)
         if num_splits > 1:
             _launch(self._launcher, self._merge[keys.plane.dtype], arguments, *kept)
+
+    def attend_prompt(
+        self,
+        step: StepView,
+        q: Tensor,
+        keys: Entries,
+        values: Entries,
+        pages: Pages | None,
+        scratch: AttentionScratch,
+        out: Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> None:
+        """`attend`, for rows with many new tokens and without trees."""
+        lens = step.batch.query_lens.device
+        table = (0, 0, 1) if pages is None else (pages.table.data_ptr(), pages.table.stride(0), pages.page_size)
+        arguments = (
+            *(q.data_ptr(), *q.stride()[:2], *keys.place, *values.place, *table),
+            *(scratch.located.data_ptr(), lens.data_ptr(), step.batch.num_rows, self._shape.num_kv_heads),
+            *(float_bits(scale * keys.scale), float_bits(softcap or 0.0), float_bits(values.scale)),
+            *(0 if sinks is None else sinks.data_ptr(), out.data_ptr(), *out.stride()[:2]),
+            *(0 if lse is None else lse.data_ptr(), scratch.prompts.data_ptr(), scratch.prompts.stride(0)),
+        )
+        kept = (q, keys.plane, values.plane, pages, scratch, lens, sinks, out, lse)
+        _launch(self._launcher, self._attend_prompt[keys.plane.dtype], arguments, *kept)
 
 
 class LatentCalls:

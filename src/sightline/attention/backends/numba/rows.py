@@ -39,8 +39,7 @@ def _row(dtype: torch.dtype, kind: SpecKind, features: frozenset[Feature]) -> Ca
         host_lengths=HostLengths.BOUND,
         graph=GraphLevel.FULL,
         package="numba",
-        # Every new token reads all its keys again: torch's products are faster for many new tokens.
-        ranks=Ranks(prefill=-10, decode=10, few=10),
+        ranks=Ranks(prefill=10, decode=10, few=10),
     )
 
 
