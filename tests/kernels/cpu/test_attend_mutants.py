@@ -78,7 +78,7 @@ FAULTS = {
         attend_kernel,
         "emitter.set(weight, exp(build, build.fsub(emitter.get(sink), base)))",
         "emitter.set(weight, zero)",
-        "sinks",
+        "features-together",
     ),
     "a tree sees all new tokens": Fault(
         attend_kernel,
@@ -90,7 +90,7 @@ FAULTS = {
         attend_kernel,
         'with emitter.when(build.icmp_signed(">=", end, emitter.number(0))):\n            first, stop',
         'with emitter.when(build.icmp_signed(">=", end, emitter.number(-1))):\n            first, stop',
-        "padding",
+        "covering",
     ),
     "dimensions behind the last whole line are dropped": Fault(
         attend_tiles, "if whole < dims:", "if whole > dims:", "context"
