@@ -11,6 +11,7 @@ from torch import Tensor
 from sightline.attention.backends.numba.calls import AttentionCalls, AttentionScratch, AttentionShape, Entries, Pages
 from sightline.attention.oracle.attention import attend_row
 from sightline.attention.spec import SoftmaxSpec
+from sightline.kernels.cpu.record import Launcher
 from support.cpu_launchers import SerialLauncher
 
 PAGE = 16
@@ -44,15 +45,19 @@ def attended(
     contexts: Sequence[int] = LONG,
     *,
     num_threads: int = 7,
+    launcher: Launcher | None = None,
     window: int | None = None,
     nan_at: tuple[int, int] | None = None,
 ) -> Attended:
-    """One new token a row, whose scores grow along the context. `nan_at` is a key and a dimension of row 0's values."""
+    """One new token a row, whose scores grow along the context. `nan_at` is a key and a dimension of row 0's values.
+
+    Runs on the launcher, otherwise for `num_threads` threads in turn.
+    """
     generator = torch.Generator().manual_seed(3)
     kv_heads, group, dim = heads
-    shape, launcher = AttentionShape(kv_heads, group, dim, dim), SerialLauncher(num_threads)
+    shape, launcher = AttentionShape(kv_heads, group, dim, dim), launcher or SerialLauncher(num_threads)
     calls = AttentionCalls(launcher, shape, dtype, cache, dtype, dtype)
-    scratch = AttentionScratch.of(_poisoned, shape, len(contexts), num_threads)
+    scratch = AttentionScratch.of(_poisoned, shape, len(contexts), launcher.num_threads)
     lengths = [-(-context // PAGE) for context in contexts]
     table = torch.zeros(len(contexts), max(lengths), dtype=torch.int64)
     order = torch.split(torch.randperm(sum(lengths), generator=generator), lengths)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("numba")
 
+from sightline.attention.backends.numba.calls import AttentionScratch, Pages
 from sightline.kernels.cpu.attend_kernel import write_attend, write_merge
 from sightline.kernels.cpu.attend_tiles import AttendForm, pieces
-from sightline.kernels.cpu.compiler import assembly, module_text
+from sightline.kernels.cpu.compiler import assembly, machine_code, module_text
 from sightline.kernels.cpu.processor import Instructions, Processor
+from sightline.kernels.cpu.record import Record
 from support.cpu_attention import LONG, Heads, attended
 
 CLOSE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -81,3 +90,92 @@ def test_code_for_other_processors_is_emitted(cache: torch.dtype, processor: Pro
     wanted = next(registers[name] for name, other in OTHERS.items() if other == processor)
     assert wanted in listing
     assert "%xmm" in merge
+
+
+EMULATOR, COMPILER = "qemu-x86_64-static", "x86_64-linux-gnu-gcc"
+MAIN = r"""
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+void attend(int64_t, int64_t, int64_t);
+void merge(int64_t, int64_t, int64_t);
+float logf(float x) {
+    int power = 0;
+    double rest = x, term, square, total = 0;
+    if (x <= 0) return -__builtin_inff();
+    for (; rest > 1.5; rest /= 2) power++;
+    for (; rest < 0.75; rest *= 2) power--;
+    term = (rest - 1) / (rest + 1), square = term * term;
+    for (int i = 1; i < 40; i += 2, term *= square) total += 2 * term / i;
+    return total + power * 0.69314718055994531;
+}
+int main(int count, char **given) {
+    int64_t size = atoll(given[2]), threads = atoll(given[3]), fields = count - 4, numbers[64];
+    char *memory = aligned_alloc(64, size);
+    FILE *file = fopen("memory", "rb");
+    if (fread(memory, 1, size, file) != (size_t)size) return 1;
+    fclose(file);
+    for (int i = 0; i < fields; i++)
+        numbers[i] = given[4 + i][0] == '@' ? (int64_t)memory + atoll(given[4 + i] + 1) : atoll(given[4 + i]);
+    for (int64_t thread = 0; thread < threads; thread++)
+        (strcmp(given[1], "merge") ? attend : merge)((int64_t)numbers, thread, threads);
+    file = fopen("memory", "wb");
+    fwrite(memory, 1, size, file);
+    return fclose(file);
+}
+"""
+"""Runs a kernel on the bytes of a file, with a logarithm of its own. Arguments: kernel, bytes, threads, and the kernel's
+numbers, in which @ marks places in the bytes."""
+
+
+class EmulatedLauncher:
+    """Runs attention's records in an emulator: the tensors that they keep travel in a file."""
+
+    num_threads = 7
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def launch(self, record: Record) -> None:
+        q, keys, values, pages, scratch, _, out, lse = record.keeps[1:]
+        assert isinstance(pages, Pages)
+        assert isinstance(scratch, AttentionScratch)
+        kept = (q, keys, values, pages.table, scratch.located, scratch.parts, scratch.threads, out, lse)
+        places, memory = {}, b""
+        for each in kept:
+            assert isinstance(each, Tensor)
+            places[each.data_ptr()] = f"@{len(memory)}"
+            content = each.contiguous().view(torch.uint8).numpy().tobytes()
+            memory += content + bytes(-len(content) % 64)
+        numbers = [places.get(number, str(number)) for number in record.arguments.tolist()]
+        (self._folder / "memory").write_bytes(memory)
+        run = [EMULATOR, "-cpu", "max", "./run", record.name, str(len(memory)), str(self.num_threads), *numbers]
+        subprocess.run(run, cwd=self._folder, check=True)
+        memory = (self._folder / "memory").read_bytes()
+        for each in kept:
+            assert isinstance(each, Tensor)
+            first = int(places[each.data_ptr()][1:])
+            content = torch.frombuffer(bytearray(memory[first : first + each.nbytes]), dtype=torch.uint8)
+            each.view(torch.uint8).copy_(content.view_as(each.view(torch.uint8)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which(EMULATOR) and shutil.which(COMPILER)), reason="needs an emulator of x86_64")
+@pytest.mark.parametrize("name", ["avx2", "portable"])
+@pytest.mark.parametrize("cache", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("heads", [ODD, PLAIN], ids=str)
+def test_attention_in_an_emulator(heads: Heads, cache: torch.dtype, name: str, tmp_path: Path) -> None:
+    form, processor = AttendForm(torch.float32, cache, torch.float32, *heads[1:], heads.dim), OTHERS[name]
+    writers: dict[str, Callable[[Any], None]] = {
+        "attend": lambda module: write_attend(module, form, processor),
+        "merge": lambda module: write_merge(module, form),
+    }
+    for kernel, write in writers.items():
+        text = module_text(write, processor).replace('@"kernel"', f'@"{kernel}"')
+        (tmp_path / f"{kernel}.o").write_bytes(machine_code(text, processor))
+    (tmp_path / "main.c").write_text(MAIN)
+    build = [COMPILER, "-static", "-o", "run", "main.c", "attend.o", "merge.o"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    result = attended(heads, cache, contexts=(1, 65, 200), launcher=EmulatedLauncher(tmp_path))
+    assert result.error() < CLOSE[torch.float32]
