@@ -160,7 +160,7 @@ def write_dense(module: Any, types: DenseTypes, processor: Processor, *, many_ro
 
 
 def _read(emitter: Emitter, arguments: Value) -> DenseArguments:
-    return DenseArguments(*(emitter.load(arguments, I64, 8 * i, align=8) for i in range(len(DenseArguments._fields))))
+    return DenseArguments(*(emitter.argument(arguments, index) for index in range(len(DenseArguments._fields))))
 
 
 def _write_tile(

@@ -84,6 +84,12 @@ class Emitter:
         """Reads `kind` from memory, `offset` bytes after the address."""
         return self.build.load(self._pointer(address, offset), typ=kind, align=align)
 
+    def argument(self, address: Value, index: int) -> Value:
+        """The i64 at an index of the arguments at an address. Nothing writes them while a kernel runs."""
+        loaded = self.load(address, I64, 8 * index, align=8)
+        loaded.set_metadata("invariant.load", self._module.add_metadata([]))
+        return loaded
+
     def store(self, value: Value, address: Value, offset: int = 0, align: int = 1) -> None:
         """Writes memory, `offset` bytes after the address."""
         self.build.store(value, self._pointer(address, offset), align=align)
