@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,30 @@ def test_a_kernel_is_compiled_once_and_then_loaded(tmp_path: Path, texts: Texts)
 
 def test_variants_of_a_kernel_are_kept_apart() -> None:
     assert [added(compiled(make_add, number)) for number in (1, 2, 1)] == [1, 2, 1]
+
+
+def test_another_processor_gets_code_of_its_own(tmp_path: Path, texts: Texts) -> None:
+    mine = Processor.detect()
+    for each in (mine, replace(mine, features=""), replace(mine, name="generic")):
+        assert added(load_kernel("add", "add", texts, each, tmp_path)) == NUMBER
+    assert (texts.count, len(list(tmp_path.iterdir()))) == (3, 3)
+
+
+def test_a_kernel_whose_source_changed_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = Path(__file__).read_text()
+    found = []
+    for name, text in (("first", source), ("second", source.replace(") + number)", ") + number + 1)"))):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "changed_kernels.py"
+        file.write_text(text)
+        spec = importlib.util.spec_from_file_location("changed_kernels", file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found.append(added(compiled(module.make_add, NUMBER)))
+    assert found == [NUMBER, NUMBER + 1]
 
 
 @pytest.mark.parametrize(
