@@ -35,10 +35,13 @@ def model_file(tmp_path: Path) -> Path:
     return path
 
 
-def peer_model(location: Path, folder: Path, quantization: str = "dequantise") -> PeerModel:
+def peer_model(
+    location: Path, folder: Path, quantization: str = "dequantise", cache_dtype: torch.dtype = torch.float32
+) -> PeerModel:
     return PeerModel(
         checkpoint=open_checkpoint(location, Ledger()),
         dtype=torch.float32,
+        cache_dtype=cache_dtype,
         quantization=quantization,
         device=torch.device("cpu"),
         threads=1,
@@ -50,7 +53,7 @@ def peer_model(location: Path, folder: Path, quantization: str = "dequantise") -
 
 
 def test_an_engine_that_is_unknown_or_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"out of transformers, llama\.cpp, vllm, got 'engine-x'"):
+    with pytest.raises(ConfigError, match=r"out of transformers, llama\.cpp, llama\.cpp-flash, vllm, got 'engine-x'"):
         peers.check_peers(["engine-x"])
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     with pytest.raises(
@@ -93,11 +96,14 @@ def test_a_folder_copy_is_the_model_that_transformers_loads(model_file: Path, tm
 def test_llama_cpp_gives_the_same_tokens_from_an_exact_copy(model_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copies"
     folder.mkdir()
-    peer = peers.load_peers(["llama.cpp"], peer_model(model_file, folder))["llama.cpp"]
+    loaded = peers.load_peers(["llama.cpp", "llama.cpp-flash"], peer_model(model_file, folder))
     prompts = random_prompts([5, 17, 9], VOCABULARY)
-    llm = LLM(str(model_file), skip_tokenizer_init=True, cache_tokens=256, dtype="float32", device="cpu")
-    assert peer.generate(prompts, 3) == sightline_engine(llm)(prompts, 3)
-    assert peer.runs.startswith("a copy with float32 weights and cache; llama-cpp-python ")
+    llm = LLM(str(model_file), skip_tokenizer_init=True, cache_tokens=256, device="cpu", quantization="dequantise")
+    expected = sightline_engine(llm)(prompts, 3)
+    assert [peer.generate(prompts, 3) for peer in loaded.values()] == [expected, expected]
+    assert [peer.runs.partition("; llama-cpp-python ")[0] for peer in loaded.values()] == [
+        f"a copy with float32 weights, F32 cache, {word} flash attention" for word in ("without", "with")
+    ]
     assert [path.name for path in folder.iterdir()] == ["copy.gguf"]
 
 
@@ -109,6 +115,11 @@ def test_llama_cpp_runs_the_file_itself_where_quantisation_is_kept(model_file: P
     assert [len(tokens) for tokens in peer.generate([[3, 4], [5, 6, 7]], 4)] == [4, 4]
     assert "the file's own weights" in peer.runs
     assert list(folder.iterdir()) == []
+
+
+def test_llama_cpp_needs_a_cache_that_it_has(model_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"got torch\.float8_e4m3fn; leave --kv-cache-dtype out"):
+        peers.llama_cpp_peer(peer_model(model_file, tmp_path, cache_dtype=torch.float8_e4m3fn))
 
 
 def test_llama_cpp_needs_a_gguf_file(model_file: Path, tmp_path: Path) -> None:

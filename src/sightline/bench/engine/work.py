@@ -206,6 +206,7 @@ def _peer_model(subject: MeasuredEngine, works: Sequence[MeasuredWork], folder: 
     return PeerModel(
         checkpoint=subject.checkpoint,
         dtype=config.dtype,
+        cache_dtype=config.cache_dtype,
         quantization=subject.conditions.quantization,
         device=config.device.torch_device,
         threads=subject.conditions.threads,

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 bench_options = collected(
     "how",
     compare=click.option(
-        "--compare", default="", metavar="NAMES", help="Other engines to compare with: transformers,llama.cpp,vllm."
+        "--compare",
+        default="",
+        metavar="NAMES",
+        help="Other engines to compare with: transformers,llama.cpp,llama.cpp-flash,vllm.",
     ),
     num_iters=measure_option("--num-iters", default=5, help="Rounds that count; medians are reported."),
     dummy_weights=click.option(
