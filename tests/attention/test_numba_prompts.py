@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.core.batch import FULL
 from sightline.kernels.cpu import attend_prompt
 from sightline.kernels.cpu.attend_prompt import KEY_BLOCK, UNIT_QUERIES
+from sightline.kernels.cpu.attend_tiles import STEP
+from sightline.kernels.cpu.compiled import Kernel
 from sightline.kernels.cpu.record import Record
 from sightline.testing.conformance.rig import Row
 from sightline.testing.conformance.steps import Step
@@ -66,7 +69,7 @@ def test_prompts_run_the_kernel_for_prompts_and_single_tokens_the_other(monkeypa
     launched: list[str] = []
     launch = calls.AttentionCalls._launch
 
-    def watched(self: calls.AttentionCalls, kernel: calls.Kernel, *rest: object) -> None:
+    def watched(self: calls.AttentionCalls, kernel: Kernel, *rest: object) -> None:
         launched.append(kernel.name)
         launch(self, kernel, *rest)  # type: ignore[arg-type]
 
@@ -103,8 +106,8 @@ def no_window(record: Record) -> None:
     ids=["keys for values", "the last row is left out", "the window is ignored"],
 )
 def test_planted_faults_are_caught(name: str, fault: Callable[[Record], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def planted(self: calls.AttentionCalls, kernel: calls.Kernel, arguments: tuple[int, ...], *keeps: object) -> None:
-        numbers = calls.np.array(arguments, dtype=calls.np.int64)
+    def planted(self: calls.AttentionCalls, kernel: Kernel, arguments: tuple[int, ...], *keeps: object) -> None:
+        numbers = np.array(arguments, dtype=np.int64)
         record = Record(kernel.address, numbers, (kernel, *keeps), kernel.name)
         if kernel.name == name:
             fault(record)
@@ -119,4 +122,4 @@ def test_planted_faults_are_caught(name: str, fault: Callable[[Record], None], m
 @pytest.mark.parametrize("size", [1, 4, 18, 64])
 def test_heads_are_padded_to_whole_vectors(size: int) -> None:
     assert size <= attend_prompt.padded(size) < size + 8
-    assert attend_prompt.padded(size) % attend_prompt.STEP == 0
+    assert attend_prompt.padded(size) % STEP == 0

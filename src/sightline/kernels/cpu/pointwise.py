@@ -34,8 +34,8 @@ ERFC = (
     np.float32(0.222874684),
     np.float32(0.000145761827),
 )
-"""exp(z²) erfc(z) for z >= 0 is a polynomial in 1 / (1 + 0.4 z), within a relative error of 3e-8: from the highest power
-down. Fitted by least squares with weights that even out the error."""
+"""exp(z²) erfc(z) for z >= 0 is a polynomial in 1 / (1 + 0.4 z), within a relative error of 3e-8: from the highest
+power down. Fitted by least squares with weights that even out the error."""
 TANH_SCALE = np.float32(2.0 * math.sqrt(2.0 / math.pi))
 CUBIC = np.float32(0.044715)
 THIRD, TWO_FIFTEENTHS, NEAR_ZERO = np.float32(1 / 3), np.float32(2 / 15), np.float32(0.01)
