@@ -276,7 +276,7 @@ def test_dense_products_in_one_dtype(dtype: torch.dtype, num_threads: int) -> No
 
 
 @pytest.mark.parametrize("weights_in", OF_DTYPE)
-@pytest.mark.parametrize("rows", [9, 10, 11, 12, 15, 67])
+@pytest.mark.parametrize("rows", [9, 10, 15, 60, 61, 63, 67])
 @pytest.mark.parametrize("num_threads", [1, 3])
 @all_processors
 def test_dense_products_of_many_rows(
@@ -293,16 +293,19 @@ def test_dense_products_of_many_rows(
     assert error(out, expected) < CLOSE
     projection.add(x, out)
     assert error(out, 2 * expected) < CLOSE
-    assert [name.startswith("dense-many-") for name in launcher.names] == [True] * 2
+    is_medium = rows < 48 and weights_in == torch.float32
+    assert [name.partition("-float")[0].partition("-bfloat")[0] for name in launcher.names] == (
+        [] if is_medium else ["dense-many"] * 2
+    )
 
 
 @pytest.mark.parametrize("dtype", OF_DTYPE)
 def test_a_row_of_a_dense_product_does_not_depend_on_the_rows_beside_it_if_they_are_many(dtype: torch.dtype) -> None:
-    weight, x = random_rows(13, 50, seed=5).to(dtype), random_rows(40, 50).to(dtype)
+    weight, x = random_rows(13, 50, seed=5).to(dtype), random_rows(160, 50).to(dtype)
     projection = CpuLinear(weight, None, compute(PROCESSORS["this"], 2))
-    together = poisoned(40, 13, dtype)
+    together = poisoned(160, 13, dtype)
     projection(x, together)
-    for rows in (slice(0, 9), slice(5, 15), slice(19, 40)):
+    for rows in (slice(0, 49), slice(5, 65), slice(79, 160)):
         out = poisoned(len(x[rows]), 13, dtype)
         projection(x[rows], out)
         assert torch.equal(out, together[rows])
