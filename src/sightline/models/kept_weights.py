@@ -88,7 +88,7 @@ class BlockRule(KeepRule):
 
 
 class KeptBlocks(KeptWeights):
-    """Kept weights for torch's ops. An embedding that is the output projection too is kept twice: in blocks, and packed."""
+    """Weights for torch's ops. An embedding that is the output projection too is kept twice: in blocks, and packed."""
 
     def __init__(self, cpu: CpuFeatures) -> None:
         self.rule = BlockRule(cpu)

@@ -24,7 +24,7 @@ VECTORS = 4
 AHEAD = 8
 """Keys that are brought near before they are needed. As many slots behind the last must be readable."""
 _NEAR, _FAR = 3, 2
-"""Which cache a prefetch fills: the first, or the second."""
+"""The cache that a prefetch fills: the first, or the second."""
 _LINE = 64
 """Bytes that a prefetch brings."""
 
@@ -147,7 +147,7 @@ def _write_sums(builder, arguments, group, block, dim, element):
 
 
 _BYTES = (4, 2, 2, 1)
-"""Of an element, by its number."""
+"""The bytes of an element, by its number."""
 
 
 def _long(value):

@@ -22,7 +22,7 @@ from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
 _LINE = 64
 """The bytes of a cache line."""
 MAX_ROWS = 8
-"""With more rows a product is limited by arithmetic, for which torch has a better order of loops."""
+"""The most rows of a product. More rows are limited by arithmetic, for which torch has a better order of loops."""
 
 
 _AHEAD = 1024
@@ -39,7 +39,7 @@ class _TileShape(NamedTuple):
 
 
 _TILES = {4: _TileShape(2, 2), 2: _TileShape(1, 4), 1: _TileShape(1, 8)}
-"""By the number of rows."""
+"""Tile shapes by the number of rows."""
 
 
 class DenseArguments(NamedTuple):
@@ -53,7 +53,7 @@ class DenseArguments(NamedTuple):
     out: int
     out_row_bytes: int
     rows: int
-    """At most `MAX_ROWS`."""
+    """The number of rows, at most `MAX_ROWS`."""
     out_features: int
     in_features: int
     bias: int

@@ -26,7 +26,7 @@ TANH_SCALE = np.float32(2.0 * math.sqrt(2.0 / math.pi))
 CUBIC = np.float32(0.044715)
 THIRD, TWO_FIFTEENTHS, NEAR_ZERO = np.float32(1 / 3), np.float32(2 / 15), np.float32(0.01)
 INFINITE, MINUS_INFINITE = np.int32(0x7F800000), np.int32(-0x7F800001)
-"""What `order32` gives for infinities."""
+"""The results of `order32` for infinities."""
 
 
 class GateCode(IntEnum):
@@ -37,7 +37,7 @@ class GateCode(IntEnum):
     GELU_TANH = 2
     RELU = 3
     CLAMPED_SWIGLU = 4
-    """Of gate and up together, see `layers.activation.ClampedSwiglu`."""
+    """Applied to gate and up together, see `layers.activation.ClampedSwiglu`."""
 
 
 @numba.njit(inline="always")

@@ -28,7 +28,7 @@ class VectorUnit(ABC):
     tile_rows: ClassVar[tuple[int, ...]] = (4, 2, 1)
     """The numbers of input rows that are multiplied at once, from many to 1. Limited by the registers."""
     few_rows: ClassVar[tuple[int, ...]] = (4, 3, 2, 1)
-    """Those that are multiplied with codes which are unpacked in registers. More rows share unpacked codes."""
+    """The numbers of rows for which codes are unpacked in registers. More rows share unpacked codes."""
     excess: ClassVar[int] = 0
     """What `dot` adds to each signed code, because the instruction takes unsigned ones only."""
 
