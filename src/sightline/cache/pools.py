@@ -22,7 +22,7 @@ from sightline.cache.table import PageTable
 from sightline.core.errors import BatchError, OutOfPages
 
 _MANY_ROWS = 32
-"""From so many rows on, numpy finds their slots faster than a loop."""
+"""The number of rows from which numpy finds their slots faster than a loop."""
 
 BundlePages: TypeAlias = tuple[int, ...]
 """One page of each pool of a store, in its order, for the same tokens."""

@@ -433,9 +433,9 @@ class _TokenFacts(NamedTuple):
     tokens: Sequence[int]
     positions: Sequence[int]
     unread_places: tuple[int, ...]
-    """Which tokens the host does not know."""
+    """The indices of the tokens that the host does not know."""
     unread: tuple[int, ...]
-    """Where they are in `chosen`."""
+    """The index in `chosen` of each of these tokens."""
     logit_places: tuple[int, ...]
     logit_rows: tuple[int, ...]
 

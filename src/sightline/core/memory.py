@@ -53,11 +53,11 @@ class MemoryBudget:
     """The most that the process may hold."""
     weight_bytes: int = 0
     kernel_bytes: int = 0
-    """For kernels, libraries and temporaries."""
+    """Reserved for kernels, libraries and temporaries."""
     output_bytes: int = 0
-    """For the logits of steps, and for drawing tokens from them."""
+    """Reserved for the logits of steps, and for drawing tokens from them."""
     graph_bytes: int = 0
-    """For what captured graphs keep."""
+    """Reserved for what captured graphs keep."""
     scratch_bytes: int = 0
     room_bytes: int = 0
     """What is left for the cache; negative if not even the weights fit."""

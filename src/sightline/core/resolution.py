@@ -57,9 +57,9 @@ class ModelFacts:
     cache_elements_per_token: int
     """Sum over all layers and pools."""
     packed_elements: int = 0
-    """Those of `weight_elements` that Triton's kernels keep packed: experts."""
+    """The part of `weight_elements` that Triton's kernels keep packed: experts."""
     packed_bytes: int = 0
-    """What these take then."""
+    """The size of the packed elements."""
     vocab_size: int = 0
     """The logits of a token."""
     takes_texts_whole: bool = False

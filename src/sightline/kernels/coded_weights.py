@@ -90,7 +90,7 @@ class CodedWeights:
         return self.moved(lambda part: part[start:stop])
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> CodedWeights:
-        """With other rows, or in another order: `move` takes and returns a tensor whose first dimension is rows."""
+        """Returns the weights with `move` applied to each tensor: it may choose and reorder rows, dimension 0."""
         return CodedWeights(
             self.form,
             move(self.codes),

@@ -34,7 +34,7 @@ class CpuCompute:
 
     @classmethod
     def on(cls, launcher: Launcher, processor: Processor | None = None, room_bytes: int = _ROOM_BYTES) -> CpuCompute:
-        """With kernels for `processor`, by default that of this machine. The room must hold a row of every product."""
+        """Uses kernels for `processor`, by default this machine's. The room must hold a row of every product."""
         memory = torch.zeros(room_bytes + _ALIGNMENT, dtype=torch.uint8)
         start = -memory.data_ptr() % _ALIGNMENT
         return cls(launcher, processor or Processor.detect(), memory[start : start + room_bytes])

@@ -53,7 +53,7 @@ class StackedExperts(ExpertBank):
     """[num_experts, hidden, size]."""
     gate: Gate
     overlaps: bool
-    """As in `TritonOperations`."""
+    """Has the same meaning as in `TritonOperations`."""
 
     def reserve(self, scratch: Scratch, per_token: int) -> None:
         self._buffers(scratch, per_token)

@@ -61,7 +61,7 @@ class KeptWeights(ABC):
 
 
 class BlockRule(KeepRule):
-    """For torch's ops on a CPU."""
+    """The rule for torch's ops on a CPU."""
 
     types = "one of Q8_0, Q4_0 and Q4_1"
     measured = "one request was decoded 1.5 to 2.3 times as fast, and prompts were read at 0.3 to 0.55 of the speed"
@@ -88,7 +88,7 @@ class BlockRule(KeepRule):
 
 
 class KeptBlocks(KeptWeights):
-    """On torch's ops. An embedding that is the output projection too is kept twice: in blocks, and packed."""
+    """Weights for torch's ops. An embedding that is the output projection too is kept twice: in blocks, and packed."""
 
     def __init__(self, cpu: CpuFeatures) -> None:
         self.rule = BlockRule(cpu)
@@ -108,7 +108,7 @@ class KeptBlocks(KeptWeights):
 
 
 class CodeRule(KeepRule):
-    """For our own kernels, on any CPU."""
+    """The rule for Sightline's own kernels, on any CPU."""
 
     types = "one of Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K"
     measured = "one request was decoded 1.6 to 2 times as fast, and prompts were read 1.8 times as fast"

@@ -94,7 +94,7 @@ def has_cpu_kernels() -> bool:
 
 
 def keep_rule() -> KeepRule:
-    """Which weights can stay quantised on this CPU."""
+    """Returns the rule for which weights can stay quantised on this CPU."""
     return CodeRule() if has_cpu_kernels() else BlockRule(CpuFeatures.detect())
 
 

@@ -15,7 +15,7 @@ positions of its new tokens, the token's own position, and the window or 0."""
 
 
 def make_locate():
-    """Which keys each token sees. Runs in one thread.
+    """Finds which keys each token sees. Runs in one thread.
 
     Arguments: query_lens, context_lens or 0, table_rows or 0, num_rows, num_tokens, window or 0, out [num_tokens,
     FIELDS] int64; kinds of the rows' masks (int64: 0 causal, 1 full, 2 tree) or 0; for trees, the place of each row's

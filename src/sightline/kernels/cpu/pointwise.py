@@ -41,7 +41,7 @@ ERFC = (
 TANH_SCALE = np.float32(2.0 * math.sqrt(2.0 / math.pi))
 CUBIC = np.float32(0.044715)
 INFINITE, MINUS_INFINITE = np.int32(0x7F800000), np.int32(-0x7F800001)
-"""What `order32` gives for infinities."""
+"""The results of `order32` for infinities."""
 
 
 class GateCode(IntEnum):
@@ -52,7 +52,7 @@ class GateCode(IntEnum):
     GELU_TANH = 2
     RELU = 3
     CLAMPED_SWIGLU = 4
-    """Of gate and up together, see `layers.activation.ClampedSwiglu`."""
+    """Applied to gate and up together, see `layers.activation.ClampedSwiglu`."""
 
 
 @numba.njit(inline="always")

@@ -53,7 +53,7 @@ ROWS = (
     InstructionRow(Instructions.AVX2, "x86_64", frozenset({"avx2", "fma", "f16c"})),
     InstructionRow(Instructions.NEON_DOT, "aarch64", frozenset({"neon", "dotprod"})),
 )
-"""In order of preference."""
+"""The sets of instructions, in order of preference."""
 
 _LINUX_NAMES = {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fullfp16", "i8mm": "i8mm", "bf16": "bf16"}
 """Features of aarch64 in /proc/cpuinfo, which LLVM does not detect, and LLVM's names for them."""

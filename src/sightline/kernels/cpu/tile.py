@@ -24,11 +24,11 @@ class BlockOfWeights(NamedTuple):
     """Gives the codes of a quad for a part, as bytes."""
     signed: bool
     zero: int
-    """What is subtracted from every code."""
+    """The number that is subtracted from every code."""
     scales: Sequence[Sequence[Value]]
-    """For each group of the block and each part: fp32."""
+    """The scales for each group of the block and each part, fp32."""
     minima: Sequence[Value] | None
-    """For each part: fp32."""
+    """The minimum for each part, fp32."""
 
 
 class Tile:
@@ -102,7 +102,7 @@ class PackedSpan:
     def __init__(
         self, emitter: Emitter, layout: PanelLayout, unit: VectorUnit, address: Value, output: Value | None = None
     ) -> None:
-        """Of all outputs of the panel, or of one: the index `output`, as vectors of one lane."""
+        """Reads all outputs of the panel, or with `output` the one of that index, as vectors of one lane."""
         self._emitter = emitter
         self._layout = layout
         self._unit = unit

@@ -33,7 +33,7 @@ class VectorUnit(ABC):
     tile_rows: ClassVar[tuple[int, ...]] = (4, 2, 1)
     """The numbers of input rows that are multiplied at once, from many to 1. Limited by the registers."""
     few_rows: ClassVar[tuple[int, ...]] = (4, 3, 2, 1)
-    """Those that are multiplied with codes which are unpacked in registers. More rows share unpacked codes."""
+    """The numbers of rows for which codes are unpacked in registers. More rows share unpacked codes."""
     dense_rows: ClassVar[int]
     """Rows of a tile of dense products: with 4 outputs, as many sums as there are registers, less those of a row and of
     the weights."""
