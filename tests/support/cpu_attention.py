@@ -60,7 +60,7 @@ def attended(
     scratch = AttentionScratch.of(_poisoned, shape, len(contexts), launcher.num_threads)
     lengths = [-(-context // PAGE) for context in contexts]
     table = torch.zeros(len(contexts), max(lengths), dtype=torch.int64)
-    order = torch.randperm(sum(lengths), generator=generator).split(lengths)
+    order = torch.split(torch.randperm(sum(lengths), generator=generator), lengths)
     slots = []
     for row, pages in enumerate(order):
         table[row, : len(pages)] = pages
@@ -80,8 +80,8 @@ def attended(
         scratch.located[row, :3] = torch.tensor([row, max(0, context - (window or context)), context])
     spec = SoftmaxSpec(kv_heads * group, kv_heads, dim, dim**-0.5, window)
     scales = (0.5, 0.25) if cache.itemsize == 1 else (1.0, 1.0)
-    entries = [Entries(plane, scale) for plane, scale in zip((keys, values), scales, strict=True)]
-    calls.attend(q, *entries, Pages(table, PAGE), scratch, out, scale=spec.scale, lse=lse)
+    own_keys, own_values = Entries(keys, scales[0]), Entries(values, scales[1])
+    calls.attend(q, own_keys, own_values, Pages(table, PAGE), scratch, out, scale=spec.scale, lse=lse)
     answers = []
     for row, own in enumerate(slots):
         visible = torch.arange(len(own))[None] >= int(scratch.located[row, 1])

@@ -125,8 +125,8 @@ int main(int count, char **given) {
     return fclose(file);
 }
 """
-"""Runs a kernel on the bytes of a file, with a logarithm of its own. Arguments: kernel, bytes, threads, and the kernel's
-numbers, in which @ marks places in the bytes."""
+"""Runs a kernel on the bytes of a file, with a logarithm of its own. Arguments: kernel, bytes, threads, and the numbers
+that the kernel reads, in which @ marks places in the bytes."""
 
 
 class EmulatedLauncher:
@@ -156,8 +156,8 @@ class EmulatedLauncher:
         for each in kept:
             assert isinstance(each, Tensor)
             first = int(places[each.data_ptr()][1:])
-            content = torch.frombuffer(bytearray(memory[first : first + each.nbytes]), dtype=torch.uint8)
-            each.view(torch.uint8).copy_(content.view_as(each.view(torch.uint8)))
+            read = torch.frombuffer(bytearray(memory[first : first + each.nbytes]), dtype=torch.uint8)
+            each.view(torch.uint8).copy_(read.view_as(each.view(torch.uint8)))
 
 
 @pytest.mark.slow
