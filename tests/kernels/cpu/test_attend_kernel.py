@@ -126,7 +126,7 @@ int main(int count, char **given) {
 }
 """
 """Runs a kernel on the bytes of a file, with a logarithm of its own. Arguments: kernel, bytes, threads, and the numbers
-of the kernel, in which @ marks places in the bytes."""
+that the kernel reads, in which @ marks places in the bytes."""
 
 
 class EmulatedLauncher:
@@ -152,12 +152,12 @@ class EmulatedLauncher:
         (self._folder / "memory").write_bytes(memory)
         run = [EMULATOR, "-cpu", "max", "./run", record.name, str(len(memory)), str(self.num_threads), *numbers]
         subprocess.run(run, cwd=self._folder, check=True)
-        changed = (self._folder / "memory").read_bytes()
+        memory = (self._folder / "memory").read_bytes()
         for each in kept:
             assert isinstance(each, Tensor)
             first = int(places[each.data_ptr()][1:])
-            found = torch.frombuffer(bytearray(changed[first : first + each.nbytes]), dtype=torch.uint8)
-            each.view(torch.uint8).copy_(found.view_as(each.view(torch.uint8)))
+            read = torch.frombuffer(bytearray(memory[first : first + each.nbytes]), dtype=torch.uint8)
+            each.view(torch.uint8).copy_(read.view_as(each.view(torch.uint8)))
 
 
 @pytest.mark.slow
