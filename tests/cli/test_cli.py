@@ -84,7 +84,7 @@ def test_generate_prints_the_text_and_says_the_rest_on_standard_error() -> None:
     result = sightline("generate", "The capital of France is", *QUICK)
     assert result.returncode == 0
     assert result.stdout.startswith("The capital of France is Paris.")
-    assert "full attention on torch" in result.stderr
+    assert "full attention on numba" in result.stderr
     assert "temperature 0" in result.stderr
     assert "tokens/s" in result.stderr
 
@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(flag: str, tmp
 
 def test_the_ways_with_quantised_weights_are_those_of_the_config() -> None:
     [option] = [each for each in app.commands["generate"].params if each.name == "quantization"]
-    assert option.metavar == f"[{'|'.join(kind.value for kind in Quantization)}]"
+    assert option.metavar == f"[auto|{'|'.join(kind.value for kind in Quantization)}]"
 
 
 @pytest.fixture

@@ -186,7 +186,7 @@ def test_dimensions_shorten_vectors_in_every_form(folder: Path, llm: LLM, tmp_pa
 
 def test_what_was_done_is_said_on_standard_error(folder: Path) -> None:
     said = embed(folder, *TEXTS).stderr
-    assert f"{folder} · cpu · float32 · attention on torch" in said.replace("\n", "")
+    assert f"{folder} · cpu · float32 · attention on numba" in said.replace("\n", "")
     assert f"{HIDDEN_SIZE} dimensions · mean pooling, normalised · texts of up to {MAX_TOKENS} tokens" in said
     assert "5 texts, 30 tokens in " in said
     assert " texts/s · " in said

@@ -491,10 +491,13 @@ def test_a_cpu_gets_compiled_kernels_and_recorded_steps_of_few_rows(monkeypatch:
     assert resolved(EngineConfig(cuda_graph_sizes="16,3")).graph_sizes == (3, 16)
 
 
-def test_a_cpu_that_embeds_or_is_asked_to_runs_torchs_kernels() -> None:
-    for config in (EngineConfig(task="embed"), EngineConfig(layer_kernels="torch")):
+def test_a_cpu_that_embeds_records_nothing_and_one_that_is_asked_to_runs_torchs_kernels() -> None:
+    for config, kernels in (
+        (EngineConfig(task="embed"), LayerKernels.NUMBA),
+        (EngineConfig(layer_kernels="torch"), LayerKernels.TORCH),
+    ):
         chosen = resolved(config)
-        assert (chosen.graph_sizes, chosen.layer_kernels) == ((), LayerKernels.TORCH)
+        assert (chosen.graph_sizes, chosen.layer_kernels) == ((), kernels)
 
 
 def test_without_numba_a_cpu_runs_torchs_kernels_and_tells_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

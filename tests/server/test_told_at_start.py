@@ -80,6 +80,14 @@ def test_a_limit_that_was_not_given_is_chosen_and_told(folder: Path) -> None:
     assert f"steps of at most {chosen:.0f} ms while rows generate" in opened.lines
 
 
+def test_the_speed_of_one_request_is_told_if_it_was_measured(folder: Path) -> None:
+    [told] = [line for line in built(folder).lines if "tokens/s" in line and line.startswith("one request")]
+    found = re.fullmatch(r"one request gets about ([\d,]+) tokens/s, as just measured", told)
+    assert found is not None
+    assert 1 < int(found[1].replace(",", "")) < 1_000_000
+    assert not [line for line in built(folder, max_step_ms=20.0).lines if line.startswith("one request")]
+
+
 def test_an_engine_that_embeds_limits_steps_of_several_texts(tmp_path: Path) -> None:
     folder = save_embedder(tmp_path / "embedder")
     opened = built(folder, task="embed")

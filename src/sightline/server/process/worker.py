@@ -71,7 +71,9 @@ def describe(
         "max_step_ms": limit or 0.0,
     }
     when = "while rows generate" if vector_size is None else "unless one text takes longer"
-    told = "no limit of a step's time" if limit is None else f"steps of at most {limit:.0f} ms {when}"
+    told = ["no limit of a step's time" if limit is None else f"steps of at most {limit:.0f} ms {when}"]
+    if engine.pace.has_decoded:
+        told.append(f"one request gets about {1 / engine.pace.fastest_decode_seconds:,.0f} tokens/s, as just measured")
     return Opened(
         model=name,
         tokenizer=msgspec.msgpack.encode(tokenizer.to_data()),
@@ -81,7 +83,7 @@ def describe(
         max_rows=config.max_rows,
         max_queued=config.max_queued,
         config=shown,
-        lines=(*startup_report(runtime, ledger.notes), told),
+        lines=(*startup_report(runtime, ledger.notes), *told),
         degradations=tuple(map(str, ledger.degradations)),
         notes=tuple(map(str, ledger.notes)),
     )
