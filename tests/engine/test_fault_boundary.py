@@ -120,7 +120,7 @@ def test_a_row_that_makes_its_step_raise_fails_alone(
 
 
 def test_a_row_is_found_by_halves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, prompts = tiny(folder, max_num_seqs=16), random_prompts([4] * 16)
+    llm, prompts = tiny(folder, max_num_seqs=16, enforce_eager=True), random_prompts([4] * 16)
     seen = disturb(llm, monkeypatch, poisoned(prompts[5]))
     for prompt in prompts:
         llm.engine.submit(prompt, GREEDY)

@@ -230,7 +230,12 @@ def test_a_backend_that_leases_during_a_step_is_stopped() -> None:
 
 
 def test_a_built_runtime_has_one_sealed_arena_with_every_lease_in_it(gemma: Path) -> None:
-    runtime = load_runtime(gemma, EngineConfig(cache_tokens=256, max_num_batched_tokens=64))
+    runtime = load_runtime(
+        gemma,
+        EngineConfig(
+            cache_tokens=256, max_num_batched_tokens=64, attention_backend="torch", decode_attention_backend="numba"
+        ),
+    )
     entries = runtime.workspace.ledger()
     backends = {f"group{number}.{name}" for number in (0, 1) for name in ("torch", "numba")}
     assert {entry.owner for entry in entries} == backends | {"planner", "activations"}

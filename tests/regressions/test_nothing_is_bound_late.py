@@ -230,4 +230,4 @@ def test_an_attribute_that_is_bound_late_would_be_noticed(gemma: Path) -> None:
     backend = llm.engine.runtime.bindings[0].parts[0].backend
     backend.coordinator = object()  # type: ignore[attr-defined]
     llm.engine.runtime.planner._places = ()
-    assert changed(before, attributes(llm)) == {("TorchBackend", "coordinator"), ("Planner", "_places")}
+    assert changed(before, attributes(llm)) == {("NumbaBackend", "coordinator"), ("Planner", "_places")}
