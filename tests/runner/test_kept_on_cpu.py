@@ -40,7 +40,7 @@ def logits_of(path: Path, quantization: str = "keep", **settings: Any) -> tuple[
 
 def test_a_file_of_k_quants_is_recorded_whole_and_gives_the_logits_of_eager_steps(q4_k: Path) -> None:
     runtime, recorded = logits_of(q4_k)
-    assert [bucket.shape.size for bucket in runtime.graphs.buckets] == [1, 2, 4]
+    assert [bucket.shape.size for bucket in runtime.graphs.buckets if bucket.shape.query_bound == 1] == [1, 2, 4]
     assert runtime.runner.num_replayed >= 4
     _, eager = logits_of(q4_k, enforce_eager=True)
     assert torch.equal(recorded, eager)
