@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM(max_num_batched_tokens=48, quantization="dequantise")
+    return LLM(max_num_batched_tokens=48)
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(flag: str, tmp
 
 def test_the_ways_with_quantised_weights_are_those_of_the_config() -> None:
     [option] = [each for each in app.commands["generate"].params if each.name == "quantization"]
-    assert option.metavar == f"[auto|{'|'.join(kind.value for kind in Quantization)}]"
+    assert option.metavar == f"[{'|'.join(kind.value for kind in Quantization)}]"
 
 
 @pytest.fixture

@@ -100,10 +100,9 @@ class EngineConfig(KeptSettings):
     device: str = setting("auto", "cpu, cuda, or auto: a GPU that torch can use, otherwise the CPU.")
     dtype: str = setting("auto", "Dtype of weights and activations.", choices=("auto", *DTYPE_NAMES))
     quantization: str = setting(
-        "auto",
-        "Quantised weights of a file: converted exactly, or kept small and multiplied with rounded inputs. auto keeps "
-        "them to generate on a CPU with layer_kernels numba, and converts them otherwise.",
-        choices=("auto", *(each.value for each in Quantization)),
+        Quantization.DEQUANTISE.value,
+        "Quantised weights of a file: converted exactly, or kept small and multiplied with rounded inputs.",
+        choices=tuple(each.value for each in Quantization),
     )
     max_model_len: int | None = setting(None, "Longest sequence, in tokens; the model's own limit without it.", low=1)
     max_num_seqs: int | None = setting(

@@ -135,7 +135,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         device=device,
         dtype=dtype,
         cache_dtype=cache_dtype,
-        quantization=_resolve_quantization(config, facts),
+        quantization=Quantization(config.quantization),
         max_model_len=model_len,
         max_rows=sizes.max_rows,
         max_step_tokens=sizes.max_step_tokens,
@@ -148,7 +148,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         async_scheduling=_resolve_async_scheduling(config, device),
         layer_kernels=layer_kernels,
         graph_sizes=_resolve_graph_sizes(
-            config, layer_kernels, facts, device, min(sizes.max_rows, num_pages - PADDING_PAGES), ledger
+            config, layer_kernels, device, min(sizes.max_rows, num_pages - PADDING_PAGES), ledger
         ),
         **{kept.name: vars(config)[kept.name] for kept in fields(KeptSettings)},
     )
@@ -209,20 +209,8 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
     return capacity
 
 
-def keeps_by_default(config: EngineConfig, device: Device) -> bool:
-    """True if weights stay quantised unless the config says otherwise: where our kernels multiply them."""
-    kernels = _resolve_layer_kernels(config, device, Ledger())
-    return kernels is LayerKernels.NUMBA and Task(config.task) is Task.GENERATE
-
-
-def _resolve_quantization(config: EngineConfig, facts: ModelFacts) -> Quantization:
-    if config.quantization != "auto":
-        return Quantization(config.quantization)
-    return Quantization.KEEP if facts.quantised_bytes else Quantization.DEQUANTISE
-
-
 def _resolve_graph_sizes(
-    config: EngineConfig, kernels: LayerKernels, facts: ModelFacts, device: Device, most: int, ledger: Ledger
+    config: EngineConfig, kernels: LayerKernels, device: Device, most: int, ledger: Ledger
 ) -> tuple[int, ...]:
     """The sizes asked for, up to `most`, which rows and pages allow."""
     asked, records = config.cuda_graph_sizes, kernels is LayerKernels.NUMBA
@@ -243,7 +231,7 @@ def _resolve_graph_sizes(
         )
         return ()
     if asked == "auto":
-        programs = KEPT_PROGRAM_SIZES if _resolve_quantization(config, facts) is Quantization.KEEP else PROGRAM_SIZES
+        programs = KEPT_PROGRAM_SIZES if config.quantization == Quantization.KEEP.value else PROGRAM_SIZES
         usual = programs if records else GRAPH_SIZES
         largest = min(most, usual[-1]) if records else most
         return (*[size for size in usual if size < largest], largest)
@@ -328,7 +316,7 @@ def _output_memory(
     if Task(config.task) is Task.EMBED:
         return OutputMemory()
     # Sizes that no step has are told when the sizes are resolved.
-    captured = _resolve_graph_sizes(config, kernels, facts, device, max_rows, Ledger())
+    captured = _resolve_graph_sizes(config, kernels, device, max_rows, Ledger())
     row_bytes = facts.vocab_size * torch.float32.itemsize
     steps = OUTPUT_COPIES * max_rows * row_bytes + drawing_bytes(max_rows, facts.vocab_size)
     return OutputMemory(steps, BUCKETS_PER_SIZE * sum(captured) * row_bytes)

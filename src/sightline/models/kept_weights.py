@@ -111,7 +111,7 @@ class CodeRule(KeepRule):
     """The rule for Sightline's own kernels, on any CPU."""
 
     types = "one of Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K and Q6_K"
-    measured = "one request was decoded 1.6 to 2 times as fast, and prompts were read 1.8 times as fast"
+    measured = "one request was decoded 3.1 times as fast, and prompts were read 2.2 times as fast"
 
     def projection_refusal(self, infos: Sequence[TensorInfo]) -> str | None:
         other = sorted({info.stored_as for info in infos if info.codes is None})

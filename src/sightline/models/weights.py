@@ -217,7 +217,7 @@ class WeightReader:
             self._ledger.degrade(
                 "--quantization keep",
                 f"{len(names_of)} weights are dequantised, {names_of[0]} among them: {reason}",
-                "use another file, or quantization dequantise if memory allows",
+                "use another file, or leave the flag out if memory allows",
             )
         if self._kept is not None and not self._num_kept and not self._dequantised:
             self._ledger.degrade(

@@ -54,7 +54,7 @@ from sightline.runner.quantised import (
     has_cpu_kernels,
     kept_weights,
     model_facts,
-    note_quantization,
+    note_keep,
 )
 from sightline.runner.recording import CpuRecorder, CudaRecorder, Recorder
 from sightline.runner.runner import Runner
@@ -170,7 +170,7 @@ def _build(
     selections = blueprint.select(registry.installed())
     tell_choices(resolved, groups, selections, ledger)
     import_chosen(selections)
-    note_quantization(resolved, checkpoint, definition, groups, ledger)
+    note_keep(resolved, checkpoint, definition, groups, ledger)
 
     def on_progress(done: int, total: int) -> None:
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))

@@ -12,7 +12,7 @@ from sightline.attention.spec import LayerGroup
 from sightline.core.config import EngineConfig, LayerKernels, Quantization
 from sightline.core.device import Device, DeviceKind
 from sightline.core.ledger import Ledger
-from sightline.core.resolution import ModelFacts, ResolvedConfig, keeps_by_default
+from sightline.core.resolution import ModelFacts, ResolvedConfig
 from sightline.kernels.block_product import CpuFeatures
 from sightline.kernels.cpu.program import CpuLauncher
 from sightline.kernels.packed_weights import packed_bytes
@@ -27,33 +27,23 @@ _MULTIPLIES_FP8 = (8, 9)
 
 def counted_as(config: EngineConfig, device: Device) -> Quantization:
     """How quantised weights count in the model's memory."""
-    keeps = keeps_by_default(config, device) if config.quantization == "auto" else config.quantization == "keep"
-    return Quantization.KEEP if keeps and device.kind is DeviceKind.CPU else Quantization.DEQUANTISE
+    return Quantization(config.quantization) if device.kind is DeviceKind.CPU else Quantization.DEQUANTISE
 
 
-def note_quantization(
+def note_keep(
     config: ResolvedConfig, checkpoint: Checkpoint, definition: Definition, groups: Sequence[LayerGroup], ledger: Ledger
 ) -> None:
-    """Notes what keeping the weights quantised brings or would bring, where a CPU can keep some."""
-    if config.device.kind is not DeviceKind.CPU:
+    """Notes what `--quantization keep` would bring, where there are weights to keep."""
+    if config.quantization is Quantization.KEEP or config.device.kind is not DeviceKind.CPU:
         return
     exact, kept = (model_facts(each, checkpoint, definition, groups) for each in Quantization)
-    if kept.quantised_bytes == 0:
-        return
-    size, measured = config.dtype.itemsize, f"measured with SmolLM2-135M, {keep_rule().measured}"
-    before, after = exact.weight_elements * size, kept.weight_elements * size + kept.quantised_bytes
-    sizes = f"in {after >> 20:,} MiB instead of {before >> 20:,} MiB"
-    if config.quantization is Quantization.KEEP:
+    if kept.quantised_bytes:
+        size = config.dtype.itemsize
+        before, after = exact.weight_elements * size, kept.weight_elements * size + kept.quantised_bytes
         ledger.note(
-            "quantization keep",
-            f"holds the weights as quantised, {sizes}, and rounds the inputs of products to 8 bits; {measured}. "
-            "quantization dequantise computes without that rounding",
-        )
-    else:
-        ledger.note(
-            "quantization dequantise",
-            f"computes exactly; quantization keep would hold the weights {sizes}, and round the inputs of products to "
-            f"8 bits; {measured}",
+            "--quantization keep",
+            f"would hold the weights in {after >> 20:,} MiB instead of {before >> 20:,} MiB, and round the inputs of "
+            f"products; measured with SmolLM2-135M, {keep_rule().measured}",
         )
 
 

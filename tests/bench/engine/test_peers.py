@@ -98,7 +98,7 @@ def test_llama_cpp_gives_the_same_tokens_from_an_exact_copy(model_file: Path, tm
     folder.mkdir()
     loaded = peers.load_peers(["llama.cpp", "llama.cpp-flash"], peer_model(model_file, folder))
     prompts = random_prompts([5, 17, 9], VOCABULARY)
-    llm = LLM(str(model_file), skip_tokenizer_init=True, cache_tokens=256, device="cpu", quantization="dequantise")
+    llm = LLM(str(model_file), skip_tokenizer_init=True, cache_tokens=256, dtype="float32", device="cpu")
     expected = sightline_engine(llm)(prompts, 3)
     assert [peer.generate(prompts, 3) for peer in loaded.values()] == [expected, expected]
     assert [peer.runs.partition("; llama-cpp-python ")[0] for peer in loaded.values()] == [
