@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -20,6 +19,7 @@ from sightline.attention.backends.numba.calls import (
     AttentionShape,
     Entries,
     Pages,
+    PromptCalls,
     RowMasks,
     layer_entries,
     plan_masks,
@@ -51,8 +51,9 @@ class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
     pages: Pages
     masks: RowMasks | None
     scratch: AttentionScratch
-    is_prompt: bool
-    """True if rows have several new tokens, which share the keys that are read. Trees of tokens do not."""
+    prompts: PromptCalls | None
+    """Computes rows with several new tokens, which share the keys that are read. None: there are none, or trees."""
+    prompt_scratch: Tensor
 
     def prepare(self) -> None:
         self.calls.locate(self.step, self.masks, self.spec.window, self.scratch)
@@ -64,24 +65,18 @@ class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
             keys, values, pages = self.keys[layer], self.values[layer], self.pages
             self.calls.write(inputs.k, keys, self.write_slots)
             self.calls.write(inputs.v, values, self.write_slots)
-        attend = partial(self.calls.attend_prompt, self.step) if self.is_prompt else self.calls.attend
-        attend(
-            inputs.q,
-            keys,
-            values,
-            pages,
-            self.scratch,
-            out,
-            scale=self.spec.scale,
-            softcap=self.spec.softcap,
-            sinks=inputs.sinks,
-            lse=lse,
-        )
+        q, scale, softcap, sinks = inputs.q, self.spec.scale, self.spec.softcap, inputs.sinks
+        entries = keys, values, pages
+        if self.prompts is None:
+            self.calls.attend(q, *entries, self.scratch, out, scale=scale, softcap=softcap, sinks=sinks, lse=lse)
+        else:
+            own = self.scratch.located, self.prompt_scratch
+            self.prompts.attend(self.step, q, *entries, *own, out, scale=scale, softcap=softcap, sinks=sinks, lse=lse)
         return lse
 
 
 class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
-    """Decodes on a CPU."""
+    """Computes softmax attention on a CPU."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = ROWS
 
@@ -92,17 +87,23 @@ class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         self._pages = Pages(pool.table.pages, pool.page_size)
         shape = AttentionShape(spec.num_kv_heads, spec.group_size, spec.head_dim, spec.head_dim)
         dtype, launcher = context.dtype, context.launcher
-        self._calls = AttentionCalls(launcher, shape, dtype, pool.plane("k").dtype, dtype, dtype)
+        cache_dtype = pool.plane("k").dtype
+        self._calls = AttentionCalls(launcher, shape, dtype, cache_dtype, dtype, dtype)
+        self._prompts = PromptCalls(launcher, shape, cache_dtype, dtype)
 
-        def scratch(lane: Lane) -> AttentionScratch:
+        def scratch(lane: Lane) -> tuple[AttentionScratch, Tensor]:
             def lease(name: str, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
                 return context.workspace.lease(context.group, f"numba {name}", lane, size, kind)
 
-            return AttentionScratch.of(lease, shape, context.limits.max_step_tokens, launcher.num_threads)
+            own = AttentionScratch.of(lease, shape, context.limits.max_step_tokens, launcher.num_threads)
+            return own, self._prompts.lease_scratch(lease)
 
         self._scratch = {lane: scratch(lane) for lane in context.limits.lanes}
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _NumbaPlan:
+        scratch, prompt_scratch = self._scratch[step.lane]
+        has_trees = any(mask.tree is not None for mask in step.batch.masks)
+        is_prompt = step.batch.num_tokens > step.batch.num_rows and not has_trees
         return _NumbaPlan(
             spec=self._spec,
             calls=self._calls,
@@ -112,7 +113,7 @@ class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             write_slots=step.write_slots(self._pool),
             pages=self._pages,
             masks=plan_masks(step, buffers),
-            scratch=self._scratch[step.lane],
-            is_prompt=step.batch.num_tokens > step.batch.num_rows
-            and all(mask.tree is None for mask in step.batch.masks),
+            scratch=scratch,
+            prompts=self._prompts if is_prompt else None,
+            prompt_scratch=prompt_scratch,
         )

@@ -72,8 +72,6 @@ class AttentionScratch:
     """[most parts, value_dim + STATE_EXTRA] fp32: states of splits."""
     threads: Tensor
     """[num_threads, bytes of a thread] uint8."""
-    prompts: Tensor
-    """[num_threads, floats of a thread] fp32, for rows with many new tokens."""
 
     @staticmethod
     def of(lease: Lease, shape: AttentionShape, max_tokens: int, num_threads: int) -> AttentionScratch:
@@ -84,11 +82,6 @@ class AttentionScratch:
             lease("located", (max_tokens, FIELDS), torch.int64),
             lease("parts", (most_parts, shape.value_dim + STATE_EXTRA), torch.float32),
             lease("threads", (num_threads, thread_bytes), torch.uint8),
-            lease(
-                "prompts",
-                (num_threads, scratch_numbers(shape.group, shape.key_dim, shape.value_dim)),
-                torch.float32,
-            ),
         )
 
 
@@ -159,10 +152,6 @@ class AttentionCalls:
         forms = {dtype: AttendForm(q, dtype, out, *sizes) for dtype in {cache, entry}}
         self._attend = {dtype: attend_kernel(form, processor) for dtype, form in forms.items()}
         self._merge = {dtype: merge_kernel(form, processor) for dtype, form in forms.items()}
-        elements = ELEMENTS[q], shape.key_dim, shape.value_dim, shape.group, ELEMENTS[out]
-        self._attend_prompt = {
-            dtype: compiled(make_attend_prompt, elements[0], ELEMENTS[dtype], *elements[1:]) for dtype in {cache, entry}
-        }
         self._write = {dtype: compiled(make_write, ELEMENTS[entry], ELEMENTS[dtype]) for dtype in {cache, entry}}
         self._locate = compiled(make_locate)
 
@@ -240,14 +229,32 @@ class AttentionCalls:
         if num_splits > 1:
             _launch(self._launcher, self._merge[keys.plane.dtype], arguments, *kept)
 
-    def attend_prompt(
+
+class PromptCalls:
+    """Makes and launches the records of attention of rows with many new tokens."""
+
+    def __init__(self, launcher: Launcher, shape: AttentionShape, cache: torch.dtype, dtype: torch.dtype) -> None:
+        """`dtype` is the one of queries, new entries and outputs."""
+        self._launcher = launcher
+        self._num_kv_heads = shape.num_kv_heads
+        sizes = shape.key_dim, shape.value_dim, shape.group
+        self._scratch_shape = launcher.num_threads, scratch_numbers(shape.group, *sizes[:2])
+        own = ELEMENTS[dtype]
+        self._attend = {each: compiled(make_attend_prompt, own, ELEMENTS[each], *sizes, own) for each in {cache, dtype}}
+
+    def lease_scratch(self, lease: Lease) -> Tensor:
+        """Leases the memory of all threads, [num_threads, floats of a thread] fp32."""
+        return lease("prompts", self._scratch_shape, torch.float32)
+
+    def attend(
         self,
         step: StepView,
         q: Tensor,
         keys: Entries,
         values: Entries,
         pages: Pages | None,
-        scratch: AttentionScratch,
+        located: Tensor,
+        scratch: Tensor,
         out: Tensor,
         *,
         scale: float,
@@ -255,18 +262,18 @@ class AttentionCalls:
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> None:
-        """`attend`, for rows with many new tokens and without trees."""
+        """Like `AttentionCalls.attend`, for rows without trees."""
         lens = step.batch.query_lens.device
         table = (0, 0, 1) if pages is None else (pages.table.data_ptr(), pages.table.stride(0), pages.page_size)
         arguments = (
             *(q.data_ptr(), *q.stride()[:2], *keys.place, *values.place, *table),
-            *(scratch.located.data_ptr(), lens.data_ptr(), step.batch.num_rows, self._shape.num_kv_heads),
+            *(located.data_ptr(), lens.data_ptr(), step.batch.num_rows, self._num_kv_heads),
             *(float_bits(scale * keys.scale), float_bits(softcap or 0.0), float_bits(values.scale)),
             *(0 if sinks is None else sinks.data_ptr(), out.data_ptr(), *out.stride()[:2]),
-            *(0 if lse is None else lse.data_ptr(), scratch.prompts.data_ptr(), scratch.prompts.stride(0)),
+            *(0 if lse is None else lse.data_ptr(), scratch.data_ptr(), scratch.stride(0)),
         )
-        kept = (q, keys.plane, values.plane, pages, scratch, lens, sinks, out, lse)
-        _launch(self._launcher, self._attend_prompt[keys.plane.dtype], arguments, *kept)
+        kept = (q, keys.plane, values.plane, pages, located, scratch, lens, sinks, out, lse)
+        _launch(self._launcher, self._attend[keys.plane.dtype], arguments, *kept)
 
 
 class LatentCalls:
