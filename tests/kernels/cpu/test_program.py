@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from sightline.kernels.cpu.compiled import compiled
 from sightline.kernels.cpu.instructions import load64, store64
 from sightline.kernels.cpu.program import CpuLauncher, Program, inline_launcher
-from sightline.kernels.cpu.record import Record
+from sightline.kernels.cpu.record import Record, float_bits
 from sightline.kernels.cpu.team import Team
 
 SIZE = 7
@@ -234,3 +235,9 @@ def test_a_fork_during_a_program_does_not_wait_for_its_end() -> None:
 def test_a_team_of_no_threads_is_refused(count: int) -> None:
     with pytest.raises(ValueError, match="at least 1 thread"):
         Team(count)
+
+
+def test_a_number_beyond_fp32_is_infinite() -> None:
+    assert float_bits(1.0) == 0x3F800000
+    assert float_bits(1e60) == float_bits(math.inf) == 0x7F800000
+    assert float_bits(-1e60) == float_bits(-math.inf)

@@ -47,5 +47,6 @@ class Launcher(Protocol):
 
 
 def float_bits(value: float) -> int:
-    """The bits of an fp32, as arguments hold it."""
-    return int(np.float32(value).view(np.int32))
+    """The bits of an fp32, as arguments hold it. A value that fp32 does not have is infinite, as in torch."""
+    with np.errstate(over="ignore"):
+        return int(np.float32(value).view(np.int32))
