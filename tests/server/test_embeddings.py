@@ -146,12 +146,13 @@ def test_a_ranking_puts_the_nearest_first(embedding_server: ServedProcess) -> No
     _, answer, _ = embedding_server.post("/v1/rerank", body)
     results = json.loads(answer)["results"]
     scores = [result["relevance_score"] for result in results]
-    assert [result["index"] for result in results][:2] == [1, 3]
+    # Equal texts may be computed in different steps, and then differ by rounding.
+    assert sorted(result["index"] for result in results[:2]) == [1, 3]
     assert scores == sorted(scores, reverse=True)
     assert [result["document"]["text"] for result in results] == [documents[result["index"]] for result in results]
     _, answer, _ = embedding_server.post("/v1/rerank", {**body, "top_n": 1, "return_documents": False})
     [only] = json.loads(answer)["results"]
-    assert only["index"] == 1
+    assert only["index"] in (1, 3)
     assert "document" not in only
 
 
