@@ -94,8 +94,8 @@ class CodedLinear(Projection):
 class CpuLinear(Linear):
     """A projection with dense weights, for any number of rows.
 
-    torch multiplies a medium number of rows in fp32 faster, by a fifth at 16 to 32. Its products in bf16 and fp16 are
-    a hundred times slower on processors without instructions for them.
+    torch multiplies a medium number of rows in fp32 faster, by a fifth at 16 to 32. Its products in bf16 are a hundred
+    times slower on a processor without instructions for them.
     """
 
     turns = False
