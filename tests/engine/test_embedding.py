@@ -186,23 +186,27 @@ def without_context(batch: Batch) -> Batch:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "backend"), [("llama", "torch"), ("deepseek_v2", "torch-latent"), ("deepseek_v3", "torch-latent")]
+)
 @pytest.mark.parametrize("mutant", [without_writing, without_reading])
 @pytest.mark.parametrize("config", [CHUNKED, KEPT], ids=["chunked", "kept"])
 def test_skipping_only_the_write_or_only_the_read_is_caught(
     decoders: Callable[[str], Decoder],
     monkeypatch: pytest.MonkeyPatch,
     family: str,
+    backend: str,
     mutant: Callable[[Plan], Plan],
     config: EngineConfig,
 ) -> None:
     _, folder = decoders(family)
+    config = replace(config, attention_backend=backend)
     transient = vectors(open_tiny(folder, WHOLE), TEXTS)
     sound = open_tiny(folder, config)
     sound.embed_tokens(TEXTS)
     assert_same(vectors(sound, TEXTS), transient)
-    for backend in (TorchBackend, TorchLatentBackend):
-        monkeypatch.setattr(backend, "plan", mutant(backend.plan))
+    for mutated in (TorchBackend, TorchLatentBackend):
+        monkeypatch.setattr(mutated, "plan", mutant(mutated.plan))
     broken = open_tiny(folder, config)
     for pool in broken.embedder.runtime.store.pools:
         # What an earlier text left: numbers, which no check for NaN would see.
