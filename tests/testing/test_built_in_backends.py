@@ -22,7 +22,7 @@ from sightline.testing.conformance.samples import Samples
 from sightline.testing.conformance.trial import CaseShare, Effort
 
 ROWS = [row for row in list_rows(registry.BUILT_IN, detect_device("cpu")) if isinstance(row, RowToTry)]
-COMPILED = {"numba"}
+COMPILED = {"numba", "numba-latent"}
 """Backends that compile kernels for every head dimension, group size and dtype, which takes seconds for each."""
 FIRST_OF_EACH_KIND = {
     kind: next(row.subject for row in ROWS if row.subject.kind is kind and row.candidate.name not in COMPILED)
@@ -55,7 +55,7 @@ def efforts() -> list[ParameterSet]:
 @pytest.mark.parametrize(("row", "effort"), efforts())
 def test_every_declared_capability_is_proven(row: RowToTry, effort: Effort) -> None:
     is_narrowed = effort is Effort.QUICK and row.candidate.name in COMPILED
-    report = try_row(row.subject, effort, FEW_COMPILED if is_narrowed else None)
+    report = try_row(row.subject, effort, FEW_COMPILED.for_problem(row.subject.problem) if is_narrowed else None)
     assert {result.check: f"{result.detail} {result.case}" for result in report.failed} == {}
     assert sum(result.num_steps for result in report.results) > (200 if effort is Effort.QUICK else 500)
 
