@@ -38,7 +38,7 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 256, 32), *range(256, 1025
 PROGRAM_SIZES = (1, 2, 4, 8)
 """Numbers of rows that auto records on a CPU: more rows are bound by arithmetic, not by what is between products."""
 KEPT_PROGRAM_SIZES = (*PROGRAM_SIZES, 16)
-"""Those with weights that stay quantised, whose products take less arithmetic."""
+"""Numbers of rows that auto records with weights that stay quantised, whose products take less arithmetic."""
 OUTPUT_COPIES = 4
 """Copies of a step's logits that exist at once: the outputs, those of the step in flight, and two of the sampler."""
 BUCKETS_PER_SIZE = 2

@@ -12,6 +12,7 @@ import math
 import numba
 import numpy as np
 
+from sightline.kernels.cpu.attend import FIELDS
 from sightline.kernels.cpu.instructions import exp32, float_of, load, load64, max32, store, tanh32
 from sightline.kernels.cpu.prompt_tiles import KEYS, LANES, QUERIES, STEP, score_tile, value_tile
 
@@ -22,8 +23,6 @@ STRIDE = KEY_BLOCK + KEYS
 in the same place of the first cache."""
 UNIT_QUERIES = 64
 """Queries of a unit, about: so many share a packed block."""
-FIELDS = 8
-"""As `attend.FIELDS`: what is known of a token."""
 NOTHING = np.float32(-np.inf)
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
