@@ -134,6 +134,14 @@ class Emitter:
         """The smaller of two signed numbers."""
         return self.build.select(self.build.icmp_signed("<", left, right), left, right)
 
+    def larger(self, left: Value, right: Value) -> Value:
+        """The larger of two signed numbers."""
+        return self.build.select(self.build.icmp_signed(">", left, right), left, right)
+
+    def whole(self, value: Value, step: int) -> Value:
+        """The number, rounded up to a multiple of `step`."""
+        return self.times(self.divided_up(value, step), step)
+
     def divided_up(self, value: Value, divisor: Value | int) -> Value:
         """The quotient, rounded up."""
         by = self.number(divisor) if isinstance(divisor, int) else divisor
