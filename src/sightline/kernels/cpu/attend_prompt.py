@@ -40,11 +40,37 @@ def tokens_of_unit(group: int) -> int:
     return max(1, UNIT_QUERIES // group)
 
 
+def queries_of_unit(group: int) -> int:
+    """The most queries of a unit: whole tiles."""
+    return -(-tokens_of_unit(group) * group // QUERIES) * QUERIES
+
+
 def prompt_scratch_bytes(group: int, key_dim: int, value_dim: int) -> int:
     """The memory that a thread needs: packed keys and values, scores, slots, and queries and states of a unit."""
-    queries = -(-tokens_of_unit(group) * group // QUERIES) * QUERIES
-    floats = BLOCK * (key_dim + value_dim + QUERIES) + queries * (key_dim + value_dim + STATE_EXTRA)
+    floats = BLOCK * (key_dim + value_dim + QUERIES)
+    floats += queries_of_unit(group) * (key_dim + value_dim + STATE_EXTRA)
     return -(-(4 * floats + SLOT_BYTES) // 128) * 128
+
+
+class _Room:
+    """A thread's memory."""
+
+    def __init__(self, emitter: Emitter, form: AttendForm, address: Value) -> None:
+        self._emitter = emitter
+        self._form = form
+        self.keys = address
+        self.values = emitter.add(self.keys, emitter.number(4 * BLOCK * form.key_dim))
+        self.scores = emitter.add(self.values, emitter.number(4 * BLOCK * form.value_dim))
+        self.slots = emitter.add(self.scores, emitter.number(4 * BLOCK * QUERIES))
+        self._queries = emitter.add(self.slots, emitter.number(SLOT_BYTES))
+        self._states = emitter.add(self._queries, emitter.number(4 * queries_of_unit(form.group) * form.key_dim))
+
+    def query(self, number: Value) -> Value:
+        """A scaled query of the unit."""
+        return self._emitter.add(self._queries, self._emitter.times(number, 4 * self._form.key_dim))
+
+    def state(self, number: Value) -> Value:
+        return self._emitter.add(self._states, self._emitter.times(number, State.num_bytes(self._form)))
 
 
 @cache
@@ -130,47 +156,53 @@ def _work(emitter: Emitter, given: AttendArguments, token: Value) -> Value:
 def _write_unit(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     """A function that computes a unit. Arguments: address of the arguments, thread, first token, their number, head."""
     find, begin, finish = write_find_slots(module), write_begin(module, form), write_finish(module, form)
-    pack, attend = _write_pack(module, form, unit), _write_tile(module, form, unit)
+    pack, weigh = _write_pack(module, form, unit), write_weigh(module, form)
     emitter = Emitter(module, "unit", 5, internal=True)
-    build = emitter.build
     arguments, thread, first, count, kv_head = emitter.arguments
     given = read_arguments(emitter, arguments)
-    keys = emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes))
-    slots = emitter.add(keys, emitter.number(4 * BLOCK * (form.key_dim + form.value_dim + QUERIES)))
-    queries = emitter.add(slots, emitter.number(SLOT_BYTES))
-    num_queries = emitter.times(count, form.group)
+    room = _Room(emitter, form, emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes)))
+    num_queries, one = emitter.times(count, form.group), emitter.number(1)
     num_tiles = emitter.divided_up(num_queries, QUERIES)
-    states = emitter.add(queries, emitter.times(num_tiles, 4 * QUERIES * form.key_dim))
-    one, last = emitter.number(1), build.sub(num_queries, emitter.number(1))
 
     def owner(query: Value) -> tuple[Value, Value]:
         """The token and the head of a query. Queries that complete a tile are the last one again."""
-        query, group = emitter.smaller(query, last), emitter.number(form.group)
-        head = emitter.add(emitter.times(kv_head, form.group), build.srem(query, group))
-        return emitter.add(first, build.sdiv(query, group)), head
+        query, group = emitter.smaller(query, emitter.build.sub(num_queries, one)), emitter.number(form.group)
+        head = emitter.add(emitter.times(kv_head, form.group), emitter.build.srem(query, group))
+        return emitter.add(first, emitter.build.sdiv(query, group)), head
 
     with emitter.loop(0, emitter.times(num_tiles, QUERIES)) as query:
-        own = emitter.add(queries, emitter.times(query, 4 * form.key_dim))
-        state = emitter.add(states, emitter.times(query, State.num_bytes(form)))
-        emitter.call_function(begin, [arguments, *owner(query), one, own, state])
+        emitter.call_function(begin, [arguments, *owner(query), one, room.query(query), room.state(query)])
     field = emitter.add(given.located, emitter.times(first, 8 * FIELDS))
-    start, stop = _seen(emitter, given, first)[0], _seen(emitter, given, emitter.add(first, build.sub(count, one)))[1]
-    with emitter.loop(build.sdiv(start, emitter.number(BLOCK)), emitter.divided_up(stop, BLOCK)) as block:
-        origin = emitter.times(block, BLOCK)
-        key = emitter.larger(start, origin)
-        end = emitter.smaller(stop, emitter.add(origin, emitter.number(BLOCK)))
-        lowest, highest = build.sub(key, origin), build.sub(end, origin)
-        emitter.call_function(find, [arguments, field, key, end, emitter.add(slots, emitter.times(lowest, 8))])
-        emitter.call_function(pack, [arguments, keys, slots, lowest, highest, kv_head])
+    start, stop = _seen(emitter, given, first)[0], _seen(emitter, given, owner(num_queries)[0])[1]
+    with emitter.loop(emitter.build.sdiv(start, emitter.number(BLOCK)), emitter.divided_up(stop, BLOCK)) as number:
+        origin = emitter.times(number, BLOCK)
+        low = emitter.larger(start, origin)
+        high = emitter.smaller(stop, emitter.add(origin, emitter.number(BLOCK)))
+        low_place, high_place = emitter.build.sub(low, origin), emitter.build.sub(high, origin)
+        slots = emitter.add(room.slots, emitter.times(low_place, 8))
+        emitter.call_function(find, [arguments, field, low, high, slots])
+        emitter.call_function(pack, [arguments, room.keys, room.slots, low_place, high_place, kv_head])
+
+        def seen(query: Value) -> list[Value]:
+            """The keys of the block that a query sees."""
+            keys = _seen(emitter, given, owner(query)[0])
+            return [emitter.build.sub(emitter.smaller(emitter.larger(key, low), high), origin) for key in keys]
+
         with emitter.loop(0, num_tiles) as tile:
             query = emitter.times(tile, QUERIES)
-            own = emitter.add(queries, emitter.times(query, 4 * form.key_dim))
-            state = emitter.add(states, emitter.times(query, State.num_bytes(form)))
-            tokens = [owner(emitter.add(query, emitter.number(i)))[0] for i in range(QUERIES)]
-            emitter.call_function(attend, [arguments, keys, origin, lowest, highest, own, state, *tokens])
+            begin_key, end_key = seen(query)[0], seen(emitter.add(query, emitter.number(QUERIES - 1)))[1]
+            with emitter.when(emitter.build.icmp_signed("<", begin_key, end_key)):
+                tiles = PromptTiles(emitter, form, unit)
+                tiles.score(room.query(query), room.keys, room.scores, begin_key, end_key)
+                with emitter.loop(0, QUERIES) as i:
+                    own, scores = emitter.add(query, i), emitter.add(room.scores, emitter.times(i, 4 * BLOCK))
+                    emitter.call_function(
+                        weigh, [given.softcap, *seen(own), begin_key, end_key, scores, room.state(own)]
+                    )
+                sums = room.state(query), State.num_bytes(form)
+                tiles.add_values(room.scores, room.values, *sums, begin_key, end_key)
     with emitter.loop(0, num_queries) as query:
-        state = emitter.add(states, emitter.times(query, State.num_bytes(form)))
-        emitter.call_function(finish, [arguments, state, one, emitter.number(0), *owner(query)])
+        emitter.call_function(finish, [arguments, room.state(query), one, emitter.number(0), *owner(query)])
     emitter.finish()
     return emitter.function
 
@@ -197,36 +229,5 @@ def _write_pack(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
         place = emitter.times(tile, KEYS)
         tiles.pack_keys(own_keys.of_head(emitter, own_keys.tile(emitter, slots, tile), head), keys, place)
         tiles.pack_values(own_values.of_head(emitter, own_values.tile(emitter, slots, tile), head), values, place)
-    emitter.finish()
-    return emitter.function
-
-
-def _write_tile(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
-    """A function that adds a packed block to the states of a tile of queries.
-
-    Arguments: address of the arguments, packed keys, number of the block's first key, first and end of the keys in the
-    block, queries, states, the token of each query.
-    """
-    weigh = write_weigh(module, form)
-    emitter = Emitter(module, "tile", 7 + QUERIES, internal=True)
-    build = emitter.build
-    arguments, keys, origin, lowest, highest, queries, states, *tokens = emitter.arguments
-    given = read_arguments(emitter, arguments)
-    tiles = PromptTiles(emitter, form, unit)
-    values = emitter.add(keys, emitter.number(4 * BLOCK * form.key_dim))
-    scores = emitter.add(values, emitter.number(4 * BLOCK * form.value_dim))
-
-    def within(key: Value) -> Value:
-        return emitter.smaller(emitter.larger(build.sub(key, origin), lowest), highest)
-
-    seen = [tuple(within(key) for key in _seen(emitter, given, token)) for token in tokens]
-    begin, end = seen[0][0], seen[-1][1]
-    with emitter.when(build.icmp_signed("<", begin, end)):
-        tiles.score(queries, keys, scores, begin, end)
-        for i, (first, stop) in enumerate(seen):
-            own = emitter.add(scores, emitter.number(4 * BLOCK * i))
-            state = emitter.add(states, emitter.number(State.num_bytes(form) * i))
-            emitter.call_function(weigh, [given.softcap, first, stop, begin, end, own, state])
-        tiles.add_values(scores, values, states, State.num_bytes(form), begin, end)
     emitter.finish()
     return emitter.function
