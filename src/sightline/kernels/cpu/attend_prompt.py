@@ -31,7 +31,7 @@ from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.prompt_tiles import QUERIES, PromptTiles
 from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
 
-UNIT_QUERIES = 64
+UNIT_QUERIES = 256
 """Queries of a unit, about: so many share a packed block."""
 
 

@@ -202,7 +202,7 @@ def call_kernel(typing_context, kernel, arguments, thread, num_threads):
 
 @intrinsic
 def exp32(typing_context, value):
-    """e to the power of an fp32, within 2 units in the last place; 0 below -87.3, infinite above 88, NaN for NaN."""
+    """e to the power of an fp32, within 2 units in the last place; 0 below -87.7, infinite above 88, NaN for NaN."""
 
     def generate(context, builder, signature, arguments):
         return exp(builder, arguments[0])
