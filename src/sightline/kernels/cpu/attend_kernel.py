@@ -188,7 +188,7 @@ def write_begin(module: Any, form: AttendForm) -> Value:
 
     Arguments: address of the arguments, token, head, 1 if there are keys, the scaled query, the state.
     """
-    emitter = Emitter(module, "begin", 6, internal=True)
+    emitter = Emitter(module, "begin", 6, internal=True, inline=False)
     arguments, token, head, has_keys, target, address = emitter.arguments
     given = read_arguments(emitter, arguments)
     factor = emitter.build.fmul(_float(emitter, given.score_factor), emitter.constant(F32, form.factor))
@@ -238,7 +238,7 @@ def write_find_slots(module: Any) -> Value:
 
     Arguments: address of the arguments, fields of the token, first key of the block, end of the keys, the list.
     """
-    emitter = Emitter(module, "find_slots", 5, internal=True)
+    emitter = Emitter(module, "find_slots", 5, internal=True, inline=False)
     build = emitter.build
     arguments, field, first, stop, slots = emitter.arguments
     given = read_arguments(emitter, arguments)
@@ -293,7 +293,7 @@ def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     Arguments: address of the arguments, slots of the block and of the next one, queries, states, scores.
     """
     weigh = write_weigh(module, form)
-    emitter = Emitter(module, "add_block", 6, internal=True)
+    emitter = Emitter(module, "add_block", 6, internal=True, inline=False)
     build = emitter.build
     arguments, here, there, queries, states, scores = emitter.arguments
     given = read_arguments(emitter, arguments)
@@ -344,7 +344,7 @@ def write_weigh(module: Any, form: AttendForm) -> Value:
     scores, scores, state. Scores of keys that the head does not see, and those that complete a vector, become weights
     of 0.
     """
-    emitter = Emitter(module, "weigh", 7, internal=True)
+    emitter = Emitter(module, "weigh", 7, internal=True, inline=False)
     build, kind = emitter.build, vector(F32, _WIDTH)
     bits, first, stop, begin, end, scores, address = emitter.arguments
     state = State(emitter, form, address)
@@ -399,7 +399,7 @@ def write_finish(module: Any, form: AttendForm) -> Value:
     Arguments: address of the arguments, the head's state of the first split, number of splits, bytes from a split to
     the next, token, head.
     """
-    emitter = Emitter(module, "finish", 6, internal=True)
+    emitter = Emitter(module, "finish", 6, internal=True, inline=False)
     build = emitter.build
     arguments, first, num_splits, split_bytes, token, head = emitter.arguments
     given = read_arguments(emitter, arguments)

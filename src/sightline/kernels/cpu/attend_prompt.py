@@ -157,7 +157,7 @@ def _write_unit(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     """A function that computes a unit. Arguments: address of the arguments, thread, first token, their number, head."""
     find, begin, finish = write_find_slots(module), write_begin(module, form), write_finish(module, form)
     pack, weigh = _write_pack(module, form, unit), write_weigh(module, form)
-    emitter = Emitter(module, "unit", 5, internal=True)
+    emitter = Emitter(module, "unit", 5, internal=True, inline=False)
     arguments, thread, first, count, kv_head = emitter.arguments
     given = read_arguments(emitter, arguments)
     room = _Room(emitter, form, emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes)))
@@ -212,7 +212,7 @@ def _write_pack(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
 
     Arguments: address of the arguments, where the keys go, slots of the block, first and end of the keys in it, head.
     """
-    emitter = Emitter(module, "pack", 6, internal=True)
+    emitter = Emitter(module, "pack", 6, internal=True, inline=False)
     build = emitter.build
     arguments, keys, slots, first, stop, head = emitter.arguments
     given = read_arguments(emitter, arguments)
