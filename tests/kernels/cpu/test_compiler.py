@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from sightline.core.ledger import Ledger
-from sightline.kernels.cpu import attend, attend_prompt, norms, pointwise, team
+from sightline.kernels.cpu import attend, norms, pointwise, team
 from sightline.kernels.cpu.compiled import Make, compiled, numba_text
 from sightline.kernels.cpu.compiler import (
     CompiledKernel,
@@ -185,7 +185,6 @@ def test_the_ledger_says_that_kernels_cannot_be_kept(tmp_path: Path, monkeypatch
         (norms.make_rotary_table, (0,)),
         (attend.make_locate, ()),
         (attend.make_write, (0, 0)),
-        (attend_prompt.make_attend_prompt, (0, 0, 64, 64, 3, 0)),
         (team.make_run, ()),
         (team.make_work, ()),
     ],
