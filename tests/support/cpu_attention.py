@@ -87,30 +87,30 @@ def attended(
     for row, pages in enumerate(order):
         table[row, : len(pages)] = pages
         slots.append((pages[:, None] * PAGE + torch.arange(PAGE)).flatten()[: contexts[row]])
+    ends = [range(context - count + 1, context + 1) for context, count in zip(contexts, counts, strict=True)]
+    seen = [(row, max(0, end - (window or end)), end) for row, own in enumerate(ends) for end in own]
+    # What no token of a row sees is poison too.
+    hidden = [max(0, own[0] - (window or own[0])) for own in ends]
     planes = [torch.full((sum(lengths) * PAGE, kv_heads, dim), torch.nan) for _ in range(2)]
-    for row, own in zip(rows, slots, strict=True):
-        planes[0][own], planes[1][own] = row.keys, row.values
+    for row, own, count in zip(rows, slots, hidden, strict=True):
+        planes[0][own[count:]], planes[1][own[count:]] = row.keys[count:], row.values[count:]
     if nan_at is not None:
         planes[1][slots[0][nan_at[0]], :, nan_at[1]] = torch.nan
     keys, values = (plane.to(cache) for plane in planes)
     q = torch.cat([row.q for row in rows]).to(dtype)
     out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
-    ends = [range(context - count + 1, context + 1) for context, count in zip(contexts, counts, strict=True)]
-    seen = [(row, max(0, end - (window or end)), end) for row, own in enumerate(ends) for end in own]
     scratch.located.zero_()
     scratch.located[:, :3] = torch.tensor(seen)
     spec = SoftmaxSpec(kv_heads * group, kv_heads, dim, dim**-0.5, window)
     scales = (0.5, 0.25) if cache.itemsize == 1 else (1.0, 1.0)
     own_keys, own_values = Entries(keys, scales[0]), Entries(values, scales[1])
     lens = None if new_tokens is None else torch.tensor(new_tokens)
-    calls.attend(
-        q, own_keys, own_values, Pages(table, PAGE), scratch, out, scale=spec.scale, lse=lse, query_lens=lens
-    )
+    calls.attend(q, own_keys, own_values, Pages(table, PAGE), scratch, out, scale=spec.scale, lse=lse, query_lens=lens)
     answers, first = [], 0
-    for own, count in zip(slots, counts, strict=True):
-        bounds = torch.tensor(seen[first : first + count])
-        visible = (torch.arange(len(own)) >= bounds[:, 1:2]) & (torch.arange(len(own)) < bounds[:, 2:])
-        k, v = (plane.float()[own] * scale for plane, scale in zip((keys, values), scales, strict=True))
+    for own, count, start in zip(slots, counts, hidden, strict=True):
+        bounds, places = torch.tensor(seen[first : first + count]), torch.arange(start, len(own))
+        visible = (places >= bounds[:, 1:2]) & (places < bounds[:, 2:])
+        k, v = (plane.float()[own[start:]] * scale for plane, scale in zip((keys, values), scales, strict=True))
         answers.append(attend_row(spec, q[first : first + count], k, v, visible, None))
         first += count
     return Attended(out, lse, torch.cat([each[0] for each in answers]), torch.cat([each[1] for each in answers]))

@@ -59,7 +59,9 @@ def test_exp_of_special_numbers(tmp_path: Path) -> None:
     x = np.array([0.0, -0.0, -87.75, -1e30, -np.inf, 88.1, np.inf, np.nan], dtype=np.float32)
     expected = np.array([1.0, 1.0, 0.0, 0.0, 0.0, np.inf, np.inf, np.nan], dtype=np.float32)
     np.testing.assert_array_equal(applied(exp, x, tmp_path), expected)
-    np.testing.assert_array_equal(applied(without_overflow, x, tmp_path)[[0, 1, 2, 3, 4, 7]], expected[[0, 1, 2, 3, 4, 7]])
+    np.testing.assert_array_equal(
+        applied(without_overflow, x, tmp_path)[[0, 1, 2, 3, 4, 7]], expected[[0, 1, 2, 3, 4, 7]]
+    )
 
 
 def test_tanh_is_close_for_small_and_large_numbers(tmp_path: Path) -> None:

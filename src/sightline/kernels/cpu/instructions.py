@@ -105,16 +105,6 @@ def store64(typing_context, address, index, value):
 
 
 @intrinsic
-def load_byte(typing_context, address, index):
-    """The unsigned byte at `index` of the array at `address`."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.zext(builder.load(_pointer(builder, arguments[0], arguments[1], INT8)), INT64)
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
 def order32(typing_context, address, index):
     """An int32 that orders the fp32 at `index` of the array at `address`: zeros are equal, NaN is the largest."""
 
