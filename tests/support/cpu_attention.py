@@ -92,8 +92,8 @@ def attended(
     # What no token of a row sees is poison too.
     hidden = [max(0, own[0] - (window or own[0])) for own in ends]
     planes = [torch.full((sum(lengths) * PAGE, kv_heads, dim), torch.nan) for _ in range(2)]
-    for row, own, count in zip(rows, slots, hidden, strict=True):
-        planes[0][own[count:]], planes[1][own[count:]] = row.keys[count:], row.values[count:]
+    for data, own, count in zip(rows, slots, hidden, strict=True):
+        planes[0][own[count:]], planes[1][own[count:]] = data.keys[count:], data.values[count:]
     if nan_at is not None:
         planes[1][slots[0][nan_at[0]], :, nan_at[1]] = torch.nan
     keys, values = (plane.to(cache) for plane in planes)

@@ -122,9 +122,7 @@ FAULTS = {
     "dimensions behind the last whole vector are dropped": Fault(
         prompt_tiles, "for piece in pieces(dims - whole, step):", "for piece in pieces(0, step):", LONG_PROMPTS
     ),
-    "keys are packed in another order": Fault(
-        prompt_tiles, "for i in (0, 2)), 2)", "for i in (2, 0)), 2)", LONG_PROMPTS
-    ),
+    "keys are packed in another order": Fault(prompt_tiles, "for i in (0, 2)]", "for i in (2, 0)]", LONG_PROMPTS),
     "queries in latent space have no position": Fault(
         latent, "if part == 0:", "if part < 0:", "context", NumbaLatentBackend
     ),

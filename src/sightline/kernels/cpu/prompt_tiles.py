@@ -46,7 +46,8 @@ class PromptTiles:
         def pack(dim: Value, size: int) -> None:
             at = emitter.times(dim, self._form.cache.itemsize)
             loaded = [load_cached(emitter, self._form, self._unit, emitter.add(row, at), size) for row in rows]
-            turned = self._interleaved(*(self._interleaved(*loaded[i : i + 2], 1) for i in (0, 2)), 2)
+            halves = [self._interleaved(loaded[i], loaded[i + 1], 1) for i in (0, 2)]
+            turned = self._interleaved(halves[0], halves[1], 2)
             own = emitter.add(target, emitter.times(dim, 4 * self.panel))
             for i in range(size):
                 four = emitter.shuffle(turned, range(KEYS * i, KEYS * (i + 1)))
