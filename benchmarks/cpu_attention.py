@@ -125,19 +125,15 @@ def prompts(
         calls.attend(q, *entries, scratch, out, scale=dim**-0.5, query_lens=torch.full((num_rows,), new))
     program = tape.program()
     slots = (table[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1)[:, :length]
-    turned = [
-        each.transpose(1, 2).contiguous()
-        for each in (q.view(num_rows, new, num_heads, dim), keys[slots], values[slots])
-    ]
+    q_rows = q.view(num_rows, new, num_heads, dim)
+    q_t, k_t, v_t = (each.transpose(1, 2).contiguous() for each in (q_rows, keys[slots], values[slots]))
     mask = None if context == 0 else torch.arange(length)[None] <= torch.arange(new)[:, None] + context
 
     def torch_attention() -> Tensor:
-        return scaled_dot_product_attention(*turned, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return scaled_dot_product_attention(q_t, k_t, v_t, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
 
     launcher.run(program)
-    torch.testing.assert_close(
-        out.view(num_rows, new, num_heads, dim), torch_attention().transpose(1, 2), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(out.view_as(q_rows), torch_attention().transpose(1, 2), atol=1e-5, rtol=1e-5)
     return lambda: launcher.run(program), torch_attention
 
 
