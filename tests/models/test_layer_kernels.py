@@ -106,6 +106,11 @@ def test_the_setting_chooses_the_kernels() -> None:
     assert isinstance(build.make_operations(LayerKernels.NUMBA, *where), CpuOperations)
 
 
+def test_kernels_of_a_cpu_never_get_addresses_of_a_gpu() -> None:
+    with pytest.raises(ValueError, match="expected the device cpu for kernels of a CPU, got cuda:0"):
+        build.make_operations(LayerKernels.NUMBA, torch.device("cuda", 0), torch.float32, inline_launcher())
+
+
 def test_fused_kernels_are_refused_on_a_cpu(models: Models) -> None:
     _, folder = models["llama"]
     with pytest.raises(ConfigError, match="expected layer_kernels torch or numba on the device cpu, got triton"):
