@@ -174,7 +174,7 @@ def test_results_wait_for_their_step_and_not_for_the_next() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("kernels", [each.value for each in LayerKernels])
+@pytest.mark.parametrize("kernels", [each.value for each in ON_A_GPU])
 def test_an_engines_steps_sample_without_waiting(
     in_flight: bool, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
