@@ -22,6 +22,7 @@ TARGETS = {
     "avx-vnni": Processor(X86, "alderlake", "", Instructions.AVX_VNNI),
     "avx2": Processor(X86, "haswell", "", Instructions.AVX2),
     "neon": Processor(ARM, "generic", "+neon,+dotprod", Instructions.NEON_DOT),
+    "neon-i8mm": Processor(ARM, "generic", "+neon,+dotprod,+i8mm", Instructions.NEON_MATRIX),
     "x86": Processor(X86, "x86-64", "", Instructions.PORTABLE),
     "arm": Processor(ARM, "generic", "", Instructions.PORTABLE),
 }
@@ -68,7 +69,8 @@ def test_a_processor_gets_the_first_row_that_it_satisfies() -> None:
     assert best_instructions("x86_64", everything - {"avx512vnni"}) is Instructions.AVX_VNNI
     assert best_instructions("x86_64", everything - {"avx512vnni", "avxvnni"}) is Instructions.AVX2
     assert best_instructions("x86_64", {"sse2"}) is Instructions.PORTABLE
-    assert best_instructions("aarch64", everything) is Instructions.NEON_DOT
+    assert best_instructions("aarch64", everything) is Instructions.NEON_MATRIX
+    assert best_instructions("aarch64", everything - {"i8mm"}) is Instructions.NEON_DOT
     assert best_instructions("aarch64", {"neon"}) is Instructions.PORTABLE
     assert best_instructions("riscv64", everything) is Instructions.PORTABLE
 

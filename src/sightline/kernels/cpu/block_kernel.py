@@ -68,7 +68,8 @@ def product_kernel(form: CodeForm, out_dtype: torch.dtype, processor: Processor)
 
 def write_product(module: Any, form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> None:
     """Fills an LLVM module with the kernel."""
-    _ProductWriter(module, PanelLayout(form, UNITS[processor.instructions].panel), out_dtype, processor).write()
+    unit = UNITS[processor.instructions]
+    _ProductWriter(module, PanelLayout(form, unit.panel, unit.quads_together), out_dtype, processor).write()
 
 
 class _ProductWriter:

@@ -50,7 +50,7 @@ def lookup_kernel(form: CodeForm, out_dtype: torch.dtype, processor: Processor) 
 def write_lookup(module: Any, form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> None:
     """Fills an LLVM module with the kernel."""
     unit = UNITS[processor.instructions]
-    layout = PanelLayout(form, unit.panel)
+    layout = PanelLayout(form, unit.panel, unit.quads_together)
     emitter = Emitter(module, ENTRY, 3)
     build = emitter.build
     arguments, thread, num_threads = emitter.arguments
