@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,110 +14,34 @@ import torch
 from torch import Tensor
 
 from sightline.kernels.coded_weights import CodedWeights, CodeForm
-from sightline.kernels.cpu import block_kernel, lookup_kernel
 from sightline.kernels.cpu.block_kernel import ProductArguments, write_product
 from sightline.kernels.cpu.compiler import machine_code, module_text
-from sightline.kernels.cpu.emitter import I32, Emitter, Value, vector
 from sightline.kernels.cpu.input_blocks import QuantiseArguments, input_bytes, write_quantise
 from sightline.kernels.cpu.panels import pack
 from sightline.kernels.cpu.processor import Instructions, Processor
-from sightline.kernels.cpu.vector_unit import (
-    UNITS,
-    NeonDotUnit,
-    NeonMatrixUnit,
-    PortableUnit,
-    VectorUnit,
-    Vnni512Unit,
-    VnniUnit,
-)
-from sightline.layers import cpu_compute
+from sightline.kernels.cpu.vector_unit import UNITS
 from sightline.layers.cpu_compute import CpuCompute
 from sightline.layers.cpu_embedding import CodedEmbedding
 from sightline.layers.cpu_linear import CodedLinear
 from sightline.layers.torch_operations import TorchOperations
 from support.coded_weights import FORMS, defined_product, random_coded
-from support.cpu_launchers import SerialLauncher
+from support.spelled_units import SPELLED, spelled_out
 
 ROWS, OUTPUTS, INPUTS = 71, 37, 512
 CLOSE = 2e-6
 all_forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 
 
-def spelled_out(emitter: Emitter, sums: Value, codes: Value, inputs: Value) -> Value:
-    """What `vpdpbusd` is documented to compute."""
-    build, lanes = emitter.build, sums.type.count
-    wide = vector(I32, 4 * lanes)
-    products = build.mul(build.zext(codes, wide), build.sext(inputs, wide))
-    for place in range(4):
-        sums = build.add(sums, emitter.shuffle(products, [4 * lane + place for lane in range(lanes)]))
-    return sums
-
-
-class SpelledVnni(VnniUnit):
-    def sum_unsigned(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value) -> Value:
-        return spelled_out(emitter, sums, codes, inputs)
-
-
-class SpelledVnni512(Vnni512Unit):
-    def sum_unsigned(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value) -> Value:
-        return spelled_out(emitter, sums, codes, inputs)
-
-
-class SpelledDot(NeonDotUnit):
-    """`sdot` with the operations of any processor."""
-
-    dot = PortableUnit.dot
-    float8s = VectorUnit.float8s
-    above_lower_half = VectorUnit.above_lower_half
-    above_upper_half = VectorUnit.above_upper_half
-
-
-class SpelledMatrix(NeonMatrixUnit):
-    """What `smmla` and `addp` are documented to compute, and `sdot` as above."""
-
-    dot = PortableUnit.dot
-    float8s = VectorUnit.float8s
-    above_lower_half = VectorUnit.above_lower_half
-    above_upper_half = VectorUnit.above_upper_half
-
-    def multiply(self, emitter: Emitter, sums: Value, inputs: Value, codes: Value) -> Value:
-        build = emitter.build
-        for place in range(8):
-            rows = emitter.shuffle(inputs, [place, place, 8 + place, 8 + place])
-            outputs = emitter.shuffle(codes, [place, 8 + place] * 2)
-            wide = [build.sext(each, vector(I32, 4)) for each in (rows, outputs)]
-            sums = build.add(sums, build.mul(*wide))
-        return sums
-
-    def add_neighbours(self, emitter: Emitter, left: Value, right: Value) -> Value:
-        even, odd = (emitter.shuffle(left, [start, start + 2, start + 4, start + 6], right) for start in (0, 1))
-        return emitter.build.add(even, odd)
-
-
-SPELLED = {
-    Instructions.AVX_VNNI: SpelledVnni(),
-    Instructions.AVX512_VNNI: SpelledVnni512(),
-    Instructions.NEON_DOT: SpelledDot(),
-    Instructions.NEON_MATRIX: SpelledMatrix(),
-}
 some_forms = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("Q8_0", "Q4_K") else pytest.mark.prove) for name in FORMS]
 )
 
 
 @pytest.fixture
-def spelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Instructions], CpuCompute]:
-    """Gives what computes with instructions that are spelled out, on this machine."""
-    for module in (block_kernel, lookup_kernel, cpu_compute):
-        monkeypatch.setattr(module, "UNITS", {**UNITS, **SPELLED})
+def spelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Instructions], CpuCompute]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    this = Processor.detect()
-
-    def compute(instructions: Instructions) -> CpuCompute:
-        # Another name than the real one, whose kernels may be compiled already.
-        return CpuCompute.on(SerialLauncher(3), Processor(this.triple, "generic", this.features, instructions))
-
-    return compute
+    with spelled_out() as compute:
+        yield compute
 
 
 @pytest.mark.parametrize("instructions", SPELLED, ids=lambda each: each.value)
@@ -212,7 +136,7 @@ class Emulated:
         self._matrix = pack(weights, unit.panel, unit.quads_together)
         folder.mkdir()
         writers: dict[str, Callable[[Any], None]] = {
-            "quantise": lambda module: write_quantise(module, torch.float32),
+            "quantise": lambda module: write_quantise(module, torch.float32, processor),
             "product": lambda module: write_product(module, weights.form, torch.float32, processor),
         }
         for name, write in writers.items():

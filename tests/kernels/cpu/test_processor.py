@@ -50,7 +50,7 @@ def test_products_use_the_instruction_that_sums_them(target: str, name: str) -> 
 def test_every_kernel_compiles_for_every_processor_and_calls_nothing(processor: Processor, dtype: torch.dtype) -> None:
     """A call of a function that is not in the module would fail when the code is loaded."""
     writers = (
-        lambda module: write_quantise(module, dtype),
+        lambda module: write_quantise(module, dtype, processor),
         lambda module: write_product(module, FORMS["Q4_1"], dtype, processor),
         lambda module: write_lookup(module, FORMS["Q5_K"], dtype, processor),
         lambda module: write_dense(module, DenseTypes(dtype, dtype, dtype), processor, many_rows=False),

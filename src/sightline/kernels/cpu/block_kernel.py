@@ -52,7 +52,7 @@ class ProductArguments(NamedTuple):
     spans: int
     """Spans per row."""
     chunk_rows: int
-    """1 to `MAX_CHUNK_ROWS`."""
+    """1 to `MAX_CHUNK_ROWS`; even if it is less than `rows`, so that no pair of rows is divided."""
     bias: int
     """Address of fp32 numbers, 0 if there is none."""
     accumulate: int

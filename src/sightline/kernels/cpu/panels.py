@@ -11,9 +11,10 @@
     plane 1        quad 1 of all outputs                 quads 0 and 1 of the other half
     plane 2        quad 2 of all outputs                 quads 2 and 3 of the first half, and so on
 
-The lower 4 bits of planes 0 to 3 share bytes with those of planes 4 to 7, which are in the upper half of the byte. Codes
-of 8 bits are signed, 128 below the form's code, and have a byte each. Fifth and sixth bits follow: bit p of a byte is
-the fifth bit of plane p; of two bits, a byte has those of planes 0 to 3, and another byte those of planes 4 to 7.
+The lower 4 bits of planes 0 to 3 share bytes with those of planes 4 to 7, which are in the upper half of the byte.
+Codes of 8 bits are signed, 128 below the form's code, and have a byte each. Fifth and sixth bits follow: bit p of a
+byte is the fifth bit of plane p; of two bits, a byte has those of planes 0 to 3, and another byte those of planes 4 to
+7.
 
 A product reads a panel from its first to its last byte. Does not know instructions.
 """

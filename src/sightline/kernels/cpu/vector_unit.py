@@ -41,6 +41,8 @@ class VectorUnit(ABC):
     the weights."""
     quads_together: ClassVar[int] = 1
     """The consecutive quads of one output that a vector of codes has side by side."""
+    pairs_rows: ClassVar[bool] = False
+    """True if the inputs of two rows are stored with their octets in turns."""
     excess: ClassVar[int] = 0
     """What `sums` adds to each signed code, because the instruction takes unsigned ones only."""
 
@@ -159,6 +161,7 @@ class NeonMatrixUnit(NeonDotUnit):
     """aarch64 with `smmla`, which multiplies 2 rows of 8 inputs with 2 outputs. A row without another takes `sdot`."""
 
     quads_together = 2
+    pairs_rows = True
 
     def sums(
         self,
@@ -177,13 +180,13 @@ class NeonMatrixUnit(NeonDotUnit):
         zeros = emitter.constant(vector(I32, 4), 0)
         halves = [emitter.shuffle(first[-1], [0, 4, 1, 5], zeros)] * len(numbers)
         for octet in range(planes.start // 2, planes.stop // 2):
-            inputs = [self._inputs_of_two(emitter, rows[row], rows[row + 1], octet) for row in pairs]
+            inputs = [self._octet_of_two(emitter, rows[row + octet // 2], octet) for row in pairs]
             for number in numbers:
                 loaded = codes(*divmod(octet * len(numbers) + number, len(numbers) // 2))
                 for tile, taken in zip(tiles, inputs, strict=True):
                     tile[number] = self.multiply(emitter, tile[number], taken, loaded)
                 if is_odd:
-                    taken = self._inputs_twice(emitter, rows[-1], octet)
+                    taken = self._octet_twice(emitter, rows[-1], octet)
                     halves[number] = self.dot(emitter, halves[number], loaded, taken, signed=signed)
         sums = [row for tile in tiles for row in self._rows_of(emitter, tile)]
         return [*sums, self._joined(emitter, halves)] if is_odd else sums
@@ -196,15 +199,14 @@ class NeonMatrixUnit(NeonDotUnit):
         """The sums of neighbours in `left`, then those in `right`."""
         return emitter.call("llvm.aarch64.neon.addp.v4i32", vector(I32, 4), [left, right])
 
-    def _inputs_of_two(self, emitter: Emitter, row: Value, next_row: Value, octet: int) -> Value:
-        """8 inputs of a row, then those of the next row."""
-        loaded = [emitter.load(each, vector(I64, 2), offset=16 * (octet // 2), align=16) for each in (row, next_row)]
-        chosen = emitter.shuffle(loaded[0], [octet % 2, 2 + octet % 2], loaded[1])
-        return emitter.build.bitcast(chosen, vector(I8, 16))
+    def _octet_of_two(self, emitter: Emitter, address: Value, octet: int) -> Value:
+        """8 inputs of a row, then those of the next row; the address is that of the row whose block has them."""
+        return emitter.load(address, vector(I8, 16), offset=16 * (octet % 2), align=16)
 
-    def _inputs_twice(self, emitter: Emitter, row: Value, octet: int) -> Value:
-        """8 inputs of a row, twice."""
-        return self._inputs_of_two(emitter, row, row, octet)
+    def _octet_twice(self, emitter: Emitter, row: Value, octet: int) -> Value:
+        """8 inputs of a row without another, twice."""
+        loaded = emitter.load(row, vector(I64, 2), offset=16 * (octet // 2), align=16)
+        return emitter.build.bitcast(emitter.shuffle(loaded, [octet % 2] * 2), vector(I8, 16))
 
     def _of_two_rows(self, emitter: Emitter, row: Value, next_row: Value) -> Value:
         """The first two sums of a row, then those of the next row."""
