@@ -151,8 +151,8 @@ class Emulated:
     def __call__(self, x: Tensor) -> Tensor:
         matrix = self._matrix
         (self._folder / "inputs").write_bytes(x.numpy().tobytes())
-        sizes = (len(x), matrix.out_features, matrix.in_features, matrix.spans)
-        sizes += (input_bytes(matrix.in_features), matrix.panels.nbytes)
+        shape = (len(x), matrix.out_features, matrix.in_features)
+        sizes = (*shape, matrix.spans, input_bytes(matrix.in_features), matrix.panels.nbytes)
         run = [f"qemu-{self._architecture}-static", "-cpu", "max", "./run", *map(str, sizes)]
         subprocess.run(run, cwd=self._folder, check=True)
         found = np.fromfile(self._folder / "outputs", dtype=np.float32)

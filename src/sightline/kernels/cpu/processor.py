@@ -90,6 +90,11 @@ class Processor:
             best_instructions(architecture, present),
         )
 
+    @property
+    def has_instructions(self) -> bool:
+        """True if the processor satisfies a row of `ROWS`."""
+        return self.instructions is not Instructions.PORTABLE
+
     def portable(self) -> Processor:
         """The same processor with the portable form of every kernel."""
         return Processor(self.triple, self.name, self.features, Instructions.PORTABLE)
