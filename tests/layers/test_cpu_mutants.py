@@ -72,17 +72,16 @@ def matrix_products_are_those_of_sdot(folder: Path) -> None:
     """Pairs of rows and a row without another, in tiles of all sizes: bit for bit, and close to the definition."""
     del folder
     generator = torch.Generator().manual_seed(4)
-    for name in ("Q5_0", "Q8_0"):
-        weights = random_coded(FORMS[name], 37, 96)
-        for rows in (1, 2, 3, 7):
-            x, outs = torch.randn(rows, 96, generator=generator) + 0.5, torch.full((2, rows, 37), torch.nan)
-            with spelled_out() as spelled:
-                for out, instructions in zip(outs, (Instructions.NEON_MATRIX, Instructions.NEON_DOT), strict=True):
-                    compute = spelled(instructions)
-                    CodedLinear(compute.pack([weights]), None, compute)(x, out)
-            assert torch.equal(*outs), (name, rows)
-            expected = defined_product(weights, x)
-            assert (outs[0].double() - expected).abs().max() / expected.abs().max() < CLOSE, (name, rows)
+    weights = random_coded(FORMS["Q5_0"], 37, 96)
+    for rows in (1, 2, 3, 7):
+        x, outs = torch.randn(rows, 96, generator=generator) + 0.5, torch.full((2, rows, 37), torch.nan)
+        with spelled_out() as spelled:
+            for out, instructions in zip(outs, (Instructions.NEON_MATRIX, Instructions.NEON_DOT), strict=True):
+                compute = spelled(instructions)
+                CodedLinear(compute.pack([weights]), None, compute)(x, out)
+        assert torch.equal(*outs), rows
+        expected = defined_product(weights, x)
+        assert (outs[0].double() - expected).abs().max() / expected.abs().max() < CLOSE, rows
 
 
 def look_ups_in_panels_of_octets_are_exact(folder: Path) -> None:
