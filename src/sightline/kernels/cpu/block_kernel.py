@@ -63,7 +63,9 @@ class ProductArguments(NamedTuple):
 def product_kernel(form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> CompiledKernel:
     """The kernel for weights of a form; see `ProductArguments`."""
     name = f"product-{form.bits}-{form.zero}-{form.group}-{form.span}-{str(out_dtype).removeprefix('torch.')}"
-    return compile_kernel(name, lambda module: write_product(module, form, out_dtype, processor), processor)
+    return compile_kernel(
+        name, (form, out_dtype), lambda module: write_product(module, form, out_dtype, processor), processor
+    )
 
 
 def write_product(module: Any, form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> None:

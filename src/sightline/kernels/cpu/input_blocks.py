@@ -61,7 +61,7 @@ class QuantiseArguments(NamedTuple):
 def quantise_kernel(dtype: torch.dtype, processor: Processor) -> CompiledKernel:
     """The kernel that quantises rows of `dtype`; see `QuantiseArguments`."""
     name = f"quantise-{str(dtype).removeprefix('torch.')}"
-    return compile_kernel(name, lambda module: write_quantise(module, dtype, processor), processor)
+    return compile_kernel(name, (dtype,), lambda module: write_quantise(module, dtype, processor), processor)
 
 
 def write_quantise(module: Any, dtype: torch.dtype, processor: Processor) -> None:
