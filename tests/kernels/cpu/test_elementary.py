@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.record import ENTRY_POINT
 
 LANES = 8
-Function = Callable[[Any, Value], Value]
+Function = Any
+"""A function of a builder and a value."""
 
 
 def applied(function: Function, x: np.ndarray, folder: Path) -> np.ndarray:
@@ -33,7 +33,7 @@ def applied(function: Function, x: np.ndarray, folder: Path) -> np.ndarray:
 
     assert x.size % LANES == 0
     out = np.full_like(x, np.nan)
-    kernel = compile_kernel("elementary", write, Processor.detect(), folder)
+    kernel = compile_kernel("elementary", (function.__name__,), write, Processor.detect(), folder)
     arguments = np.array([x.ctypes.data, out.ctypes.data, x.size], dtype=np.int64)
     ENTRY_POINT(kernel.address)(arguments.ctypes.data, 0, 1)
     return out

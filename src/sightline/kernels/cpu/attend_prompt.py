@@ -76,7 +76,9 @@ class _Room:
 @cache
 def attend_prompt_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
     """The kernel for dtypes and sizes; see `AttendArguments`."""
-    return compile_kernel("attend_prompt", lambda module: write_attend_prompt(module, form, processor), processor)
+    return compile_kernel(
+        "attend_prompt", (form,), lambda module: write_attend_prompt(module, form, processor), processor
+    )
 
 
 def write_attend_prompt(module: Any, form: AttendForm, processor: Processor) -> None:
