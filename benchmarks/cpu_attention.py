@@ -1,22 +1,27 @@
-"""Times decode attention on a CPU against a plain read of memory by the same threads.
+"""Times decode attention on a CPU against a plain read of memory by the same threads, and prompts against torch.
 
     python benchmarks/cpu_attention.py [--threads 2] [--contexts 512,4096,16384] [--dtypes float32,float16]
+    python benchmarks/cpu_attention.py --prompts [--threads 2]
 
 One row with one new token. Keys and values of several layers, together larger than the caches, take turns, so that they
 come from memory. The table has GB of keys and values per second, and which part of the read rate that is. Cells are the
 best of several runs, between which memory is read again: on a shared machine the rate changes.
+
+With `--prompts` rows have several new tokens, in fp32. torch's `scaled_dot_product_attention` is given keys and values
+that are gathered and turned already. Both take turns, and their results are compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from sightline.attention.backends.numba.calls import AttentionCalls, AttentionScratch, AttentionShape, Entries, Pages
 from sightline.kernels.cpu.compiler import ENTRY, compile_kernel
@@ -32,6 +37,15 @@ PAGE = 16
 FLUSH_BYTES = 160 << 20
 """More than the caches hold."""
 SECONDS = 0.4
+PROMPTS = (
+    ((9, 3, 64), 1, 256, 1500),
+    ((9, 3, 64), 1, 256, 0),
+    ((9, 3, 64), 1, 16, 1500),
+    ((9, 3, 64), 1, 4, 1500),
+    ((12, 12, 64), 16, 64, 0),
+    ((32, 8, 128), 1, 512, 0),
+)
+"""Heads as in `SHAPES`, rows, new tokens and context of each row."""
 
 
 def write_read(module: Any) -> None:
@@ -89,7 +103,50 @@ def decode(
     return lambda: launcher.run(program), num_layers * layer_bytes
 
 
-def rates(work: list[tuple[Callable[[], None], int]]) -> list[float]:
+def prompts(
+    launcher: CpuLauncher, heads: tuple[int, int, int], num_rows: int, new: int, context: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Attention of rows with `new` tokens behind a context, ours and torch's."""
+    num_heads, num_kv_heads, dim = heads
+    length, num_tokens, dtype = context + new, num_rows * new, torch.float32
+    shape = AttentionShape(num_kv_heads, num_heads // num_kv_heads, dim, dim, has_prompts=True)
+    calls = AttentionCalls(launcher, shape, dtype, dtype, dtype, dtype)
+    scratch = AttentionScratch.of(
+        lambda _, size, kind: torch.zeros(size, dtype=kind), shape, num_tokens, launcher.num_threads
+    )
+    scratch.located[:, 0] = torch.arange(num_rows).repeat_interleave(new)
+    scratch.located[:, 2] = (torch.arange(new) + context + 1).repeat(num_rows)
+    num_pages = -(-length // PAGE)
+    table = torch.randperm(num_rows * num_pages).view(num_rows, num_pages)
+    keys, values = (torch.randn(num_rows * num_pages * PAGE, num_kv_heads, dim) for _ in range(2))
+    q, out = torch.randn(num_tokens, num_heads, dim), torch.empty(num_tokens, num_heads, dim)
+    with launcher.recording() as tape:
+        entries = Entries(keys, 1.0), Entries(values, 1.0), Pages(table, PAGE)
+        calls.attend(q, *entries, scratch, out, scale=dim**-0.5, query_lens=torch.full((num_rows,), new))
+    program = tape.program()
+    slots = (table[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1)[:, :length]
+    q_rows = q.view(num_rows, new, num_heads, dim)
+    q_t, k_t, v_t = (each.transpose(1, 2).contiguous() for each in (q_rows, keys[slots], values[slots]))
+    mask = None if context == 0 else torch.arange(length)[None] <= torch.arange(new)[:, None] + context
+
+    def torch_attention() -> Tensor:
+        return scaled_dot_product_attention(q_t, k_t, v_t, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+
+    launcher.run(program)
+    torch.testing.assert_close(out.view_as(q_rows), torch_attention().transpose(1, 2), atol=1e-5, rtol=1e-5)
+    return lambda: launcher.run(program), torch_attention
+
+
+def time_prompts(launcher: CpuLauncher) -> None:
+    print("| heads, key heads, dimension | rows | new tokens | context | us | torch, us | torch / ours |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for heads, num_rows, new, context in PROMPTS:
+        ours, other = rates([(run, 1) for run in prompts(launcher, heads, num_rows, new, context)])
+        times = f"{1e-3 / ours:.0f} | {1e-3 / other:.0f} | {ours / other:.2f}"
+        print(f"| {heads} | {num_rows} | {new} | {context} | {times} |", flush=True)
+
+
+def rates(work: Sequence[tuple[Callable[[], object], int]]) -> list[float]:
     """The highest rate of each in GB/s. They take turns."""
     best = [0.0] * len(work)
     end, rounds = time.perf_counter() + SECONDS, 0
@@ -107,10 +164,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--contexts", default="512,4096,16384")
     parser.add_argument("--dtypes", default="float32,float16,bfloat16,float8_e4m3fn")
+    parser.add_argument("--prompts", action="store_true")
     given = parser.parse_args()
+    torch.set_num_threads(given.threads)
     launcher = CpuLauncher(Team(given.threads))
-    read = plain_read(launcher)
     print(f"{Processor.detect().name}, {given.threads} threads\n")
+    if given.prompts:
+        time_prompts(launcher)
+        return
+    read = plain_read(launcher)
     print("| heads, key heads, dimension | context | cache | GB/s | read, GB/s | share | us a layer |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for heads in SHAPES:

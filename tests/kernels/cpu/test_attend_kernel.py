@@ -16,6 +16,7 @@ pytest.importorskip("numba")
 
 from sightline.attention.backends.numba.calls import AttentionScratch, Pages
 from sightline.kernels.cpu.attend_kernel import write_attend, write_merge
+from sightline.kernels.cpu.attend_prompt import write_attend_prompt
 from sightline.kernels.cpu.attend_tiles import AttendForm, pieces
 from sightline.kernels.cpu.compiler import assembly, machine_code, module_text
 from sightline.kernels.cpu.processor import Instructions, Processor
@@ -86,9 +87,11 @@ def test_code_for_other_processors_is_emitted(cache: torch.dtype, processor: Pro
     form = AttendForm(torch.float32, cache, torch.float32, 5, 22, 22)
     listing = assembly(module_text(lambda module: write_attend(module, form, processor), processor), processor)
     merge = assembly(module_text(lambda module: write_merge(module, form), processor), processor)
+    prompt = assembly(module_text(lambda module: write_attend_prompt(module, form, processor), processor), processor)
     registers = {"avx2": "%ymm", "avx512": "%zmm", "portable": "%xmm"}
     wanted = next(registers[name] for name, other in OTHERS.items() if other == processor)
     assert wanted in listing
+    assert wanted in prompt
     assert "%xmm" in merge
 
 
@@ -99,6 +102,7 @@ MAIN = r"""
 #include <stdlib.h>
 #include <string.h>
 void attend(int64_t, int64_t, int64_t);
+void attend_prompt(int64_t, int64_t, int64_t);
 void merge(int64_t, int64_t, int64_t);
 float logf(float x) {
     int power = 0;
@@ -118,8 +122,9 @@ int main(int count, char **given) {
     fclose(file);
     for (int i = 0; i < fields; i++)
         numbers[i] = given[4 + i][0] == '@' ? (int64_t)memory + atoll(given[4 + i] + 1) : atoll(given[4 + i]);
-    for (int64_t thread = 0; thread < threads; thread++)
-        (strcmp(given[1], "merge") ? attend : merge)((int64_t)numbers, thread, threads);
+    void (*kernel)(int64_t, int64_t, int64_t) = !strcmp(given[1], "merge") ? merge : attend;
+    if (!strcmp(given[1], "attend_prompt")) kernel = attend_prompt;
+    for (int64_t thread = 0; thread < threads; thread++) kernel((int64_t)numbers, thread, threads);
     file = fopen("memory", "wb");
     fwrite(memory, 1, size, file);
     return fclose(file);
@@ -138,10 +143,11 @@ class EmulatedLauncher:
         self._folder = folder
 
     def launch(self, record: Record) -> None:
-        q, keys, values, pages, scratch, _, out, lse = record.keeps[1:]
+        q, keys, values, pages, scratch, _, out, lse, lens = record.keeps[1:]
         assert isinstance(pages, Pages)
         assert isinstance(scratch, AttentionScratch)
-        kept = (q, keys, values, pages.table, scratch.located, scratch.parts, scratch.threads, out, lse)
+        kept = [q, keys, values, pages.table, scratch.located, scratch.parts, scratch.threads, out, lse]
+        kept += [] if lens is None else [lens]
         places, memory = {}, b""
         for each in kept:
             assert isinstance(each, Tensor)
@@ -169,13 +175,16 @@ def test_attention_in_an_emulator(heads: Heads, cache: torch.dtype, name: str, t
     form, processor = AttendForm(torch.float32, cache, torch.float32, *heads[1:], heads.dim), OTHERS[name]
     writers: dict[str, Callable[[Any], None]] = {
         "attend": lambda module: write_attend(module, form, processor),
+        "attend_prompt": lambda module: write_attend_prompt(module, form, processor),
         "merge": lambda module: write_merge(module, form),
     }
     for kernel, write in writers.items():
         text = module_text(write, processor).replace('@"kernel"', f'@"{kernel}"')
         (tmp_path / f"{kernel}.o").write_bytes(machine_code(text, processor))
     (tmp_path / "main.c").write_text(MAIN)
-    build = [COMPILER, "-static", "-o", "run", "main.c", "attend.o", "merge.o"]
+    build = [COMPILER, "-static", "-o", "run", "main.c", *(f"{kernel}.o" for kernel in writers)]
     subprocess.run(build, cwd=tmp_path, check=True)
-    result = attended(heads, cache, contexts=(1, 65, 200), launcher=EmulatedLauncher(tmp_path))
-    assert result.error() < CLOSE[torch.float32]
+    launcher = EmulatedLauncher(tmp_path)
+    assert attended(heads, cache, contexts=(1, 65, 200), launcher=launcher).error() < CLOSE[torch.float32]
+    prompts = attended(heads, cache, contexts=(1, 65, 200), new_tokens=(1, 65, 30), launcher=launcher)
+    assert prompts.error() < CLOSE[torch.float32]

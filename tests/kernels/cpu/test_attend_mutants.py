@@ -19,7 +19,7 @@ from sightline.attention.backends.numba import calls
 from sightline.attention.backends.numba.backend import NumbaBackend
 from sightline.attention.backends.numba.latent_backend import NumbaLatentBackend
 from sightline.core.device import Device, DeviceKind
-from sightline.kernels.cpu import attend_kernel, attend_tiles, latent
+from sightline.kernels.cpu import attend_kernel, attend_prompt, attend_tiles, latent, prompt_tiles
 from sightline.testing.conformance.checks import CHECKS
 from sightline.testing.conformance.kit import try_row
 from sightline.testing.conformance.rig import Subject
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.prove
 CPU = Device(DeviceKind.CPU, torch.device("cpu"), "cpu", None)
 
 
-LONG_CONTEXTS = "contexts of several blocks and splits"
+LONG_CONTEXTS, LONG_PROMPTS = "contexts of several blocks and splits", "prompts of several blocks and units"
 
 
 class Fault(NamedTuple):
@@ -39,7 +39,7 @@ class Fault(NamedTuple):
     """A piece of source that occurs once."""
     replacement: str
     check: str
-    """The check of the kit that fails, or LONG_CONTEXTS."""
+    """The check of the kit that fails, LONG_CONTEXTS or LONG_PROMPTS."""
     backend: Any = NumbaBackend
 
 
@@ -52,8 +52,8 @@ FAULTS = {
     ),
     "the key that completes a tile has weight": Fault(
         attend_kernel,
-        "limit = emitter.splat(build.trunc(count, I32), _WIDTH)",
-        "limit = emitter.splat(build.trunc(emitter.add(count, emitter.number(1)), I32), _WIDTH)",
+        "limit = emitter.splat(build.trunc(build.sub(stop, first), I32), _WIDTH)",
+        "limit = emitter.splat(build.trunc(emitter.add(stop, emitter.number(1)), I32), _WIDTH)",
         "context",
     ),
     "sums are not rescaled when a larger score comes": Fault(
@@ -98,6 +98,31 @@ FAULTS = {
     "the last queries of a group are those of the first tile": Fault(
         attend_tiles, "yield nullcontext(emitter.number(whole))", "yield nullcontext(emitter.number(0))", "context"
     ),
+    "keys before the window are in the first block": Fault(
+        attend_prompt, "low = emitter.larger(start, origin)", "low = origin", LONG_PROMPTS
+    ),
+    "all queries of a tile see what the last one sees": Fault(
+        attend_prompt, "*seen(own), begin_key", "begin_key, end_key, begin_key", LONG_PROMPTS
+    ),
+    "a tile's keys end with those of its first query": Fault(
+        attend_prompt, "seen(emitter.add(query, emitter.number(QUERIES - 1)))[1]", "seen(query)[1]", LONG_PROMPTS
+    ),
+    "the tokens of the last share are lost": Fault(
+        attend_prompt,
+        "highest = emitter.share(emitter.times(emitter.get(work), given.num_kv_heads), thread, num_threads)",
+        "highest = emitter.share(emitter.get(work), thread, num_threads)",
+        LONG_PROMPTS,
+    ),
+    "units overlap": Fault(
+        attend_prompt,
+        "emitter.times(unit, size))",
+        "emitter.times(unit, emitter.build.sub(size, one)))",
+        LONG_PROMPTS,
+    ),
+    "dimensions behind the last whole vector are dropped": Fault(
+        prompt_tiles, "for piece in pieces(dims - whole, step):", "for piece in pieces(0, step):", LONG_PROMPTS
+    ),
+    "keys are packed in another order": Fault(prompt_tiles, "for i in (0, 2)]", "for i in (2, 0)]", LONG_PROMPTS),
     "queries in latent space have no position": Fault(
         latent, "if part == 0:", "if part < 0:", "context", NumbaLatentBackend
     ),
@@ -111,7 +136,7 @@ FAULTS = {
 def _fresh_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A kernel with a fault is compiled anew, and nobody else gets it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "kernels"))
-    kernels = (attend_kernel.attend_kernel, attend_kernel.merge_kernel)
+    kernels = (attend_kernel.attend_kernel, attend_kernel.merge_kernel, attend_prompt.attend_prompt_kernel)
     for each in kernels:
         each.cache_clear()
     yield
@@ -140,6 +165,10 @@ def plant(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(calls, "merge_kernel", module.merge_kernel)
     elif fault.module is attend_tiles:
         patch.setattr(attend_kernel, "TileWriter", module.TileWriter)
+    elif fault.module is attend_prompt:
+        patch.setattr(calls, "attend_prompt_kernel", module.attend_prompt_kernel)
+    elif fault.module is prompt_tiles:
+        patch.setattr(attend_prompt, "PromptTiles", module.PromptTiles)
     else:
         patch.setattr(calls, "make_absorb", module.make_absorb)
         patch.setattr(calls, "make_project", module.make_project)
@@ -148,6 +177,9 @@ def plant(fault: Fault, folder: Path, patch: pytest.MonkeyPatch) -> None:
 def failed(fault: Fault) -> list[str]:
     if fault.check == LONG_CONTEXTS:
         return [fault.check] if not attended(Heads(2, 5, 22), num_threads=7).error() < 3e-6 else []
+    if fault.check == LONG_PROMPTS:
+        result = attended(Heads(2, 5, 22), contexts=(65, 330), new_tokens=(65, 150), num_threads=1, window=50)
+        return [fault.check] if not result.error() < 3e-6 else []
     row = next(row for row in fault.backend.capabilities if torch.float32 in row.dtypes)
     row = replace(row, head_dims=frozenset({22}), group_sizes=frozenset({5}), page_sizes=frozenset({3, 16}))
     [check] = [check for check in CHECKS if check.name == fault.check]

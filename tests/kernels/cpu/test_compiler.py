@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from sightline.core.ledger import Ledger
-from sightline.kernels.cpu import attend, attend_prompt, compiler, norms, pointwise, team
+from sightline.kernels.cpu import attend, compiler, norms, pointwise, team
 from sightline.kernels.cpu.attend_kernel import attend_kernel, merge_kernel
+from sightline.kernels.cpu.attend_prompt import attend_prompt_kernel
 from sightline.kernels.cpu.attend_tiles import AttendForm
 from sightline.kernels.cpu.block_kernel import product_kernel
 from sightline.kernels.cpu.compiled import Make, compiled, numba_text
@@ -116,9 +117,9 @@ def test_every_kernel_has_its_own_identity(monkeypatch: pytest.MonkeyPatch) -> N
         for many_rows in (False, True):
             dense_kernel.__wrapped__(DenseTypes(dtype, dtype, torch.float32), processor, many_rows=many_rows)
         for group, dim in ((1, 8), (2, 8), (1, 16)):
-            attend_kernel.__wrapped__(AttendForm(torch.float32, dtype, torch.float32, group, dim, dim), processor)
-            merge_kernel.__wrapped__(AttendForm(torch.float32, dtype, torch.float32, group, dim, dim), processor)
-    assert len(set(found)) == len(found) == 2 * 2 * (1 + 2 * len(FORMS) + 2 + 2 * 3)
+            for kernel in (attend_kernel, attend_prompt_kernel, merge_kernel):
+                kernel.__wrapped__(AttendForm(torch.float32, dtype, torch.float32, group, dim, dim), processor)
+    assert len(set(found)) == len(found) == 2 * 2 * (1 + 2 * len(FORMS) + 2 + 3 * 3)
 
 
 def test_variants_of_a_kernel_are_kept_apart() -> None:
@@ -232,7 +233,6 @@ def test_the_ledger_says_that_kernels_cannot_be_kept(tmp_path: Path, monkeypatch
         (norms.make_rotary_table, (0,)),
         (attend.make_locate, ()),
         (attend.make_write, (0, 0)),
-        (attend_prompt.make_attend_prompt, (0, 0, 64, 64, 3, 0)),
         (team.make_run, ()),
         (team.make_work, ()),
     ],

@@ -32,9 +32,9 @@ MIN_SPLIT = 64
 STATE_EXTRA = 2
 """Numbers of a head's state beside the sums: the largest score and the sum of weights."""
 NOTHING = float("-inf")
-_SLOT_BYTES = 8 * (8 + BLOCK + KEYS)
+SLOT_BYTES = 8 * (8 + BLOCK + KEYS)
 """A list of slots: how many there are, in a cache line of its own, and the slots."""
-_HEADER = 64
+SLOT_HEADER = 64
 _WIDTH = 16
 """Numbers that are copied or scaled at once."""
 
@@ -77,12 +77,15 @@ class AttendArguments(NamedTuple):
     scratch: int
     """`scratch_bytes` of each thread."""
     scratch_bytes: int
+    query_lens: int = 0
+    """Address of [num_rows] int64, for the kernel of prompts."""
+    num_rows: int = 0
 
 
 def scratch_bytes(num_heads: int, key_dim: int, value_dim: int) -> int:
     """The memory that a thread of `attend` needs: slots, queries, states and scores."""
     floats = num_heads * (key_dim + value_dim + STATE_EXTRA + BLOCK)
-    return -(-(2 * _SLOT_BYTES + 4 * floats) // 128) * 128
+    return -(-(2 * SLOT_BYTES + 4 * floats) // 128) * 128
 
 
 @cache
@@ -100,16 +103,16 @@ def merge_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
 def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
     """Fills an LLVM module with the kernel."""
     unit = UNITS[processor.instructions]
-    find, begin = _write_find_slots(module), _write_begin(module, form)
-    add, finish = _write_add_block(module, form, unit), _write_finish(module, form)
+    find, begin = write_find_slots(module), write_begin(module, form)
+    add, finish = _write_add_block(module, form, unit), write_finish(module, form)
     emitter = Emitter(module, ENTRY, 3)
     build = emitter.build
     arguments, thread, num_threads = emitter.arguments
-    given = _given(emitter, arguments)
+    given = read_arguments(emitter, arguments)
     num_heads = emitter.times(given.num_kv_heads, form.group)
     state_bytes = emitter.times(num_heads, 4 * (form.value_dim + STATE_EXTRA))
     slots = emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes))
-    own_state = emitter.add(slots, emitter.number(2 * _SLOT_BYTES))
+    own_state = emitter.add(slots, emitter.number(2 * SLOT_BYTES))
     queries = emitter.add(own_state, state_bytes)
     scores = emitter.add(queries, emitter.times(num_heads, 4 * form.key_dim))
     num_units = emitter.times(given.num_tokens, given.num_splits)
@@ -124,28 +127,32 @@ def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
             part = emitter.add(given.parts, emitter.times(number, state_bytes))
             state = build.select(is_split, part, own_state)
             has_keys = build.zext(build.icmp_signed("<", first, stop), I64)
-            emitter.call_function(begin, [arguments, token, has_keys, queries, state])
+            with emitter.loop(0, num_heads) as head:
+                query = emitter.add(queries, emitter.times(head, 4 * form.key_dim))
+                own = emitter.add(state, emitter.times(head, State.num_bytes(form)))
+                emitter.call_function(begin, [arguments, token, head, has_keys, query, own])
             emitter.call_function(find, [arguments, field, first, stop, slots])
             with emitter.loop(0, emitter.divided_up(build.sub(stop, first), BLOCK)) as block:
-                odd = emitter.times(build.and_(block, emitter.number(1)), _SLOT_BYTES)
+                odd = emitter.times(build.and_(block, emitter.number(1)), SLOT_BYTES)
                 here = emitter.add(slots, odd)
-                there = emitter.add(slots, build.sub(emitter.number(_SLOT_BYTES), odd))
+                there = emitter.add(slots, build.sub(emitter.number(SLOT_BYTES), odd))
                 following = emitter.add(first, emitter.times(emitter.add(block, emitter.number(1)), BLOCK))
                 emitter.call_function(find, [arguments, field, following, stop, there])
                 with emitter.when(build.icmp_signed(">", emitter.load(here, I64, align=8), emitter.number(0))):
                     emitter.call_function(add, [arguments, here, there, queries, state, scores])
             with emitter.when(build.not_(is_split)), emitter.loop(0, num_heads) as head:
-                emitter.call_function(finish, [arguments, state, emitter.number(1), state_bytes, token, head])
+                own = emitter.add(state, emitter.times(head, State.num_bytes(form)))
+                emitter.call_function(finish, [arguments, own, emitter.number(1), state_bytes, token, head])
     emitter.finish()
 
 
 def write_merge(module: Any, form: AttendForm) -> None:
     """Fills an LLVM module with the kernel."""
-    finish = _write_finish(module, form)
+    finish = write_finish(module, form)
     emitter = Emitter(module, ENTRY, 3)
     build = emitter.build
     arguments, thread, num_threads = emitter.arguments
-    given = _given(emitter, arguments)
+    given = read_arguments(emitter, arguments)
     num_heads = emitter.times(given.num_kv_heads, form.group)
     state_bytes = emitter.times(num_heads, 4 * (form.value_dim + STATE_EXTRA))
     first, stop = emitter.share(emitter.times(given.num_tokens, num_heads), thread, num_threads)
@@ -154,11 +161,12 @@ def write_merge(module: Any, form: AttendForm) -> None:
         end = emitter.load(emitter.add(given.located, emitter.times(token, 8 * FIELDS)), I64, 16, align=8)
         with emitter.when(build.icmp_signed(">=", end, emitter.number(0))):
             parts = emitter.add(given.parts, emitter.times(emitter.times(token, given.num_splits), state_bytes))
-            emitter.call_function(finish, [arguments, parts, given.num_splits, state_bytes, token, head])
+            own = emitter.add(parts, emitter.times(head, State.num_bytes(form)))
+            emitter.call_function(finish, [arguments, own, given.num_splits, state_bytes, token, head])
     emitter.finish()
 
 
-def _given(emitter: Emitter, arguments: Value) -> AttendArguments:
+def read_arguments(emitter: Emitter, arguments: Value) -> AttendArguments:
     return AttendArguments(*(emitter.load(arguments, I64, 8 * i, align=8) for i in range(len(AttendArguments._fields))))
 
 
@@ -170,40 +178,35 @@ def _share(emitter: Emitter, start: Value, end: Value, split: Value, num_splits:
     """The keys of a split: whole tiles, if they are not the last."""
     build = emitter.build
     share = emitter.divided_up(build.sub(end, start), num_splits)
-    share = emitter.times(emitter.divided_up(share, KEYS), KEYS)
-    share = build.select(build.icmp_signed("<", share, emitter.number(MIN_SPLIT)), emitter.number(MIN_SPLIT), share)
+    share = emitter.larger(emitter.whole(share, KEYS), emitter.number(MIN_SPLIT))
     first = emitter.add(start, emitter.times(split, share))
     return first, emitter.smaller(emitter.add(first, share), end)
 
 
-def _write_begin(module: Any, form: AttendForm) -> Value:
-    """A function that scales the queries of a token, and clears its states.
+def write_begin(module: Any, form: AttendForm) -> Value:
+    """A function that scales a head's query of a token, and clears its state.
 
-    Arguments: address of the arguments, token, 1 if there are keys, queries, states.
+    Arguments: address of the arguments, token, head, 1 if there are keys, the scaled query, the state.
     """
-    emitter = Emitter(module, "begin", 5, internal=True)
-    arguments, token, has_keys, queries, states = emitter.arguments
-    given = _given(emitter, arguments)
+    emitter = Emitter(module, "begin", 6, internal=True, inline=False)
+    arguments, token, head, has_keys, target, address = emitter.arguments
+    given = read_arguments(emitter, arguments)
     factor = emitter.build.fmul(_float(emitter, given.score_factor), emitter.constant(F32, form.factor))
-    with emitter.loop(0, emitter.times(given.num_kv_heads, form.group)) as head:
-        source = emitter.add(
-            given.q, emitter.times(token, given.q_token_bytes), emitter.times(head, given.q_head_bytes)
-        )
-        target = emitter.add(queries, emitter.times(head, 4 * form.key_dim))
-        state = _State(emitter, form, emitter.add(states, emitter.times(head, _State.num_bytes(form))))
-        state.keep(emitter.constant(F32, NOTHING), emitter.constant(F32, 0.0))
-        with emitter.when(emitter.build.icmp_signed("!=", has_keys, emitter.number(0))):
-            for part in pieces(form.key_dim, _WIDTH):
-                q = load_floats(emitter, source, form.q, part.size, part.first * form.q.itemsize)
-                scaled = emitter.build.fmul(q, emitter.splat(factor, part.size))
-                emitter.store(scaled, target, 4 * part.first, align=4)
-            for part in pieces(form.value_dim, _WIDTH):
-                emitter.store(emitter.constant(vector(F32, part.size), 0.0), state.address, 4 * part.first, align=4)
+    source = emitter.add(given.q, emitter.times(token, given.q_token_bytes), emitter.times(head, given.q_head_bytes))
+    state = State(emitter, form, address)
+    state.keep(emitter.constant(F32, NOTHING), emitter.constant(F32, 0.0))
+    with emitter.when(emitter.build.icmp_signed("!=", has_keys, emitter.number(0))):
+        for part in pieces(form.key_dim, _WIDTH):
+            q = load_floats(emitter, source, form.q, part.size, part.first * form.q.itemsize)
+            scaled = emitter.build.fmul(q, emitter.splat(factor, part.size))
+            emitter.store(scaled, target, 4 * part.first, align=4)
+        for part in pieces(form.value_dim, _WIDTH):
+            emitter.store(emitter.constant(vector(F32, part.size), 0.0), state.address, 4 * part.first, align=4)
     emitter.finish()
     return emitter.function
 
 
-class _State:
+class State:
     """A head's state in memory."""
 
     def __init__(self, emitter: Emitter, form: AttendForm, address: Value) -> None:
@@ -230,15 +233,15 @@ class _State:
         self._emitter.store(weight, self.address, self._extra + 4, align=4)
 
 
-def _write_find_slots(module: Any) -> Value:
+def write_find_slots(module: Any) -> Value:
     """A function that lists the slots of the keys that a token sees out of a block.
 
     Arguments: address of the arguments, fields of the token, first key of the block, end of the keys, the list.
     """
-    emitter = Emitter(module, "find_slots", 5, internal=True)
+    emitter = Emitter(module, "find_slots", 5, internal=True, inline=False)
     build = emitter.build
     arguments, field, first, stop, slots = emitter.arguments
-    given = _given(emitter, arguments)
+    given = read_arguments(emitter, arguments)
     place, tree, context_len, positions, position, window = (
         emitter.load(field, I64, 8 * index, align=8) for index in (0, 3, 4, 5, 6, 7)
     )
@@ -272,14 +275,14 @@ def _write_find_slots(module: Any) -> Value:
                 in_tree = build.icmp_signed("!=", emitter.load(emitter.add(tree, number), I8), emitter.constant(I8, 0))
                 emitter.set(sees, build.zext(build.and_(is_near, in_tree), I64))
             found = emitter.add(slots, emitter.times(emitter.get(count), 8))
-            emitter.store(emitter.add(key, emitter.get(offset)), found, _HEADER, align=8)
+            emitter.store(emitter.add(key, emitter.get(offset)), found, SLOT_HEADER, align=8)
             emitter.set(count, emitter.add(emitter.get(count), emitter.get(sees)))
     emitter.store(emitter.get(count), slots, align=8)
     # A tile is completed with the last key.
     behind = emitter.add(slots, emitter.times(emitter.get(count), 8))
-    last = emitter.load(behind, I64, _HEADER - 8, align=8)
+    last = emitter.load(behind, I64, SLOT_HEADER - 8, align=8)
     for index in range(KEYS - 1):
-        emitter.store(last, behind, _HEADER + 8 * index, align=8)
+        emitter.store(last, behind, SLOT_HEADER + 8 * index, align=8)
     emitter.finish()
     return emitter.function
 
@@ -289,20 +292,20 @@ def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
 
     Arguments: address of the arguments, slots of the block and of the next one, queries, states, scores.
     """
-    weigh = _write_weigh(module, form)
-    emitter = Emitter(module, "add_block", 6, internal=True)
+    weigh = write_weigh(module, form)
+    emitter = Emitter(module, "add_block", 6, internal=True, inline=False)
     build = emitter.build
     arguments, here, there, queries, states, scores = emitter.arguments
-    given = _given(emitter, arguments)
+    given = read_arguments(emitter, arguments)
     keys = Rows(given.keys, given.key_slot_bytes, given.key_head_bytes)
     values = Rows(given.values, given.value_slot_bytes, given.value_head_bytes)
     count = emitter.load(here, I64, align=8)
-    slots = emitter.add(here, emitter.number(_HEADER))
+    slots = emitter.add(here, emitter.number(SLOT_HEADER))
     is_last = build.icmp_signed("==", emitter.load(there, I64, align=8), emitter.number(0))
-    next_slots = emitter.add(build.select(is_last, here, there), emitter.number(_HEADER))
+    next_slots = emitter.add(build.select(is_last, here, there), emitter.number(SLOT_HEADER))
     writer, state_bytes, num_tiles = (
         TileWriter(emitter, form, unit),
-        _State.num_bytes(form),
+        State.num_bytes(form),
         emitter.divided_up(count, KEYS),
     )
     with emitter.loop(0, num_tiles) as tile:
@@ -317,9 +320,8 @@ def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
             )
     with emitter.loop(0, emitter.times(given.num_kv_heads, form.group)) as head:
         own_scores = emitter.add(scores, emitter.times(head, 4 * BLOCK))
-        emitter.call_function(
-            weigh, [given.softcap, count, own_scores, emitter.add(states, emitter.times(head, state_bytes))]
-        )
+        own_state, none = emitter.add(states, emitter.times(head, state_bytes)), emitter.number(0)
+        emitter.call_function(weigh, [given.softcap, none, count, none, count, own_scores, own_state])
     with emitter.loop(0, num_tiles) as tile:
         own_values, next_keys = values.tile(emitter, slots, tile), keys.tile(emitter, next_slots, tile)
         with emitter.loop(0, given.num_kv_heads) as head:
@@ -335,37 +337,41 @@ def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     return emitter.function
 
 
-def _write_weigh(module: Any, form: AttendForm) -> Value:
+def write_weigh(module: Any, form: AttendForm) -> Value:
     """A function that turns a head's scores into weights relative to the largest so far, and adapts its state.
 
-    Arguments: bits of the softcap, number of scores, scores, state. What is behind the scores becomes a weight of 0.
+    Arguments: bits of the softcap, first and end of the keys that the head sees, first and end of those that have
+    scores, scores, state. Scores of keys that the head does not see, and those that complete a vector, become weights
+    of 0.
     """
-    emitter = Emitter(module, "weigh", 4, internal=True)
+    emitter = Emitter(module, "weigh", 7, internal=True, inline=False)
     build, kind = emitter.build, vector(F32, _WIDTH)
-    bits, count, scores, address = emitter.arguments
-    state = _State(emitter, form, address)
-    padded = emitter.times(emitter.divided_up(count, _WIDTH), _WIDTH)
+    bits, first, stop, begin, end, scores, address = emitter.arguments
+    state = State(emitter, form, address)
+    begin, end = emitter.times(build.sdiv(begin, emitter.number(_WIDTH)), _WIDTH), emitter.whole(end, _WIDTH)
     cap = _float(emitter, bits)
     with emitter.when(build.fcmp_ordered(">", cap, emitter.constant(F32, 0.0))):
         caps = emitter.splat(cap, KEYS)
-        with emitter.loop(0, emitter.times(emitter.divided_up(count, KEYS), KEYS), KEYS) as key:
+        with emitter.loop(begin, end, KEYS) as key:
             place = emitter.add(scores, emitter.times(key, 4))
             score = load_floats(emitter, place, torch.float32, KEYS)
             emitter.store(build.fmul(caps, tanh(build, build.fdiv(score, caps))), place, align=4)
     before, most_of, weight_of = state.most, emitter.variable(kind), emitter.variable(kind)
     emitter.set(most_of, emitter.splat(before, _WIDTH))
-    limit = emitter.splat(build.trunc(count, I32), _WIDTH)
-    with emitter.loop(0, padded, _WIDTH) as key:
+    origin = emitter.splat(build.trunc(first, I32), _WIDTH)
+    limit = emitter.splat(build.trunc(build.sub(stop, first), I32), _WIDTH)
+    with emitter.loop(begin, end, _WIDTH) as key:
         place = emitter.add(scores, emitter.times(key, 4))
         number = build.add(emitter.counting(I32, _WIDTH), emitter.splat(build.trunc(key, I32), _WIDTH))
         score = load_floats(emitter, place, torch.float32, _WIDTH)
-        score = build.select(build.icmp_signed("<", number, limit), score, emitter.constant(kind, NOTHING))
+        is_seen = build.icmp_unsigned("<", build.sub(number, origin), limit)
+        score = build.select(is_seen, score, emitter.constant(kind, NOTHING))
         emitter.store(score, place, align=4)
         emitter.set(most_of, larger(build, emitter.get(most_of), score))
     most = largest(build, emitter.get(most_of))
     base = _finite(emitter, most)
     emitter.set(weight_of, emitter.constant(kind, 0.0))
-    with emitter.loop(0, padded, _WIDTH) as key:
+    with emitter.loop(begin, end, _WIDTH) as key:
         place = emitter.add(scores, emitter.times(key, 4))
         score = load_floats(emitter, place, torch.float32, _WIDTH)
         weight = exp(build, build.fsub(score, emitter.splat(base, _WIDTH)), may_overflow=False)
@@ -387,21 +393,20 @@ def _finite(emitter: Emitter, most: Value) -> Value:
     return emitter.build.select(is_nothing, emitter.constant(F32, 0.0), most)
 
 
-def _write_finish(module: Any, form: AttendForm) -> Value:
+def write_finish(module: Any, form: AttendForm) -> Value:
     """A function that merges states of a head, and writes its output and its log-sum-exp.
 
-    Arguments: address of the arguments, states of the first split, number of splits, bytes from a split to the next,
-    token, head.
+    Arguments: address of the arguments, the head's state of the first split, number of splits, bytes from a split to
+    the next, token, head.
     """
-    emitter = Emitter(module, "finish", 6, internal=True)
+    emitter = Emitter(module, "finish", 6, internal=True, inline=False)
     build = emitter.build
-    arguments, states, num_splits, split_bytes, token, head = emitter.arguments
-    given = _given(emitter, arguments)
-    first = emitter.add(states, emitter.times(head, _State.num_bytes(form)))
+    arguments, first, num_splits, split_bytes, token, head = emitter.arguments
+    given = read_arguments(emitter, arguments)
     zero, has_sinks = emitter.constant(F32, 0.0), build.icmp_signed("!=", given.sinks, emitter.number(0))
 
-    def state(split: Value) -> _State:
-        return _State(emitter, form, emitter.add(first, emitter.times(split, split_bytes)))
+    def state(split: Value) -> State:
+        return State(emitter, form, emitter.add(first, emitter.times(split, split_bytes)))
 
     sink, most, weight = (emitter.variable(F32) for _ in range(3))
     emitter.set(sink, emitter.constant(F32, NOTHING))

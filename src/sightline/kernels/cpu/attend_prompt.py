@@ -2,240 +2,234 @@
 
 A unit of work is a key head and some tokens of a row, with all query heads that share the key head. It goes through the
 keys in blocks: a block is packed once, in fp32, and then multiplied with every tile of four queries. Softmax is online,
-so that memory does not depend on lengths. Trees of tokens are left to `attend`. Arithmetic is fp32.
+so that memory does not depend on lengths. Blocks begin at multiples of their size, so that a token's result does not
+depend on how tokens are divided into units. Trees of tokens are left to `attend`. Arithmetic is fp32.
 """
 
 from __future__ import annotations
 
-import math
-
-import numba
-import numpy as np
+from functools import cache
+from typing import Any
 
 from sightline.kernels.cpu.attend import FIELDS
-from sightline.kernels.cpu.instructions import exp32, float_of, load, load64, max32, store, tanh32
-from sightline.kernels.cpu.prompt_tiles import KEYS, LANES, QUERIES, STEP, score_tile, value_tile
+from sightline.kernels.cpu.attend_kernel import (
+    SLOT_BYTES,
+    SLOT_HEADER,
+    STATE_EXTRA,
+    AttendArguments,
+    State,
+    read_arguments,
+    write_begin,
+    write_find_slots,
+    write_finish,
+    write_weigh,
+)
+from sightline.kernels.cpu.attend_tiles import BLOCK, KEYS, AttendForm, Rows
+from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
+from sightline.kernels.cpu.emitter import I64, Emitter, Value
+from sightline.kernels.cpu.processor import Processor
+from sightline.kernels.cpu.prompt_tiles import QUERIES, PromptTiles
+from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
 
-KEY_BLOCK = 256
-"""Keys that are packed at once: with heads of 64 numbers, keys and values take an eighth of the second cache."""
-STRIDE = KEY_BLOCK + KEYS
-"""Numbers from a dimension of packed keys, or a query's scores, to the next: no power of 2, which would put all of them
-in the same place of the first cache."""
-UNIT_QUERIES = 64
+UNIT_QUERIES = 256
 """Queries of a unit, about: so many share a packed block."""
-NOTHING = np.float32(-np.inf)
-ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 
 def tokens_of_unit(group: int) -> int:
-    """Tokens of a unit, whose queries are `group` heads each."""
+    """The most tokens of a unit, whose queries are `group` heads each."""
     return max(1, UNIT_QUERIES // group)
 
 
-def padded(size: int) -> int:
-    """A head's size with the zeros that complete its last vector."""
-    step = max(LANES, STEP)
-    return -(-size // step) * step
+def queries_of_unit(group: int) -> int:
+    """The most queries of a unit: whole tiles."""
+    return -(-tokens_of_unit(group) * group // QUERIES) * QUERIES
 
 
-def scratch_numbers(group: int, key_dim: int, value_dim: int) -> int:
-    """The fp32 numbers that a thread needs: keys, values, scores, and queries, sums, maxima and weights of a unit."""
-    queries = -(-tokens_of_unit(group) * group // QUERIES) * QUERIES
-    keys, values = padded(key_dim), padded(value_dim)
-    return STRIDE * (keys + QUERIES) + KEY_BLOCK * values + queries * (keys + values + 2)
+def prompt_scratch_bytes(group: int, key_dim: int, value_dim: int) -> int:
+    """The memory that a thread needs: packed keys and values, scores, slots, and queries and states of a unit."""
+    floats = BLOCK * (key_dim + value_dim + QUERIES)
+    floats += queries_of_unit(group) * (key_dim + value_dim + STATE_EXTRA)
+    return -(-(4 * floats + SLOT_BYTES) // 128) * 128
 
 
-def make_attend_prompt(Q, C, KEY, VALUE, GROUP, OUT):
-    """Attention of every row.
+class _Room:
+    """A thread's memory."""
 
-    Arguments: q, its token stride, its head stride; keys, their slot stride, their head stride; values, their slot
-    stride, their head stride; pages or 0, their row stride, page size; located (`attend.make_locate`); query_lens,
-    num_rows, num_kv_heads; score factor, softcap or 0, value factor; sinks or 0; out, its token stride, its head
-    stride; lse or 0; scratch of each thread, its size. Without pages, entry i of a row is in slot `first token + i`.
+    def __init__(self, emitter: Emitter, form: AttendForm, address: Value) -> None:
+        self._emitter = emitter
+        self._form = form
+        self.keys = address
+        self.values = emitter.add(self.keys, emitter.number(4 * BLOCK * form.key_dim))
+        self.scores = emitter.add(self.values, emitter.number(4 * BLOCK * form.value_dim))
+        self.slots = emitter.add(self.scores, emitter.number(4 * BLOCK * QUERIES))
+        self._queries = emitter.add(self.slots, emitter.number(SLOT_BYTES))
+        self._states = emitter.add(self._queries, emitter.number(4 * queries_of_unit(form.group) * form.key_dim))
+
+    def query(self, number: Value) -> Value:
+        """A scaled query of the unit."""
+        return self._emitter.add(self._queries, self._emitter.times(number, 4 * self._form.key_dim))
+
+    def state(self, number: Value) -> Value:
+        return self._emitter.add(self._states, self._emitter.times(number, State.num_bytes(self._form)))
+
+
+@cache
+def attend_prompt_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
+    """The kernel for dtypes and sizes; see `AttendArguments`."""
+    return compile_kernel(
+        "attend_prompt", (form,), lambda module: write_attend_prompt(module, form, processor), processor
+    )
+
+
+def write_attend_prompt(module: Any, form: AttendForm, processor: Processor) -> None:
+    """Fills an LLVM module with the kernel.
+
+    Work is counted in pairs of a query and a key, in the order of rows, key heads and tokens. A thread has the tokens
+    whose work begins in its share.
     """
-    TOKENS = tokens_of_unit(GROUP)
-    COUNT = -(-TOKENS * GROUP // QUERIES) * QUERIES
-    K, V = padded(KEY), padded(VALUE)
+    attend = _write_unit(module, form, UNITS[processor.instructions])
+    emitter = Emitter(module, ENTRY, 3)
+    build = emitter.build
+    arguments, thread, num_threads = emitter.arguments
+    given = read_arguments(emitter, arguments)
+    token, done, work = (emitter.variable(I64) for _ in range(3))
+    begin, end = emitter.variable(I64), emitter.variable(I64)
+    zero, one = emitter.number(0), emitter.number(1)
 
-    def attend_prompt(arguments, thread, num_threads):
-        query_lens, num_rows, num_kv_heads = load64(arguments, 13), load64(arguments, 14), load64(arguments, 15)
-        keys = load64(arguments, 24) + 4 * thread * load64(arguments, 25)
-        values = keys + 4 * STRIDE * K
-        scores = values + 4 * KEY_BLOCK * V
-        queries = scores + 4 * STRIDE * QUERIES
-        sums = queries + 4 * COUNT * K
-        maxima = sums + 4 * COUNT * V
-        totals = maxima + 4 * COUNT
-        token, unit = 0, 0
-        for row in range(num_rows):
-            length = load64(query_lens, row)
-            for first in range(token, token + length, TOKENS):
-                count = min(TOKENS, token + length - first)
-                for head in range(num_kv_heads):
-                    if unit % num_threads == thread:
-                        _begin(arguments, queries, sums, maxima, totals, first, count, head, Q, KEY, K, V, GROUP)
-                        start, stop = _seen(arguments, first, count)
-                        for key in range(start, stop, KEY_BLOCK):
-                            num_keys = min(KEY_BLOCK, stop - key)
-                            _pack(arguments, keys, values, first, head, key, num_keys, C, KEY, VALUE, K, V)
-                            for tile in range(0, count * GROUP, QUERIES):
-                                score_tile(
-                                    queries + 4 * tile * K,
-                                    keys,
-                                    (num_keys + KEYS - 1) // KEYS * KEYS,
-                                    scores,
-                                    K,
-                                    STRIDE,
-                                )
-                                _weigh(
-                                    arguments, scores, sums, maxima, totals, first, count, tile, key, num_keys, V, GROUP
-                                )
-                                value_tile(
-                                    scores,
-                                    values,
-                                    (num_keys + STEP - 1) // STEP * STEP,
-                                    sums + 4 * tile * V,
-                                    V,
-                                    STRIDE,
-                                )
-                        _finish(arguments, sums, maxima, totals, first, count, head, Q, VALUE, V, GROUP, OUT)
-                    unit += 1
-            token += length
+    def count_work(first: Value, length: Value) -> None:
+        """Adds up the work of some tokens."""
+        with emitter.loop(first, emitter.add(first, length)) as each:
+            emitter.set(work, emitter.add(emitter.get(work), _work(emitter, given, each)))
 
-    return attend_prompt
-
-
-@numba.njit(inline="always")
-def _seen(arguments, first, count):
-    """The keys that any of some tokens sees: the first, and one behind the last."""
-    located = load64(arguments, 12)
-    start, stop = load64(located, first * FIELDS + 1), load64(located, first * FIELDS + 2)
-    for token in range(first + 1, first + count):
-        start = min(start, load64(located, token * FIELDS + 1))
-        stop = max(stop, load64(located, token * FIELDS + 2))
-    return start, stop
+    emitter.set(token, zero)
+    emitter.set(work, zero)
+    with emitter.loop(0, given.num_rows) as row:
+        length = emitter.load(emitter.add(given.query_lens, emitter.times(row, 8)), I64, align=8)
+        count_work(emitter.get(token), length)
+        emitter.set(token, emitter.add(emitter.get(token), length))
+    lowest, highest = emitter.share(emitter.times(emitter.get(work), given.num_kv_heads), thread, num_threads)
+    emitter.set(token, zero)
+    emitter.set(done, zero)
+    with emitter.loop(0, given.num_rows) as row:
+        length = emitter.load(emitter.add(given.query_lens, emitter.times(row, 8)), I64, align=8)
+        first = emitter.get(token)
+        emitter.set(work, zero)
+        count_work(first, length)
+        row_work = emitter.get(work)
+        with emitter.loop(0, given.num_kv_heads) as head:
+            before = emitter.get(done)
+            behind = emitter.add(before, row_work)
+            is_own = build.icmp_signed("<", before, highest)
+            is_own = build.and_(is_own, build.icmp_signed(">", behind, lowest))
+            with emitter.when(is_own):
+                emitter.set(begin, first)
+                emitter.set(end, first)
+                emitter.set(work, before)
+                with emitter.loop(first, emitter.add(first, length)) as each:
+                    here = emitter.get(work)
+                    for place, limit in ((begin, lowest), (end, highest)):
+                        is_before = build.zext(build.icmp_signed("<", here, limit), I64)
+                        emitter.set(place, emitter.add(emitter.get(place), is_before))
+                    emitter.set(work, emitter.add(here, _work(emitter, given, each)))
+                count = build.sub(emitter.get(end), emitter.get(begin))
+                num_units = emitter.divided_up(count, tokens_of_unit(form.group))
+                size = emitter.divided_up(count, emitter.larger(num_units, one))
+                with emitter.loop(0, num_units) as unit:
+                    start = emitter.add(emitter.get(begin), emitter.times(unit, size))
+                    own = emitter.smaller(size, build.sub(emitter.get(end), start))
+                    emitter.call_function(attend, [arguments, thread, start, own, head])
+            emitter.set(done, behind)
+        emitter.set(token, emitter.add(first, length))
+    emitter.finish()
 
 
-@numba.njit(inline="always")
-def _begin(arguments, queries, sums, maxima, totals, first, count, kv_head, Q, KEY, K, V, GROUP):
-    """Scales the queries of a unit, in the order of tokens and heads, and clears its sums."""
-    q, q_stride, q_head = load64(arguments, 0), load64(arguments, 1), load64(arguments, 2)
-    factor = float_of(load64(arguments, 16))
-    for query in range((count * GROUP + QUERIES - 1) // QUERIES * QUERIES):
-        # Queries that complete a tile are the last one again.
-        taken = min(query, count * GROUP - 1)
-        source = (first + taken // GROUP) * q_stride + (kv_head * GROUP + taken % GROUP) * q_head
-        for d in range(KEY):
-            store(queries, query * K + d, load(q, source + d, Q) * factor, 0)
-        for d in range(KEY, K):
-            store(queries, query * K + d, ZERO, 0)
-        for d in range(V):
-            store(sums, query * V + d, ZERO, 0)
-        store(maxima, query, NOTHING, 0)
-        store(totals, query, ZERO, 0)
+def _seen(emitter: Emitter, given: AttendArguments, token: Value) -> tuple[Value, Value]:
+    """The first key that a token sees, and one behind the last. Neither is less than that of the token before."""
+    field = emitter.add(given.located, emitter.times(token, 8 * FIELDS))
+    return emitter.load(field, I64, 8, align=8), emitter.load(field, I64, 16, align=8)
 
 
-@numba.njit(inline="always")
-def _pack(arguments, keys, values, token, head, first, count, C, KEY, VALUE, K, V):
-    """Copies a block of keys, turned, and of values, in fp32. Zeros complete the last tile."""
-    source, key_stride = load64(arguments, 3), load64(arguments, 4)
-    value_source, value_stride = load64(arguments, 6), load64(arguments, 7)
-    key_head, value_head = head * load64(arguments, 5), head * load64(arguments, 8)
-    pages, page_stride, page_size = load64(arguments, 9), load64(arguments, 10), load64(arguments, 11)
-    place = load64(load64(arguments, 12), token * FIELDS)
-    for j in range(count):
-        slot = place + first + j
-        if pages != 0:
-            number = (first + j) // page_size
-            slot = load64(pages, place * page_stride + number) * page_size + first + j - number * page_size
-        for d in range(KEY):
-            store(keys, d * STRIDE + j, load(source, slot * key_stride + key_head + d, C), 0)
-        for d in range(VALUE):
-            store(values, j * V + d, load(value_source, slot * value_stride + value_head + d, C), 0)
-        for d in range(VALUE, V):
-            store(values, j * V + d, ZERO, 0)
-    for j in range(count, (count + KEYS - 1) // KEYS * KEYS):
-        for d in range(KEY):
-            store(keys, d * STRIDE + j, ZERO, 0)
-        for d in range(V):
-            store(values, j * V + d, ZERO, 0)
-    for d in range(KEY, K):
-        for j in range((count + KEYS - 1) // KEYS * KEYS):
-            store(keys, d * STRIDE + j, ZERO, 0)
+def _work(emitter: Emitter, given: AttendArguments, token: Value) -> Value:
+    """The work of a token for a key head. What does not depend on the number of keys counts as a block of them."""
+    start, stop = _seen(emitter, given, token)
+    return emitter.add(emitter.build.sub(stop, start), emitter.number(BLOCK))
 
 
-@numba.njit(inline="always")
-def _weigh(arguments, scores, sums, maxima, totals, first, count, tile, key, num_keys, V, GROUP):
-    """Turns the scores of a tile into weights relative to the largest so far, and rescales the sums where that grew."""
-    located, softcap = load64(arguments, 12), float_of(load64(arguments, 17))
-    for i in range(QUERIES):
-        token = first + min(tile + i, count * GROUP - 1) // GROUP
-        start = min(num_keys, max(0, load64(located, token * FIELDS + 1) - key))
-        stop = max(start, min(num_keys, load64(located, token * FIELDS + 2) - key))
-        row, query = scores + 4 * i * STRIDE, tile + i
-        if softcap > ZERO:
-            for j in range(start, stop):
-                store(row, j, softcap * tanh32(load(row, j, 0) / softcap), 0)
-        before = load(maxima, query, 0)
-        most = _largest(row, start, stop, before)
-        # All scores may be -inf: their weights are then 0, not NaN.
-        base = most if most > NOTHING else ZERO
-        total = ZERO
-        for j in range(start):
-            store(row, j, ZERO, 0)
-        for j in range(start, stop):
-            weight = exp32(load(row, j, 0) - base)
-            store(row, j, weight, 0)
-            total += weight
-        for j in range(stop, (num_keys + STEP - 1) // STEP * STEP):
-            store(row, j, ZERO, 0)
-        kept = exp32(before - base)
-        store(totals, query, load(totals, query, 0) * kept + total, 0)
-        store(maxima, query, most, 0)
-        if kept != ONE:
-            for d in range(V):
-                store(sums, query * V + d, load(sums, query * V + d, 0) * kept, 0)
+def _write_unit(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
+    """A function that computes a unit. Arguments: address of the arguments, thread, first token, their number, head."""
+    find, begin, finish = write_find_slots(module), write_begin(module, form), write_finish(module, form)
+    pack, weigh = _write_pack(module, form, unit), write_weigh(module, form)
+    emitter = Emitter(module, "unit", 5, internal=True, inline=False)
+    arguments, thread, first, count, kv_head = emitter.arguments
+    given = read_arguments(emitter, arguments)
+    room = _Room(emitter, form, emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes)))
+    num_queries, one = emitter.times(count, form.group), emitter.number(1)
+    num_tiles = emitter.divided_up(num_queries, QUERIES)
+
+    def owner(query: Value) -> tuple[Value, Value]:
+        """The token and the head of a query. Queries that complete a tile are the last one again."""
+        query, group = emitter.smaller(query, emitter.build.sub(num_queries, one)), emitter.number(form.group)
+        head = emitter.add(emitter.times(kv_head, form.group), emitter.build.srem(query, group))
+        return emitter.add(first, emitter.build.sdiv(query, group)), head
+
+    with emitter.loop(0, emitter.times(num_tiles, QUERIES)) as query:
+        emitter.call_function(begin, [arguments, *owner(query), one, room.query(query), room.state(query)])
+    field = emitter.add(given.located, emitter.times(first, 8 * FIELDS))
+    start, stop = _seen(emitter, given, first)[0], _seen(emitter, given, owner(num_queries)[0])[1]
+    with emitter.loop(emitter.build.sdiv(start, emitter.number(BLOCK)), emitter.divided_up(stop, BLOCK)) as number:
+        origin = emitter.times(number, BLOCK)
+        low = emitter.larger(start, origin)
+        high = emitter.smaller(stop, emitter.add(origin, emitter.number(BLOCK)))
+        low_place, high_place = emitter.build.sub(low, origin), emitter.build.sub(high, origin)
+        slots = emitter.add(room.slots, emitter.times(low_place, 8))
+        emitter.call_function(find, [arguments, field, low, high, slots])
+        emitter.call_function(pack, [arguments, room.keys, room.slots, low_place, high_place, kv_head])
+
+        def seen(query: Value) -> list[Value]:
+            """The keys of the block that a query sees."""
+            keys = _seen(emitter, given, owner(query)[0])
+            return [emitter.build.sub(emitter.smaller(emitter.larger(key, low), high), origin) for key in keys]
+
+        with emitter.loop(0, num_tiles) as tile:
+            query = emitter.times(tile, QUERIES)
+            begin_key, end_key = seen(query)[0], seen(emitter.add(query, emitter.number(QUERIES - 1)))[1]
+            with emitter.when(emitter.build.icmp_signed("<", begin_key, end_key)):
+                tiles = PromptTiles(emitter, form, unit)
+                tiles.score(room.query(query), room.keys, room.scores, begin_key, end_key)
+                with emitter.loop(0, QUERIES) as i:
+                    own, scores = emitter.add(query, i), emitter.add(room.scores, emitter.times(i, 4 * BLOCK))
+                    emitter.call_function(
+                        weigh, [given.softcap, *seen(own), begin_key, end_key, scores, room.state(own)]
+                    )
+                sums = room.state(query), State.num_bytes(form)
+                tiles.add_values(room.scores, room.values, *sums, begin_key, end_key)
+    with emitter.loop(0, num_queries) as query:
+        emitter.call_function(finish, [arguments, room.state(query), one, emitter.number(0), *owner(query)])
+    emitter.finish()
+    return emitter.function
 
 
-@numba.njit(inline="always")
-def _largest(scores, start, stop, before):
-    """The largest of some scores and of `before`. Eight chains of comparisons."""
-    m0 = m1 = m2 = m3 = m4 = m5 = m6 = m7 = before
-    whole = start + (stop - start) // 8 * 8
-    for j in range(start, whole, 8):
-        m0 = max32(m0, load(scores, j, 0))
-        m1 = max32(m1, load(scores, j + 1, 0))
-        m2 = max32(m2, load(scores, j + 2, 0))
-        m3 = max32(m3, load(scores, j + 3, 0))
-        m4 = max32(m4, load(scores, j + 4, 0))
-        m5 = max32(m5, load(scores, j + 5, 0))
-        m6 = max32(m6, load(scores, j + 6, 0))
-        m7 = max32(m7, load(scores, j + 7, 0))
-    for j in range(whole, stop):
-        m0 = max32(m0, load(scores, j, 0))
-    return max32(max32(max32(m0, m1), max32(m2, m3)), max32(max32(m4, m5), max32(m6, m7)))
+def _write_pack(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
+    """A function that packs a block of keys, and the values behind them.
 
-
-@numba.njit(inline="always")
-def _finish(arguments, sums, maxima, totals, first, count, kv_head, Q, VALUE, V, GROUP, OUT):
-    """Writes the outputs of a unit, and their log-sum-exps."""
-    value_factor, sinks = float_of(load64(arguments, 18)), load64(arguments, 19)
-    out, out_stride, out_head = load64(arguments, 20), load64(arguments, 21), load64(arguments, 22)
-    lse, num_heads = load64(arguments, 23), load64(arguments, 15) * GROUP
-    for query in range(count * GROUP):
-        token, head = first + query // GROUP, kv_head * GROUP + query % GROUP
-        most, total = load(maxima, query, 0), load(totals, query, 0)
-        base = most if most > NOTHING else ZERO
-        kept = ONE
-        if sinks != 0:
-            sink = load(sinks, head, Q)
-            base = max32(sink, most)
-            kept = exp32(most - base)
-            total = total * kept + exp32(sink - base)
-        # Also without a key: a sum of 0 stays 0.
-        scale = value_factor * kept / total if total != ZERO else ZERO
-        target = token * out_stride + head * out_head
-        for d in range(VALUE):
-            store(out, target + d, load(sums, query * V + d, 0) * scale, OUT)
-        if lse != 0:
-            store(lse, token * num_heads + head, base + np.float32(math.log(total)) if total != ZERO else NOTHING, 0)
+    Arguments: address of the arguments, where the keys go, slots of the block, first and end of the keys in it, head.
+    """
+    emitter = Emitter(module, "pack", 6, internal=True, inline=False)
+    build = emitter.build
+    arguments, keys, slots, first, stop, head = emitter.arguments
+    given = read_arguments(emitter, arguments)
+    tiles, values = PromptTiles(emitter, form, unit), emitter.add(keys, emitter.number(4 * BLOCK * form.key_dim))
+    own_keys = Rows(given.keys, given.key_slot_bytes, given.key_head_bytes)
+    own_values = Rows(given.values, given.value_slot_bytes, given.value_head_bytes)
+    slots = emitter.add(slots, emitter.number(SLOT_HEADER))
+    # The first tile is completed with the first key, as the last one is with the last key.
+    behind = emitter.add(slots, emitter.times(first, 8))
+    slot = emitter.load(behind, I64, align=8)
+    for index in range(1, KEYS):
+        emitter.store(slot, behind, -8 * index, align=8)
+    with emitter.loop(build.sdiv(first, emitter.number(KEYS)), emitter.divided_up(stop, KEYS)) as tile:
+        place = emitter.times(tile, KEYS)
+        tiles.pack_keys(own_keys.of_head(emitter, own_keys.tile(emitter, slots, tile), head), keys, place)
+        tiles.pack_values(own_values.of_head(emitter, own_values.tile(emitter, slots, tile), head), values, place)
+    emitter.finish()
+    return emitter.function

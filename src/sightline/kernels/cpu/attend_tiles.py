@@ -88,6 +88,13 @@ def pieces(size: int, largest: int) -> list[_Piece]:
     return found
 
 
+def load_cached(emitter: Emitter, form: AttendForm, unit: VectorUnit, address: Value, count: int) -> Value:
+    """Keys or values as fp32, divided by the form's factor."""
+    if form.cache.itemsize > 1:
+        return load_floats(emitter, address, form.cache, count)
+    return unit.float8s(emitter, emitter.load(address, vector(I8, count)))
+
+
 class TileWriter:
     """Emits tiles for a processor."""
 
@@ -208,11 +215,7 @@ class TileWriter:
                 add(emitter.number(whole + piece.first), piece.size)
 
     def _cached(self, address: Value, count: int) -> Value:
-        """Keys or values as fp32, divided by the form's factor."""
-        emitter, dtype = self._emitter, self._form.cache
-        if dtype.itemsize > 1:
-            return load_floats(emitter, address, dtype, count)
-        return self._unit.float8s(emitter, emitter.load(address, vector(I8, count)))
+        return load_cached(self._emitter, self._form, self._unit, address, count)
 
     def _padded(self, values: Value, width: int) -> Value:
         """The values, and zeros behind them."""

@@ -29,11 +29,18 @@ def vector(element: Type, count: int) -> Type:
 class Emitter:
     """Appends instructions to a function that returns nothing. Addresses are i64."""
 
-    def __init__(self, module: Any, name: str, num_arguments: int, *, internal: bool = False) -> None:
-        """Begins the function `name` of i64 arguments; an `internal` one is visible in its module only."""
+    def __init__(
+        self, module: Any, name: str, num_arguments: int, *, internal: bool = False, inline: bool = True
+    ) -> None:
+        """Begins the function `name` of i64 arguments; an `internal` one is visible in its module only.
+
+        Unless it is `inline`, LLVM does not copy it into its callers, and compiles sooner.
+        """
         self.function = ir.Function(module, ir.FunctionType(VOID, [I64] * num_arguments), name)
         if internal:
             self.function.linkage = "internal"
+        if not inline:
+            self.function.attributes.add("noinline")
         self._module = module
         entry = self.function.append_basic_block("entry")
         body = self.function.append_basic_block("body")
@@ -133,6 +140,14 @@ class Emitter:
     def smaller(self, left: Value, right: Value) -> Value:
         """The smaller of two signed numbers."""
         return self.build.select(self.build.icmp_signed("<", left, right), left, right)
+
+    def larger(self, left: Value, right: Value) -> Value:
+        """The larger of two signed numbers."""
+        return self.build.select(self.build.icmp_signed(">", left, right), left, right)
+
+    def whole(self, value: Value, step: int) -> Value:
+        """The number, rounded up to a multiple of `step`."""
+        return self.times(self.divided_up(value, step), step)
 
     def divided_up(self, value: Value, divisor: Value | int) -> Value:
         """The quotient, rounded up."""

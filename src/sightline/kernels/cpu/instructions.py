@@ -105,16 +105,6 @@ def store64(typing_context, address, index, value):
 
 
 @intrinsic
-def load_byte(typing_context, address, index):
-    """The unsigned byte at `index` of the array at `address`."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.zext(builder.load(_pointer(builder, arguments[0], arguments[1], INT8)), INT64)
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
 def order32(typing_context, address, index):
     """An int32 that orders the fp32 at `index` of the array at `address`: zeros are equal, NaN is the largest."""
 
@@ -202,7 +192,7 @@ def call_kernel(typing_context, kernel, arguments, thread, num_threads):
 
 @intrinsic
 def exp32(typing_context, value):
-    """e to the power of an fp32, within 2 units in the last place; 0 below -87.3, infinite above 88, NaN for NaN."""
+    """e to the power of an fp32, within 2 units in the last place; 0 below -87.7, infinite above 88, NaN for NaN."""
 
     def generate(context, builder, signature, arguments):
         return exp(builder, arguments[0])

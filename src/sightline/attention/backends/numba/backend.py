@@ -19,7 +19,6 @@ from sightline.attention.backends.numba.calls import (
     AttentionShape,
     Entries,
     Pages,
-    PromptCalls,
     RowMasks,
     layer_entries,
     plan_masks,
@@ -51,9 +50,9 @@ class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
     pages: Pages
     masks: RowMasks | None
     scratch: AttentionScratch
-    prompts: PromptCalls | None
-    """Computes rows with several new tokens, which share the keys that are read. None: there are none, or trees."""
-    prompt_scratch: Tensor
+    query_lens: Tensor | None
+    """[num_rows] int64: a row's tokens share the keys that are read. None: no row has several tokens, or some have
+    trees."""
 
     def prepare(self) -> None:
         self.calls.locate(self.step, self.masks, self.spec.window, self.scratch)
@@ -65,13 +64,19 @@ class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
             keys, values, pages = self.keys[layer], self.values[layer], self.pages
             self.calls.write(inputs.k, keys, self.write_slots)
             self.calls.write(inputs.v, values, self.write_slots)
-        q, scale, softcap, sinks = inputs.q, self.spec.scale, self.spec.softcap, inputs.sinks
-        entries = keys, values, pages
-        if self.prompts is None:
-            self.calls.attend(q, *entries, self.scratch, out, scale=scale, softcap=softcap, sinks=sinks, lse=lse)
-        else:
-            own = self.scratch.located, self.prompt_scratch
-            self.prompts.attend(self.step, q, *entries, *own, out, scale=scale, softcap=softcap, sinks=sinks, lse=lse)
+        self.calls.attend(
+            inputs.q,
+            keys,
+            values,
+            pages,
+            self.scratch,
+            out,
+            scale=self.spec.scale,
+            softcap=self.spec.softcap,
+            sinks=inputs.sinks,
+            lse=lse,
+            query_lens=self.query_lens,
+        )
         return lse
 
 
@@ -85,23 +90,20 @@ class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         self._pool = pool = context.cache.pools["kv"]
         self._keys, self._values = layer_entries(pool, "k"), layer_entries(pool, "v")
         self._pages = Pages(pool.table.pages, pool.page_size)
-        shape = AttentionShape(spec.num_kv_heads, spec.group_size, spec.head_dim, spec.head_dim)
+        shape = AttentionShape(spec.num_kv_heads, spec.group_size, spec.head_dim, spec.head_dim, has_prompts=True)
         dtype, launcher = context.dtype, context.launcher
         cache_dtype = pool.plane("k").dtype
         self._calls = AttentionCalls(launcher, shape, dtype, cache_dtype, dtype, dtype)
-        self._prompts = PromptCalls(launcher, shape, cache_dtype, dtype)
 
-        def scratch(lane: Lane) -> tuple[AttentionScratch, Tensor]:
+        def scratch(lane: Lane) -> AttentionScratch:
             def lease(name: str, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
                 return context.workspace.lease(context.group, f"numba {name}", lane, size, kind)
 
-            own = AttentionScratch.of(lease, shape, context.limits.max_step_tokens, launcher.num_threads)
-            return own, self._prompts.lease_scratch(lease)
+            return AttentionScratch.of(lease, shape, context.limits.max_step_tokens, launcher.num_threads)
 
         self._scratch = {lane: scratch(lane) for lane in context.limits.lanes}
 
     def plan(self, step: StepView, buffers: PlanBuffers) -> _NumbaPlan:
-        scratch, prompt_scratch = self._scratch[step.lane]
         has_trees = any(mask.tree is not None for mask in step.batch.masks)
         is_prompt = step.batch.num_tokens > step.batch.num_rows and not has_trees
         return _NumbaPlan(
@@ -113,7 +115,6 @@ class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             write_slots=step.write_slots(self._pool),
             pages=self._pages,
             masks=plan_masks(step, buffers),
-            scratch=scratch,
-            prompts=self._prompts if is_prompt else None,
-            prompt_scratch=prompt_scratch,
+            scratch=self._scratch[step.lane],
+            query_lens=step.batch.query_lens.device if is_prompt else None,
         )

@@ -25,7 +25,7 @@ from sightline.kernels.cpu.attend_kernel import (
     merge_kernel,
     scratch_bytes,
 )
-from sightline.kernels.cpu.attend_prompt import make_attend_prompt, scratch_numbers
+from sightline.kernels.cpu.attend_prompt import attend_prompt_kernel, prompt_scratch_bytes
 from sightline.kernels.cpu.attend_tiles import AttendForm
 from sightline.kernels.cpu.compiled import compiled
 from sightline.kernels.cpu.compiler import CompiledKernel
@@ -52,6 +52,8 @@ class AttentionShape:
     """Query heads that share a key head."""
     key_dim: int
     value_dim: int
+    has_prompts: bool = False
+    """True if rows with many new tokens have a kernel of their own."""
 
     def num_splits(self, num_tokens: int, num_threads: int) -> int:
         """How often each context is split: as often as the threads need to be busy."""
@@ -60,6 +62,13 @@ class AttentionShape:
     @property
     def num_heads(self) -> int:
         return self.num_kv_heads * self.group
+
+    @property
+    def thread_bytes(self) -> int:
+        """The memory that a thread needs."""
+        decode = scratch_bytes(self.num_heads, self.key_dim, self.value_dim)
+        prompts = prompt_scratch_bytes(self.group, self.key_dim, self.value_dim)
+        return max(decode, prompts) if self.has_prompts else decode
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +86,10 @@ class AttentionScratch:
     def of(lease: Lease, shape: AttentionShape, max_tokens: int, num_threads: int) -> AttentionScratch:
         # Splits times units is less than twice what the threads need.
         most_parts = 2 * UNITS_PER_THREAD * num_threads * shape.num_heads
-        thread_bytes = scratch_bytes(shape.num_heads, shape.key_dim, shape.value_dim)
         return AttentionScratch(
             lease("located", (max_tokens, FIELDS), torch.int64),
             lease("parts", (most_parts, shape.value_dim + STATE_EXTRA), torch.float32),
-            lease("threads", (num_threads, thread_bytes), torch.uint8),
+            lease("threads", (num_threads, shape.thread_bytes), torch.uint8),
         )
 
 
@@ -152,6 +160,8 @@ class AttentionCalls:
         forms = {dtype: AttendForm(q, dtype, out, *sizes) for dtype in {cache, entry}}
         self._attend = {dtype: attend_kernel(form, processor) for dtype, form in forms.items()}
         self._merge = {dtype: merge_kernel(form, processor) for dtype, form in forms.items()}
+        prompt_forms = forms if shape.has_prompts else {}
+        self._attend_prompt = {dtype: attend_prompt_kernel(form, processor) for dtype, form in prompt_forms.items()}
         self._write = {dtype: compiled(make_write, ELEMENTS[entry], ELEMENTS[dtype]) for dtype in {cache, entry}}
         self._locate = compiled(make_locate)
 
@@ -191,15 +201,20 @@ class AttentionCalls:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         lse: Tensor | None = None,
+        query_lens: Tensor | None = None,
     ) -> None:
         """Writes `out` [num_tokens, num_q_heads, value_dim] and `lse` [num_tokens, num_q_heads] fp32 if it is given.
 
-        Without pages, `keys` and `values` are those of the step's tokens.
+        Without pages, `keys` and `values` are those of the step's tokens. Given `query_lens` [num_rows] int64, the
+        tokens of a row share the keys that are read; rows must not have trees.
         """
         num_tokens = q.shape[0]
         if num_tokens == 0:
             return
         num_splits = self._shape.num_splits(num_tokens, self._launcher.num_threads)
+        attend, is_split, rows = self._attend, num_splits > 1, (0, 0)
+        if query_lens is not None:
+            attend, is_split, rows = self._attend_prompt, False, (query_lens.data_ptr(), len(query_lens))
         table = (0, 0, NO_PAGES)
         if pages is not None:
             table = (pages.table.data_ptr(), 8 * pages.table.stride(0), pages.page_size)
@@ -223,57 +238,13 @@ class AttentionCalls:
             parts=scratch.parts.data_ptr(),
             scratch=scratch.threads.data_ptr(),
             scratch_bytes=scratch.threads.stride(0),
+            query_lens=rows[0],
+            num_rows=rows[1],
         )
-        kept = (q, keys.plane, values.plane, pages, scratch, sinks, out, lse)
-        _launch(self._launcher, self._attend[keys.plane.dtype], arguments, *kept)
-        if num_splits > 1:
+        kept = (q, keys.plane, values.plane, pages, scratch, sinks, out, lse, query_lens)
+        _launch(self._launcher, attend[keys.plane.dtype], arguments, *kept)
+        if is_split:
             _launch(self._launcher, self._merge[keys.plane.dtype], arguments, *kept)
-
-
-class PromptCalls:
-    """Makes and launches the records of attention of rows with many new tokens."""
-
-    def __init__(self, launcher: Launcher, shape: AttentionShape, cache: torch.dtype, dtype: torch.dtype) -> None:
-        """`dtype` is the one of queries, new entries and outputs."""
-        self._launcher = launcher
-        self._num_kv_heads = shape.num_kv_heads
-        sizes = shape.key_dim, shape.value_dim, shape.group
-        self._scratch_shape = launcher.num_threads, scratch_numbers(shape.group, *sizes[:2])
-        own = ELEMENTS[dtype]
-        self._attend = {each: compiled(make_attend_prompt, own, ELEMENTS[each], *sizes, own) for each in {cache, dtype}}
-
-    def lease_scratch(self, lease: Lease) -> Tensor:
-        """Leases the memory of all threads, [num_threads, floats of a thread] fp32."""
-        return lease("prompts", self._scratch_shape, torch.float32)
-
-    def attend(
-        self,
-        step: StepView,
-        q: Tensor,
-        keys: Entries,
-        values: Entries,
-        pages: Pages | None,
-        located: Tensor,
-        scratch: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> None:
-        """Like `AttentionCalls.attend`, for rows without trees."""
-        lens = step.batch.query_lens.device
-        table = (0, 0, 1) if pages is None else (pages.table.data_ptr(), pages.table.stride(0), pages.page_size)
-        arguments = (
-            *(q.data_ptr(), *q.stride()[:2], *keys.place, *values.place, *table),
-            *(located.data_ptr(), lens.data_ptr(), step.batch.num_rows, self._num_kv_heads),
-            *(float_bits(scale * keys.scale), float_bits(softcap or 0.0), float_bits(values.scale)),
-            *(0 if sinks is None else sinks.data_ptr(), out.data_ptr(), *out.stride()[:2]),
-            *(0 if lse is None else lse.data_ptr(), scratch.data_ptr(), scratch.stride(0)),
-        )
-        kept = (q, keys.plane, values.plane, pages, located, scratch, lens, sinks, out, lse)
-        _launch(self._launcher, self._attend[keys.plane.dtype], arguments, *kept)
 
 
 class LatentCalls:
