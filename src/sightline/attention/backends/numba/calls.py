@@ -39,7 +39,7 @@ Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 UNITS_PER_THREAD = 2
 """Contexts are split until each thread has so many units. Units of rows of different lengths take different times."""
 
-NO_PAGES = 1 << 40
+NO_PAGES = 1 << 31
 """The size of the one page that a row has if it has no page table."""
 
 
