@@ -171,6 +171,13 @@ def test_a_room_that_holds_no_row_is_refused() -> None:
         coded_linear([random_coded(FORMS["Q8_0"], 3, 96)], None, CpuCompute.on(SerialLauncher(), room_bytes=100))
 
 
+def test_room_that_is_not_aligned_is_refused() -> None:
+    """Misaligned vector stores work on some processors, so that no result would show it."""
+    given = compute(PROCESSORS["this"])
+    with pytest.raises(ValueError, match="expected room aligned to 64 bytes"):
+        replace(given, room=given.room[1:])
+
+
 def test_no_rows_launch_nothing() -> None:
     launcher = SerialLauncher()
     coded_linear([random_coded(FORMS["Q8_0"], 3, 96)], None, CpuCompute.on(launcher))(
@@ -297,6 +304,13 @@ def test_dense_products_of_many_rows(
     assert [name.partition("-float")[0].partition("-bfloat")[0] for name in launcher.names] == (
         [] if is_medium else ["dense-many"] * 2
     )
+
+
+def test_dense_products_of_many_rows_with_weights_wider_than_a_chunk() -> None:
+    """Not even a tile's weights are within the bytes of a chunk, which is then one tile."""
+    weight, x, out = random_rows(9, 25_000, seed=5), random_rows(50, 25_000), poisoned(50, 9)
+    CpuLinear(weight, None, compute(PROCESSORS["this"], 2))(x, out)
+    assert error(out, x.double() @ weight.double().t()) < 10 * CLOSE
 
 
 @pytest.mark.parametrize("dtype", OF_DTYPE)

@@ -91,6 +91,18 @@ def test_latent_attention_is_recorded_and_gives_the_logits_of_torch(family: str,
     assert relative_error(got, expected) <= 1e-5
 
 
+def test_a_row_has_the_same_bits_whatever_is_in_the_other_rows_of_its_program(folder: Path) -> None:
+    config = EngineConfig(cache_tokens=512, max_num_seqs=4)
+    found = []
+    for lens, others in (([30, 1, 40], [[9], [4]]), ([30, 50, 2], [[8], [3]]), ([30, 7, 7, 60], [[5], [5], [6]])):
+        rows = Rows(load_runtime(folder, config), lens)
+        logits = rows.forward(range(len(lens)), [[7], *others])
+        assert rows.runtime.runner.num_replayed > 0
+        found.append(logits[0])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 @families
 def test_greedy_answers_are_those_of_torch(models: Models, family: str) -> None:
     _, path = models[family]

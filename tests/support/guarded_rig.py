@@ -14,7 +14,7 @@ from sightline.testing.conformance import rig
 from sightline.testing.conformance.rig import AttentionRig, RigSetting, Subject
 from support.cpu_launchers import SerialLauncher
 
-_GUARD_BYTES = 1 << 19
+_GUARD_BYTES = 1 << 18
 """More than all threads together could write behind a lease that is made for one of them."""
 _GUARD = 0xA5
 

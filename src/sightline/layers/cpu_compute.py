@@ -30,7 +30,12 @@ class CpuCompute:
     launcher: Launcher
     processor: Processor
     room: Tensor
-    """uint8, aligned. Holds the rounded inputs between two records of a projection."""
+    """uint8, aligned to 64 bytes. Holds the rounded inputs between two records of a projection."""
+
+    def __post_init__(self) -> None:
+        # Kernels are compiled for aligned memory: elsewhere some processors stop the process, and others are slower.
+        if self.room.data_ptr() % _ALIGNMENT:
+            raise ValueError(f"expected room aligned to {_ALIGNMENT} bytes, got address {self.room.data_ptr():#x}")
 
     @classmethod
     def on(cls, launcher: Launcher, processor: Processor | None = None, room_bytes: int = _ROOM_BYTES) -> CpuCompute:
