@@ -319,7 +319,8 @@ def test_a_row_of_a_dense_product_does_not_depend_on_the_rows_beside_it_if_they_
     projection = CpuLinear(weight, None, compute(PROCESSORS["this"], 2))
     together = poisoned(160, 13, dtype)
     projection(x, together)
-    for rows in (slice(0, 49), slice(5, 65), slice(79, 160)):
+    fewest = 49 if dtype == torch.float32 else 9
+    for rows in (slice(0, fewest), slice(5, 65), slice(79, 160)):
         out = poisoned(len(x[rows]), 13, dtype)
         projection(x[rows], out)
         assert torch.equal(out, together[rows])

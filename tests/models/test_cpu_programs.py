@@ -77,6 +77,8 @@ def test_every_dense_family_is_recorded_and_gives_the_logits_of_torch(models: Mo
     _, expected = logits_of(path, layer_kernels="torch", attention_backend="torch")
     runtime, got = logits_of(path)
     assert decode_sizes(runtime) == [1, 2, 4]
+    # Each program keeps its logits.
+    assert runtime.graphs.num_bytes >= sum(decode_sizes(runtime)) * got.shape[1] * got.itemsize
     assert runtime.runner.num_replayed >= 4
     assert relative_error(got, expected) <= 1e-5
 

@@ -46,9 +46,7 @@ class GuardedWorkspace(Workspace):
 class GuardedRig(AttentionRig):
     """Runs a kernel's threads one after the other: the last first, so that none finds what an earlier one left."""
 
-    def __init__(
-        self, subject: Subject, specs: Sequence[AttentionSpec], setting: RigSetting, num_threads: int
-    ) -> None:
+    def __init__(self, subject: Subject, specs: Sequence[AttentionSpec], setting: RigSetting, num_threads: int) -> None:
         self.guarded = GuardedWorkspace()
         with patch.object(rig, "inline_launcher", lambda: SerialLauncher(num_threads)):
             super().__init__(subject, specs, setting)

@@ -1,4 +1,4 @@
-"""What all CPU kernels of a model's weights share."""
+"""The launcher, processor and memory that all CPU projections of a model share, and the packing of their weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class CpuCompute:
-    """What all projections of a model share: who runs their records, the processor, and memory for rounded inputs.
+    """Shared by all projections of a model: who runs their records, the processor, and memory for rounded inputs.
 
     One step uses it at a time.
     """

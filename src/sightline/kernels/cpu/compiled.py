@@ -22,7 +22,7 @@ from sightline.kernels.cpu.processor import Processor
 
 SIGNATURE = numba.void(numba.int64, numba.int64, numba.int64)
 SUMS = frozenset({"reassoc", "contract", "nsz"})
-"""What vector code needs of sums: any order, fused with products. NaN and infinity stay what they are."""
+"""Freedoms of fp32 sums that vector code needs: any order, fused with products. NaN and infinity keep their meaning."""
 _INNER_TYPES = ("ptr", "ptr", "i64", "i64", "i64")
 """The arguments of the function that Numba makes: where its result and its exception go, then ours."""
 
@@ -69,7 +69,7 @@ define void @{entry}(i64 %arguments, i64 %thread, i64 %num_threads) {{
 
 
 def _digest_of(source: Path) -> str:
-    """What a kernel in that file is compiled from: the file, and all of this folder, which it may call."""
+    """The digest of the sources of a kernel in that file: the file, and all of this folder, which it may call."""
     digest = hashlib.sha256()
     for each in (source, *sorted(Path(__file__).parent.glob("*.py"))):
         digest.update(each.read_bytes())

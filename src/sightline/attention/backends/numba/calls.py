@@ -45,7 +45,7 @@ NO_PAGES = 1 << 31
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the kernels are compiled and leased for."""
+    """The sizes that kernels are compiled for and scratch memory is leased for."""
 
     num_kv_heads: int
     group: int
@@ -54,7 +54,7 @@ class AttentionShape:
     value_dim: int
 
     def num_splits(self, num_tokens: int, num_threads: int) -> int:
-        """How often each context is split: as often as the threads need to be busy."""
+        """The number of parts of each context: enough to keep all threads busy."""
         return -(-UNITS_PER_THREAD * num_threads // max(1, num_tokens))
 
     @property
