@@ -18,7 +18,7 @@ from sightline.kernels.cpu.attend_kernel import AttendArguments
 from sightline.kernels.cpu.attend_tiles import BLOCK
 from sightline.kernels.cpu.compiler import CompiledKernel
 from sightline.kernels.cpu.record import Launcher, Record
-from sightline.testing.conformance.rig import Row
+from sightline.testing.conformance.rig import AttentionRig, Row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 
@@ -62,6 +62,18 @@ def test_an_8_bit_cache_is_read_with_its_scales() -> None:
 def test_groups_of_any_size(group: int) -> None:
     """One query head per key head, a whole tile, and more than a unit has queries."""
     check(replace(PLAIN, num_q_heads=2 * group), [Row(0, 70), Row(5, 6)])
+
+
+def test_a_prompt_has_the_same_bits_alone_and_beside_other_rows() -> None:
+    def bench() -> AttentionRig:
+        return cases.bench([SPECS["everything"]], "numba", page_size=4, max_seq_len=600)
+
+    alone = Step(bench(), [Row(30, 70)])
+    beside = Step(bench(), [Row(0, 1), Row(30, 70), Row(200, 9)])
+    beside.contexts[1] = alone.contexts[0]
+    beside.write_contexts()
+    beside.take_row(alone, slice(1, 71))
+    assert torch.equal(beside.run().out[1:71], alone.run().out)
 
 
 def test_prompts_run_the_kernel_for_prompts_and_single_tokens_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,8 @@ def test_every_dense_family_is_recorded_and_gives_the_logits_of_torch(models: Mo
     _, expected = logits_of(path, layer_kernels="torch", attention_backend="torch")
     runtime, got = logits_of(path)
     assert decode_sizes(runtime) == [1, 2, 4]
+    # Each program keeps its logits.
+    assert runtime.graphs.num_bytes >= sum(decode_sizes(runtime)) * got.shape[1] * got.itemsize
     assert runtime.runner.num_replayed >= 4
     assert relative_error(got, expected) <= 1e-5
 
@@ -89,6 +91,18 @@ def test_latent_attention_is_recorded_and_gives_the_logits_of_torch(family: str,
     assert decode_sizes(runtime) == [1, 2, 4]
     assert runtime.runner.num_replayed >= 4
     assert relative_error(got, expected) <= 1e-5
+
+
+def test_a_row_has_the_same_bits_whatever_is_in_the_other_rows_of_its_program(folder: Path) -> None:
+    config = EngineConfig(cache_tokens=512, max_num_seqs=4)
+    found = []
+    for lens, others in (([30, 1, 40], [[9], [4]]), ([30, 50, 2], [[8], [3]]), ([30, 7, 7, 60], [[5], [5], [6]])):
+        rows = Rows(load_runtime(folder, config), lens)
+        logits = rows.forward(range(len(lens)), [[7], *others])
+        assert rows.runtime.runner.num_replayed > 0
+        found.append(logits[0])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @families

@@ -158,6 +158,20 @@ def test_memory_that_weights_take_is_counted_as_it_is(tmp_path: Path) -> None:
     assert matrices / (head.out_features * head.in_features) * head.num_bytes <= kept.quantised_bytes
 
 
+def test_a_tensor_that_is_a_copy_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_quantised_llama(tmp_path / "tiny.gguf", "Q4_0", tie_word_embeddings=False)
+    checkpoint = open_checkpoint(tmp_path / "tiny.gguf", Ledger())
+    definition = define_model(checkpoint.config, Ledger())
+    groups, name = group_layers(definition.attention_specs()), "lm_head.weight"
+    whole = [model_facts(kind, checkpoint, definition, groups) for kind in Quantization]
+    monkeypatch.setattr(type(definition), "copies", frozenset({name}))
+    shared = [model_facts(kind, checkpoint, definition, groups) for kind in Quantization]
+    for all_of_it, without in zip(whole, shared, strict=True):
+        saved = all_of_it.weight_elements - without.weight_elements
+        saved_bytes = all_of_it.quantised_bytes - without.quantised_bytes
+        assert saved + saved_bytes * 8 // 5 == math.prod(checkpoint.tensors[name].shape)
+
+
 @pytest.mark.parametrize("quantised", ["Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_our_kernels_keep_types_that_torch_has_no_op_for(quantised: str, tied: bool, tmp_path: Path) -> None:

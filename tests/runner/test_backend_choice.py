@@ -142,14 +142,15 @@ def test_kernels_that_kinds_of_rows_go_without_are_told_of_each_kind() -> None:
     ]
     lacking = "does not list page size 16"
     assert told_of(candidates[:3], GROUPS, card(9, 0), max_num_seqs=1, page_size=16) == [
-        "attention backend: prefill, decode of one row of group0 is served by portable, which has no kernels made "
-        f"for this device; prefills: {lacking}; decodes: {lacking} (remove the reasons, or ask for portable by name)"
+        "attention backend: prefill, decode of one row of group0 is served by portable, which is slower here "
+        f"than what was refused; prefills: {lacking}; decodes: {lacking} (remove the reasons, or ask for portable by "
+        "name)"
     ]
     first, second = told_of(candidates, GROUPS, card(9, 0), max_num_seqs=1, page_size=16)
     assert first.startswith("attention backend: prefill of group0 is served by portable, ")
-    assert f"device; prefills: {lacking} (remove" in first
+    assert f"refused; prefills: {lacking} (remove" in first
     assert second.startswith("attention backend: decode of one row of group0 is served by fewer, ")
-    assert f"device; decodes: {lacking} (remove" in second
+    assert f"refused; decodes: {lacking} (remove" in second
 
 
 def test_a_kernel_for_the_card_that_serves_in_place_of_a_faster_one_is_not_told() -> None:

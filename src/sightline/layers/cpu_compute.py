@@ -1,4 +1,4 @@
-"""What all CPU kernels of a model's weights share."""
+"""The launcher, processor and memory that all CPU projections of a model share, and the packing of their weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class CpuCompute:
-    """What all projections of a model share: who runs their records, the processor, and memory for rounded inputs.
+    """Shared by all projections of a model: who runs their records, the processor, and memory for rounded inputs.
 
     One step uses it at a time.
     """
@@ -30,7 +30,12 @@ class CpuCompute:
     launcher: Launcher
     processor: Processor
     room: Tensor
-    """uint8, aligned. Holds the rounded inputs between two records of a projection."""
+    """uint8, aligned to 64 bytes. Holds the rounded inputs between two records of a projection."""
+
+    def __post_init__(self) -> None:
+        # Kernels are compiled for aligned memory: elsewhere some processors stop the process, and others are slower.
+        if self.room.data_ptr() % _ALIGNMENT:
+            raise ValueError(f"expected room aligned to {_ALIGNMENT} bytes, got address {self.room.data_ptr():#x}")
 
     @classmethod
     def on(cls, launcher: Launcher, processor: Processor | None = None, room_bytes: int = _ROOM_BYTES) -> CpuCompute:

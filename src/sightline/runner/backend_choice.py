@@ -79,8 +79,8 @@ def _tell_slow(group: LayerGroup, selection: GroupSelection, ledger: Ledger) -> 
         others = "; ".join(f"{other}: {', '.join(reasons)}" for other, reasons in forgone.items())
         ledger.degrade(
             "attention backend",
-            f"{', '.join(work.value for work in served)} of {group.name} is served by {name}, which has no kernels "
-            f"made for this device; {others}",
+            f"{', '.join(work.value for work in served)} of {group.name} is served by {name}, which is slower here "
+            f"than what was refused; {others}",
             f"remove the reasons, or ask for {name} by name",
         )
 

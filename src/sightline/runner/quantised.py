@@ -26,7 +26,7 @@ _MULTIPLIES_FP8 = (8, 9)
 
 
 def counted_as(config: EngineConfig, device: Device) -> Quantization:
-    """How quantised weights count in the model's memory."""
+    """Returns whether quantised weights count in the model's memory as they are or dequantised."""
     return Quantization(config.quantization) if device.kind is DeviceKind.CPU else Quantization.DEQUANTISE
 
 
@@ -48,7 +48,10 @@ def note_keep(
 
 
 def expert_compute(config: ResolvedConfig) -> ExpertCompute:
-    """How experts are computed with the chosen kernels; in fp8 if quantised weights are to be kept and the card can."""
+    """Returns the way in which the chosen kernels compute experts.
+
+    It is in fp8 if quantised weights are to be kept and the card can.
+    """
     capability = config.device.compute_capability
     if config.layer_kernels is not LayerKernels.TRITON:
         return ExpertCompute.ONE_BY_ONE
@@ -58,7 +61,7 @@ def expert_compute(config: ResolvedConfig) -> ExpertCompute:
 
 
 def kept_weights(config: ResolvedConfig, launcher: CpuLauncher, ledger: Ledger) -> KeptWeights | None:
-    """What makes layers of weights that stay quantised; None if they are dequantised, or the device is a GPU."""
+    """The maker of layers with weights that stay quantised; None if they are dequantised, or the device is a GPU."""
     if config.quantization is not Quantization.KEEP:
         return None
     if config.device.kind is DeviceKind.CPU:
@@ -89,7 +92,7 @@ def keep_rule() -> KeepRule:
 
 
 def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
-    """What makes layers of weights that stay quantised on this CPU.
+    """The maker of layers with weights that stay quantised on this CPU.
 
     The ledger says what a missing Numba costs, and if the processor has none of the instructions for such products.
     """

@@ -9,8 +9,8 @@ from __future__ import annotations
 from sightline.kernels.cpu.instructions import float_of, load, load64, store, store64
 
 FIELDS = 8
-"""What `locate` writes for a token: page-table row (or the row's first token), first key, end of the keys (-1 if it
-belongs to no row), address of its line of a tree or 0. For trees also: the row's context_len, the address of the
+"""Numbers that `locate` writes for a token: page-table row (or the row's first token), first key, end of the keys (-1
+if it belongs to no row), address of its line of a tree or 0. For trees also: the row's context_len, the address of the
 positions of its new tokens, the token's own position, and the window or 0."""
 
 

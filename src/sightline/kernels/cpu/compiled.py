@@ -21,7 +21,7 @@ from sightline.kernels.cpu.processor import Processor
 
 SIGNATURE = numba.void(numba.int64, numba.int64, numba.int64)
 SUMS = frozenset({"reassoc", "contract", "nsz"})
-"""What vector code needs of sums: any order, fused with products. NaN and infinity stay what they are."""
+"""Freedoms of fp32 sums that vector code needs: any order, fused with products. NaN and infinity keep their meaning."""
 _INNER_TYPES = ("ptr", "ptr", "i64", "i64", "i64")
 """The arguments of the function that Numba makes: where its result and its exception go, then ours."""
 

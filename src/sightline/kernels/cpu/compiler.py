@@ -119,7 +119,7 @@ def optimise(module: Any, machine: Any) -> None:
 
 
 def target_machine(processor: Processor) -> Any:
-    """What LLVM generates code with."""
+    """LLVM's code generator for a processor."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = llvm.Target.from_triple(processor.triple)

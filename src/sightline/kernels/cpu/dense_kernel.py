@@ -34,11 +34,11 @@ _CHUNK_BYTES = 384 << 10
 _CHUNK_OUTPUTS = 128
 """The most outputs of a chunk, for many rows: enough for each load of a tile's inputs from the second cache."""
 _AHEAD = 1024
-"""How many bytes before they are needed weights are asked for. Rows follow each other, so this may be the next row."""
+"""The distance, in bytes, at which weights are prefetched. Rows follow each other, so this may be the next row."""
 
 
 class _TileShape(NamedTuple):
-    """What a tile of some rows computes at once: as many sums as fit in registers."""
+    """The size of a tile of some rows: as many sums as fit in registers."""
 
     outputs: int
     """A power of 2. One reads the weights as a single stream, which prefetching follows best; more load inputs less
@@ -92,7 +92,7 @@ class DenseArguments(NamedTuple):
 
 
 class Blocking(NamedTuple):
-    """How a product is divided."""
+    """The division of a product into units of work."""
 
     chunk: int
     block: int

@@ -28,21 +28,17 @@ FLOAT = ir.FloatType()
 HALF = ir.HalfType()
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 SPINS_PER_MICROSECOND = 400 if IS_ARM else 20
-"""How often a thread looks at a counter and pauses in a microsecond, roughly: x86's pause is the longer one."""
+"""Turns of a waiting loop in a microsecond, roughly: x86's pause is the longer one."""
 
 
 class Element(IntEnum):
-    """How a number lies in memory."""
+    """The format of a number in memory."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
     FLOAT16 = 2
     FLOAT8 = 3
     """1 sign bit, 4 bits of exponent, 3 of mantissa; no infinity."""
-
-    @property
-    def num_bytes(self) -> int:
-        return {Element.FLOAT32: 4, Element.FLOAT8: 1}.get(self, 2)
 
 
 ELEMENTS = {
@@ -246,24 +242,15 @@ def _load_half(builder, address, index):
 
 
 def _load_float8(builder, address, index):
-    return _widened_float8(builder, builder.load(_pointer(builder, address, index, INT8)), INT32, FLOAT)
-
-
-def _widened_float8(builder, loaded, wide, floats):
     """Shifts exponent and mantissa to their places in fp32, and corrects the bias by a product, subnormals included."""
-
-    def number(value):
-        return ir.Constant(wide, value if wide is INT32 else [value] * wide.count)
-
-    bits = builder.zext(loaded, wide)
-    sign = builder.shl(builder.and_(bits, number(0x80)), number(24))
-    rest = builder.and_(bits, number(0x7F))
-    scaled = builder.bitcast(builder.shl(rest, number(20)), floats)
-    factor = ir.Constant(floats, 2.0**120 if wide is INT32 else [2.0**120] * wide.count)
-    magnitude = builder.bitcast(builder.fmul(scaled, factor), wide)
-    is_nan = builder.icmp_unsigned("==", rest, number(0x7F))
-    magnitude = builder.select(is_nan, number(0x7FC00000), magnitude)
-    return builder.bitcast(builder.or_(magnitude, sign), floats)
+    bits = builder.zext(builder.load(_pointer(builder, address, index, INT8)), INT32)
+    sign = builder.shl(builder.and_(bits, ir.Constant(INT32, 0x80)), ir.Constant(INT32, 24))
+    rest = builder.and_(bits, ir.Constant(INT32, 0x7F))
+    scaled = builder.bitcast(builder.shl(rest, ir.Constant(INT32, 20)), FLOAT)
+    magnitude = builder.bitcast(builder.fmul(scaled, ir.Constant(FLOAT, 2.0**120)), INT32)
+    is_nan = builder.icmp_unsigned("==", rest, ir.Constant(INT32, 0x7F))
+    magnitude = builder.select(is_nan, ir.Constant(INT32, 0x7FC00000), magnitude)
+    return builder.bitcast(builder.or_(magnitude, sign), FLOAT)
 
 
 def _store32(builder, address, index, value):

@@ -45,7 +45,7 @@ INFINITE, MINUS_INFINITE = np.int32(0x7F800000), np.int32(-0x7F800001)
 
 
 class GateCode(IntEnum):
-    """What is applied to the gate."""
+    """The function that is applied to the gate."""
 
     SILU = 0
     GELU = 1

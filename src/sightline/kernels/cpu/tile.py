@@ -72,7 +72,7 @@ class Tile:
                     self._add_product(row, part, weights.minima[part], total)
 
     def _first_sum(self, weights: BlockOfWeights, inputs: Value, group: int) -> Value:
-        """What a sum of products begins with: minus the zero times the sum of the inputs."""
+        """The initial value of a sum of products: minus the zero times the sum of the inputs."""
         emitter, lanes = self._emitter, self._unit.lanes
         zero = weights.zero + (self._unit.excess if weights.signed else 0)
         if zero == 0:

@@ -1,4 +1,4 @@
-"""How each set of instructions sums products of small integers, and what vectors it has.
+"""The vector instructions of each kind of processor: sums of products of small integers, and conversions.
 
     codes    a vector of 4 * lanes bytes: 4 consecutive inputs of one output, then those of the next output
     inputs   the 4 inputs that these multiply, the same for every lane
@@ -20,7 +20,7 @@ from sightline.kernels.cpu.emitter import F16, F32, I1, I8, I16, I32, I64, Emitt
 from sightline.kernels.cpu.processor import Instructions
 
 FLOAT8_FACTOR = 256.0
-"""What `float8s` leaves to be multiplied: the difference of the exponents of fp8 and fp16."""
+"""The factor by which results of `float8s` are too small: the difference of the exponents of fp8 and fp16."""
 
 
 class VectorUnit(ABC):
@@ -44,7 +44,7 @@ class VectorUnit(ABC):
     pairs_rows: ClassVar[bool] = False
     """True if the inputs of two rows are stored with their octets in turns."""
     excess: ClassVar[int] = 0
-    """What `sums` adds to each signed code, because the instruction takes unsigned ones only."""
+    """The number that `sums` adds to each signed code, because the instruction takes unsigned ones only."""
 
     def sums(
         self,

@@ -39,13 +39,13 @@ Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 UNITS_PER_THREAD = 2
 """Contexts are split until each thread has so many units. Units of rows of different lengths take different times."""
 
-NO_PAGES = 1 << 40
+NO_PAGES = 1 << 31
 """The size of the one page that a row has if it has no page table."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the kernels are compiled and leased for."""
+    """The sizes that kernels are compiled for and scratch memory is leased for."""
 
     num_kv_heads: int
     group: int
@@ -56,7 +56,7 @@ class AttentionShape:
     """True if rows with many new tokens have a kernel of their own."""
 
     def num_splits(self, num_tokens: int, num_threads: int) -> int:
-        """How often each context is split: as often as the threads need to be busy."""
+        """The number of parts of each context: enough to keep all threads busy."""
         return -(-UNITS_PER_THREAD * num_threads // max(1, num_tokens))
 
     @property
