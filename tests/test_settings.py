@@ -71,6 +71,8 @@ OWN_OPTIONS = {
 
 def sample(setting: Setting) -> Any:
     """A value that is not the default."""
+    if setting.name == "speculative_config":
+        return '{"method": "ngram"}'
     if setting.choices:
         return setting.choices[-1]
     return {bool: setting.default is not True, int: 1, float: 0.25, str: "x"}[setting.kind]

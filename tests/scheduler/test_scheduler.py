@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -257,7 +258,10 @@ def test_a_row_goes_on_from_the_length_that_was_accepted() -> None:
         with pytest.raises(ValueError, match="expected an accepted length of 6, or a shorter one above 0"):
             loop.scheduler.commit(row, RowResult(wrong, (7,)))
     # As if the last two of its tokens were drafts, and the second was not accepted.
-    loop.scheduler.commit(row, RowResult(5, (4, 8)))
+    drafted = replace(row, drafts=(4, 5))
+    with pytest.raises(ValueError, match="expected an accepted length that ends before the last of 1 tokens behind 4"):
+        loop.scheduler.commit(drafted, RowResult(5, (4,)))
+    loop.scheduler.commit(drafted, RowResult(5, (4, 8)))
     loop.scheduler.landed([row])
     assert (sequence.tokens, sequence.num_computed) == ([0, 1, 2, 3, 4, 8], 5)
     (row,) = loop.scheduler.schedule().rows

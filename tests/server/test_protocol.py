@@ -62,7 +62,9 @@ REPORTS: list[Report] = [
     Ended(1, None, 4, PhaseSeconds(0.25, 0.5, 1.5), b"logprobs"),
     Vector(3, b"\0\1\2\3"),
     Progress(
-        EngineMetrics(1, 2, 15, 0.5, 3, 4, 5, 6, 7, {"stop": 8}, 9, 10, 11, 18, 12, 0.5, 13, 14, 1.5, 16, TOKENS, 17)
+        EngineMetrics(
+            1, 2, 15, 0.5, 3, 4, 5, 6, 7, {"stop": 8}, 9, 10, 11, 18, 12, 0.5, 13, 14, 1.5, 16, TOKENS, 17, 19, 20, 21
+        )
     ),
 ]
 

@@ -164,7 +164,32 @@ class FakeEngine:
     def _tell_progress(self) -> None:
         none: dict[str, int] = {}
         tokens = (self._steps, *[0] * len(STEP_TOKEN_BOUNDS))
-        counts = (0, 0, 0.0, 0, 0, 0, 0, 0, none, 0, self._steps, 0, 0, 0, 0.0, 0, 0, 0.0, 0, tokens, self._steps)
+        counts = (
+            0,
+            0,
+            0.0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            none,
+            0,
+            self._steps,
+            0,
+            0,
+            0,
+            0.0,
+            0,
+            0,
+            0.0,
+            0,
+            tokens,
+            self._steps,
+            0,
+            0,
+            0,
+        )
         self._send(Progress(EngineMetrics(len(self._jobs), *counts)))
 
     def _send(self, report: Report) -> None:

@@ -5,12 +5,14 @@ Imports nothing heavy: a process that only passes settings on, such as a server'
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
 from sightline.core.errors import ConfigError
 from sightline.core.request import SamplingParams
 from sightline.core.settings import alias, check_settings, keywords, setting, stated
+from sightline.core.speculation import read_speculation
 
 
 class Task(Enum):
@@ -149,6 +151,13 @@ class EngineConfig(KeptSettings):
         "Launch a step before the previous one is read: faster on a GPU. Without it, on a GPU only.",
         only_generates=True,
     )
+    speculative_config: str | Mapping[str, object] | None = setting(
+        None,
+        'Guess several tokens and check them in one step, as JSON: {"method": "ngram", "num_speculative_tokens": 8}; '
+        "also prompt_lookup_max and prompt_lookup_min. Answers are the same, and take fewer steps where text repeats "
+        "itself.",
+        only_generates=True,
+    )
     layer_kernels: str = setting(
         "auto",
         "Kernels of norms, rotations, gates, experts, products of few rows and greedy choice: torch; triton, fused, on "
@@ -178,6 +187,11 @@ class EngineConfig(KeptSettings):
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 f"expected tensor_parallel_size 1, got {self.tensor_parallel_size}: more is not supported yet"
+            )
+        if read_speculation(self.speculative_config) is not None and self.async_scheduling:
+            raise ConfigError(
+                "expected speculative_config or async_scheduling, got both: tokens are guessed from those before them, "
+                "which must have been read; leave one out"
             )
         if self.enforce_eager and self.cuda_graph_sizes is not None:
             raise ConfigError("expected cuda_graph_sizes or enforce_eager, got both; leave one out")

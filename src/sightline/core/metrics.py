@@ -114,3 +114,9 @@ class EngineMetrics:
     """Steps by their numbers of tokens, see `StepSizes.counts`."""
     iteration_tokens_sum: int
     """Tokens of all steps."""
+    spec_decode_num_drafts: int
+    """Rows of steps with guessed tokens."""
+    spec_decode_num_draft_tokens: int
+    """Tokens that were guessed."""
+    spec_decode_num_accepted_tokens: int
+    """Guessed tokens that were right."""

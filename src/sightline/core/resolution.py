@@ -30,6 +30,7 @@ from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryBudget, OutputMemory, drawing_bytes, share_out
 from sightline.core.settings import stated
+from sightline.core.speculation import Speculation, read_speculation
 
 DTYPES = dict(zip(DTYPE_NAMES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 CACHE_DTYPES = dict(zip(CACHE_DTYPE_NAMES, (*DTYPES.values(), *[torch.float8_e4m3fn] * 3), strict=True))
@@ -94,6 +95,8 @@ class ResolvedConfig(KeptSettings):
     """Sequences that may wait."""
     async_scheduling: bool = False
     """Whether a step is launched before the previous one is read."""
+    speculation: Speculation | None = None
+    """How next tokens are guessed; None if they are not."""
     layer_kernels: LayerKernels = LayerKernels.TORCH
     graph_sizes: tuple[int, ...] = ()
     """Numbers of rows for which steps are captured, in order; empty: every step is eager."""
@@ -146,6 +149,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         prefix_caching=sizes.prefix_caching,
         max_queued=config.max_queued_requests,
         async_scheduling=_resolve_async_scheduling(config, device),
+        speculation=read_speculation(config.speculative_config),
         layer_kernels=layer_kernels,
         graph_sizes=_resolve_graph_sizes(
             config, layer_kernels, device, min(sizes.max_rows, num_pages - PADDING_PAGES), ledger
@@ -277,9 +281,12 @@ def _resolve_layer_kernels(config: EngineConfig, device: Device, ledger: Ledger)
 
 
 def _resolve_async_scheduling(config: EngineConfig, device: Device) -> bool:
-    """Whether a step is launched before the previous one is read: as asked, otherwise on a GPU only."""
+    """Whether a step is launched before the previous one is read: as asked, otherwise on a GPU, unless drafts need what
+    was read."""
     if config.async_scheduling is not None:
         return config.async_scheduling
+    if config.speculative_config is not None:
+        return False
     return device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE
 
 

@@ -46,7 +46,7 @@ UNSUPPORTED = _by_word("""
 beam search outside LLM.beam_search: num_beams beam_width use_beam_search length_penalty early_stopping num_beam_groups
 a model on more than one device: pipeline_parallel_size pp_size data_parallel_size dp_size ep_size tensor_split nnodes
 compiled models: compilation_config torch_compile enable_torch_compile
-speculative decoding: speculative_config speculative_model speculative_algorithm num_speculative_tokens draft_model
+speculative decoding by another model: speculative_model speculative_algorithm num_speculative_tokens draft_model
 LoRA: enable_lora lora_path lora_paths lora_modules max_loras lora lora_request
 structured output: guided_json guided_regex guided_choice guided_decoding grammar regex json_schema response_format
 offloading to the host: cpu_offload_gb swap_space offload_folder enable_hierarchical_cache

@@ -25,6 +25,7 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import Runtime
 from sightline.runner.sampling.logprobs import TokenLogprobs
 from sightline.scheduler.costs import StepCosts
+from sightline.speculative.methods import make_drafts
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
@@ -59,7 +60,11 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         scored = max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size)
         costs = StepCosts(*runtime.definition.step_costs())
         consume = partial(sample, runtime.operations.best_tokens)
-        super().__init__(runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored)
+        speculation, device = runtime.config.speculation, runtime.config.device.kind
+        drafts = None if speculation is None else make_drafts(speculation, device)
+        super().__init__(
+            runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored, drafts=drafts
+        )
         self.tokenizer = tokenizer
         self.generation = generation
         self._intake = Intake(

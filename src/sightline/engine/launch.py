@@ -260,9 +260,13 @@ def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[Seque
         table_rows.append(table_row)
         context_lens.append(context_len)
         # The same as `num_logits`; a call for each row of each step would take longer than all else here.
-        num_logits.append(num_tokens if row.scores_prompt else 1 if row.completes else 0)
+        num_logits.append(num_tokens if row.scores_prompt else 1 + len(row.drafts) if row.completes else 0)
         known = sequence.tokens
         num_missing = context_len + num_tokens - len(known)
+        if row.drafts and num_missing == len(row.drafts):
+            tokens.append([*known[context_len:], *row.drafts])
+            places.append(None)
+            continue
         if num_missing <= 0:
             tokens.append(known[context_len : context_len + num_tokens])
             places.append(None)

@@ -86,9 +86,18 @@ class LiveSequence:
         is_greedy = self.params.temperature == 0.0 and self.adjustment is None
         return RowSampling(self.params, 0) if is_greedy else None
 
+    def sampling_behind_drafts(self, row: ScheduledRow) -> list[RowSampling]:
+        """How the token behind each guess of a row is chosen, if all guesses up to there are right."""
+        place, adjustment, found = self._place(row) - len(row.drafts), self.adjustment, []
+        for number, token in enumerate(row.drafts, start=1):
+            adjustment = None if adjustment is None else adjustment.after(token)
+            found.append(RowSampling(self.params, place + number, adjustment))
+        return found
+
     def sampling(self, row: ScheduledRow, last_input: int) -> RowSampling:
-        """How the token behind a row is chosen; `last_input` is where the step's tokens hold the row's last one."""
-        place = self._place(row)
+        """How the token behind a row's known tokens is chosen; `last_input` is where the step's tokens hold the last of
+        them."""
+        place = self._place(row) - len(row.drafts)
         if self.adjustment is None:
             return RowSampling(self.params, place)
         if not self.adjustment.is_whole:
@@ -97,9 +106,9 @@ class LiveSequence:
         is_read = self.adjustment.num_counted == place
         return RowSampling(self.params, place, self.adjustment, None if is_read else last_input)
 
-    def keep_logprobs(self, row: ScheduledRow, entry: TokenLogprobs) -> None:
-        """Keeps the log probabilities of the token behind a row. Idempotent."""
-        self._logprobs[self._place(row) :] = [entry]
+    def keep_logprobs(self, row: ScheduledRow, entries: Sequence[TokenLogprobs]) -> None:
+        """Keeps the log probabilities of the tokens behind a row's known tokens. Idempotent."""
+        self._logprobs[self._place(row) - len(row.drafts) :] = entries
 
     def _place(self, row: ScheduledRow) -> int:
         """Tokens that were generated before the one behind a row."""
@@ -123,9 +132,14 @@ class LiveSequence:
         self.error = _not_finite(position)
 
     def take_in(self) -> FinishReason | None:
-        """Reads the generated tokens that were not read yet: their text, and whether one is an end."""
+        """Reads the generated tokens that were not read yet: their text, and whether one is an end.
+
+        Tokens behind an end were guessed, and are dropped.
+        """
         if self.ending is None:
             self.ending = self._read_tokens()
+        if self.ending is not None:
+            del self.sequence.tokens[len(self.sequence.request.prompt_token_ids) + self.num_taken_in :]
         return self.ending
 
     def _read_tokens(self) -> FinishReason | None:

@@ -1,5 +1,15 @@
 """What a generating step gives its rows: a sampled token each, and the log probabilities that were asked for.
 
+A row with guesses gets a token behind each of them too, chosen as if all guesses up to there were right. Guesses are
+kept up to the first that is not what was chosen:
+
+    known   the quick │ guessed   brown  fox  ran
+    chosen        brown             fox jumps  away
+                  └────── kept ─────────┘
+
+A choice depends on its place, its seed and the tokens before it alone, so what is kept is what would have been chosen
+one by one, also at temperatures above 0.
+
 All of it is computed on the device when the step is launched, and comes to the host by one copy.
 """
 
@@ -17,7 +27,7 @@ from sightline.core.lengths import moved
 from sightline.core.transfer import Arrival
 from sightline.engine.live import LiveSequence
 from sightline.runner.sampling.logprobs import read_scores, score_tokens
-from sightline.runner.sampling.sampler import BestTokens, choose
+from sightline.runner.sampling.sampler import BestTokens, RowSampling, choose
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
 
 
@@ -32,7 +42,7 @@ class SampledTokens(NamedTuple):
 
 
 class _ScoredSpan(NamedTuple):
-    """The scores of one row: first those of its prompt, then that of its chosen token if it asked for that."""
+    """The scores of one row: first those of its prompt, then those of its chosen tokens if it asked for them."""
 
     start: int
     num_prompt: int
@@ -48,6 +58,7 @@ class Sampled:
     rows: Sequence[ScheduledRow]
     lives: Sequence[LiveSequence]
     places: Mapping[SequenceState, int]
+    """Where the first choice of each sequence is; those behind its guesses follow."""
     next_tokens: Tensor
     spans: Mapping[int, _ScoredSpan]
     """The scores of each row that has some, by the row's index."""
@@ -57,7 +68,7 @@ class Sampled:
 
     def read(self) -> SampledTokens:
         """Waits for the device."""
-        values, count = self.arrival.wait().view(-1), len(self.places)
+        values, count = self.arrival.wait().view(-1), self.next_tokens.shape[0]
         shaped: Sequence[Sequence[float]] = ()
         if self.spans:
             shaped = values[2 * count :].view(torch.float64).view(self.scores_shape).tolist()
@@ -82,18 +93,24 @@ class _Results(NamedTuple):
         place = step.places.get(row.sequence)
         if place is None:
             return RowResult(row.seq_len)
-        if not self.read.finite[place]:
-            live.fail_at(row.seq_len)
+        num_right = 0
+        while num_right < len(row.drafts) and row.drafts[num_right] == self.read.tokens[place + num_right]:
+            num_right += 1
+        seq_len, end = row.seq_len - len(row.drafts) + num_right, place + num_right + 1
+        if not all(self.read.finite[place:end]):
+            live.fail_at(row.seq_len - len(row.drafts) + self.read.finite[place:end].index(False))
         elif live.error is None and (num_best := live.params.logprobs) is not None:
             span = step.spans[index]
-            live.keep_logprobs(row, read_scores(self.read.scores[span.start + span.num_prompt], num_best))
-        return RowResult(row.seq_len, (self.read.tokens[place],))
+            first = span.start + span.num_prompt
+            scores = self.read.scores[first : first + num_right + 1]
+            live.keep_logprobs(row, [read_scores(each, num_best) for each in scores])
+        return RowResult(seq_len, tuple(self.read.tokens[place:end]))
 
 
 def sample(
     best: BestTokens, rows: Sequence[ScheduledRow], lives: Sequence[LiveSequence], inputs: Tensor, logits: Tensor
 ) -> Sampled:
-    """Chooses the next token of each row that completes and may have one more.
+    """Chooses the next token of each row that completes and may have one more, and those behind its guesses.
 
     `inputs` are the step's tokens [num_tokens] int64, `logits` [num_logits, vocab_size] fp32 those of all rows that
     need some, in order. `best` has the device's kernels. Does not wait for a GPU.
@@ -104,17 +121,27 @@ def sample(
         for index, row in enumerate(rows)
         if row.completes and row.context_len + row.num_tokens < row.sequence.max_expected
     ]
+    sampling: list[RowSampling] = []
+    wanted: list[int] = []
+    places: dict[SequenceState, int] = {}
+    asked: dict[int, int] = {}
+    ends = list(accumulate([row.num_logits for row in rows]))
+    for index in completing:
+        row, live = rows[index], lives[index]
+        if live.params.logprobs is not None:
+            asked[index] = len(sampling)
+        places[row.sequence] = len(sampling)
+        wanted += range(ends[index] - 1 - len(row.drafts), ends[index])
+        if live.greedy is not None:
+            sampling += [live.greedy] * (1 + len(row.drafts))
+        else:
+            sampling.append(live.sampling(row, token_ends[index] - 1))
+            sampling += live.sampling_behind_drafts(row)
     chosen_logits = logits
-    if len(completing) < logits.shape[0]:
-        ends = list(accumulate([row.num_logits for row in rows]))
-        [wanted] = moved([[ends[index] - 1 for index in completing]], logits.device)
-        chosen_logits = logits.index_select(0, wanted)
-    sampling = [
-        lives[index].greedy or lives[index].sampling(rows[index], token_ends[index] - 1) for index in completing
-    ]
+    if len(wanted) < logits.shape[0]:
+        [chosen_rows] = moved([wanted], logits.device)
+        chosen_logits = logits.index_select(0, chosen_rows)
     chosen = choose(chosen_logits, sampling, inputs, best)
-    places = {rows[index].sequence: place for place, index in enumerate(completing)}
-    asked = {index: place for place, index in enumerate(completing) if sampling[place].params.logprobs is not None}
     spans: dict[int, _ScoredSpan] = {}
     scores_shape, packed, tokens = (0, 0), chosen.packed, chosen.tokens
     if asked or any(row.scores_prompt for row in rows):
@@ -133,12 +160,13 @@ def _scored(
 ) -> tuple[dict[int, _ScoredSpan], Tensor]:
     """The scores that rows asked for, and which are whose.
 
-    `asked` has the rows that want their chosen token scored, and that token's place in `chosen`.
+    `asked` has the rows that want their chosen tokens scored, and the place of the first of them in `chosen`.
     """
     spans: dict[int, _ScoredSpan] = {}
     at: list[int] = []
     tokens: list[int] = []
     generated: list[int] = []
+    sources: list[int] = []
     most = 0
     ends = accumulate([row.num_logits for row in rows])
     for index, (row, live, end) in enumerate(zip(rows, lives, ends, strict=True)):
@@ -150,11 +178,13 @@ def _scored(
         tokens += followers
         most = max(most, (live.params.prompt_logprobs or 0) if followers else 0)
         if index in asked:
-            generated.append(len(at))
-            at.append(end - 1)
-            tokens.append(0)
+            count = 1 + len(row.drafts)
+            generated += range(len(at), len(at) + count)
+            sources += range(asked[index], asked[index] + count)
+            at += range(end - count, end)
+            tokens += [0] * count
             most = max(most, live.params.logprobs or 0)
-    where, named, filled, sources = moved([at, tokens, generated, list(asked.values())], logits.device)
-    named = named.index_copy(0, filled, chosen.index_select(0, sources))
+    where, named, filled, taken = moved([at, tokens, generated, sources], logits.device)
+    named = named.index_copy(0, filled, chosen.index_select(0, taken))
     some = logits if len(at) == logits.shape[0] else logits.index_select(0, where)
     return spans, score_tokens(some, named, most)

@@ -45,7 +45,7 @@ from sightline.runner.build import Runtime
 from sightline.scheduler.costs import StepCosts
 from sightline.scheduler.pace import Pace
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import Drafts, RowResult, ScheduledRow, SequenceState
 
 logger = logging.getLogger("sightline")
 ParamsT = TypeVar("ParamsT")
@@ -67,9 +67,10 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         costs: StepCosts,
         max_scored_tokens: int,
         max_whole_tokens: int = 0,
+        drafts: Drafts | None = None,
     ) -> None:
         """`clock` tells seconds: deadlines and the limit of a step's time go by it. `mask` is every row's, `costs` are
-        the model's; for the limits, see `Scheduler`."""
+        the model's; for the limits and `drafts`, see `Scheduler`."""
         self.runtime = runtime
         self.ledger = ledger
         config = runtime.config
@@ -83,6 +84,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             max_scored_tokens=max_scored_tokens,
             max_whole_tokens=max_whole_tokens,
             pace=self.pace,
+            drafts=drafts,
         )
         self._launcher = StepLauncher(runtime, consume, mask, clock, ledger)
         self._lanes = runtime.planner.lanes
@@ -194,6 +196,9 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             steps_over_limit=self.pace.num_over,
             iteration_tokens=tuple(self._step_sizes.counts),
             iteration_tokens_sum=self._step_sizes.total,
+            spec_decode_num_drafts=scheduler.num_drafts,
+            spec_decode_num_draft_tokens=scheduler.num_drafted_tokens,
+            spec_decode_num_accepted_tokens=scheduler.num_accepted_tokens,
         )
 
     def reset_counts(self) -> None:
@@ -204,6 +209,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._step_sizes = StepSizes()
         scheduler, planner = self._scheduler, self.runtime.planner
         scheduler.num_queried_tokens = scheduler.num_hit_tokens = scheduler.num_retractions = 0
+        scheduler.num_drafts = scheduler.num_drafted_tokens = scheduler.num_accepted_tokens = 0
         planner.num_plans, planner.plan_seconds, planner.num_rebuilt = 0, 0.0, 0
         self.pace.total_seconds, self.pace.num_over = 0.0, 0
         self._launcher.num_cut = self._launcher.num_uncaptured = 0
@@ -421,14 +427,14 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         tokens, asked = live.sequence.tokens, live.sequence.request
         before = len(tokens)
         self._scheduler.commit(row, result)
-        generated = len(tokens) - before
-        self._num_generated += generated
-        if generated and before == len(asked.prompt_token_ids):
+        if len(tokens) > before == len(asked.prompt_token_ids):
             request = self._live[asked.request_id]
             if request.first_token_at is None:
                 request.first_token_at = self._clock()
         if row.completes:
             self._take_in(live)
+        # Guesses behind the end are dropped when they are taken in.
+        self._num_generated += len(tokens) - before
 
     def _take_in(self, live: LifeT) -> None:
         reason = live.take_in()

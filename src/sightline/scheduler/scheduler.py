@@ -30,7 +30,7 @@ from sightline.scheduler.pace import Pace
 from sightline.scheduler.policy import decide
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.running import RunningRows
-from sightline.scheduler.sequence import RowResult, Schedule, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import Drafts, RowResult, Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
 from sightline.scheduler.supply import PrefixReuse, Supply
 from sightline.scheduler.whole import WholeQueue
@@ -48,10 +48,12 @@ class Scheduler:
         max_scored_tokens: int,
         max_whole_tokens: int = 0,
         pace: Pace | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
-        """`max_scored_tokens` bounds the prompt tokens per step that all need logits: each takes a vocabulary of
-        memory. `max_whole_tokens` bounds the tokens of a step of several whole sequences. `pace` limits the time of
-        steps.
+        """`max_scored_tokens` bounds the prompt tokens and guesses per step that all need logits: each takes a
+        vocabulary of memory. `max_whole_tokens` bounds the tokens of a step of several whole sequences. `pace` limits
+        the time of steps. `drafts` guesses what rows generate next; no step may be in flight then when one is
+        scheduled.
 
         Without `prefixes`, nothing outlives its request.
         """
@@ -61,6 +63,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._max_scored_tokens = max_scored_tokens
         self._pace = pace
+        self._drafts = drafts
         self._arrivals = itertools.count(1)
         self._shares = Shares()
         self._waiting = WaitingQueue()
@@ -76,6 +79,8 @@ class Scheduler:
         """Prompt tokens looked up in the prefix cache."""
         self.num_hit_tokens = 0
         """Prompt tokens found in the prefix cache."""
+        self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
+        """Rows with guesses that were committed, the guessed tokens, and those of them that were right."""
 
     @property
     def running(self) -> Sequence[SequenceState]:
@@ -146,7 +151,7 @@ class Scheduler:
     def commit(self, row: ScheduledRow, result: RowResult) -> None:
         """Records that the row's accepted entries are in the cache, and appends the tokens that the step settled.
 
-        Idempotent, so that it can be repeated after an interruption.
+        Idempotent but for the counts of drafts, so that it can be repeated after an interruption.
         """
         sequence, seq_len, tokens = row.sequence, result.seq_len, result.tokens
         row_len = row.context_len + row.num_tokens
@@ -157,6 +162,11 @@ class Scheduler:
                 f"expected an accepted length of {row_len}, or a shorter one above {row.context_len} if no step "
                 f"follows, got {seq_len}"
             )
+        if tokens and seq_len != row_len - len(row.drafts) + len(tokens) - 1:
+            raise ValueError(
+                f"expected an accepted length that ends before the last of {len(tokens)} tokens behind "
+                f"{row_len - len(row.drafts)}, got {seq_len}"
+            )
         if tokens:
             sequence.tokens[seq_len + 1 - len(tokens) :] = tokens
         if not sequence.is_whole:
@@ -164,6 +174,12 @@ class Scheduler:
         sequence.num_computed = seq_len
         if row.completes:
             self._supply.publish(sequence)
+        if self._drafts is not None and row.drafts:
+            num_accepted = len(tokens) - 1
+            self._drafts.observe(sequence, len(row.drafts), num_accepted)
+            self.num_drafts += 1
+            self.num_drafted_tokens += len(row.drafts)
+            self.num_accepted_tokens += num_accepted
 
     def landed(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that the step with these rows is over, committed or not, and releases sequences removed meanwhile."""
@@ -193,6 +209,8 @@ class Scheduler:
         """
         if sequence in self._leaving:
             return
+        if self._drafts is not None:
+            self._drafts.forget(sequence)
         if not sequence.is_out:
             sequence.is_out = True
             if sequence in self._parked:
@@ -342,7 +360,28 @@ class Scheduler:
             # The last token of a prompt predicts nothing within it.
             scores = (count > 1 or not completes) and sequence.scores_prompt
             rows.append(ScheduledRow(sequence, sequence.table_row, start, count, completes, scores))
+        if self._drafts is not None:
+            self._add_drafts(rows, self._drafts)
         return Schedule(tuple(rows))
+
+    def _add_drafts(self, rows: list[ScheduledRow], drafts: Drafts) -> None:
+        """Adds guesses to rows that generate, as far as they and their logits have room beside everything else.
+
+        They use pages that the rows have, and leave room for one more token. So they take nothing from anybody.
+        """
+        num_spare = min(
+            min(self._max_step_tokens, drafts.max_step_tokens) - sum([row.num_tokens for row in rows]),
+            self._max_scored_tokens - sum([row.num_logits for row in rows]),
+        )
+        for index, row in enumerate(rows):
+            if num_spare <= 0:
+                return
+            sequence, seq_len = row.sequence, row.seq_len
+            room = min(sequence.num_pages * self._page_size, sequence.max_len) - seq_len
+            if row.num_tokens == 1 and row.completes and room > 0:
+                guessed = drafts.propose(sequence, min(num_spare, room))
+                num_spare -= len(guessed)
+                rows[index] = replace(row, num_tokens=1 + len(guessed), drafts=guessed)
 
     def _grow(self, sequence: SequenceState) -> bool:
         """Gives a sequence the pages that it needs. If they are not available after all, it waits."""

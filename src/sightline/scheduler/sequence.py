@@ -11,7 +11,7 @@ Knows the progress of a sequence. Does not decide anything.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from sightline.cache.prefix import PrefixNode
 from sightline.core.request import Request
@@ -143,11 +143,13 @@ class ScheduledRow:
     """True if it computes the last pending token, so that the next one can be sampled."""
     scores_prompt: bool
     """True if all its tokens need logits."""
+    drafts: tuple[int, ...] = ()
+    """The last of its tokens, if they are guesses. Each is kept if the model chooses it behind the one before."""
 
     @property
     def num_logits(self) -> int:
         """How many of its last tokens need logits."""
-        return self.num_tokens if self.scores_prompt else int(self.completes)
+        return self.num_tokens if self.scores_prompt else 1 + len(self.drafts) if self.completes else 0
 
     @property
     def seq_len(self) -> int:
@@ -165,6 +167,22 @@ class RowResult:
     """Accepted length: entries of the row up to here are kept, entries behind it are discarded."""
     tokens: tuple[int, ...] = ()
     """Tokens that the step settled, the last of which follows the accepted entries."""
+
+
+class Drafts(Protocol):
+    """Guesses what sequences generate next."""
+
+    max_step_tokens: int
+    """Tokens that a step with guesses may have."""
+
+    def propose(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that may follow those that the sequence has."""
+
+    def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
+        """Takes in how many tokens of a draft were right."""
+
+    def forget(self, sequence: SequenceState) -> None:
+        """The sequence ends. Idempotent."""
 
 
 class Schedule(NamedTuple):

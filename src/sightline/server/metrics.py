@@ -40,6 +40,9 @@ _ADDED_UP = (
     ("steps_over_limit", "Steps with rows that generate that took longer than max_step_ms."),
     ("steps_cut", "Steps that raised, and were run again in parts."),
     ("steps_uncaptured", "Steps that ran eagerly because their plan did not fit their captured graph."),
+    ("spec_decode_num_drafts", "Rows of steps with guessed tokens."),
+    ("spec_decode_num_draft_tokens", "Tokens that were guessed."),
+    ("spec_decode_num_accepted_tokens", "Guessed tokens that were right."),
     ("plans_rebuilt", "Plans that were made again because the state that they were derived from had changed."),
 )
 _STATES = (

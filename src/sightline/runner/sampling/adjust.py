@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import NamedTuple, TypeVar
 
 import numpy
@@ -96,6 +97,14 @@ class TokenAdjustment:
         self._bad_words.follow(generated)
         self.num_counted += len(generated)
         self.is_whole = True
+
+    def after(self, token: int) -> TokenAdjustment:
+        """The adjustment of a sequence with one more token. This one stays as it is."""
+        found = copy(self)
+        found._bad_words, found._slot = copy(self._bad_words), dict(self._slot)
+        found._tokens, found._times = self._tokens.copy(), self._times.copy()
+        found.count([token])
+        return found
 
     def forbidden(self, num_unread: int) -> NDArray[numpy.int64]:
         """The tokens that must not come next, beside those that are not allowed at all.

@@ -1,0 +1,67 @@
+"""How many tokens are guessed for each sequence: 1, 3, 7 and so on while they are right, and none where guesses fail.
+
+A guess that is right costs little, because a step reads the weights once for all its tokens. One that is wrong costs
+the time of its tokens, so a sequence whose guesses fail rests: for 2 tokens, then 4, 8 and so on. With the token before
+them, guesses are 2, 4 or 8 rows of a product, which kernels multiply at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sightline.scheduler.sequence import SequenceState
+from sightline.speculative.drafter import Drafter, MakeDrafter
+
+_LONGEST_REST = 64
+"""Tokens after which even a sequence whose guesses all failed is tried again."""
+
+
+@dataclass(eq=False, slots=True)
+class _Drafting:
+    """A sequence's drafter and how it has fared."""
+
+    drafter: Drafter
+    limit: int
+    """Tokens that it may guess next."""
+    num_failed: int = 0
+    """Drafts without a right token, since the last one with some."""
+    rests_until: int = 0
+    """The sequence's length from which on it guesses again."""
+
+
+class AdaptiveDrafts:
+    """The drafts of all sequences of an engine."""
+
+    def __init__(self, make: MakeDrafter, most: int, max_step_tokens: int) -> None:
+        """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`."""
+        self.max_step_tokens = max_step_tokens
+        self._make = make
+        self._most = most
+        self._drafting: dict[SequenceState, _Drafting] = {}
+
+    def propose(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
+        """Guesses up to `most` tokens that follow those that the sequence has."""
+        state = self._drafting.get(sequence)
+        if state is None:
+            state = self._drafting[sequence] = _Drafting(self._make(), 1)
+        if len(sequence.tokens) < state.rests_until:
+            return ()
+        return tuple(state.drafter.propose(sequence.tokens, min(most, state.limit)))
+
+    def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
+        """Takes in how many tokens of a draft were right."""
+        state = self._drafting.get(sequence)
+        if state is None or not num_drafted:
+            return
+        if num_accepted:
+            state.num_failed = 0
+            reached = num_drafted + 1 if num_accepted == num_drafted else num_accepted // 2
+            state.limit = min(self._most, (1 << reached.bit_length()) - 1) or 1
+            return
+        state.num_failed += 1
+        state.limit = 1
+        state.rests_until = len(sequence.tokens) + min(_LONGEST_REST, 1 << state.num_failed)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Drops what is kept of a sequence."""
+        self._drafting.pop(sequence, None)

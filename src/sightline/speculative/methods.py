@@ -1,0 +1,25 @@
+"""The drafters by their names in `speculative_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from sightline.core.device import DeviceKind
+from sightline.core.speculation import METHODS, Speculation
+from sightline.speculative.drafter import Drafter
+from sightline.speculative.drafts import AdaptiveDrafts
+from sightline.speculative.ngram import NgramDrafter
+
+DRAFTERS: Mapping[str, Callable[[Speculation], Drafter]] = MappingProxyType({METHODS[0]: NgramDrafter.of})
+
+
+MAX_STEP_TOKENS: Mapping[DeviceKind, int] = MappingProxyType({DeviceKind.CPU: 8, DeviceKind.CUDA: 128})
+"""Up to so many tokens a step mostly reads weights, so that guesses cost little; beyond, each costs its own time."""
+
+
+def make_drafts(config: Speculation, device: DeviceKind) -> AdaptiveDrafts:
+    """What guesses for all sequences of an engine."""
+    make = partial(DRAFTERS[config.method], config)
+    return AdaptiveDrafts(make, config.num_speculative_tokens, MAX_STEP_TOKENS[device])

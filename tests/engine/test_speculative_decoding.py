@@ -1,0 +1,324 @@
+"""Guessed tokens change how many steps an answer takes, and nothing else: whatever is guessed, and how it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import cast
+
+import pytest
+
+from sightline import LLM, RequestOutput, SamplingParams
+from sightline.core.request import FinishReason
+from sightline.engine import engine as engine_module
+from sightline.engine import sampled
+from sightline.engine.live import LiveSequence
+from sightline.llm import EngineSettings, TokensPrompt
+from sightline.runner.sampling.adjust import TokenAdjustment
+from sightline.runner.sampling.sampler import RowSampling
+from sightline.scheduler.scheduler import Scheduler
+from sightline.scheduler.sequence import RowResult, ScheduledRow
+from sightline.speculative.drafter import Drafter
+from sightline.speculative.drafts import AdaptiveDrafts
+from support.engines import is_at_rest
+from support.tiny_models import VOCAB, make_model, random_prompts
+
+PAGE = 4
+NGRAM = {"method": "ngram"}
+PROMPTS = random_prompts([9, 14, 3, 21, 8])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=8, max_tokens=24, ignore_eos=True)
+EVERYTHING = [
+    GREEDY,
+    SAMPLED,
+    replace(SAMPLED, n=3, top_p=0.9, logprobs=2),
+    replace(SAMPLED, temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
+    replace(GREEDY, repetition_penalty=1.3, min_tokens=5, logit_bias={3: 2.0}, logprobs=1, prompt_logprobs=1),
+]
+
+
+class Liar(Drafter):
+    """Knows the answers, and tells the truth with a given probability."""
+
+    def __init__(self, answers: Sequence[Sequence[int]], honesty: float, random: Random) -> None:
+        self._answers, self._honesty, self._random = answers, honesty, random
+
+    def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        known = [each for each in self._answers if list(each[: len(tokens)]) == list(tokens)]
+        truth = list(known[0][len(tokens) :]) if known else []
+        guessed = [*truth, *[0] * most][: self._random.randint(0, most)]
+        return [each if self._random.random() < self._honesty else self._random.randrange(VOCAB) for each in guessed]
+
+
+class Tireless(AdaptiveDrafts):
+    """Guesses as much as it may, however often it was wrong."""
+
+    def observe(self, sequence: object, num_drafted: int, num_accepted: int) -> None:
+        del sequence, num_drafted, num_accepted
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def find(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            make_model(family).save_pretrained(made[family])
+        return made[family]
+
+    return find
+
+
+def tiny(folder: Path, **changes: object) -> LLM:
+    settings = {"skip_tokenizer_init": True, "cache_tokens": 1024, "page_size": PAGE, "paranoid": True, **changes}
+    return LLM(str(folder), **cast("EngineSettings", settings))
+
+
+def ask(
+    llm: LLM, params: SamplingParams | Sequence[SamplingParams], prompts: Sequence[list[int]]
+) -> list[RequestOutput]:
+    given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False)
+    assert is_at_rest(llm)
+    return outputs
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[each.token_ids for each in output.outputs] for output in outputs]
+
+
+def lie(patch: pytest.MonkeyPatch, outputs: Sequence[RequestOutput], honesty: float, most: int = 7) -> None:
+    """Engines that guess do so with liars, who know these outputs."""
+    answers = [[*output.prompt_token_ids, *each.token_ids] for output in outputs for each in output.outputs]
+    random = Random(3)
+    make = partial(Liar, answers, honesty, random)
+    patch.setattr(engine_module, "make_drafts", lambda config, device: Tireless(make, most, 64))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("honesty", [0.0, 0.7, 1.0])
+def test_answers_are_those_without_guesses(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, honesty: float
+) -> None:
+    folder = folders(family)
+    expected = ask(tiny(folder), EVERYTHING, PROMPTS)
+    lie(monkeypatch, expected, honesty)
+    llm = tiny(folder, speculative_config=NGRAM)
+    found = ask(llm, EVERYTHING, PROMPTS)
+    assert tokens_of(found) == tokens_of(expected)
+    for one, other in zip(found, expected, strict=True):
+        for mine, theirs in zip(one.outputs, other.outputs, strict=True):
+            assert (mine.logprobs is None) == (theirs.logprobs is None)
+            for token, here, there in zip(mine.token_ids, mine.logprobs or (), theirs.logprobs or (), strict=False):
+                assert here[token].logprob == pytest.approx(there[token].logprob, abs=1e-3)
+    metrics = llm.engine.metrics()
+    assert metrics.generation_tokens == sum(len(each.token_ids) for output in expected for each in output.outputs)
+    assert metrics.spec_decode_num_draft_tokens > 100
+    share = metrics.spec_decode_num_accepted_tokens / metrics.spec_decode_num_draft_tokens
+    assert (share < 0.2) if honesty == 0.0 else (share > 0.35)
+
+
+@pytest.mark.parametrize("honesty", [0.6, 1.0])
+def test_rows_that_give_way_and_prompts_in_chunks_change_nothing(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, honesty: float
+) -> None:
+    folder = folders("llama")
+    expected = ask(tiny(folder), GREEDY, PROMPTS)
+    lie(monkeypatch, expected, honesty)
+    cramped = tiny(folder, speculative_config=NGRAM, cache_tokens=72, max_model_len=64, max_num_seqs=5)
+    assert tokens_of(ask(cramped, GREEDY, PROMPTS)) == tokens_of(expected)
+    assert cramped.engine.num_retractions > 0
+    slow = tiny(folder, speculative_config=NGRAM, max_num_batched_tokens=5, max_num_seqs=3)
+    assert tokens_of(ask(slow, GREEDY, PROMPTS)) == tokens_of(expected)
+    assert min(each.engine.metrics().spec_decode_num_accepted_tokens for each in (cramped, slow)) > 0
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 8, 9, 55])
+def test_an_answer_ends_at_its_limit_and_at_that_of_the_context(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    params, prompts = replace(GREEDY, max_tokens=max_tokens), PROMPTS[:1]
+    expected = ask(tiny(folders("llama"), max_model_len=64), params, prompts)
+    lie(monkeypatch, expected, 1.0, most=16)
+    found = ask(tiny(folders("llama"), max_model_len=64, speculative_config=NGRAM), params, prompts)
+    assert tokens_of(found) == tokens_of(expected)
+    assert len(found[0].outputs[0].token_ids) == max_tokens
+    assert found[0].outputs[0].finish_reason == FinishReason.LENGTH.value
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 6, 7, 20])
+def test_an_end_among_guesses_that_are_right_is_the_end(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    [whole] = ask(tiny(folders("llama")), GREEDY, PROMPTS[:1])
+    answer = whole.outputs[0].token_ids
+    params = replace(GREEDY, stop_token_ids=[answer[at]])
+    [expected] = ask(tiny(folders("llama")), params, PROMPTS[:1])
+    lie(monkeypatch, [whole], 1.0)
+    llm = tiny(folders("llama"), speculative_config=NGRAM)
+    [found] = ask(llm, params, PROMPTS[:1])
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert found.outputs[0].stop_reason == expected.outputs[0].stop_reason == answer[at]
+    assert llm.engine.metrics().generation_tokens == len(expected.outputs[0].token_ids)
+
+
+def test_the_cache_keeps_nothing_of_guesses_that_were_wrong(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ask(tiny(folders("llama")), GREEDY, PROMPTS)
+    longer = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in expected]
+    continued = ask(tiny(folders("llama")), GREEDY, longer)
+    lie(monkeypatch, [*expected, *continued], 0.6)
+    llm = tiny(folders("llama"), speculative_config=NGRAM)
+    ask(llm, GREEDY, PROMPTS)
+    found = ask(llm, GREEDY, longer)
+    assert tokens_of(found) == tokens_of(continued)
+    assert min(each.num_cached_tokens for each in found) >= 24 - PAGE, "what was right is found again"
+
+
+def test_requests_that_are_cancelled_leave_the_others_alone(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ask(tiny(folders("llama")), GREEDY, PROMPTS)
+    lie(monkeypatch, expected, 0.8)
+    llm, random = tiny(folders("llama"), speculative_config=NGRAM), Random(5)
+    engine = llm.engine
+    for _ in range(12):
+        asked = {engine.submit(prompt, GREEDY): index for index, prompt in enumerate(PROMPTS)}
+        gone = set(random.sample(sorted(asked), 2))
+        while not all(engine.is_finished(each) for each in asked):
+            if random.random() < 0.3:
+                engine.cancel(random.choice(sorted(gone)))
+            engine.step()
+        for each, index in asked.items():
+            found = engine.pop_output(each).outputs[0].token_ids
+            whole = expected[index].outputs[0].token_ids
+            assert found == whole[: len(found)]
+            assert each in gone or found == whole
+    assert is_at_rest(llm)
+
+
+def test_text_that_repeats_itself_takes_fewer_steps(folders: Callable[[str], Path]) -> None:
+    prompt = [5, 6, 7, 8] * 6
+    params = replace(GREEDY, max_tokens=60)
+    plain, guessing = tiny(folders("llama")), tiny(folders("llama"), speculative_config=NGRAM)
+    assert tokens_of(ask(guessing, params, [prompt])) == tokens_of(ask(plain, params, [prompt]))
+    assert guessing.engine.metrics().steps <= plain.engine.metrics().steps
+
+
+def bonus_dropped(patch: pytest.MonkeyPatch) -> None:
+    take = sampled._Results.take
+
+    def shorter(self: sampled._Results, index: int) -> RowResult:
+        result = take(self, index)
+        return RowResult(result.seq_len, result.tokens[:-1]) if len(result.tokens) > 1 else result
+
+    patch.setattr(sampled._Results, "take", shorter)
+
+
+def wrong_guess_kept(patch: pytest.MonkeyPatch) -> None:
+    take = sampled._Results.take
+
+    def longer(self: sampled._Results, index: int) -> RowResult:
+        result, row = take(self, index), self.step.rows[index]
+        if len(row.drafts) < len(result.tokens):
+            return result
+        kept = (*result.tokens[:-1], row.drafts[len(result.tokens) - 1], result.tokens[-1])
+        return RowResult(result.seq_len + 1, kept)
+
+    patch.setattr(sampled._Results, "take", longer)
+
+
+def rejected_slots_kept(patch: pytest.MonkeyPatch) -> None:
+    take = sampled._Results.take
+
+    def all_of_it(self: sampled._Results, index: int) -> RowResult:
+        result, row = take(self, index), self.step.rows[index]
+        return RowResult(row.seq_len, result.tokens) if row.drafts else result
+
+    patch.setattr(sampled._Results, "take", all_of_it)
+
+
+def seed_of_the_first_place(patch: pytest.MonkeyPatch) -> None:
+    behind = LiveSequence.sampling_behind_drafts
+
+    def same_place(self: LiveSequence, row: ScheduledRow) -> list[RowSampling]:
+        found = behind(self, row)
+        return [each if each.adjustment is not None else RowSampling(each.params, found[0].place) for each in found]
+
+    patch.setattr(LiveSequence, "sampling_behind_drafts", same_place)
+
+
+def penalties_count_all_guesses(patch: pytest.MonkeyPatch) -> None:
+    after = TokenAdjustment.after
+
+    def in_place(self: TokenAdjustment, token: int) -> TokenAdjustment:
+        found = after(self, token)
+        self._tokens, self._times = found._tokens, found._times
+        self._slot, self._num_distinct = found._slot, found._num_distinct
+        return found
+
+    patch.setattr(TokenAdjustment, "after", in_place)
+
+
+def end_passed_over(patch: pytest.MonkeyPatch) -> None:
+    def take_in(self: LiveSequence) -> FinishReason | None:
+        self.ending = self.ending or self._read_tokens()
+        return self.ending
+
+    patch.setattr(LiveSequence, "take_in", take_in)
+
+
+def guesses_beyond_the_pages(patch: pytest.MonkeyPatch) -> None:
+    add = Scheduler._add_drafts
+
+    def wide(self: Scheduler, rows: list[ScheduledRow], drafts: AdaptiveDrafts) -> None:
+        size, self._page_size = self._page_size, 64
+        add(self, rows, drafts)
+        self._page_size = size
+
+    patch.setattr(Scheduler, "_add_drafts", wide)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        bonus_dropped,
+        wrong_guess_kept,
+        rejected_slots_kept,
+        seed_of_the_first_place,
+        penalties_count_all_guesses,
+        end_passed_over,
+        guesses_beyond_the_pages,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_planted_faults_are_seen(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """Each fault changes an answer of a workload that is the same without it, or raises."""
+    folder, is_about_pages = folders("llama"), plant is guesses_beyond_the_pages
+    cramped = {"cache_tokens": 80 if is_about_pages else 1024, "max_model_len": 64, "max_num_seqs": 3}
+    [first] = ask(tiny(folder, **cramped), GREEDY, PROMPTS[:1])
+    ended = replace(GREEDY, stop_token_ids=[first.outputs[0].token_ids[9]])
+    params = [GREEDY, SAMPLED, EVERYTHING[3], EVERYTHING[4], ended]
+    prompts = [*PROMPTS[1:], PROMPTS[0]]
+    truth = [ask(tiny(folder, **cramped), each, [prompt])[0] for each, prompt in zip(params, prompts, strict=True)]
+    lie(monkeypatch, [first, *truth], 0.8)
+
+    def answers() -> list[list[tuple[int, ...]]]:
+        llm = tiny(folder, **cramped, speculative_config=NGRAM)
+        given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        return tokens_of(llm.generate(given, params, use_tqdm=False))
+
+    assert answers() == tokens_of(truth)
+    plant(monkeypatch)
+    found: object = None
+    with suppress(Exception):
+        found = answers()
+    assert found != tokens_of(truth)
