@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sightline.kernels.cpu.attend import FIELDS
-from sightline.kernels.cpu.attend_tiles import BLOCK, KEYS, AttendForm, Rows, TileWriter, pieces
+from sightline.kernels.cpu.attend_tiles import AHEAD, BLOCK, KEYS, STRETCH, AttendForm, HeadRows, TileWriter, pieces
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
 from sightline.kernels.cpu.elementary import exp, larger, largest, tanh, total
 from sightline.kernels.cpu.emitter import F32, I8, I32, I64, Emitter, Value, vector
@@ -32,9 +32,9 @@ MIN_SPLIT = 64
 STATE_EXTRA = 2
 """Numbers of a head's state beside the sums: the largest score and the sum of weights."""
 NOTHING = float("-inf")
-_SLOT_BYTES = 8 * (8 + BLOCK + KEYS)
-"""A list of slots: how many there are, in a cache line of its own, and the slots."""
 _HEADER = 64
+_SLOT_BYTES = _HEADER + 8 * (3 * BLOCK + KEYS)
+"""A list of slots: how many there are, in a cache line of its own, and the slots."""
 _WIDTH = 16
 """Numbers that are copied or scaled at once."""
 
@@ -243,6 +243,8 @@ def _write_find_slots(module: Any) -> Value:
         emitter.load(field, I64, 8 * index, align=8) for index in (0, 3, 4, 5, 6, 7)
     )
     stop = emitter.smaller(stop, emitter.add(first, emitter.number(BLOCK)))
+    entries = (given.keys, given.key_slot_bytes), (given.values, given.value_slot_bytes)
+    places = _HEADER, _HEADER + 8 * BLOCK
     count, offset, sees = (emitter.variable(I64) for _ in range(3))
     emitter.set(count, emitter.number(0))
     has_keys = build.icmp_signed("<", first, stop)
@@ -272,14 +274,18 @@ def _write_find_slots(module: Any) -> Value:
                 in_tree = build.icmp_signed("!=", emitter.load(emitter.add(tree, number), I8), emitter.constant(I8, 0))
                 emitter.set(sees, build.zext(build.and_(is_near, in_tree), I64))
             found = emitter.add(slots, emitter.times(emitter.get(count), 8))
-            emitter.store(emitter.add(key, emitter.get(offset)), found, _HEADER, align=8)
+            slot = emitter.add(key, emitter.get(offset))
+            for rows, place in zip(entries, places, strict=True):
+                emitter.store(emitter.add(rows[0], emitter.times(slot, rows[1])), found, place, align=8)
             emitter.set(count, emitter.add(emitter.get(count), emitter.get(sees)))
     emitter.store(emitter.get(count), slots, align=8)
     # A tile is completed with the last key.
-    behind = emitter.add(slots, emitter.times(emitter.get(count), 8))
-    last = emitter.load(behind, I64, _HEADER - 8, align=8)
-    for index in range(KEYS - 1):
-        emitter.store(last, behind, _HEADER + 8 * index, align=8)
+    found = emitter.get(count)
+    behind = emitter.add(slots, emitter.times(found, 8))
+    with emitter.loop(0, build.srem(build.sub(emitter.number(BLOCK), found), emitter.number(KEYS))) as index:
+        for place in places:
+            last = emitter.load(behind, I64, place - 8, align=8)
+            emitter.store(last, emitter.add(behind, emitter.times(index, 8)), place, align=8)
     emitter.finish()
     return emitter.function
 
@@ -294,43 +300,53 @@ def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     build = emitter.build
     arguments, here, there, queries, states, scores = emitter.arguments
     given = _given(emitter, arguments)
-    keys = Rows(given.keys, given.key_slot_bytes, given.key_head_bytes)
-    values = Rows(given.values, given.value_slot_bytes, given.value_head_bytes)
     count = emitter.load(here, I64, align=8)
-    slots = emitter.add(here, emitter.number(_HEADER))
-    is_last = build.icmp_signed("==", emitter.load(there, I64, align=8), emitter.number(0))
-    next_slots = emitter.add(build.select(is_last, here, there), emitter.number(_HEADER))
-    writer, state_bytes, num_tiles = (
-        TileWriter(emitter, form, unit),
-        _State.num_bytes(form),
-        emitter.divided_up(count, KEYS),
-    )
-    with emitter.loop(0, num_tiles) as tile:
-        own_keys, own_values = (rows.tile(emitter, slots, tile) for rows in (keys, values))
-        with emitter.loop(0, given.num_kv_heads) as head:
-            first = emitter.times(head, form.group)
-            writer.score(
-                keys.of_head(emitter, own_keys, head),
-                values.of_head(emitter, own_values, head),
-                emitter.add(queries, emitter.times(first, 4 * form.key_dim)),
-                emitter.add(scores, emitter.times(first, 4 * BLOCK), emitter.times(tile, 4 * KEYS)),
-            )
+    # Behind the rows of this block are the first of the next, so that they can be asked for ahead.
+    for index in range(0, BLOCK, 8):
+        first = emitter.load(there, vector(I64, 8), _HEADER + 8 * index, align=8)
+        emitter.store(first, here, _HEADER + 8 * (2 * BLOCK + index), align=8)
+    rows = emitter.add(here, emitter.number(_HEADER))
+    value_rows = emitter.add(rows, emitter.number(8 * BLOCK))
+    distance = emitter.times(build.sdiv(emitter.number(AHEAD // KEYS), given.key_slot_bytes), KEYS)
+    distance = build.select(build.icmp_signed("<", distance, emitter.number(KEYS)), emitter.number(KEYS), distance)
+    distance = emitter.smaller(distance, emitter.number(BLOCK))
+    stretch = emitter.times(build.sdiv(emitter.number(STRETCH // KEYS), given.key_slot_bytes), KEYS)
+    stretch = build.select(build.icmp_signed("<", stretch, emitter.number(KEYS)), emitter.number(KEYS), stretch)
+
+    writer, state_bytes = TileWriter(emitter, form, unit), _State.num_bytes(form)
+    padded = emitter.times(emitter.divided_up(count, KEYS), KEYS)
+
+    def each_stretch(add) -> None:
+        with emitter.loop(0, emitter.divided_up(count, stretch)) as number:
+            first = emitter.times(number, stretch)
+            some = first, emitter.smaller(emitter.add(first, stretch), padded)
+            with emitter.loop(0, given.num_kv_heads) as head:
+                add(some, head, emitter.times(head, form.group))
+
+    def score(some, head, first) -> None:
+        writer.score(
+            HeadRows(rows, emitter.times(head, given.key_head_bytes), distance),
+            some,
+            emitter.add(queries, emitter.times(first, 4 * form.key_dim)),
+            emitter.add(scores, emitter.times(first, 4 * BLOCK)),
+        )
+
+    def add_values(some, head, first) -> None:
+        writer.add_values(
+            HeadRows(value_rows, emitter.times(head, given.value_head_bytes), distance),
+            some,
+            emitter.add(scores, emitter.times(first, 4 * BLOCK)),
+            emitter.add(states, emitter.times(first, state_bytes)),
+            state_bytes,
+        )
+
+    each_stretch(score)
     with emitter.loop(0, emitter.times(given.num_kv_heads, form.group)) as head:
         own_scores = emitter.add(scores, emitter.times(head, 4 * BLOCK))
         emitter.call_function(
             weigh, [given.softcap, count, own_scores, emitter.add(states, emitter.times(head, state_bytes))]
         )
-    with emitter.loop(0, num_tiles) as tile:
-        own_values, next_keys = values.tile(emitter, slots, tile), keys.tile(emitter, next_slots, tile)
-        with emitter.loop(0, given.num_kv_heads) as head:
-            first = emitter.times(head, form.group)
-            writer.add_values(
-                values.of_head(emitter, own_values, head),
-                keys.of_head(emitter, next_keys, head),
-                emitter.add(scores, emitter.times(first, 4 * BLOCK), emitter.times(tile, 4 * KEYS)),
-                emitter.add(states, emitter.times(first, state_bytes)),
-                state_bytes,
-            )
+    each_stretch(add_values)
     emitter.finish()
     return emitter.function
 

@@ -12,7 +12,7 @@ the keys of the next block while values are read. Does not know softmax.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,10 @@ BLOCK = 64
 """Keys whose scores are computed before their values are added."""
 KEYS = 4
 """Keys of a tile. A block has whole tiles: the last key is repeated."""
+import os
+STRETCH = int(os.environ.get('STRETCH','12288'))
+AHEAD = int(os.environ.get('AHEAD','16384'))
+HALF = True
 _LINE = 64
 """The bytes of a cache line."""
 _PIECE = 16
@@ -51,22 +55,20 @@ class AttendForm(NamedTuple):
         return FLOAT8_FACTOR if self.cache.itemsize == 1 else 1.0
 
 
-class Rows(NamedTuple):
-    """Keys or values: where slot 0 is, and how far it is from a slot to the next and from a head to the next."""
+class HeadRows(NamedTuple):
+    """The keys or values of one head, given a list of the addresses of head 0's."""
 
-    base: Value
-    slot_bytes: Value
-    head_bytes: Value
+    addresses: Value
+    """Address of the list."""
+    offset: Value
+    """Bytes from head 0 to this one."""
+    distance: Value
+    """How many rows ahead rows are asked for."""
 
-    def tile(self, emitter: Emitter, slots: Value, tile: Value) -> list[Value]:
-        """The addresses of the four entries of a tile, given a list of slots."""
-        first = emitter.add(slots, emitter.times(tile, 8 * KEYS))
-        found = [emitter.load(first, I64, 8 * index, align=8) for index in range(KEYS)]
-        return [emitter.add(self.base, emitter.times(slot, self.slot_bytes)) for slot in found]
-
-    def of_head(self, emitter: Emitter, tile: list[Value], head: Value) -> list[Value]:
-        """The entries of a head, given those of head 0."""
-        return [emitter.add(row, emitter.times(head, self.head_bytes)) for row in tile]
+    def tile(self, emitter: Emitter, first: Value) -> list[Value]:
+        """The addresses of `KEYS` entries, given the place of the first in the list."""
+        place = emitter.add(self.addresses, emitter.times(first, 8))
+        return [emitter.add(emitter.load(place, I64, 8 * index, align=8), self.offset) for index in range(KEYS)]
 
 
 class _Piece(NamedTuple):
@@ -96,16 +98,39 @@ class TileWriter:
         self._form = form
         self._unit = unit
         self._sums = unit.registers // 2
+        self._values_sums = unit.registers * 3 // 4
         """Registers that hold sums."""
 
-    def score(self, keys: list[Value], ahead: list[Value], queries: Value, scores: Value) -> None:
-        """Writes the products of four keys with the queries of their head [group, key_dim] to scores [group, BLOCK].
+    def score(
+        self, keys: HeadRows, some: tuple[Value, Value], queries: Value, scores: Value
+    ) -> None:
+        """Writes the products of some keys with the queries of their head [group, key_dim] to scores [group, BLOCK].
 
-        `ahead` are values that are needed soon.
+        `some` are the first key and the end, whole tiles. `ahead` are values that are needed soon.
         """
-        for query, count in self._query_tiles(max(1, self._sums // KEYS)):
-            with query as first:
-                self._score_queries(keys, ahead, queries, scores, first, count)
+        emitter = self._emitter
+        with self._tiles(keys, some) as (key, own_keys):
+            own_ahead = keys.tile(emitter, emitter.add(key, keys.distance))
+            place = emitter.add(scores, emitter.times(key, 4))
+            for query, count in self._query_tiles(max(1, self._sums // KEYS)):
+                with query as first:
+                    self._score_queries(own_keys, own_ahead, queries, place, first, count)
+
+    @contextmanager
+    def _tiles(self, rows: HeadRows, some: tuple[Value, Value]) -> Iterator[tuple[Value, list[Value]]]:
+        """Repeats what is emitted inside for tiles: yields the place of the first row, and the addresses of all.
+
+        Addresses are loaded a tile ahead, so that nothing waits for them.
+        """
+        emitter = self._emitter
+        following = [emitter.variable(I64) for _ in range(KEYS)]
+        for variable, address in zip(following, rows.tile(emitter, some[0]), strict=True):
+            emitter.set(variable, address)
+        with emitter.loop(*some, KEYS) as first:
+            own = [emitter.get(each) for each in following]
+            for variable, address in zip(following, rows.tile(emitter, emitter.add(first, emitter.number(KEYS))), strict=True):
+                emitter.set(variable, address)
+            yield first, own
 
     def _score_queries(
         self, keys: list[Value], ahead: list[Value], queries: Value, scores: Value, query: Value, count: int
@@ -122,14 +147,16 @@ class TileWriter:
 
         def add(first: Value, size: int) -> None:
             at, place = emitter.times(first, form.cache.itemsize), emitter.add(own, emitter.times(first, 4))
-            loaded = [self._cached(emitter.add(key, at), size) for key in keys]
             for part in pieces(size, width):
-                for i, row in enumerate(sums):
-                    offset = 4 * (i * form.key_dim + part.first)
-                    q = self._padded(load_floats(emitter, place, torch.float32, part.size, offset), width)
-                    for each, key in zip(row, loaded, strict=True):
-                        k = self._padded(emitter.shuffle(key, range(part.first, part.first + part.size)), width)
-                        emitter.set(each, multiply_add(emitter.build, q, k, emitter.get(each)))
+                queried = [
+                    self._padded(load_floats(emitter, place, torch.float32, part.size, 4 * (i * form.key_dim + part.first)), width)
+                    for i in range(count)
+                ]
+                for number, key in enumerate(keys):
+                    address = emitter.add(key, at, emitter.number(part.first * form.cache.itemsize))
+                    k = self._padded(self._cached(address, part.size), width)
+                    for q, row in zip(queried, sums, strict=True):
+                        emitter.set(row[number], multiply_add(emitter.build, q, k, emitter.get(row[number])))
 
         self._along(form.key_dim, ahead, add)
         for i, row in enumerate(sums):
@@ -149,40 +176,68 @@ class TileWriter:
         even, odd = (emitter.shuffle(left, range(first, count, 2), right) for first in (0, 1))
         return emitter.build.fadd(even, odd)
 
-    def add_values(self, values: list[Value], ahead: list[Value], scores: Value, sums: Value, sums_bytes: int) -> None:
-        """Adds four values, weighted by scores [group, BLOCK], to the sums [value_dim] of each query of their head.
-
-        `ahead` are keys that are needed soon. From the sums of a query to those of the next it is `sums_bytes`.
-        """
-        for query, count in self._query_tiles(4):
-            with query as first:
-                self._add_to_queries(values, ahead, scores, sums, sums_bytes, first, count)
-
-    def _add_to_queries(
+    def add_values(
         self,
-        values: list[Value],
-        ahead: list[Value],
+        values: HeadRows,
+        some: tuple[Value, Value],
         scores: Value,
         sums: Value,
         sums_bytes: int,
-        query: Value,
+    ) -> None:
+        """Adds some values, weighted by scores [group, BLOCK], to the sums [value_dim] of each query of their head.
+
+        `some` are the first value and the end, whole tiles. `ahead` are keys that are needed soon. From the sums of a
+        query to those of the next it is `sums_bytes`.
+        """
+        emitter, form = self._emitter, self._form
+        for query, count in self._query_tiles(4):
+            with query as first:
+                own_scores = emitter.add(scores, emitter.times(first, 4 * BLOCK))
+                own_sums = emitter.add(sums, emitter.times(first, sums_bytes))
+                width = self._unit.lanes
+                while 2 * count * width <= self._values_sums * self._unit.lanes:
+                    width *= 2
+                whole = form.value_dim - form.value_dim % width
+                with emitter.loop(0, whole, width) as dim:
+                    self._add_dims(values, some, own_scores, own_sums, sums_bytes, count, dim, width)
+                for piece in pieces(form.value_dim - whole, width // 2):
+                    dim = emitter.number(whole + piece.first)
+                    self._add_dims(values, some, own_scores, own_sums, sums_bytes, count, dim, piece.size)
+
+    def _add_dims(
+        self,
+        values: HeadRows,
+        some: tuple[Value, Value],
+        scores: Value,
+        sums: Value,
+        sums_bytes: int,
         count: int,
+        dim: Value,
+        width: int,
     ) -> None:
         emitter, form = self._emitter, self._form
-        own_scores = emitter.add(scores, emitter.times(query, 4 * BLOCK))
-        own_sums = emitter.add(sums, emitter.times(query, sums_bytes))
-        weights = [load_floats(emitter, own_scores, torch.float32, KEYS, 4 * BLOCK * i) for i in range(count)]
-
-        def add(first: Value, size: int) -> None:
-            at, place = emitter.times(first, form.cache.itemsize), emitter.add(own_sums, emitter.times(first, 4))
-            loaded = [self._cached(emitter.add(row, at), size) for row in values]
-            for i, weight in enumerate(weights):
-                total = load_floats(emitter, place, torch.float32, size, sums_bytes * i)
-                for key, value in enumerate(loaded):
-                    total = multiply_add(emitter.build, value, emitter.shuffle(weight, [key] * size), total)
-                emitter.store(total, place, sums_bytes * i, align=4)
-
-        self._along(form.value_dim, ahead, add)
+        at, place = emitter.times(dim, form.cache.itemsize), emitter.add(sums, emitter.times(dim, 4))
+        size = min(width, self._unit.lanes * max(1, 4 // form.cache.itemsize) if HALF else self._unit.lanes)
+        parts = range(0, width, size)
+        totals = [[emitter.variable(vector(F32, size)) for _ in parts] for _ in range(count)]
+        for i, row in enumerate(totals):
+            for part, total in zip(parts, row, strict=True):
+                emitter.set(total, load_floats(emitter, place, torch.float32, size, sums_bytes * i + 4 * part))
+        with self._tiles(values, some) as (key, rows):
+            for row in values.tile(emitter, emitter.add(key, values.distance)):
+                for offset in range(0, width * form.cache.itemsize, _LINE):
+                    emitter.prefetch(emitter.add(row, at), offset, in_first=False)
+            own_scores = emitter.add(scores, emitter.times(key, 4))
+            weights = [load_floats(emitter, own_scores, torch.float32, KEYS, 4 * BLOCK * i) for i in range(count)]
+            for number, row in enumerate(rows):
+                for index, part in enumerate(parts):
+                    value = self._cached(emitter.add(row, at, emitter.number(part * form.cache.itemsize)), size)
+                    for weight, own in zip(weights, totals, strict=True):
+                        factor = emitter.shuffle(weight, [number] * size)
+                        emitter.set(own[index], multiply_add(emitter.build, value, factor, emitter.get(own[index])))
+        for i, row in enumerate(totals):
+            for part, total in zip(parts, row, strict=True):
+                emitter.store(emitter.get(total), place, sums_bytes * i + 4 * part, align=4)
 
     def _query_tiles(self, most: int) -> Iterator[tuple[AbstractContextManager[Value], int]]:
         """Blocks of code for all queries of a group, at most `most` at a time, and how many each is for."""
