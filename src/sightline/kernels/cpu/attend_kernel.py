@@ -21,7 +21,7 @@ import torch
 from sightline.kernels.cpu.attend import FIELDS
 from sightline.kernels.cpu.attend_tiles import AHEAD, BLOCK, KEYS, STRETCH, AttendForm, HeadRows, TileWriter, pieces
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
-from sightline.kernels.cpu.elementary import exp, larger, largest, tanh, total
+from sightline.kernels.cpu.elementary import larger, largest, multiply_add, power_of_two, tanh, total
 from sightline.kernels.cpu.emitter import F32, I8, I32, I64, Emitter, Value, vector
 from sightline.kernels.cpu.floats import load_floats, store_floats
 from sightline.kernels.cpu.processor import Processor
@@ -32,6 +32,8 @@ MIN_SPLIT = 64
 STATE_EXTRA = 2
 """Numbers of a head's state beside the sums: the largest score and the sum of weights."""
 NOTHING = float("-inf")
+LOG2_E = 1.4426950408889634
+"""Scores are computed in units of ln 2, so that weights are powers of 2."""
 _HEADER = 64
 _SLOT_BYTES = _HEADER + 8 * (3 * BLOCK + KEYS)
 """A list of slots: how many there are, in a cache line of its own, and the slots."""
@@ -184,7 +186,7 @@ def _write_begin(module: Any, form: AttendForm) -> Value:
     emitter = Emitter(module, "begin", 5, internal=True)
     arguments, token, has_keys, queries, states = emitter.arguments
     given = _given(emitter, arguments)
-    factor = emitter.build.fmul(_float(emitter, given.score_factor), emitter.constant(F32, form.factor))
+    factor = emitter.build.fmul(_float(emitter, given.score_factor), emitter.constant(F32, LOG2_E * form.factor))
     with emitter.loop(0, emitter.times(given.num_kv_heads, form.group)) as head:
         source = emitter.add(
             given.q, emitter.times(token, given.q_token_bytes), emitter.times(head, given.q_head_bytes)
@@ -361,7 +363,7 @@ def _write_weigh(module: Any, form: AttendForm) -> Value:
     bits, count, scores, address = emitter.arguments
     state = _State(emitter, form, address)
     padded = emitter.times(emitter.divided_up(count, _WIDTH), _WIDTH)
-    cap = _float(emitter, bits)
+    cap = build.fmul(_float(emitter, bits), emitter.constant(F32, LOG2_E))
     with emitter.when(build.fcmp_ordered(">", cap, emitter.constant(F32, 0.0))):
         caps = emitter.splat(cap, KEYS)
         with emitter.loop(0, emitter.times(emitter.divided_up(count, KEYS), KEYS), KEYS) as key:
@@ -370,13 +372,10 @@ def _write_weigh(module: Any, form: AttendForm) -> Value:
             emitter.store(build.fmul(caps, tanh(build, build.fdiv(score, caps))), place, align=4)
     before, most_of, weight_of = state.most, emitter.variable(kind), emitter.variable(kind)
     emitter.set(most_of, emitter.splat(before, _WIDTH))
-    limit = emitter.splat(build.trunc(count, I32), _WIDTH)
+    with emitter.loop(count, padded) as key:
+        emitter.store(emitter.constant(F32, NOTHING), emitter.add(scores, emitter.times(key, 4)), align=4)
     with emitter.loop(0, padded, _WIDTH) as key:
-        place = emitter.add(scores, emitter.times(key, 4))
-        number = build.add(emitter.counting(I32, _WIDTH), emitter.splat(build.trunc(key, I32), _WIDTH))
-        score = load_floats(emitter, place, torch.float32, _WIDTH)
-        score = build.select(build.icmp_signed("<", number, limit), score, emitter.constant(kind, NOTHING))
-        emitter.store(score, place, align=4)
+        score = load_floats(emitter, emitter.add(scores, emitter.times(key, 4)), torch.float32, _WIDTH)
         emitter.set(most_of, larger(build, emitter.get(most_of), score))
     most = largest(build, emitter.get(most_of))
     base = _finite(emitter, most)
@@ -384,10 +383,10 @@ def _write_weigh(module: Any, form: AttendForm) -> Value:
     with emitter.loop(0, padded, _WIDTH) as key:
         place = emitter.add(scores, emitter.times(key, 4))
         score = load_floats(emitter, place, torch.float32, _WIDTH)
-        weight = exp(build, build.fsub(score, emitter.splat(base, _WIDTH)), may_overflow=False)
+        weight = power_of_two(build, build.fsub(score, emitter.splat(base, _WIDTH)))
         emitter.store(weight, place, align=4)
         emitter.set(weight_of, build.fadd(emitter.get(weight_of), weight))
-    kept = exp(build, build.fsub(before, base), may_overflow=False)
+    kept = power_of_two(build, build.fsub(before, base))
     state.keep(most, build.fadd(build.fmul(state.weight, kept), total(build, emitter.get(weight_of))))
     with emitter.when(build.fcmp_unordered("!=", kept, emitter.constant(F32, 1.0))):
         for part in pieces(form.value_dim, _WIDTH):
@@ -424,15 +423,16 @@ def _write_finish(module: Any, form: AttendForm) -> Value:
     with emitter.when(has_sinks):
         place = emitter.add(given.sinks, emitter.times(head, form.q.itemsize))
         loaded = load_floats(emitter, place, form.q, 1)
-        emitter.set(sink, build.extract_element(loaded, emitter.constant(I32, 0)))
+        first_sink = build.extract_element(loaded, emitter.constant(I32, 0))
+        emitter.set(sink, build.fmul(first_sink, emitter.constant(F32, LOG2_E)))
     emitter.set(most, emitter.get(sink))
     with emitter.loop(0, num_splits) as split:
         emitter.set(most, larger(build, emitter.get(most), state(split).most))
     base = _finite(emitter, emitter.get(most))
-    emitter.set(weight, exp(build, build.fsub(emitter.get(sink), base)))
+    emitter.set(weight, power_of_two(build, build.fsub(emitter.get(sink), base)))
     with emitter.loop(0, num_splits) as split:
         each = state(split)
-        kept = exp(build, build.fsub(each.most, base))
+        kept = power_of_two(build, build.fsub(each.most, base))
         emitter.set(weight, build.fadd(emitter.get(weight), build.fmul(kept, each.weight)))
         # The state of a split without keys has no sums, and a weight of 0.
         each.keep(kept, each.weight)
@@ -458,7 +458,7 @@ def _write_finish(module: Any, form: AttendForm) -> Value:
         num_heads = emitter.times(given.num_kv_heads, form.group)
         place = emitter.add(given.lse, emitter.times(emitter.add(emitter.times(token, num_heads), head), 4))
         logarithm = emitter.call("llvm.log.f32", F32, [emitter.get(weight)])
-        lse = build.select(has_weight, build.fadd(base, logarithm), emitter.constant(F32, NOTHING))
+        lse = build.select(has_weight, multiply_add(build, base, emitter.constant(F32, 1 / LOG2_E), logarithm), emitter.constant(F32, NOTHING))
         emitter.store(lse, place, align=4)
     emitter.finish()
     return emitter.function

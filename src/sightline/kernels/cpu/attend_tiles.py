@@ -26,9 +26,9 @@ BLOCK = 64
 """Keys whose scores are computed before their values are added."""
 KEYS = 4
 """Keys of a tile. A block has whole tiles: the last key is repeated."""
-import os
-STRETCH = int(os.environ.get('STRETCH','12288'))
-AHEAD = int(os.environ.get('AHEAD','16384'))
+
+STRETCH = 12288
+AHEAD = 12288
 HALF = True
 _LINE = 64
 """The bytes of a cache line."""

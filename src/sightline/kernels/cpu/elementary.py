@@ -39,6 +39,31 @@ def exp(build: Any, x: Value, *, may_overflow: bool = True) -> Value:
     return build.select(vanishes, _constant(x.type, 0.0), result)
 
 
+def power_of_two(build: Any, x: Value) -> Value:
+    """2 to the power of x, which is at most 0, within 2 units in the last place; 0 below -126, NaN for NaN.
+
+    2**n * 2**r with n the nearest whole number to x, and a polynomial for 2**r, summed in pairs to be short of waits.
+    """
+    low, shift = _constant(x.type, -126.0), _constant(x.type, 1.5 * 2.0**23)
+    vanishes = build.fcmp_ordered("<", x, low)
+    x = larger(build, x, low)
+    # Behind the sum with a large number is the nearest whole number, in the lowest bits.
+    shifted = build.fadd(x, shift)
+    rest = build.fsub(x, build.fsub(shifted, shift))
+    square = build.fmul(rest, rest)
+
+    def pair(constant: float, linear: float) -> Value:
+        return multiply_add(build, rest, _constant(x.type, linear), _constant(x.type, constant))
+
+    result = multiply_add(build, square, _constant(x.type, 1.534581242594868e-4), pair(9.61848907e-3, 1.33999309e-3))
+    result = multiply_add(build, square, result, pair(0.24022646, 0.055503286))
+    result = multiply_add(build, square, result, pair(1.0, 0.69314718))
+    words = vector(I32, x.type.count) if isinstance(x.type, ir.VectorType) else I32
+    bits = build.shl(build.bitcast(shifted, words), _constant(words, 23))
+    power = build.bitcast(build.add(bits, _constant(words, 127 << 23)), x.type)
+    return build.select(vanishes, _constant(x.type, 0.0), build.fmul(result, power))
+
+
 def tanh(build: Any, x: Value) -> Value:
     """The hyperbolic tangent. Near 0 a polynomial, because the difference from 1 would lose its digits."""
     one, two = _constant(x.type, 1.0), _constant(x.type, 2.0)
