@@ -35,8 +35,9 @@ NOTHING = float("-inf")
 LOG2_E = 1.4426950408889634
 """Scores are computed in units of ln 2, so that weights are powers of 2."""
 _HEADER = 64
-_SLOT_BYTES = _HEADER + 8 * (3 * BLOCK + KEYS)
+_SLOT_BYTES = _HEADER + 8 * 2 * BLOCK
 """A list of slots: how many there are, in a cache line of its own, and the slots."""
+_LISTS = 2 * _SLOT_BYTES + 8 * (3 * BLOCK + KEYS)
 _WIDTH = 16
 """Numbers that are copied or scaled at once."""
 
@@ -84,7 +85,7 @@ class AttendArguments(NamedTuple):
 def scratch_bytes(num_heads: int, key_dim: int, value_dim: int) -> int:
     """The memory that a thread of `attend` needs: slots, queries, states and scores."""
     floats = num_heads * (key_dim + value_dim + STATE_EXTRA + BLOCK)
-    return -(-(2 * _SLOT_BYTES + 4 * floats) // 128) * 128
+    return -(-(_LISTS + 4 * floats) // 128) * 128
 
 
 @cache
@@ -111,7 +112,8 @@ def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
     num_heads = emitter.times(given.num_kv_heads, form.group)
     state_bytes = emitter.times(num_heads, 4 * (form.value_dim + STATE_EXTRA))
     slots = emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes))
-    own_state = emitter.add(slots, emitter.number(2 * _SLOT_BYTES))
+    order = emitter.add(slots, emitter.number(2 * _SLOT_BYTES))
+    own_state = emitter.add(slots, emitter.number(_LISTS))
     queries = emitter.add(own_state, state_bytes)
     scores = emitter.add(queries, emitter.times(num_heads, 4 * form.key_dim))
     num_units = emitter.times(given.num_tokens, given.num_splits)
@@ -135,7 +137,7 @@ def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
                 following = emitter.add(first, emitter.times(emitter.add(block, emitter.number(1)), BLOCK))
                 emitter.call_function(find, [arguments, field, following, stop, there])
                 with emitter.when(build.icmp_signed(">", emitter.load(here, I64, align=8), emitter.number(0))):
-                    emitter.call_function(add, [arguments, here, there, queries, state, scores])
+                    emitter.call_function(add, [arguments, here, there, order, queries, state, scores])
             with emitter.when(build.not_(is_split)), emitter.loop(0, num_heads) as head:
                 emitter.call_function(finish, [arguments, state, emitter.number(1), state_bytes, token, head])
     emitter.finish()
@@ -281,13 +283,12 @@ def _write_find_slots(module: Any) -> Value:
                 emitter.store(emitter.add(rows[0], emitter.times(slot, rows[1])), found, place, align=8)
             emitter.set(count, emitter.add(emitter.get(count), emitter.get(sees)))
     emitter.store(emitter.get(count), slots, align=8)
-    # A tile is completed with the last key.
-    found = emitter.get(count)
-    behind = emitter.add(slots, emitter.times(found, 8))
-    with emitter.loop(0, build.srem(build.sub(emitter.number(BLOCK), found), emitter.number(KEYS))) as index:
+    # The last row completes a tile, and the list.
+    last = emitter.add(slots, emitter.times(emitter.get(count), 8))
+    with emitter.loop(emitter.get(count), BLOCK) as index:
         for place in places:
-            last = emitter.load(behind, I64, place - 8, align=8)
-            emitter.store(last, emitter.add(behind, emitter.times(index, 8)), place, align=8)
+            behind = emitter.add(slots, emitter.times(index, 8))
+            emitter.store(emitter.load(last, I64, place - 8, align=8), behind, place, align=8)
     emitter.finish()
     return emitter.function
 
@@ -298,17 +299,21 @@ def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     Arguments: address of the arguments, slots of the block and of the next one, queries, states, scores.
     """
     weigh = _write_weigh(module, form)
-    emitter = Emitter(module, "add_block", 6, internal=True)
+    emitter = Emitter(module, "add_block", 7, internal=True)
     build = emitter.build
-    arguments, here, there, queries, states, scores = emitter.arguments
+    arguments, here, there, order, queries, states, scores = emitter.arguments
     given = _given(emitter, arguments)
     count = emitter.load(here, I64, align=8)
-    # Behind the rows of this block are the first of the next, so that they can be asked for ahead.
-    for index in range(0, BLOCK, 8):
-        first = emitter.load(there, vector(I64, 8), _HEADER + 8 * index, align=8)
-        emitter.store(first, here, _HEADER + 8 * (2 * BLOCK + index), align=8)
-    rows = emitter.add(here, emitter.number(_HEADER))
-    value_rows = emitter.add(rows, emitter.number(8 * BLOCK))
+    is_last = build.icmp_signed("==", emitter.load(there, I64, align=8), emitter.number(0))
+    following = build.select(is_last, here, there)
+    padded = emitter.times(emitter.divided_up(count, KEYS), KEYS)
+    # All rows in the order in which they are read: keys, values, and the keys of the next block.
+    value_rows = emitter.add(order, emitter.times(padded, 8))
+    next_rows = emitter.add(value_rows, emitter.times(padded, 8))
+    for source, place, target in ((here, 0, order), (here, 8 * BLOCK, value_rows), (following, 0, next_rows)):
+        for index in range(0, 8 * BLOCK, 64):
+            some = emitter.load(source, vector(I64, 8), _HEADER + place + index, align=8)
+            emitter.store(some, target, index, align=8)
     distance = emitter.times(build.sdiv(emitter.number(AHEAD // KEYS), given.key_slot_bytes), KEYS)
     distance = build.select(build.icmp_signed("<", distance, emitter.number(KEYS)), emitter.number(KEYS), distance)
     distance = emitter.smaller(distance, emitter.number(BLOCK))
@@ -316,7 +321,6 @@ def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     stretch = build.select(build.icmp_signed("<", stretch, emitter.number(KEYS)), emitter.number(KEYS), stretch)
 
     writer, state_bytes = TileWriter(emitter, form, unit), _State.num_bytes(form)
-    padded = emitter.times(emitter.divided_up(count, KEYS), KEYS)
 
     def each_stretch(add) -> None:
         with emitter.loop(0, emitter.divided_up(count, stretch)) as number:
@@ -327,7 +331,7 @@ def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
 
     def score(some, head, first) -> None:
         writer.score(
-            HeadRows(rows, emitter.times(head, given.key_head_bytes), distance),
+            HeadRows(order, emitter.times(head, given.key_head_bytes), distance),
             some,
             emitter.add(queries, emitter.times(first, 4 * form.key_dim)),
             emitter.add(scores, emitter.times(first, 4 * BLOCK)),

@@ -29,10 +29,11 @@ KEYS = 4
 
 STRETCH = 12288
 AHEAD = 12288
+UNROLL = 64
 HALF = True
 _LINE = 64
 """The bytes of a cache line."""
-_PIECE = 16
+_PIECE = 8
 """Dimensions that are loaded at once."""
 
 
@@ -224,12 +225,12 @@ class TileWriter:
             for part, total in zip(parts, row, strict=True):
                 emitter.set(total, load_floats(emitter, place, torch.float32, size, sums_bytes * i + 4 * part))
         with self._tiles(values, some) as (key, rows):
-            for row in values.tile(emitter, emitter.add(key, values.distance)):
-                for offset in range(0, width * form.cache.itemsize, _LINE):
-                    emitter.prefetch(emitter.add(row, at), offset, in_first=False)
+            ahead = values.tile(emitter, emitter.add(key, values.distance))
             own_scores = emitter.add(scores, emitter.times(key, 4))
             weights = [load_floats(emitter, own_scores, torch.float32, KEYS, 4 * BLOCK * i) for i in range(count)]
             for number, row in enumerate(rows):
+                for offset in range(0, width * form.cache.itemsize, _LINE):
+                    emitter.prefetch(emitter.add(ahead[number], at), offset, in_first=False)
                 for index, part in enumerate(parts):
                     value = self._cached(emitter.add(row, at, emitter.number(part * form.cache.itemsize)), size)
                     for weight, own in zip(weights, totals, strict=True):
@@ -252,12 +253,20 @@ class TileWriter:
         """Calls `add` for all dimensions, some at a time. Asks for the lines of other rows at the same pace."""
         emitter, line = self._emitter, _LINE // self._form.cache.itemsize
         whole = dims - dims % line
-        with emitter.loop(0, whole, line) as first:
+
+        def add_line(first: Value) -> None:
             at = emitter.times(first, self._form.cache.itemsize)
             for row in ahead:
                 emitter.prefetch(emitter.add(row, at), 0, in_first=False)
             for piece in pieces(line, _PIECE):
                 add(emitter.add(first, emitter.number(piece.first)), piece.size)
+
+        if whole <= UNROLL:
+            for index in range(0, whole, line):
+                add_line(emitter.number(index))
+        else:
+            with emitter.loop(0, whole, line) as first:
+                add_line(first)
         if whole < dims:
             for piece in pieces(dims - whole, _PIECE):
                 add(emitter.number(whole + piece.first), piece.size)
