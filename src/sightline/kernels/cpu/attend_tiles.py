@@ -30,6 +30,7 @@ KEYS = 4
 STRETCH = 12288
 AHEAD = 12288
 UNROLL = 64
+NEAR = 1
 HALF = True
 _LINE = 64
 """The bytes of a cache line."""
@@ -110,15 +111,14 @@ class TileWriter:
         `some` are the first key and the end, whole tiles. `ahead` are values that are needed soon.
         """
         emitter = self._emitter
-        with self._tiles(keys, some) as (key, own_keys):
-            own_ahead = keys.tile(emitter, emitter.add(key, keys.distance))
+        with self._tiles(keys, some) as (key, own_keys, own_ahead):
             place = emitter.add(scores, emitter.times(key, 4))
             for query, count in self._query_tiles(max(1, self._sums // KEYS)):
                 with query as first:
                     self._score_queries(own_keys, own_ahead, queries, place, first, count)
 
     @contextmanager
-    def _tiles(self, rows: HeadRows, some: tuple[Value, Value]) -> Iterator[tuple[Value, list[Value]]]:
+    def _tiles(self, rows: HeadRows, some: tuple[Value, Value]) -> Iterator[tuple[Value, list[Value], list[tuple[Value, Value]]]]:
         """Repeats what is emitted inside for tiles: yields the place of the first row, and the addresses of all.
 
         Addresses are loaded a tile ahead, so that nothing waits for them.
@@ -129,12 +129,13 @@ class TileWriter:
             emitter.set(variable, address)
         with emitter.loop(*some, KEYS) as first:
             own = [emitter.get(each) for each in following]
-            for variable, address in zip(following, rows.tile(emitter, emitter.add(first, emitter.number(KEYS))), strict=True):
+            later = rows.tile(emitter, emitter.add(first, emitter.number(KEYS)))
+            for variable, address in zip(following, later, strict=True):
                 emitter.set(variable, address)
-            yield first, own
+            yield first, own, list(zip(later, rows.tile(emitter, emitter.add(first, rows.distance)), strict=True))
 
     def _score_queries(
-        self, keys: list[Value], ahead: list[Value], queries: Value, scores: Value, query: Value, count: int
+        self, keys: list[Value], ahead: list[tuple[Value, Value]], queries: Value, scores: Value, query: Value, count: int
     ) -> None:
         emitter, form, lanes = self._emitter, self._form, self._unit.lanes
         own = emitter.add(queries, emitter.times(query, 4 * form.key_dim))
@@ -224,13 +225,12 @@ class TileWriter:
         for i, row in enumerate(totals):
             for part, total in zip(parts, row, strict=True):
                 emitter.set(total, load_floats(emitter, place, torch.float32, size, sums_bytes * i + 4 * part))
-        with self._tiles(values, some) as (key, rows):
-            ahead = values.tile(emitter, emitter.add(key, values.distance))
+        with self._tiles(values, some) as (key, rows, ahead):
             own_scores = emitter.add(scores, emitter.times(key, 4))
             weights = [load_floats(emitter, own_scores, torch.float32, KEYS, 4 * BLOCK * i) for i in range(count)]
             for number, row in enumerate(rows):
                 for offset in range(0, width * form.cache.itemsize, _LINE):
-                    emitter.prefetch(emitter.add(ahead[number], at), offset, in_first=False)
+                    self._ask_for(ahead[number], at, offset)
                 for index, part in enumerate(parts):
                     value = self._cached(emitter.add(row, at, emitter.number(part * form.cache.itemsize)), size)
                     for weight, own in zip(weights, totals, strict=True):
@@ -249,7 +249,7 @@ class TileWriter:
         if whole < group:
             yield nullcontext(emitter.number(whole)), group - whole
 
-    def _along(self, dims: int, ahead: list[Value], add: Callable[[Value, int], None]) -> None:
+    def _along(self, dims: int, ahead: list[tuple[Value, Value]], add: Callable[[Value, int], None]) -> None:
         """Calls `add` for all dimensions, some at a time. Asks for the lines of other rows at the same pace."""
         emitter, line = self._emitter, _LINE // self._form.cache.itemsize
         whole = dims - dims % line
@@ -257,7 +257,7 @@ class TileWriter:
         def add_line(first: Value) -> None:
             at = emitter.times(first, self._form.cache.itemsize)
             for row in ahead:
-                emitter.prefetch(emitter.add(row, at), 0, in_first=False)
+                self._ask_for(row, at, 0)
             for piece in pieces(line, _PIECE):
                 add(emitter.add(first, emitter.number(piece.first)), piece.size)
 
@@ -270,6 +270,12 @@ class TileWriter:
         if whole < dims:
             for piece in pieces(dims - whole, _PIECE):
                 add(emitter.number(whole + piece.first), piece.size)
+
+    def _ask_for(self, rows: tuple[Value, Value], at: Value, offset: int) -> None:
+        near, far = rows
+        if NEAR:
+            self._emitter.prefetch(self._emitter.add(near, at), offset)
+        self._emitter.prefetch(self._emitter.add(far, at), offset, in_first=False)
 
     def _cached(self, address: Value, count: int) -> Value:
         """Keys or values as fp32, divided by the form's factor."""
