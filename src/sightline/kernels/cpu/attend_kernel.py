@@ -1,6 +1,6 @@
 """Attention over pages in place, and the merge of its parts.
 
-    attend   a unit is (token, split of the keys). For each block of keys: slots ─▶ scores ─▶ weights ─▶ sums of values,
+    attend   a unit is (token, split of the keys). For each block of keys: rows ─▶ scores ─▶ weights ─▶ sums of values,
              all heads of a block at a time, because their keys and values are side by side in memory
     merge    the splits of each (token, query head)
 
@@ -13,13 +13,15 @@ of weights relative to it. The states of all heads of a unit are side by side.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from sightline.kernels.cpu.attend import FIELDS
-from sightline.kernels.cpu.attend_tiles import AHEAD, BLOCK, KEYS, STRETCH, AttendForm, HeadRows, TileWriter, pieces
+from sightline.kernels.cpu.attend_tiles import BLOCK, KEYS, AttendForm, HeadRows, TileWriter, pieces
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
 from sightline.kernels.cpu.elementary import larger, largest, multiply_add, power_of_two, tanh, total
 from sightline.kernels.cpu.emitter import F32, I8, I32, I64, Emitter, Value, vector
@@ -34,10 +36,17 @@ STATE_EXTRA = 2
 NOTHING = float("-inf")
 LOG2_E = 1.4426950408889634
 """Scores are computed in units of ln 2, so that weights are powers of 2."""
+STRETCH_BYTES = 12 << 10
+"""Keys or values that are read head by head. More save loads and stores of sums, fewer are read from one end of memory
+to the other."""
+AHEAD_BYTES = 12 << 10
+"""How far ahead keys and values are brought into the second cache: far enough for the latency of memory, and not so
+far that they are gone before they are read."""
 _HEADER = 64
-_SLOT_BYTES = _HEADER + 8 * 2 * BLOCK
-"""A list of slots: how many there are, in a cache line of its own, and the slots."""
-_LISTS = 2 * _SLOT_BYTES + 8 * (3 * BLOCK + KEYS)
+_ROWS_BYTES = _HEADER + 2 * 8 * BLOCK
+"""The rows of a block: how many there are, in a cache line of its own, the addresses of keys and those of values."""
+_LISTS_BYTES = 2 * _ROWS_BYTES + 3 * 8 * BLOCK
+"""The rows of two blocks, and the order in which those of one are read."""
 _WIDTH = 16
 """Numbers that are copied or scaled at once."""
 
@@ -83,9 +92,9 @@ class AttendArguments(NamedTuple):
 
 
 def scratch_bytes(num_heads: int, key_dim: int, value_dim: int) -> int:
-    """The memory that a thread of `attend` needs: slots, queries, states and scores."""
+    """The memory that a thread of `attend` needs: lists of rows, queries, states and scores."""
     floats = num_heads * (key_dim + value_dim + STATE_EXTRA + BLOCK)
-    return -(-(_LISTS + 4 * floats) // 128) * 128
+    return -(-(_LISTS_BYTES + 4 * floats) // 128) * 128
 
 
 @cache
@@ -103,7 +112,7 @@ def merge_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
 def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
     """Fills an LLVM module with the kernel."""
     unit = UNITS[processor.instructions]
-    find, begin = _write_find_slots(module), _write_begin(module, form)
+    find, begin = _write_find_rows(module), _write_begin(module, form)
     add, finish = _write_add_block(module, form, unit), _write_finish(module, form)
     emitter = Emitter(module, ENTRY, 3)
     build = emitter.build
@@ -111,9 +120,9 @@ def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
     given = _given(emitter, arguments)
     num_heads = emitter.times(given.num_kv_heads, form.group)
     state_bytes = emitter.times(num_heads, 4 * (form.value_dim + STATE_EXTRA))
-    slots = emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes))
-    order = emitter.add(slots, emitter.number(2 * _SLOT_BYTES))
-    own_state = emitter.add(slots, emitter.number(_LISTS))
+    lists = emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes))
+    order = emitter.add(lists, emitter.number(2 * _ROWS_BYTES))
+    own_state = emitter.add(lists, emitter.number(_LISTS_BYTES))
     queries = emitter.add(own_state, state_bytes)
     scores = emitter.add(queries, emitter.times(num_heads, 4 * form.key_dim))
     num_units = emitter.times(given.num_tokens, given.num_splits)
@@ -129,11 +138,11 @@ def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
             state = build.select(is_split, part, own_state)
             has_keys = build.zext(build.icmp_signed("<", first, stop), I64)
             emitter.call_function(begin, [arguments, token, has_keys, queries, state])
-            emitter.call_function(find, [arguments, field, first, stop, slots])
+            emitter.call_function(find, [arguments, field, first, stop, lists])
             with emitter.loop(0, emitter.divided_up(build.sub(stop, first), BLOCK)) as block:
-                odd = emitter.times(build.and_(block, emitter.number(1)), _SLOT_BYTES)
-                here = emitter.add(slots, odd)
-                there = emitter.add(slots, build.sub(emitter.number(_SLOT_BYTES), odd))
+                odd = emitter.times(build.and_(block, emitter.number(1)), _ROWS_BYTES)
+                here = emitter.add(lists, odd)
+                there = emitter.add(lists, build.sub(emitter.number(_ROWS_BYTES), odd))
                 following = emitter.add(first, emitter.times(emitter.add(block, emitter.number(1)), BLOCK))
                 emitter.call_function(find, [arguments, field, following, stop, there])
                 with emitter.when(build.icmp_signed(">", emitter.load(here, I64, align=8), emitter.number(0))):
@@ -234,21 +243,24 @@ class _State:
         self._emitter.store(weight, self.address, self._extra + 4, align=4)
 
 
-def _write_find_slots(module: Any) -> Value:
-    """A function that lists the slots of the keys that a token sees out of a block.
+def _write_find_rows(module: Any) -> Value:
+    """A function that lists where the keys and values are that a token sees out of a block.
 
-    Arguments: address of the arguments, fields of the token, first key of the block, end of the keys, the list.
+    Arguments: address of the arguments, fields of the token, first key of the block, end of the keys, the list. Behind
+    the last row, the list is completed with it.
     """
-    emitter = Emitter(module, "find_slots", 5, internal=True)
+    emitter = Emitter(module, "find_rows", 5, internal=True)
     build = emitter.build
-    arguments, field, first, stop, slots = emitter.arguments
+    arguments, field, first, stop, rows = emitter.arguments
     given = _given(emitter, arguments)
     place, tree, context_len, positions, position, window = (
         emitter.load(field, I64, 8 * index, align=8) for index in (0, 3, 4, 5, 6, 7)
     )
     stop = emitter.smaller(stop, emitter.add(first, emitter.number(BLOCK)))
-    entries = (given.keys, given.key_slot_bytes), (given.values, given.value_slot_bytes)
-    places = _HEADER, _HEADER + 8 * BLOCK
+    lists = (
+        (_HEADER, given.keys, given.key_slot_bytes),
+        (_HEADER + 8 * BLOCK, given.values, given.value_slot_bytes),
+    )
     count, offset, sees = (emitter.variable(I64) for _ in range(3))
     emitter.set(count, emitter.number(0))
     has_keys = build.icmp_signed("<", first, stop)
@@ -269,92 +281,98 @@ def _write_find_slots(module: Any) -> Value:
             is_new = build.icmp_signed(">=", number, emitter.number(0))
             with emitter.when(build.and_(build.icmp_signed("!=", tree, emitter.number(0)), is_new)):
                 there = emitter.load(emitter.add(positions, emitter.times(number, 8)), I64, align=8)
-                distance = build.sub(position, there)
-                distance = build.select(
-                    build.icmp_signed("<", distance, emitter.number(0)), build.neg(distance), distance
-                )
-                is_near = build.icmp_signed("<", distance, window)
-                is_near = build.or_(is_near, build.icmp_signed("==", window, emitter.number(0)))
+                is_near = _is_near(emitter, build.sub(position, there), window)
                 in_tree = build.icmp_signed("!=", emitter.load(emitter.add(tree, number), I8), emitter.constant(I8, 0))
                 emitter.set(sees, build.zext(build.and_(is_near, in_tree), I64))
-            found = emitter.add(slots, emitter.times(emitter.get(count), 8))
+            found = emitter.add(rows, emitter.times(emitter.get(count), 8))
             slot = emitter.add(key, emitter.get(offset))
-            for rows, place in zip(entries, places, strict=True):
-                emitter.store(emitter.add(rows[0], emitter.times(slot, rows[1])), found, place, align=8)
+            for at, base, slot_bytes in lists:
+                emitter.store(emitter.add(base, emitter.times(slot, slot_bytes)), found, at, align=8)
             emitter.set(count, emitter.add(emitter.get(count), emitter.get(sees)))
-    emitter.store(emitter.get(count), slots, align=8)
-    # The last row completes a tile, and the list.
-    last = emitter.add(slots, emitter.times(emitter.get(count), 8))
-    with emitter.loop(emitter.get(count), BLOCK) as index:
-        for place in places:
-            behind = emitter.add(slots, emitter.times(index, 8))
-            emitter.store(emitter.load(last, I64, place - 8, align=8), behind, place, align=8)
+    emitter.store(emitter.get(count), rows, align=8)
+    found = emitter.get(count)
+    last = emitter.add(rows, emitter.times(found, 8))
+    is_empty = build.icmp_signed("==", found, emitter.number(0))
+    with emitter.loop(build.select(is_empty, emitter.number(BLOCK), found), BLOCK) as index:
+        behind = emitter.add(rows, emitter.times(index, 8))
+        for at, _, _ in lists:
+            emitter.store(emitter.load(last, I64, at - 8, align=8), behind, at, align=8)
     emitter.finish()
     return emitter.function
+
+
+def _is_near(emitter: Emitter, distance: Value, window: Value) -> Value:
+    """Whether a position at a distance, in either direction, is in the window. 0 is no window."""
+    build, zero = emitter.build, emitter.number(0)
+    distance = build.select(build.icmp_signed("<", distance, zero), build.neg(distance), distance)
+    return build.or_(build.icmp_signed("<", distance, window), build.icmp_signed("==", window, zero))
 
 
 def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     """A function that adds a block of keys to the states of all heads.
 
-    Arguments: address of the arguments, slots of the block and of the next one, queries, states, scores.
+    Arguments: address of the arguments, rows of the block and of the next one, memory for their order, queries, states,
+    scores.
     """
     weigh = _write_weigh(module, form)
     emitter = Emitter(module, "add_block", 7, internal=True)
-    build = emitter.build
     arguments, here, there, order, queries, states, scores = emitter.arguments
     given = _given(emitter, arguments)
-    count = emitter.load(here, I64, align=8)
-    is_last = build.icmp_signed("==", emitter.load(there, I64, align=8), emitter.number(0))
-    following = build.select(is_last, here, there)
-    padded = emitter.times(emitter.divided_up(count, KEYS), KEYS)
-    # All rows in the order in which they are read: keys, values, and the keys of the next block.
-    value_rows = emitter.add(order, emitter.times(padded, 8))
-    next_rows = emitter.add(value_rows, emitter.times(padded, 8))
-    for source, place, target in ((here, 0, order), (here, 8 * BLOCK, value_rows), (following, 0, next_rows)):
-        for index in range(0, 8 * BLOCK, 64):
-            some = emitter.load(source, vector(I64, 8), _HEADER + place + index, align=8)
-            emitter.store(some, target, index, align=8)
-    distance = emitter.times(build.sdiv(emitter.number(AHEAD // KEYS), given.key_slot_bytes), KEYS)
-    distance = build.select(build.icmp_signed("<", distance, emitter.number(KEYS)), emitter.number(KEYS), distance)
-    distance = emitter.smaller(distance, emitter.number(BLOCK))
-    stretch = emitter.times(build.sdiv(emitter.number(STRETCH // KEYS), given.key_slot_bytes), KEYS)
-    stretch = build.select(build.icmp_signed("<", stretch, emitter.number(KEYS)), emitter.number(KEYS), stretch)
-
     writer, state_bytes = TileWriter(emitter, form, unit), _State.num_bytes(form)
+    count = emitter.load(here, I64, align=8)
+    padded = emitter.times(emitter.divided_up(count, KEYS), KEYS)
+    key_rows, value_rows = _write_order(emitter, here, there, order, padded)
+    stretch, ahead = (_rows_in(emitter, num_bytes, given.key_slot_bytes) for num_bytes in (STRETCH_BYTES, AHEAD_BYTES))
 
-    def each_stretch(add) -> None:
+    @contextmanager
+    def stretches(rows: Value, head_bytes: Value) -> Iterator[tuple[HeadRows, Value]]:
+        """Repeats what is emitted inside for the rows of each stretch and head: yields them, and the first query."""
         with emitter.loop(0, emitter.divided_up(count, stretch)) as number:
             first = emitter.times(number, stretch)
-            some = first, emitter.smaller(emitter.add(first, stretch), padded)
+            stop = emitter.smaller(emitter.add(first, stretch), padded)
             with emitter.loop(0, given.num_kv_heads) as head:
-                add(some, head, emitter.times(head, form.group))
+                own = HeadRows(rows, emitter.times(head, head_bytes), ahead, first, stop)
+                yield own, emitter.times(head, form.group)
 
-    def score(some, head, first) -> None:
-        writer.score(
-            HeadRows(order, emitter.times(head, given.key_head_bytes), distance),
-            some,
-            emitter.add(queries, emitter.times(first, 4 * form.key_dim)),
-            emitter.add(scores, emitter.times(first, 4 * BLOCK)),
-        )
-
-    def add_values(some, head, first) -> None:
-        writer.add_values(
-            HeadRows(value_rows, emitter.times(head, given.value_head_bytes), distance),
-            some,
-            emitter.add(scores, emitter.times(first, 4 * BLOCK)),
-            emitter.add(states, emitter.times(first, state_bytes)),
-            state_bytes,
-        )
-
-    each_stretch(score)
+    with stretches(key_rows, given.key_head_bytes) as (keys, first):
+        own_queries = emitter.add(queries, emitter.times(first, 4 * form.key_dim))
+        writer.score(keys, own_queries, emitter.add(scores, emitter.times(first, 4 * BLOCK)))
     with emitter.loop(0, emitter.times(given.num_kv_heads, form.group)) as head:
         own_scores = emitter.add(scores, emitter.times(head, 4 * BLOCK))
         emitter.call_function(
             weigh, [given.softcap, count, own_scores, emitter.add(states, emitter.times(head, state_bytes))]
         )
-    each_stretch(add_values)
+    with stretches(value_rows, given.value_head_bytes) as (values, first):
+        own_scores = emitter.add(scores, emitter.times(first, 4 * BLOCK))
+        writer.add_values(values, own_scores, emitter.add(states, emitter.times(first, state_bytes)), state_bytes)
     emitter.finish()
     return emitter.function
+
+
+def _write_order(emitter: Emitter, here: Value, there: Value, order: Value, num_rows: Value) -> tuple[Value, Value]:
+    """Lists rows in the order in which they are read: keys, values, and the keys of the next block.
+
+    Returns where the keys and the values begin. The last block is followed by itself: only rows that exist are asked
+    for, because asking for others takes long.
+    """
+    build = emitter.build
+    is_last = build.icmp_signed("==", emitter.load(there, I64, align=8), emitter.number(0))
+    following = build.select(is_last, here, there)
+    values = emitter.add(order, emitter.times(num_rows, 8))
+    behind = emitter.add(values, emitter.times(num_rows, 8))
+    for source, place, target in ((here, 0, order), (here, 8 * BLOCK, values), (following, 0, behind)):
+        for index in range(0, 8 * BLOCK, 64):
+            some = emitter.load(source, vector(I64, 8), _HEADER + place + index, align=8)
+            emitter.store(some, target, index, align=8)
+    return order, values
+
+
+def _rows_in(emitter: Emitter, num_bytes: int, row_bytes: Value) -> Value:
+    """How many rows have so many bytes: whole tiles, at least one and at most a block."""
+    build, least = emitter.build, emitter.number(KEYS)
+    rows = emitter.times(build.sdiv(emitter.number(num_bytes // KEYS), row_bytes), KEYS)
+    rows = build.select(build.icmp_signed("<", rows, least), least, rows)
+    return emitter.smaller(rows, emitter.number(BLOCK))
 
 
 def _write_weigh(module: Any, form: AttendForm) -> Value:
@@ -462,7 +480,11 @@ def _write_finish(module: Any, form: AttendForm) -> Value:
         num_heads = emitter.times(given.num_kv_heads, form.group)
         place = emitter.add(given.lse, emitter.times(emitter.add(emitter.times(token, num_heads), head), 4))
         logarithm = emitter.call("llvm.log.f32", F32, [emitter.get(weight)])
-        lse = build.select(has_weight, multiply_add(build, base, emitter.constant(F32, 1 / LOG2_E), logarithm), emitter.constant(F32, NOTHING))
+        lse = build.select(
+            has_weight,
+            multiply_add(build, base, emitter.constant(F32, 1 / LOG2_E), logarithm),
+            emitter.constant(F32, NOTHING),
+        )
         emitter.store(lse, place, align=4)
     emitter.finish()
     return emitter.function
