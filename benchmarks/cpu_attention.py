@@ -54,7 +54,7 @@ def plain_read(launcher: CpuLauncher) -> tuple[Callable[[], None], int]:
     memory = torch.ones(FLUSH_BYTES // 8, dtype=torch.int64)
     sums = torch.zeros(launcher.num_threads, 8, dtype=torch.int64)
     arguments = np.array([memory.data_ptr(), memory.nbytes, sums.data_ptr()], dtype=np.int64)
-    kernel = compile_kernel("read", write_read, Processor.detect())
+    kernel = compile_kernel("read", (), write_read, Processor.detect())
     record = Record(kernel.address, arguments, (kernel, memory, sums), kernel.name)
     return lambda: launcher.launch(record), memory.nbytes
 

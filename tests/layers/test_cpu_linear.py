@@ -330,9 +330,8 @@ def test_compiled_kernels_are_kept_on_disk_and_a_damaged_file_is_compiled_again(
     from sightline.kernels.cpu.input_blocks import write_quantise
 
     def compiled() -> int:
-        return compile_kernel(
-            "quantise", lambda m: write_quantise(m, torch.float32), Processor.detect(), tmp_path
-        ).address
+        this = Processor.detect()
+        return compile_kernel("quantise", (), lambda m: write_quantise(m, torch.float32, this), this, tmp_path).address
 
     assert compiled() != 0
     [file] = tmp_path.iterdir()

@@ -28,6 +28,8 @@ from sightline.runner.build import Runtime
 from support.tiny_bert import CLS, SEP, make_bert, open_tiny, save_embedder, vectors
 from support.tiny_models import FAMILIES, Models, load_runtime, random_prompts, relative_error, stepped_logits
 
+# While an engine warms up, attention reads a cache that nobody has written: Triton's interpreter warns of overflows.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 TOLERANCE = 1e-4
 """Of the logits' scale."""
 PROMPT_LENS = (5, 1)
@@ -104,6 +106,11 @@ def test_the_setting_chooses_the_kernels() -> None:
     assert isinstance(build.make_operations(LayerKernels.TORCH, *where), TorchOperations)
     assert isinstance(build.make_operations(LayerKernels.TRITON, *where), TritonOperations)
     assert isinstance(build.make_operations(LayerKernels.NUMBA, *where), CpuOperations)
+
+
+def test_kernels_of_a_cpu_never_get_addresses_of_a_gpu() -> None:
+    with pytest.raises(ValueError, match="expected the device cpu for kernels of a CPU, got cuda:0"):
+        build.make_operations(LayerKernels.NUMBA, torch.device("cuda", 0), torch.float32, inline_launcher())
 
 
 def test_fused_kernels_are_refused_on_a_cpu(models: Models) -> None:

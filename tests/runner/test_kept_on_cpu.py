@@ -11,14 +11,18 @@ from torch import Tensor
 
 from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
+from sightline.kernels.cpu.processor import Instructions, Processor
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.models.kept_codes import KeptCodes
 from sightline.models.kept_weights import BlockRule, CodeRule, KeptBlocks
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner import quantised
 from sightline.runner.build import Runtime, build_runtime
+from sightline.runner.environment import collect_environment
 from support.gguf_files import VOCABULARY, tiny_llama, write_llama
 from support.graph_checks import Rows
+
+AVX2 = Processor("x86_64-unknown-linux-gnu", "haswell", "", Instructions.AVX2)
 
 
 @pytest.fixture
@@ -53,7 +57,23 @@ def test_our_kernels_are_chosen_where_numba_is_installed() -> None:
     ledger = Ledger()
     assert isinstance(quantised.kept_on_cpu(inline_launcher(), ledger), KeptCodes)
     assert isinstance(quantised.keep_rule(), CodeRule)
-    assert list(ledger) == []
+    assert not ledger.degradations
+
+
+def test_the_ledger_says_that_products_take_the_portable_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processor, told in ((AVX2, []), (AVX2.portable(), ["--quantization keep"])):
+        monkeypatch.setattr(Processor, "detect", lambda processor=processor: processor)
+        ledger = Ledger(strict=True)
+        quantised.kept_on_cpu(inline_launcher(), ledger)
+        assert [note.subject for note in ledger.notes] == told
+    assert "haswell" in ledger.notes[0].fact
+
+
+def test_the_environment_tells_the_instructions_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Processor, "detect", lambda: AVX2)
+    assert collect_environment()["cpu products"] == "avx2 on haswell"
+    monkeypatch.setattr(quantised, "find_spec", lambda name: None)
+    assert collect_environment()["cpu products"] == "torch's: numba is not installed"
 
 
 def test_without_numba_torch_multiplies_and_the_ledger_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress
 
 from sightline.cli.conformance.proving import prove_first
 from sightline.cli.console import notes
@@ -214,6 +213,8 @@ def _describe(model: str, embedder: TextEmbedder) -> None:
 
 def _run(asked: EmbeddingJob, source: TextSource, writer: VectorWriter, *, quiet: bool) -> Totals:
     """Checks every text, then embeds them, with a bar on a terminal."""
+    from rich.progress import MofNCompleteColumn, Progress
+
     from sightline.offline.embedding_run import check_texts, embed_texts
 
     columns = (*Progress.get_default_columns(), MofNCompleteColumn())

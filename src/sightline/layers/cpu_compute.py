@@ -41,7 +41,8 @@ class CpuCompute:
 
     def pack(self, parts: Sequence[CodedWeights]) -> list[PackedMatrix]:
         """Packs weights for this processor. Neighbours of the same form become one matrix."""
-        return [pack(part, UNITS[self.processor.instructions].panel) for part in join(parts)]
+        unit = UNITS[self.processor.instructions]
+        return [pack(part, unit.panel, unit.quads_together) for part in join(parts)]
 
 
 def record_of(kernel: CompiledKernel, arguments: tuple[int, ...], keeps: tuple[object, ...]) -> Record:

@@ -358,6 +358,9 @@ def make_operations(
         return TorchOperations()
     # Imported here: a CPU install has no triton, and numba is an extra.
     if kernels is LayerKernels.NUMBA:
+        # They get addresses, and would read those of a GPU's memory as their own.
+        if device.type != "cpu":
+            raise ValueError(f"expected the device cpu for kernels of a CPU, got {device}")
         from sightline.layers.cpu_operations import CpuOperations
 
         return CpuOperations(launcher, dtype)

@@ -11,6 +11,7 @@ import torch
 from sightline.attention.backends import registry
 from sightline.core.device import available_bytes, detect_device
 from sightline.runner.missing import missing_packages
+from sightline.runner.quantised import has_cpu_kernels
 from sightline.version import __version__
 
 _NAMES = "torch numpy safetensors gguf tokenizers jinja2 triton flashinfer-python flash-attn-4 transformers"
@@ -24,6 +25,7 @@ def collect_environment() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "cpu products": _cpu_products(),
         "torch threads": str(torch.get_num_threads()),
         "memory available": f"{available_bytes(detect_device('cpu')) / 2**30:.1f} GiB",
         "cuda": _cuda(),
@@ -31,6 +33,17 @@ def collect_environment() -> dict[str, str]:
     device = detect_device("cuda" if torch.cuda.is_available() else "cpu")
     missing = {f"missing {each.package}": each.text for each in missing_packages(registry.BUILT_IN, device)}
     return facts | {name: _version(name) for name in PACKAGES} | missing
+
+
+def _cpu_products() -> str:
+    """The instructions that multiply quantised weights."""
+    if not has_cpu_kernels():
+        return "torch's: numba is not installed"
+    # Imported here: numba, with LLVM, is an extra.
+    from sightline.kernels.cpu.processor import Processor
+
+    processor = Processor.detect()
+    return f"{processor.instructions.value} on {processor.name}"
 
 
 def _cuda() -> str:

@@ -89,7 +89,10 @@ def keep_rule() -> KeepRule:
 
 
 def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
-    """What makes layers of weights that stay quantised on this CPU. The ledger says what a missing Numba costs."""
+    """What makes layers of weights that stay quantised on this CPU.
+
+    The ledger says what a missing Numba costs, and if the processor has none of the instructions for such products.
+    """
     if not has_cpu_kernels():
         ledger.degrade(
             "--quantization keep",
@@ -99,10 +102,18 @@ def kept_on_cpu(launcher: CpuLauncher, ledger: Ledger) -> KeptWeights:
         )
         return KeptBlocks(CpuFeatures.detect())
     # Imported here: numba is an extra.
+    from sightline.kernels.cpu.processor import Processor
     from sightline.layers.cpu_compute import CpuCompute
     from sightline.models.kept_codes import KeptCodes
 
-    return KeptCodes(CpuCompute.on(launcher))
+    processor = Processor.detect()
+    if not processor.has_instructions:
+        ledger.note(
+            "--quantization keep",
+            f"products take the portable form, which is slower: {processor.name} has no instructions that sum products "
+            "of small integers, or none that Sightline knows",
+        )
+    return KeptCodes(CpuCompute.on(launcher, processor))
 
 
 def model_facts(

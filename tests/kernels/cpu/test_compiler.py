@@ -8,27 +8,37 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
+import torch
 
 from sightline.core.ledger import Ledger
-from sightline.kernels.cpu import attend, attend_prompt, norms, pointwise, team
+from sightline.kernels.cpu import attend, attend_prompt, compiler, norms, pointwise, team
+from sightline.kernels.cpu.attend_kernel import attend_kernel, merge_kernel
+from sightline.kernels.cpu.attend_tiles import AttendForm
+from sightline.kernels.cpu.block_kernel import product_kernel
 from sightline.kernels.cpu.compiled import Make, compiled, numba_text
 from sightline.kernels.cpu.compiler import (
     CompiledKernel,
+    compile_kernel,
     folder_refusal,
     load_kernel,
     note_folder,
     optimise,
     target_machine,
 )
+from sightline.kernels.cpu.dense_kernel import DenseTypes, dense_kernel
+from sightline.kernels.cpu.input_blocks import quantise_kernel, write_quantise
 from sightline.kernels.cpu.instructions import load64, store64
+from sightline.kernels.cpu.lookup_kernel import lookup_kernel
 from sightline.kernels.cpu.processor import Processor
 from sightline.kernels.cpu.record import ENTRY_POINT
+from support.coded_weights import FORMS
 
 NUMBER = 5
 
@@ -72,6 +82,43 @@ def added(kernel: CompiledKernel) -> int:
 def test_a_kernel_is_compiled_once_and_then_loaded(tmp_path: Path, texts: Texts) -> None:
     assert [added(load(texts, tmp_path / "new")) for _ in range(3)] == [NUMBER] * 3
     assert texts.count == 1
+
+
+def test_the_text_of_a_kernel_that_is_kept_is_not_written(tmp_path: Path) -> None:
+    written = []
+
+    def write(module: Any) -> None:
+        written.append(module)
+        write_quantise(module, torch.float32, Processor.detect())
+
+    for _ in range(2):
+        assert compile_kernel("quantise", (1,), write, Processor.detect(), tmp_path).address
+    assert len(written) == 1
+    compile_kernel("quantise", (2,), write, Processor.detect(), tmp_path)
+    assert len(written) == 2
+
+
+def test_every_kernel_has_its_own_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that was kept under another one's name would be run in its place."""
+    found = []
+
+    def load(name: str, identity: str, text: object, processor: Processor, _: object) -> CompiledKernel:
+        found.append((name, identity, processor.name, processor.features))
+        return CompiledKernel(name, 0, None)
+
+    monkeypatch.setattr(compiler, "load_kernel", load)
+    this = Processor.detect()
+    for processor, dtype in product((this, this.portable()), (torch.float32, torch.bfloat16)):
+        quantise_kernel.__wrapped__(dtype, processor)
+        for form in FORMS.values():
+            product_kernel.__wrapped__(form, dtype, processor)
+            lookup_kernel.__wrapped__(form, dtype, processor)
+        for many_rows in (False, True):
+            dense_kernel.__wrapped__(DenseTypes(dtype, dtype, torch.float32), processor, many_rows=many_rows)
+        for group, dim in ((1, 8), (2, 8), (1, 16)):
+            attend_kernel.__wrapped__(AttendForm(torch.float32, dtype, torch.float32, group, dim, dim), processor)
+            merge_kernel.__wrapped__(AttendForm(torch.float32, dtype, torch.float32, group, dim, dim), processor)
+    assert len(set(found)) == len(found) == 2 * 2 * (1 + 2 * len(FORMS) + 2 + 2 * 3)
 
 
 def test_variants_of_a_kernel_are_kept_apart() -> None:

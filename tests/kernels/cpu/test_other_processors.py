@@ -4,73 +4,56 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from sightline.kernels.coded_weights import CodeForm
-from sightline.kernels.cpu import block_kernel, lookup_kernel
+from sightline.kernels.coded_weights import CodedWeights, CodeForm
 from sightline.kernels.cpu.block_kernel import ProductArguments, write_product
 from sightline.kernels.cpu.compiler import machine_code, module_text
-from sightline.kernels.cpu.emitter import I32, Emitter, Value, vector
 from sightline.kernels.cpu.input_blocks import QuantiseArguments, input_bytes, write_quantise
 from sightline.kernels.cpu.panels import pack
 from sightline.kernels.cpu.processor import Instructions, Processor
-from sightline.kernels.cpu.vector_unit import UNITS, Vnni512Unit, VnniUnit
-from sightline.layers import cpu_compute
+from sightline.kernels.cpu.vector_unit import UNITS
 from sightline.layers.cpu_compute import CpuCompute
 from sightline.layers.cpu_embedding import CodedEmbedding
 from sightline.layers.cpu_linear import CodedLinear
 from sightline.layers.torch_operations import TorchOperations
 from support.coded_weights import FORMS, defined_product, random_coded
-from support.cpu_launchers import SerialLauncher
+from support.spelled_units import spelled_out
 
 ROWS, OUTPUTS, INPUTS = 71, 37, 512
 CLOSE = 2e-6
 all_forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 
 
-def spelled_out(emitter: Emitter, sums: Value, codes: Value, inputs: Value) -> Value:
-    """What `vpdpbusd` is documented to compute."""
-    build, lanes = emitter.build, sums.type.count
-    wide = vector(I32, 4 * lanes)
-    products = build.mul(build.zext(codes, wide), build.sext(inputs, wide))
-    for place in range(4):
-        sums = build.add(sums, emitter.shuffle(products, [4 * lane + place for lane in range(lanes)]))
-    return sums
-
-
-class SpelledVnni(VnniUnit):
-    def sum_unsigned(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value) -> Value:
-        return spelled_out(emitter, sums, codes, inputs)
-
-
-class SpelledVnni512(Vnni512Unit):
-    def sum_unsigned(self, emitter: Emitter, sums: Value, codes: Value, inputs: Value) -> Value:
-        return spelled_out(emitter, sums, codes, inputs)
-
-
-SPELLED = {Instructions.AVX_VNNI: SpelledVnni(), Instructions.AVX512_VNNI: SpelledVnni512()}
-
-
-@pytest.mark.parametrize("instructions", SPELLED, ids=lambda each: each.value)
-@pytest.mark.parametrize(
+some_forms = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("Q8_0", "Q4_K") else pytest.mark.prove) for name in FORMS]
 )
-def test_products_and_look_ups_with_the_panels_of_vnni(
-    name: str, instructions: Instructions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for module in (block_kernel, lookup_kernel, cpu_compute):
-        monkeypatch.setattr(module, "UNITS", {**UNITS, **SPELLED})
+
+
+@pytest.fixture
+def spelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[Instructions], CpuCompute]]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    this = Processor.detect()
-    # Another name than the real one, whose kernels may be compiled already.
-    processor = Processor(this.triple, "generic", this.features, instructions)
-    weights, compute = random_coded(FORMS[name], OUTPUTS, INPUTS), CpuCompute.on(SerialLauncher(3), processor)
+    with spelled_out() as compute:
+        yield compute
+
+
+@pytest.mark.parametrize(
+    "instructions",
+    [Instructions.AVX_VNNI, Instructions.AVX512_VNNI, Instructions.NEON_MATRIX],
+    ids=lambda each: each.value,
+)
+@some_forms
+def test_products_and_look_ups_with_the_panels_of_other_processors(
+    name: str, instructions: Instructions, spelled: Callable[[Instructions], CpuCompute]
+) -> None:
+    weights, compute = random_coded(FORMS[name], OUTPUTS, INPUTS), spelled(instructions)
     matrices = compute.pack([weights])
     for rows in (1, 3, ROWS):
         x, out = torch.randn(rows, INPUTS) + 0.5, torch.full((rows, OUTPUTS), float("nan"))
@@ -82,12 +65,28 @@ def test_products_and_look_ups_with_the_panels_of_vnni(
     assert torch.equal(vectors, weights.dequantised()[tokens])
 
 
-EMULATOR, COMPILER = "qemu-x86_64-static", "x86_64-linux-gnu-gcc"
-X86 = "x86_64-unknown-linux-gnu"
-TARGETS = {
+@pytest.mark.parametrize("name", ["Q8_0", pytest.param("Q6_K", marks=pytest.mark.prove)])
+def test_products_of_matrices_equal_sums_of_four_products_bit_for_bit(
+    name: str, spelled: Callable[[Instructions], CpuCompute]
+) -> None:
+    """Tiles of 1 to 4 rows of packed and of unpacked blocks, and a single row behind pairs."""
+    weights, x = random_coded(FORMS[name], OUTPUTS, INPUTS), torch.randn(ROWS, INPUTS) + 0.5
+    for rows in (1, 2, 3, 4, 5, ROWS):
+        outs = []
+        for instructions in (Instructions.NEON_DOT, Instructions.NEON_MATRIX):
+            compute, out = spelled(instructions), torch.full((rows, OUTPUTS), float("nan"))
+            CodedLinear(compute.pack([weights]), None, compute)(x[:rows], out)
+            outs.append(out)
+        assert torch.equal(*outs)
+
+
+X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+X86_TARGETS = {
     "avx2": Processor(X86, "haswell", "", Instructions.AVX2),
     "portable": Processor(X86, "x86-64", "", Instructions.PORTABLE),
 }
+DOT = Processor(ARM, "generic", "+neon,+dotprod", Instructions.NEON_DOT)
+MATRIX = Processor(ARM, "generic", "+neon,+dotprod,+i8mm", Instructions.NEON_MATRIX)
 MAIN = r"""
 #include <stdint.h>
 #include <stdio.h>
@@ -126,27 +125,62 @@ def test_the_program_for_the_emulator_knows_the_arguments() -> None:
     assert ProductArguments._fields == tuple(expected.split())
 
 
+def needs_emulator(architecture: str) -> pytest.MarkDecorator:
+    tools = (f"qemu-{architecture}-static", f"{architecture}-linux-gnu-gcc")
+    return pytest.mark.skipif(not all(map(shutil.which, tools)), reason=f"needs an emulator of {architecture}")
+
+
+class Emulated:
+    """The kernels of a product with some weights, as a program for an emulator."""
+
+    def __init__(self, folder: Path, processor: Processor, weights: CodedWeights) -> None:
+        self._folder = folder
+        self._architecture = processor.triple.partition("-")[0]
+        unit = UNITS[processor.instructions]
+        self._matrix = pack(weights, unit.panel, unit.quads_together)
+        folder.mkdir()
+        writers: dict[str, Callable[[Any], None]] = {
+            "quantise": lambda module: write_quantise(module, torch.float32, processor),
+            "product": lambda module: write_product(module, weights.form, torch.float32, processor),
+        }
+        for name, write in writers.items():
+            text = module_text(write, processor).replace('@"kernel"', f'@"{name}"')
+            (folder / f"{name}.o").write_bytes(machine_code(text, processor))
+        (folder / "main.c").write_text(MAIN)
+        (folder / "weights").write_bytes(self._matrix.panels.numpy().tobytes())
+        compiler = f"{self._architecture}-linux-gnu-gcc"
+        build = [compiler, "-static", "-o", "run", "main.c", "quantise.o", "product.o"]
+        subprocess.run(build, cwd=folder, check=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        matrix = self._matrix
+        (self._folder / "inputs").write_bytes(x.numpy().tobytes())
+        shape = (len(x), matrix.out_features, matrix.in_features)
+        sizes = (*shape, matrix.spans, input_bytes(matrix.in_features), matrix.panels.nbytes)
+        run = [f"qemu-{self._architecture}-static", "-cpu", "max", "./run", *map(str, sizes)]
+        subprocess.run(run, cwd=self._folder, check=True)
+        found = np.fromfile(self._folder / "outputs", dtype=np.float32)
+        return torch.from_numpy(found).view(len(x), matrix.out_features)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which(EMULATOR) and shutil.which(COMPILER)), reason="needs an emulator of x86_64")
-@pytest.mark.parametrize("processor", TARGETS.values(), ids=TARGETS.keys())
+@needs_emulator("x86_64")
+@pytest.mark.parametrize("processor", X86_TARGETS.values(), ids=X86_TARGETS.keys())
 @all_forms
 def test_products_in_an_emulator(form: CodeForm, processor: Processor, tmp_path: Path) -> None:
-    writers: dict[str, Callable[[Any], None]] = {
-        "quantise": lambda module: write_quantise(module, torch.float32),
-        "product": lambda module: write_product(module, form, torch.float32, processor),
-    }
-    for name, write in writers.items():
-        text = module_text(write, processor).replace('@"kernel"', f'@"{name}"')
-        (tmp_path / f"{name}.o").write_bytes(machine_code(text, processor))
-    (tmp_path / "main.c").write_text(MAIN)
-    build = [COMPILER, "-static", "-o", "run", "main.c", "quantise.o", "product.o"]
-    subprocess.run(build, cwd=tmp_path, check=True)
     weights, x = random_coded(form, OUTPUTS, INPUTS), torch.randn(ROWS, INPUTS) + 0.5
-    matrix = pack(weights, UNITS[processor.instructions].panel)
-    (tmp_path / "weights").write_bytes(matrix.panels.numpy().tobytes())
-    (tmp_path / "inputs").write_bytes(x.numpy().tobytes())
-    sizes = (ROWS, OUTPUTS, INPUTS, matrix.spans, input_bytes(INPUTS), matrix.panels.nbytes)
-    subprocess.run([EMULATOR, "-cpu", "max", "./run", *map(str, sizes)], cwd=tmp_path, check=True)
-    out = torch.from_numpy(np.fromfile(tmp_path / "outputs", dtype=np.float32)).view(ROWS, OUTPUTS)
-    expected = defined_product(weights, x)
+    out, expected = Emulated(tmp_path / "run", processor, weights)(x), defined_product(weights, x)
     assert float((out - expected).abs().max() / expected.abs().max()) < CLOSE
+
+
+@pytest.mark.prove
+@needs_emulator("aarch64")
+@all_forms
+def test_products_of_matrices_in_an_emulator(form: CodeForm, tmp_path: Path) -> None:
+    """Equal to the definition, and bit for bit to those of `sdot`."""
+    weights, x = random_coded(form, OUTPUTS, INPUTS), torch.randn(ROWS, INPUTS) + 0.5
+    dot, matrix = Emulated(tmp_path / "dot", DOT, weights), Emulated(tmp_path / "matrix", MATRIX, weights)
+    for rows in (1, 2, 3, ROWS):
+        out, expected = matrix(x[:rows]), defined_product(weights, x[:rows])
+        assert float((out - expected).abs().max() / expected.abs().max()) < CLOSE
+        assert torch.equal(out, dot(x[:rows]))

@@ -36,6 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 PLAIN = EffectiveParams(1.0, 1.0, 0, 0.0, 5, 16, frozenset({7}), True, frozenset({2}))
+ON_A_GPU = [LayerKernels.TORCH, LayerKernels.TRITON]
 CHANGES: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {},
@@ -80,7 +81,7 @@ def row(changes: dict[str, Any], seed: int, output: list[int], last_input: int |
 @pytest.mark.parametrize("vocab_size", [100, 32_000, 128_256])
 @pytest.mark.parametrize("scale", [0.3, 4.0])
 @pytest.mark.parametrize("is_late", [False, True], ids=["read", "unread"])
-@pytest.mark.parametrize("kernels", LayerKernels)
+@pytest.mark.parametrize("kernels", ON_A_GPU)
 def test_tokens_are_those_of_the_cpu_and_nothing_waits(
     vocab_size: int, scale: float, is_late: bool, kernels: LayerKernels
 ) -> None:
@@ -105,7 +106,7 @@ def test_tokens_are_those_of_the_cpu_and_nothing_waits(
         assert torch.equal(on_device.cpu(), logits), "the logits are not as they were"
 
 
-@pytest.mark.parametrize("kernels", LayerKernels)
+@pytest.mark.parametrize("kernels", ON_A_GPU)
 @pytest.mark.parametrize("rows", [1, 3, 64])
 def test_a_greedy_step_is_a_few_kernels(kernels: LayerKernels, rows: int) -> None:
     best = make_operations(kernels, torch.device("cuda", 0), torch.float32, inline_launcher()).best_tokens
@@ -173,7 +174,7 @@ def test_results_wait_for_their_step_and_not_for_the_next() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("kernels", [each.value for each in LayerKernels])
+@pytest.mark.parametrize("kernels", [each.value for each in ON_A_GPU])
 def test_an_engines_steps_sample_without_waiting(
     in_flight: bool, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,9 +6,6 @@ from typing import Any
 
 import click
 
-from sightline.cli.chat.conversation import Conversation
-from sightline.cli.chat.lines import remembered, typed_messages
-from sightline.cli.chat.partners import LocalModel, Partner, RemoteServer
 from sightline.cli.conformance.proving import prove_first
 from sightline.cli.loading import load_llm
 from sightline.cli.options import engine_options, options_given, prove_option, quiet_option, sampling_options
@@ -42,6 +39,11 @@ def chat(
 
     Ctrl-C stops an answer, Ctrl-D leaves.
     """
+    # Imported here: they import HTTP, TLS and asyncio, which `--help` does not need.
+    from sightline.cli.chat.conversation import Conversation
+    from sightline.cli.chat.lines import remembered, typed_messages
+    from sightline.cli.chat.partners import LocalModel, Partner, RemoteServer
+
     params = SamplingParams(**sampling)
     partner: Partner
     if url is None:

@@ -100,13 +100,13 @@ def scratch_bytes(num_heads: int, key_dim: int, value_dim: int) -> int:
 @cache
 def attend_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
     """The kernel for dtypes and sizes; see `AttendArguments`."""
-    return compile_kernel("attend", lambda module: write_attend(module, form, processor), processor)
+    return compile_kernel("attend", (form,), lambda module: write_attend(module, form, processor), processor)
 
 
 @cache
 def merge_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
     """The kernel that merges parts of `attend`, with the same arguments."""
-    return compile_kernel("merge", lambda module: write_merge(module, form), processor)
+    return compile_kernel("merge", (form,), lambda module: write_merge(module, form), processor)
 
 
 def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:

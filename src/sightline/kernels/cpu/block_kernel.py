@@ -52,7 +52,7 @@ class ProductArguments(NamedTuple):
     spans: int
     """Spans per row."""
     chunk_rows: int
-    """1 to `MAX_CHUNK_ROWS`."""
+    """1 to `MAX_CHUNK_ROWS`; even if it is less than `rows`, so that no pair of rows is divided."""
     bias: int
     """Address of fp32 numbers, 0 if there is none."""
     accumulate: int
@@ -63,12 +63,15 @@ class ProductArguments(NamedTuple):
 def product_kernel(form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> CompiledKernel:
     """The kernel for weights of a form; see `ProductArguments`."""
     name = f"product-{form.bits}-{form.zero}-{form.group}-{form.span}-{str(out_dtype).removeprefix('torch.')}"
-    return compile_kernel(name, lambda module: write_product(module, form, out_dtype, processor), processor)
+    return compile_kernel(
+        name, (form, out_dtype), lambda module: write_product(module, form, out_dtype, processor), processor
+    )
 
 
 def write_product(module: Any, form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> None:
     """Fills an LLVM module with the kernel."""
-    _ProductWriter(module, PanelLayout(form, UNITS[processor.instructions].panel), out_dtype, processor).write()
+    unit = UNITS[processor.instructions]
+    _ProductWriter(module, PanelLayout(form, unit.panel, unit.quads_together), out_dtype, processor).write()
 
 
 class _ProductWriter:

@@ -8,7 +8,6 @@ at once can exchange each other's kernels. Does not know what kernels compute.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 
-from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, load_kernel
+from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, load_kernel, sources_digest
 from sightline.kernels.cpu.processor import Processor
 
 SIGNATURE = numba.void(numba.int64, numba.int64, numba.int64)
@@ -35,7 +34,7 @@ def compiled(make: Make, *variant: int) -> CompiledKernel:
     """The kernel of a variant: from this process, from the disk, or compiled."""
     name = make.__name__.removeprefix("make_")
     numbers = tuple(int(each) for each in variant)
-    sources = _digest_of(Path(make.__code__.co_filename))
+    sources = sources_digest(Path(make.__code__.co_filename))
     identity = f"{numba.__version__} {sources} {make.__module__}.{make.__qualname__}{numbers}"
     return load_kernel(name, identity, partial(numba_text, make, numbers), Processor.detect())
 
@@ -66,11 +65,3 @@ define void @{entry}(i64 %arguments, i64 %thread, i64 %num_threads) {{
 }}
 """
 """The status is an exception's, of which kernels have one: a range whose step, the number of threads, is 0."""
-
-
-def _digest_of(source: Path) -> str:
-    """What a kernel in that file is compiled from: the file, and all of this folder, which it may call."""
-    digest = hashlib.sha256()
-    for each in (source, *sorted(Path(__file__).parent.glob("*.py"))):
-        digest.update(each.read_bytes())
-    return digest.hexdigest()

@@ -3,9 +3,10 @@
     identity ──▶ file in the folder of compiled kernels? ── yes ──▶ loaded
                       └─ no ──▶ LLVM text ──▶ machine code ──▶ file, loaded
 
-The name of a file is a digest of everything that the machine code depends on: the kernel's identity, the processor and
-the version of LLVM. A file that cannot be read, or is cut short, is compiled again. What is in a file runs in this
-process, so a folder that other users can write is not used. Does not know how kernels are written.
+The name of a file is a digest of everything that the machine code depends on: the kernel's identity, which has a digest
+of its sources, the processor and the version of LLVM. The text of a kernel that is kept is not written again. A file
+that cannot be read, or is cut short, is compiled again. What is in a file runs in this process, so a folder that other
+users can write is not used. Does not know how kernels are written.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import llvmlite.binding as llvm
 from llvmlite import ir
 
@@ -44,11 +47,20 @@ class CompiledKernel:
 
 
 def compile_kernel(
-    name: str, write: Callable[[Any], None], processor: Processor, folder: Path | None = None
+    name: str,
+    variant: tuple[object, ...],
+    write: Callable[[Any], None],
+    processor: Processor,
+    folder: Path | None = None,
 ) -> CompiledKernel:
-    """Compiles the module that `write` fills, or loads it from the folder of compiled kernels."""
-    text = module_text(write, processor)
-    return load_kernel(name, text, lambda: text, processor, folder)
+    """Compiles the module that `write` fills, or loads it from the folder of compiled kernels.
+
+    `variant` has all values that the module depends on, beside the processor. Their `repr` must tell them apart.
+    """
+    sources = sources_digest(Path(write.__code__.co_filename))
+    target = f"{processor.triple} {processor.instructions.value}"
+    identity = f"{llvmlite.__version__} {sources} {target} {variant!r}"
+    return load_kernel(name, identity, partial(module_text, write, processor), processor, folder)
 
 
 def load_kernel(
@@ -67,6 +79,15 @@ def load_kernel(
         code = machine_code(text(), processor)
         _keep(path, code)
     return _loaded(name, code, processor)
+
+
+@cache
+def sources_digest(source: Path) -> str:
+    """What a kernel in that file is written by: the file, this folder, and the values that it may take from above."""
+    digest, here = hashlib.sha256(), Path(__file__).parent
+    for each in (source, *sorted(here.glob("*.py")), *sorted(here.parent.glob("*.py"))):
+        digest.update(each.read_bytes())
+    return digest.hexdigest()
 
 
 def module_text(write: Callable[[Any], None], processor: Processor) -> str:

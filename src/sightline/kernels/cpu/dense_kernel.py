@@ -121,7 +121,11 @@ def dense_kernel(types: DenseTypes, processor: Processor, *, many_rows: bool) ->
     """The kernel for dtypes and more than `FEW_ROWS` rows, or fewer; see `DenseArguments`."""
     kind = "dense-many" if many_rows else "dense"
     name = "-".join((kind, *(str(each).removeprefix("torch.") for each in types)))
-    return compile_kernel(name, lambda module: write_dense(module, types, processor, many_rows=many_rows), processor)
+
+    def write(module: Any) -> None:
+        write_dense(module, types, processor, many_rows=many_rows)
+
+    return compile_kernel(name, (types, many_rows), write, processor)
 
 
 def write_dense(module: Any, types: DenseTypes, processor: Processor, *, many_rows: bool) -> None:

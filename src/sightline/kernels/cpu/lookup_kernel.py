@@ -44,13 +44,15 @@ class LookupArguments(NamedTuple):
 def lookup_kernel(form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> CompiledKernel:
     """The kernel for weights of a form; see `LookupArguments`."""
     name = f"lookup-{form.bits}-{form.zero}-{form.group}-{form.span}-{str(out_dtype).removeprefix('torch.')}"
-    return compile_kernel(name, lambda module: write_lookup(module, form, out_dtype, processor), processor)
+    return compile_kernel(
+        name, (form, out_dtype), lambda module: write_lookup(module, form, out_dtype, processor), processor
+    )
 
 
 def write_lookup(module: Any, form: CodeForm, out_dtype: torch.dtype, processor: Processor) -> None:
     """Fills an LLVM module with the kernel."""
     unit = UNITS[processor.instructions]
-    layout = PanelLayout(form, unit.panel)
+    layout = PanelLayout(form, unit.panel, unit.quads_together)
     emitter = Emitter(module, ENTRY, 3)
     build = emitter.build
     arguments, thread, num_threads = emitter.arguments

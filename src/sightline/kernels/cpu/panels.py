@@ -1,14 +1,20 @@
-"""The memory layout of quantised weights for CPU products: panels of outputs, interleaved by 4 inputs.
+"""The memory layout of quantised weights for CPU products: panels of outputs, interleaved by 4 or 8 inputs.
 
     matrix   panels, one behind the other; missing outputs of the last are 0
     panel    spans of 32 or 256 inputs
     span     fp16 scales, one per output; fp16 minima, if any; then its blocks of 32 inputs
     block    steps, one byte per group and output; minimum steps, if any; lower bits of the codes; higher bits
-    codes    quad 0 of output 0, quad 0 of output 1, ...: a quad is 4 consecutive inputs of one output
+    codes    planes 0 to 7, which share bytes: a plane has a quad, 4 consecutive inputs, for each output of the panel
 
-The lower 4 bits of quads 0 to 3 share bytes with those of quads 4 to 7, which are in the upper half of the byte. Codes
-of 8 bits are signed, 128 below the form's code, and have a byte each. Fifth and sixth bits follow: bit q of a byte is
-the fifth bit of quad q; of two bits, a byte has those of quads 0 to 3, and another byte those of quads 4 to 7.
+                   one quad together                     two quads together
+    plane 0        quad 0 of all outputs                 quads 0 and 1 of output 0, of output 1, ...: half the outputs
+    plane 1        quad 1 of all outputs                 quads 0 and 1 of the other half
+    plane 2        quad 2 of all outputs                 quads 2 and 3 of the first half, and so on
+
+The lower 4 bits of planes 0 to 3 share bytes with those of planes 4 to 7, which are in the upper half of the byte.
+Codes of 8 bits are signed, 128 below the form's code, and have a byte each. Fifth and sixth bits follow: bit p of a
+byte is the fifth bit of plane p; of two bits, a byte has those of planes 0 to 3, and another byte those of planes 4 to
+7.
 
 A product reads a panel from its first to its last byte. Does not know instructions.
 """
@@ -26,7 +32,7 @@ from sightline.kernels.coded_weights import CodedWeights, CodeForm
 BLOCK = 32
 """The inputs of a block, which share one scale of the quantised inputs."""
 QUADS = 8
-"""The quads of a block."""
+"""The quads of a block, and its planes."""
 _PIECE_ELEMENTS = 1 << 22
 
 
@@ -37,6 +43,13 @@ class PanelLayout:
     form: CodeForm
     panel: int
     """The number of outputs of a panel."""
+    quads_together: int
+    """The consecutive quads of one output that are stored side by side: 1 or 2."""
+
+    @property
+    def plane_bytes(self) -> int:
+        """A plane of codes, of 8 bits or with those that share its bytes."""
+        return 4 * self.panel
 
     @property
     def groups(self) -> int:
@@ -89,9 +102,9 @@ class PackedMatrix:
         return self.in_features // BLOCK // self.layout.blocks_per_span
 
 
-def pack(weights: CodedWeights, panel: int) -> PackedMatrix:
-    """Packs the weights in panels of so many outputs."""
-    layout = PanelLayout(weights.form, panel)
+def pack(weights: CodedWeights, panel: int, quads_together: int) -> PackedMatrix:
+    """Packs the weights in panels of so many outputs, with so many quads of an output side by side."""
+    layout = PanelLayout(weights.form, panel, quads_together)
     num_panels = -(-weights.out_features // panel)
     packed = torch.empty(num_panels, layout.num_bytes(panel, weights.in_features), dtype=torch.uint8)
     step = max(1, _PIECE_ELEMENTS // (weights.in_features * panel))
@@ -143,16 +156,17 @@ class _Piece:
 
     def _codes(self) -> Tensor:
         """[panels, blocks, bytes of codes]."""
-        blocks, bits = self.weights.in_features // BLOCK, self.layout.form.bits
-        quads = self._interleaved(self.weights.codes, blocks, QUADS, 4).permute(0, 2, 3, 1, 4)
+        blocks, bits, together = self.weights.in_features // BLOCK, self.layout.form.bits, self.layout.quads_together
+        runs = self._interleaved(self.weights.codes, blocks, QUADS // together, 4 * together).permute(0, 2, 3, 1, 4)
+        planes = runs.reshape(self.num_panels, blocks, QUADS, -1)
         if bits == 8:
-            return (quads ^ 0x80).reshape(self.num_panels, blocks, -1)
-        lower = (quads[:, :, :4] & 0x0F) | (quads[:, :, 4:] << 4)
+            return (planes ^ 0x80).reshape(self.num_panels, blocks, -1)
+        lower = (planes[:, :, :4] & 0x0F) | (planes[:, :, 4:] << 4)
         parts = [lower.reshape(self.num_panels, blocks, -1)]
         if bits == 5:
-            parts.append(_overlaid(quads >> 4, 1).reshape(self.num_panels, blocks, -1))
+            parts.append(_overlaid(planes >> 4, 1).reshape(self.num_panels, blocks, -1))
         elif bits == 6:
-            higher = quads >> 4
+            higher = planes >> 4
             parts += [
                 _overlaid(half, 2).reshape(self.num_panels, blocks, -1) for half in (higher[:, :, :4], higher[:, :, 4:])
             ]
@@ -160,8 +174,8 @@ class _Piece:
 
 
 def _overlaid(bits: Tensor, width: int) -> Tensor:
-    """[panels, blocks, quads, ...] to [panels, blocks, ...]: those of quad q begin at bit q * width of the byte."""
+    """[panels, blocks, planes, ...] to [panels, blocks, ...]: those of plane p begin at bit p * width of the byte."""
     joined = torch.zeros_like(bits[:, :, 0])
-    for quad in range(bits.shape[2]):
-        joined |= bits[:, :, quad] << (quad * width)
+    for plane in range(bits.shape[2]):
+        joined |= bits[:, :, plane] << (plane * width)
     return joined

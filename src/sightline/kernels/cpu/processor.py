@@ -26,6 +26,8 @@ class Instructions(Enum):
     """Vector operations that LLVM has for every processor."""
     NEON_DOT = "neon-dotprod"
     """aarch64 with sums of four products (`sdot`)."""
+    NEON_MATRIX = "neon-i8mm"
+    """aarch64 with products of 2 x 8 by 8 x 2 matrices (`smmla`), and `sdot` for single rows."""
     AVX2 = "avx2"
     """x86_64 with sums of two products (`vpmaddubsw`)."""
     AVX_VNNI = "avx-vnni"
@@ -51,6 +53,7 @@ ROWS = (
     ),
     InstructionRow(Instructions.AVX_VNNI, "x86_64", frozenset({"avxvnni", "avx2", "fma", "f16c"})),
     InstructionRow(Instructions.AVX2, "x86_64", frozenset({"avx2", "fma", "f16c"})),
+    InstructionRow(Instructions.NEON_MATRIX, "aarch64", frozenset({"neon", "dotprod", "i8mm"})),
     InstructionRow(Instructions.NEON_DOT, "aarch64", frozenset({"neon", "dotprod"})),
 )
 """The sets of instructions, in order of preference."""
@@ -86,6 +89,11 @@ class Processor:
             ",".join([*flags, *(f"+{name}" for name in sorted(extra))]),
             best_instructions(architecture, present),
         )
+
+    @property
+    def has_instructions(self) -> bool:
+        """True if the processor satisfies a row of `ROWS`."""
+        return self.instructions is not Instructions.PORTABLE
 
     def portable(self) -> Processor:
         """The same processor with the portable form of every kernel."""

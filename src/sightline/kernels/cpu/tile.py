@@ -6,6 +6,7 @@ Weights come as `BlockOfWeights`, from their packed form or from one that was un
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from sightline.kernels.cpu.emitter import F32, I8, I32, Emitter, Value, vector
@@ -21,7 +22,7 @@ class BlockOfWeights(NamedTuple):
     """
 
     codes: Callable[[int, int], Value]
-    """Gives the codes of a quad for a part, as bytes."""
+    """Gives the codes of a plane for a part, as bytes; of a quad, if there is one output."""
     signed: bool
     zero: int
     """The number that is subtracted from every code."""
@@ -56,13 +57,9 @@ class Tile:
         """Adds the products of a block with the rows' blocks at the addresses `inputs`."""
         emitter, unit, groups = self._emitter, self._unit, len(weights.scales)
         for group in range(groups):
-            sums = [[self._first_sum(weights, start, group)] * len(self._parts) for start in inputs]
-            for quad in range(group * QUADS // groups, (group + 1) * QUADS // groups):
-                for part in self._parts:
-                    codes = weights.codes(quad, part)
-                    for row in self._rows:
-                        taken = unit.inputs(emitter, inputs[row], quad)
-                        sums[row][part] = unit.dot(emitter, sums[row][part], codes, taken, signed=weights.signed)
+            first = [self._first_sum(weights, start, group) for start in inputs]
+            planes = range(group * QUADS // groups, (group + 1) * QUADS // groups)
+            sums = unit.sums(emitter, weights.codes, planes, inputs, first, signed=weights.signed)
             for row in self._rows:
                 scale = self._splat_float(inputs[row], SCALE_OFFSET)
                 for part in self._parts:
@@ -127,11 +124,12 @@ class PackedSpan:
         if layout.form.has_steps:
             scales = [self._stepped(self._scales, place, group) for group in range(layout.groups)]
             minima = None if minima is None else self._stepped(minima, place, layout.groups)
-        codes = self._of_output(emitter.add(place, emitter.number(layout.step_bytes)), 4)
+        codes = emitter.add(place, emitter.number(layout.step_bytes))
+        unpacked = partial(self._unpacked if self._output is None else self._unpacked_quad, codes)
         # Codes of 8 bits are stored without their zero.
         signed = layout.form.bits == 8
         zero = 0 if signed else layout.form.zero
-        return BlockOfWeights(lambda quad, part: self._unpacked(codes, quad, part), signed, zero, scales, minima)
+        return BlockOfWeights(unpacked, signed, zero, scales, minima)
 
     def _of_output(self, address: Value, num_bytes: int) -> Value:
         """The place of the chosen output, where each output takes so many bytes."""
@@ -150,14 +148,14 @@ class PackedSpan:
             stepped.append(emitter.build.fmul(halves[part], emitter.build.sitofp(steps, vector(F32, lanes))))
         return stepped
 
-    def _unpacked(self, codes: Value, quad: int, part: int) -> Value:
-        """The codes of a quad for the outputs of a part of the panel, as bytes."""
+    def _unpacked(self, codes: Value, plane: int, part: int) -> Value:
+        """The codes of a plane for a part of the panel, as bytes."""
         emitter, bits = self._emitter, self._layout.form.bits
         width = 4 * self._lanes
-        quad_bytes, kind = 4 * self._layout.panel, vector(I8, width)
+        kind = vector(I8, width)
 
         def stored(number: int) -> Value:
-            return emitter.load(codes, kind, number * quad_bytes + part * width)
+            return emitter.load(codes, kind, number * self._layout.plane_bytes + part * width)
 
         def shifted(value: Value, places: int, mask: int) -> Value:
             """The bits of `mask`, after a shift to the left, or to the right if `places` is negative."""
@@ -167,21 +165,54 @@ class PackedSpan:
             return emitter.build.and_(value, emitter.constant(kind, mask))
 
         if bits == 8:
-            return stored(quad)
+            return stored(plane)
         if bits == 4:
-            return shifted(stored(quad % 4), 0 if quad < 4 else -4, 0x0F)
+            return shifted(stored(plane % 4), 0 if plane < 4 else -4, 0x0F)
         higher_bits = bits - 4
         mask = (1 << higher_bits) - 1
-        number, place = (4, quad) if higher_bits == 1 else (4 + quad // 4, 2 * (quad % 4))
-        if quad < 4:
-            return self._unit.above_lower_half(emitter, stored(quad), shifted(stored(number), -place, mask))
-        return self._unit.above_upper_half(emitter, stored(quad % 4), shifted(stored(number), 4 - place, mask << 4))
+        number, place = (4, plane) if higher_bits == 1 else (4 + plane // 4, 2 * (plane % 4))
+        if plane < 4:
+            return self._unit.above_lower_half(emitter, stored(plane), shifted(stored(number), -place, mask))
+        return self._unit.above_upper_half(emitter, stored(plane % 4), shifted(stored(number), 4 - place, mask << 4))
+
+    def _unpacked_quad(self, codes: Value, quad: int, part: int) -> Value:
+        """The codes of a quad for the chosen output, as bytes."""
+        del part  # there is one
+        emitter, build, layout, bits = self._emitter, self._emitter.build, self._layout, self._layout.form.bits
+        together, kind = layout.quads_together, vector(I8, 4)
+        # The quad is in this plane, or in the next one if the output is in the second half of the panel.
+        plane, offset = quad // together * together, 4 * (quad % together)
+        half, output = emitter.number(0), self._output
+        if together == 2:
+            outputs = emitter.number(layout.panel // 2)
+            half, output = build.udiv(self._output, outputs), build.urem(self._output, outputs)
+        place = emitter.add(codes, emitter.times(output, 4 * together))
+
+        def stored(number: int, start: Value) -> Value:
+            return emitter.load(start, kind, number * layout.plane_bytes + offset)
+
+        def shifted(value: Value, constant: int, per_half: int, mask: int) -> Value:
+            """The bits of `mask`, after a shift to the right that depends on the half."""
+            places = build.trunc(emitter.add(emitter.number(constant), emitter.times(half, per_half)), I8)
+            return build.and_(build.lshr(value, emitter.splat(places, 4)), emitter.constant(kind, mask))
+
+        in_plane = emitter.add(place, emitter.times(half, layout.plane_bytes))
+        if bits == 8:
+            return stored(plane, in_plane)
+        lower = shifted(stored(plane % 4, in_plane), 0 if plane < 4 else 4, 0, 0x0F)
+        if bits == 4:
+            return lower
+        higher_bits = bits - 4
+        mask = (1 << higher_bits) - 1
+        number, bit = (4, plane) if higher_bits == 1 else (4 + plane // 4, 2 * (plane % 4))
+        higher = shifted(stored(number, place), bit, higher_bits, mask)
+        return build.or_(lower, build.shl(higher, emitter.constant(kind, 4)))
 
 
 class UnpackedBlocks:
     """Blocks with a signed byte per code and fp32 scales and minima, to be multiplied with many rows.
 
-    block   scales of each group [groups, panel]; minima [panel], if any; codes of each quad [panel, 4]
+    block   scales of each group [groups, panel]; minima [panel], if any; codes of each plane [panel, 4]
     """
 
     def __init__(self, emitter: Emitter, layout: PanelLayout, unit: VectorUnit) -> None:
@@ -203,12 +234,12 @@ class UnpackedBlocks:
             for part in self._parts:
                 emitter.store(row[part], address, 4 * (unit.panel * number + unit.lanes * part), align=16)
         kind = vector(I8, 4 * unit.lanes)
-        for quad in range(QUADS):
+        for plane in range(QUADS):
             for part in self._parts:
-                codes = weights.codes(quad, part)
+                codes = weights.codes(plane, part)
                 if weights.zero:
                     codes = emitter.build.sub(codes, emitter.constant(kind, weights.zero))
-                emitter.store(codes, address, self._codes_offset(quad, part), align=16)
+                emitter.store(codes, address, self._codes_offset(plane, part), align=16)
 
     def read(self, address: Value) -> BlockOfWeights:
         """The block at the address."""
@@ -221,13 +252,13 @@ class UnpackedBlocks:
                 for part in self._parts
             ]
 
-        def codes(quad: int, part: int) -> Value:
-            return emitter.load(address, vector(I8, 4 * unit.lanes), self._codes_offset(quad, part), align=16)
+        def codes(plane: int, part: int) -> Value:
+            return emitter.load(address, vector(I8, 4 * unit.lanes), self._codes_offset(plane, part), align=16)
 
         scales = [row(group) for group in range(layout.groups)]
         minima = row(layout.groups) if layout.form.has_minima else None
         return BlockOfWeights(codes, True, 0, scales, minima)
 
-    def _codes_offset(self, quad: int, part: int) -> int:
-        codes = self.block_bytes(self._layout) - 4 * QUADS * self._unit.panel
-        return codes + 4 * (quad * self._unit.panel + part * self._unit.lanes)
+    def _codes_offset(self, plane: int, part: int) -> int:
+        codes = self.block_bytes(self._layout) - QUADS * self._layout.plane_bytes
+        return codes + plane * self._layout.plane_bytes + 4 * part * self._unit.lanes

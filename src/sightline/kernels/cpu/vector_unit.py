@@ -4,17 +4,19 @@
     inputs   the 4 inputs that these multiply, the same for every lane
     sums     one 32-bit sum per output
 
+With products of matrices, a vector of codes has 8 consecutive inputs of one output, then those of the next one.
+
 Does not know formats of weights, nor the loops around.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
-from sightline.kernels.cpu.emitter import F16, F32, I1, I8, I16, I32, Emitter, Value, vector
+from sightline.kernels.cpu.emitter import F16, F32, I1, I8, I16, I32, I64, Emitter, Value, vector
 from sightline.kernels.cpu.processor import Instructions
 
 FLOAT8_FACTOR = 256.0
@@ -37,8 +39,38 @@ class VectorUnit(ABC):
     dense_rows: ClassVar[int]
     """Rows of a tile of dense products: with 4 outputs, as many sums as there are registers, less those of a row and of
     the weights."""
+    quads_together: ClassVar[int] = 1
+    """The consecutive quads of one output that a vector of codes has side by side."""
+    pairs_rows: ClassVar[bool] = False
+    """True if the inputs of two rows are stored with their octets in turns."""
     excess: ClassVar[int] = 0
-    """What `dot` adds to each signed code, because the instruction takes unsigned ones only."""
+    """What `sums` adds to each signed code, because the instruction takes unsigned ones only."""
+
+    def sums(
+        self,
+        emitter: Emitter,
+        codes: Callable[[int, int], Value],
+        planes: range,
+        rows: Sequence[Value],
+        first: Sequence[Value],
+        *,
+        signed: bool,
+    ) -> list[list[Value]]:
+        """The sums of products with some planes of a block, for each row and each part of a panel.
+
+        `codes` gives the codes of a plane for a part. `rows` are the addresses of the rows' inputs of the block, and
+        `first` has the vector that each row's sums begin with.
+        """
+        parts = range(self.panel // self.lanes)
+        sums = [[start for _ in parts] for start in first]
+        for plane in planes:
+            for part in parts:
+                loaded = codes(plane, part)
+                for row, address in zip(sums, rows, strict=True):
+                    row[part] = self.dot(
+                        emitter, row[part], loaded, self.inputs(emitter, address, plane), signed=signed
+                    )
+        return sums
 
     def inputs(self, emitter: Emitter, address: Value, quad: int) -> Value:
         """The inputs 4 * quad to 4 * quad + 3 of the row at the address, repeated for all lanes, as bytes."""
@@ -123,6 +155,73 @@ class NeonDotUnit(VectorUnit):
         if packed.type.count != 16:
             return super().above_upper_half(emitter, packed, higher)
         return emitter.call("llvm.aarch64.neon.vsri.v16i8", packed.type, [higher, packed, emitter.constant(I32, 4)])
+
+
+class NeonMatrixUnit(NeonDotUnit):
+    """aarch64 with `smmla`, which multiplies 2 rows of 8 inputs with 2 outputs. A row without another takes `sdot`."""
+
+    quads_together = 2
+    pairs_rows = True
+
+    def sums(
+        self,
+        emitter: Emitter,
+        codes: Callable[[int, int], Value],
+        planes: range,
+        rows: Sequence[Value],
+        first: Sequence[Value],
+        *,
+        signed: bool,
+    ) -> list[list[Value]]:
+        numbers, pairs = range(self.panel // 2), range(0, len(rows) - 1, 2)
+        is_odd = len(rows) % 2 == 1
+        tiles = [[self._of_two_rows(emitter, first[row], first[row + 1])] * len(numbers) for row in pairs]
+        # A sum of a single row has two halves, which are added in the end.
+        zeros = emitter.constant(vector(I32, 4), 0)
+        halves = [emitter.shuffle(first[-1], [0, 4, 1, 5], zeros)] * len(numbers)
+        for octet in range(planes.start // 2, planes.stop // 2):
+            inputs = [self._octet_of_two(emitter, rows[row + octet // 2], octet) for row in pairs]
+            for number in numbers:
+                loaded = codes(*divmod(octet * len(numbers) + number, len(numbers) // 2))
+                for tile, taken in zip(tiles, inputs, strict=True):
+                    tile[number] = self.multiply(emitter, tile[number], taken, loaded)
+                if is_odd:
+                    taken = self._octet_twice(emitter, rows[-1], octet)
+                    halves[number] = self.dot(emitter, halves[number], loaded, taken, signed=signed)
+        sums = [row for tile in tiles for row in self._rows_of(emitter, tile)]
+        return [*sums, self._joined(emitter, halves)] if is_odd else sums
+
+    def multiply(self, emitter: Emitter, sums: Value, inputs: Value, codes: Value) -> Value:
+        """The instruction itself: adds [2 rows, 8] inputs times [2 outputs, 8] codes to [2 rows, 2 outputs] sums."""
+        return emitter.call("llvm.aarch64.neon.smmla.v4i32.v16i8", vector(I32, 4), [sums, inputs, codes])
+
+    def add_neighbours(self, emitter: Emitter, left: Value, right: Value) -> Value:
+        """The sums of neighbours in `left`, then those in `right`."""
+        return emitter.call("llvm.aarch64.neon.addp.v4i32", vector(I32, 4), [left, right])
+
+    def _octet_of_two(self, emitter: Emitter, address: Value, octet: int) -> Value:
+        """8 inputs of a row, then those of the next row; the address is that of the row whose block has them."""
+        return emitter.load(address, vector(I8, 16), offset=16 * (octet % 2), align=16)
+
+    def _octet_twice(self, emitter: Emitter, row: Value, octet: int) -> Value:
+        """8 inputs of a row without another, twice."""
+        loaded = emitter.load(row, vector(I64, 2), offset=16 * (octet // 2), align=16)
+        return emitter.build.bitcast(emitter.shuffle(loaded, [octet % 2] * 2), vector(I8, 16))
+
+    def _of_two_rows(self, emitter: Emitter, row: Value, next_row: Value) -> Value:
+        """The first two sums of a row, then those of the next row."""
+        return emitter.shuffle(row, [0, 1, 4, 5], next_row)
+
+    def _rows_of(self, emitter: Emitter, tile: Sequence[Value]) -> list[list[Value]]:
+        """The sums of each of two rows, for each part."""
+        orders = ([0, 1, 4, 5], [2, 3, 6, 7])
+        pairs = list(zip(tile[::2], tile[1::2], strict=True))
+        return [[emitter.shuffle(left, order, right) for left, right in pairs] for order in orders]
+
+    def _joined(self, emitter: Emitter, halves: Sequence[Value]) -> list[Value]:
+        """The sums of a single row, for each part."""
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        return [self.add_neighbours(emitter, left, right) for left, right in pairs]
 
 
 class PortableUnit(VectorUnit):
@@ -216,6 +315,7 @@ class Vnni512Unit(VnniUnit):
 UNITS: Mapping[Instructions, VectorUnit] = MappingProxyType(
     {
         Instructions.PORTABLE: PortableUnit(),
+        Instructions.NEON_MATRIX: NeonMatrixUnit(),
         Instructions.NEON_DOT: NeonDotUnit(),
         Instructions.AVX2: Avx2Unit(),
         Instructions.AVX_VNNI: VnniUnit(),

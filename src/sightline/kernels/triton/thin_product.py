@@ -107,7 +107,10 @@ def choose_thin(num_outputs: int, num_inputs: int, num_rows: int, *, gates: bool
     if num_rows > 16:
         chosen = _choose_for_many(num_outputs, num_rows, gates=gates)
     elif gates:
-        chosen = ThinConfig(16, 64, 128, 4) if num_outputs <= 8192 else ThinConfig(16, 128, 128, 3)
+        if num_outputs <= 4096:
+            chosen = ThinConfig(16, 32, 256, 4)
+        else:
+            chosen = ThinConfig(16, 64, 128, 4) if num_outputs <= 8192 else ThinConfig(16, 128, 128, 3)
     elif num_outputs <= 4608:
         chosen = ThinConfig(16, 32, 256, 6)
     else:
