@@ -31,7 +31,7 @@ def write_powers(module: Any) -> None:
 
 
 def powers(x: Tensor) -> Tensor:
-    out, kernel = torch.full_like(x, torch.nan), compile_kernel("powers", write_powers, Processor.detect())
+    out, kernel = torch.full_like(x, torch.nan), compile_kernel("powers", (), write_powers, Processor.detect())
     arguments = np.array([x.data_ptr(), out.data_ptr(), len(x)], dtype=np.int64)
     SerialLauncher(1).launch(Record(kernel.address, arguments, (kernel, x, out), kernel.name))
     return out
