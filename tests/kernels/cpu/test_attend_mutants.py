@@ -76,7 +76,7 @@ FAULTS = {
     ),
     "the sink is forgotten": Fault(
         attend_kernel,
-        "emitter.set(weight, exp(build, build.fsub(emitter.get(sink), base)))",
+        "emitter.set(weight, power_of_two(build, build.fsub(emitter.get(sink), base)))",
         "emitter.set(weight, zero)",
         "features-together",
     ),
@@ -94,6 +94,27 @@ FAULTS = {
     ),
     "dimensions behind the last whole line are dropped": Fault(
         attend_tiles, "if whole < dims:", "if whole > dims:", "context"
+    ),
+    "dimensions of values that do not fill the registers are dropped": Fault(
+        attend_tiles, "for piece in pieces(dims - whole, width):", "for piece in pieces(0, width):", "context"
+    ),
+    "the addresses of a tile are those of the one before": Fault(
+        attend_tiles,
+        "near = rows.tile(emitter, emitter.add(place, emitter.number(KEYS)))",
+        "near = rows.tile(emitter, place)",
+        LONG_CONTEXTS,
+    ),
+    "a stretch goes on behind the rows of its block": Fault(
+        attend_kernel,
+        "stop = emitter.smaller(emitter.add(first, stretch), padded)",
+        "stop = emitter.add(first, stretch)",
+        LONG_CONTEXTS,
+    ),
+    "the cap of scores is in other units than the scores": Fault(
+        attend_kernel,
+        "cap = build.fmul(_float(emitter, bits), emitter.constant(F32, LOG2_E))",
+        "cap = _float(emitter, bits)",
+        "features-together",
     ),
     "the last queries of a group are those of the first tile": Fault(
         attend_tiles, "yield nullcontext(emitter.number(whole))", "yield nullcontext(emitter.number(0))", "context"

@@ -1,6 +1,6 @@
 """Attention over pages in place, and the merge of its parts.
 
-    attend   a unit is (token, split of the keys). For each block of keys: slots ─▶ scores ─▶ weights ─▶ sums of values,
+    attend   a unit is (token, split of the keys). For each block of keys: rows ─▶ scores ─▶ weights ─▶ sums of values,
              all heads of a block at a time, because their keys and values are side by side in memory
     merge    the splits of each (token, query head)
 
@@ -13,15 +13,17 @@ of weights relative to it. The states of all heads of a unit are side by side.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from sightline.kernels.cpu.attend import FIELDS
-from sightline.kernels.cpu.attend_tiles import BLOCK, KEYS, AttendForm, Rows, TileWriter, pieces
+from sightline.kernels.cpu.attend_tiles import BLOCK, KEYS, AttendForm, HeadRows, TileWriter, pieces
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
-from sightline.kernels.cpu.elementary import exp, larger, largest, tanh, total
+from sightline.kernels.cpu.elementary import larger, largest, multiply_add, power_of_two, tanh, total
 from sightline.kernels.cpu.emitter import F32, I8, I32, I64, Emitter, Value, vector
 from sightline.kernels.cpu.floats import load_floats, store_floats
 from sightline.kernels.cpu.processor import Processor
@@ -32,9 +34,19 @@ MIN_SPLIT = 64
 STATE_EXTRA = 2
 """Numbers of a head's state beside the sums: the largest score and the sum of weights."""
 NOTHING = float("-inf")
-SLOT_BYTES = 8 * (8 + BLOCK + KEYS)
-"""A list of slots: how many there are, in a cache line of its own, and the slots."""
-SLOT_HEADER = 64
+LOG2_E = 1.4426950408889634
+"""Scores are computed in units of ln 2, so that weights are powers of 2."""
+STRETCH_BYTES = 12 << 10
+"""Keys or values that are read head by head. More save loads and stores of sums, fewer are read from one end of memory
+to the other."""
+AHEAD_BYTES = 12 << 10
+"""How far ahead keys and values are brought into the second cache: far enough for the latency of memory, and not so
+far that they are gone before they are read."""
+ROWS_HEADER = 64
+ROWS_BYTES = ROWS_HEADER + 2 * 8 * BLOCK
+"""The rows of a block: how many there are, in a cache line of its own, the addresses of keys and those of values."""
+_LISTS_BYTES = 2 * ROWS_BYTES + 3 * 8 * BLOCK
+"""The rows of two blocks, and the order in which those of one are read."""
 _WIDTH = 16
 """Numbers that are copied or scaled at once."""
 
@@ -83,9 +95,9 @@ class AttendArguments(NamedTuple):
 
 
 def scratch_bytes(num_heads: int, key_dim: int, value_dim: int) -> int:
-    """The memory that a thread of `attend` needs: slots, queries, states and scores."""
+    """The memory that a thread of `attend` needs: lists of rows, queries, states and scores."""
     floats = num_heads * (key_dim + value_dim + STATE_EXTRA + BLOCK)
-    return -(-(2 * SLOT_BYTES + 4 * floats) // 128) * 128
+    return -(-(_LISTS_BYTES + 4 * floats) // 128) * 128
 
 
 @cache
@@ -103,7 +115,7 @@ def merge_kernel(form: AttendForm, processor: Processor) -> CompiledKernel:
 def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
     """Fills an LLVM module with the kernel."""
     unit = UNITS[processor.instructions]
-    find, begin = write_find_slots(module), write_begin(module, form)
+    find, begin = write_find_rows(module), write_begin(module, form)
     add, finish = _write_add_block(module, form, unit), write_finish(module, form)
     emitter = Emitter(module, ENTRY, 3)
     build = emitter.build
@@ -111,8 +123,9 @@ def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
     given = read_arguments(emitter, arguments)
     num_heads = emitter.times(given.num_kv_heads, form.group)
     state_bytes = emitter.times(num_heads, 4 * (form.value_dim + STATE_EXTRA))
-    slots = emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes))
-    own_state = emitter.add(slots, emitter.number(2 * SLOT_BYTES))
+    lists = emitter.add(given.scratch, emitter.times(thread, given.scratch_bytes))
+    order = emitter.add(lists, emitter.number(2 * ROWS_BYTES))
+    own_state = emitter.add(lists, emitter.number(_LISTS_BYTES))
     queries = emitter.add(own_state, state_bytes)
     scores = emitter.add(queries, emitter.times(num_heads, 4 * form.key_dim))
     num_units = emitter.times(given.num_tokens, given.num_splits)
@@ -131,15 +144,15 @@ def write_attend(module: Any, form: AttendForm, processor: Processor) -> None:
                 query = emitter.add(queries, emitter.times(head, 4 * form.key_dim))
                 own = emitter.add(state, emitter.times(head, State.num_bytes(form)))
                 emitter.call_function(begin, [arguments, token, head, has_keys, query, own])
-            emitter.call_function(find, [arguments, field, first, stop, slots])
+            emitter.call_function(find, [arguments, field, first, stop, lists])
             with emitter.loop(0, emitter.divided_up(build.sub(stop, first), BLOCK)) as block:
-                odd = emitter.times(build.and_(block, emitter.number(1)), SLOT_BYTES)
-                here = emitter.add(slots, odd)
-                there = emitter.add(slots, build.sub(emitter.number(SLOT_BYTES), odd))
+                odd = emitter.times(build.and_(block, emitter.number(1)), ROWS_BYTES)
+                here = emitter.add(lists, odd)
+                there = emitter.add(lists, build.sub(emitter.number(ROWS_BYTES), odd))
                 following = emitter.add(first, emitter.times(emitter.add(block, emitter.number(1)), BLOCK))
                 emitter.call_function(find, [arguments, field, following, stop, there])
                 with emitter.when(build.icmp_signed(">", emitter.load(here, I64, align=8), emitter.number(0))):
-                    emitter.call_function(add, [arguments, here, there, queries, state, scores])
+                    emitter.call_function(add, [arguments, here, there, order, queries, state, scores])
             with emitter.when(build.not_(is_split)), emitter.loop(0, num_heads) as head:
                 own = emitter.add(state, emitter.times(head, State.num_bytes(form)))
                 emitter.call_function(finish, [arguments, own, emitter.number(1), state_bytes, token, head])
@@ -191,7 +204,7 @@ def write_begin(module: Any, form: AttendForm) -> Value:
     emitter = Emitter(module, "begin", 6, internal=True, inline=False)
     arguments, token, head, has_keys, target, address = emitter.arguments
     given = read_arguments(emitter, arguments)
-    factor = emitter.build.fmul(_float(emitter, given.score_factor), emitter.constant(F32, form.factor))
+    factor = emitter.build.fmul(_float(emitter, given.score_factor), emitter.constant(F32, LOG2_E * form.factor))
     source = emitter.add(given.q, emitter.times(token, given.q_token_bytes), emitter.times(head, given.q_head_bytes))
     state = State(emitter, form, address)
     state.keep(emitter.constant(F32, NOTHING), emitter.constant(F32, 0.0))
@@ -233,19 +246,24 @@ class State:
         self._emitter.store(weight, self.address, self._extra + 4, align=4)
 
 
-def write_find_slots(module: Any) -> Value:
-    """A function that lists the slots of the keys that a token sees out of a block.
+def write_find_rows(module: Any) -> Value:
+    """A function that lists where the keys and values are that a token sees out of a block.
 
-    Arguments: address of the arguments, fields of the token, first key of the block, end of the keys, the list.
+    Arguments: address of the arguments, fields of the token, first key of the block, end of the keys, the list. Behind
+    the last row, the list is completed with it.
     """
-    emitter = Emitter(module, "find_slots", 5, internal=True, inline=False)
+    emitter = Emitter(module, "find_rows", 5, internal=True, inline=False)
     build = emitter.build
-    arguments, field, first, stop, slots = emitter.arguments
+    arguments, field, first, stop, rows = emitter.arguments
     given = read_arguments(emitter, arguments)
     place, tree, context_len, positions, position, window = (
         emitter.load(field, I64, 8 * index, align=8) for index in (0, 3, 4, 5, 6, 7)
     )
     stop = emitter.smaller(stop, emitter.add(first, emitter.number(BLOCK)))
+    lists = (
+        (ROWS_HEADER, given.keys, given.key_slot_bytes),
+        (ROWS_HEADER + 8 * BLOCK, given.values, given.value_slot_bytes),
+    )
     count, offset, sees = (emitter.variable(I64) for _ in range(3))
     emitter.set(count, emitter.number(0))
     has_keys = build.icmp_signed("<", first, stop)
@@ -266,75 +284,97 @@ def write_find_slots(module: Any) -> Value:
             is_new = build.icmp_signed(">=", number, emitter.number(0))
             with emitter.when(build.and_(build.icmp_signed("!=", tree, emitter.number(0)), is_new)):
                 there = emitter.load(emitter.add(positions, emitter.times(number, 8)), I64, align=8)
-                distance = build.sub(position, there)
-                distance = build.select(
-                    build.icmp_signed("<", distance, emitter.number(0)), build.neg(distance), distance
-                )
-                is_near = build.icmp_signed("<", distance, window)
-                is_near = build.or_(is_near, build.icmp_signed("==", window, emitter.number(0)))
+                is_near = _is_near(emitter, build.sub(position, there), window)
                 in_tree = build.icmp_signed("!=", emitter.load(emitter.add(tree, number), I8), emitter.constant(I8, 0))
                 emitter.set(sees, build.zext(build.and_(is_near, in_tree), I64))
-            found = emitter.add(slots, emitter.times(emitter.get(count), 8))
-            emitter.store(emitter.add(key, emitter.get(offset)), found, SLOT_HEADER, align=8)
+            found = emitter.add(rows, emitter.times(emitter.get(count), 8))
+            slot = emitter.add(key, emitter.get(offset))
+            for at, base, slot_bytes in lists:
+                emitter.store(emitter.add(base, emitter.times(slot, slot_bytes)), found, at, align=8)
             emitter.set(count, emitter.add(emitter.get(count), emitter.get(sees)))
-    emitter.store(emitter.get(count), slots, align=8)
-    # A tile is completed with the last key.
-    behind = emitter.add(slots, emitter.times(emitter.get(count), 8))
-    last = emitter.load(behind, I64, SLOT_HEADER - 8, align=8)
-    for index in range(KEYS - 1):
-        emitter.store(last, behind, SLOT_HEADER + 8 * index, align=8)
+    emitter.store(emitter.get(count), rows, align=8)
+    found = emitter.get(count)
+    last = emitter.add(rows, emitter.times(found, 8))
+    is_empty = build.icmp_signed("==", found, emitter.number(0))
+    with emitter.loop(build.select(is_empty, emitter.number(BLOCK), found), BLOCK) as index:
+        behind = emitter.add(rows, emitter.times(index, 8))
+        for at, _, _ in lists:
+            emitter.store(emitter.load(last, I64, at - 8, align=8), behind, at, align=8)
     emitter.finish()
     return emitter.function
+
+
+def _is_near(emitter: Emitter, distance: Value, window: Value) -> Value:
+    """Whether a position at a distance, in either direction, is in the window. 0 is no window."""
+    build, zero = emitter.build, emitter.number(0)
+    distance = build.select(build.icmp_signed("<", distance, zero), build.neg(distance), distance)
+    return build.or_(build.icmp_signed("<", distance, window), build.icmp_signed("==", window, zero))
 
 
 def _write_add_block(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     """A function that adds a block of keys to the states of all heads.
 
-    Arguments: address of the arguments, slots of the block and of the next one, queries, states, scores.
+    Arguments: address of the arguments, rows of the block and of the next one, memory for their order, queries, states,
+    scores.
     """
     weigh = write_weigh(module, form)
-    emitter = Emitter(module, "add_block", 6, internal=True, inline=False)
-    build = emitter.build
-    arguments, here, there, queries, states, scores = emitter.arguments
+    emitter = Emitter(module, "add_block", 7, internal=True, inline=False)
+    arguments, here, there, order, queries, states, scores = emitter.arguments
     given = read_arguments(emitter, arguments)
-    keys = Rows(given.keys, given.key_slot_bytes, given.key_head_bytes)
-    values = Rows(given.values, given.value_slot_bytes, given.value_head_bytes)
+    writer, state_bytes = TileWriter(emitter, form, unit), State.num_bytes(form)
     count = emitter.load(here, I64, align=8)
-    slots = emitter.add(here, emitter.number(SLOT_HEADER))
-    is_last = build.icmp_signed("==", emitter.load(there, I64, align=8), emitter.number(0))
-    next_slots = emitter.add(build.select(is_last, here, there), emitter.number(SLOT_HEADER))
-    writer, state_bytes, num_tiles = (
-        TileWriter(emitter, form, unit),
-        State.num_bytes(form),
-        emitter.divided_up(count, KEYS),
-    )
-    with emitter.loop(0, num_tiles) as tile:
-        own_keys, own_values = (rows.tile(emitter, slots, tile) for rows in (keys, values))
-        with emitter.loop(0, given.num_kv_heads) as head:
-            first = emitter.times(head, form.group)
-            writer.score(
-                keys.of_head(emitter, own_keys, head),
-                values.of_head(emitter, own_values, head),
-                emitter.add(queries, emitter.times(first, 4 * form.key_dim)),
-                emitter.add(scores, emitter.times(first, 4 * BLOCK), emitter.times(tile, 4 * KEYS)),
-            )
+    padded = emitter.times(emitter.divided_up(count, KEYS), KEYS)
+    key_rows, value_rows = _write_order(emitter, here, there, order, padded)
+    stretch, ahead = (_rows_in(emitter, num_bytes, given.key_slot_bytes) for num_bytes in (STRETCH_BYTES, AHEAD_BYTES))
+
+    @contextmanager
+    def stretches(rows: Value, head_bytes: Value) -> Iterator[tuple[HeadRows, Value]]:
+        """Repeats what is emitted inside for the rows of each stretch and head: yields them, and the first query."""
+        with emitter.loop(0, emitter.divided_up(count, stretch)) as number:
+            first = emitter.times(number, stretch)
+            stop = emitter.smaller(emitter.add(first, stretch), padded)
+            with emitter.loop(0, given.num_kv_heads) as head:
+                own = HeadRows(rows, emitter.times(head, head_bytes), ahead, first, stop)
+                yield own, emitter.times(head, form.group)
+
+    with stretches(key_rows, given.key_head_bytes) as (keys, first):
+        own_queries = emitter.add(queries, emitter.times(first, 4 * form.key_dim))
+        writer.score(keys, own_queries, emitter.add(scores, emitter.times(first, 4 * BLOCK)))
     with emitter.loop(0, emitter.times(given.num_kv_heads, form.group)) as head:
         own_scores = emitter.add(scores, emitter.times(head, 4 * BLOCK))
         own_state, none = emitter.add(states, emitter.times(head, state_bytes)), emitter.number(0)
         emitter.call_function(weigh, [given.softcap, none, count, none, count, own_scores, own_state])
-    with emitter.loop(0, num_tiles) as tile:
-        own_values, next_keys = values.tile(emitter, slots, tile), keys.tile(emitter, next_slots, tile)
-        with emitter.loop(0, given.num_kv_heads) as head:
-            first = emitter.times(head, form.group)
-            writer.add_values(
-                values.of_head(emitter, own_values, head),
-                keys.of_head(emitter, next_keys, head),
-                emitter.add(scores, emitter.times(first, 4 * BLOCK), emitter.times(tile, 4 * KEYS)),
-                emitter.add(states, emitter.times(first, state_bytes)),
-                state_bytes,
-            )
+    with stretches(value_rows, given.value_head_bytes) as (values, first):
+        own_scores = emitter.add(scores, emitter.times(first, 4 * BLOCK))
+        writer.add_values(values, own_scores, emitter.add(states, emitter.times(first, state_bytes)), state_bytes)
     emitter.finish()
     return emitter.function
+
+
+def _write_order(emitter: Emitter, here: Value, there: Value, order: Value, num_rows: Value) -> tuple[Value, Value]:
+    """Lists rows in the order in which they are read: keys, values, and the keys of the next block.
+
+    Returns where the keys and the values begin. The last block is followed by itself: only rows that exist are asked
+    for, because asking for others takes long.
+    """
+    build = emitter.build
+    is_last = build.icmp_signed("==", emitter.load(there, I64, align=8), emitter.number(0))
+    following = build.select(is_last, here, there)
+    values = emitter.add(order, emitter.times(num_rows, 8))
+    behind = emitter.add(values, emitter.times(num_rows, 8))
+    for source, place, target in ((here, 0, order), (here, 8 * BLOCK, values), (following, 0, behind)):
+        for index in range(0, 8 * BLOCK, 64):
+            some = emitter.load(source, vector(I64, 8), ROWS_HEADER + place + index, align=8)
+            emitter.store(some, target, index, align=8)
+    return order, values
+
+
+def _rows_in(emitter: Emitter, num_bytes: int, row_bytes: Value) -> Value:
+    """How many rows have so many bytes: whole tiles, at least one and at most a block."""
+    build, least = emitter.build, emitter.number(KEYS)
+    rows = emitter.times(build.sdiv(emitter.number(num_bytes // KEYS), row_bytes), KEYS)
+    rows = build.select(build.icmp_signed("<", rows, least), least, rows)
+    return emitter.smaller(rows, emitter.number(BLOCK))
 
 
 def write_weigh(module: Any, form: AttendForm) -> Value:
@@ -349,7 +389,7 @@ def write_weigh(module: Any, form: AttendForm) -> Value:
     bits, first, stop, begin, end, scores, address = emitter.arguments
     state = State(emitter, form, address)
     begin, end = emitter.times(build.sdiv(begin, emitter.number(_WIDTH)), _WIDTH), emitter.whole(end, _WIDTH)
-    cap = _float(emitter, bits)
+    cap = build.fmul(_float(emitter, bits), emitter.constant(F32, LOG2_E))
     with emitter.when(build.fcmp_ordered(">", cap, emitter.constant(F32, 0.0))):
         caps = emitter.splat(cap, KEYS)
         with emitter.loop(begin, end, KEYS) as key:
@@ -374,10 +414,10 @@ def write_weigh(module: Any, form: AttendForm) -> Value:
     with emitter.loop(begin, end, _WIDTH) as key:
         place = emitter.add(scores, emitter.times(key, 4))
         score = load_floats(emitter, place, torch.float32, _WIDTH)
-        weight = exp(build, build.fsub(score, emitter.splat(base, _WIDTH)), may_overflow=False)
+        weight = power_of_two(build, build.fsub(score, emitter.splat(base, _WIDTH)))
         emitter.store(weight, place, align=4)
         emitter.set(weight_of, build.fadd(emitter.get(weight_of), weight))
-    kept = exp(build, build.fsub(before, base), may_overflow=False)
+    kept = power_of_two(build, build.fsub(before, base))
     state.keep(most, build.fadd(build.fmul(state.weight, kept), total(build, emitter.get(weight_of))))
     with emitter.when(build.fcmp_unordered("!=", kept, emitter.constant(F32, 1.0))):
         for part in pieces(form.value_dim, _WIDTH):
@@ -413,15 +453,16 @@ def write_finish(module: Any, form: AttendForm) -> Value:
     with emitter.when(has_sinks):
         place = emitter.add(given.sinks, emitter.times(head, form.q.itemsize))
         loaded = load_floats(emitter, place, form.q, 1)
-        emitter.set(sink, build.extract_element(loaded, emitter.constant(I32, 0)))
+        first_sink = build.extract_element(loaded, emitter.constant(I32, 0))
+        emitter.set(sink, build.fmul(first_sink, emitter.constant(F32, LOG2_E)))
     emitter.set(most, emitter.get(sink))
     with emitter.loop(0, num_splits) as split:
         emitter.set(most, larger(build, emitter.get(most), state(split).most))
     base = _finite(emitter, emitter.get(most))
-    emitter.set(weight, exp(build, build.fsub(emitter.get(sink), base)))
+    emitter.set(weight, power_of_two(build, build.fsub(emitter.get(sink), base)))
     with emitter.loop(0, num_splits) as split:
         each = state(split)
-        kept = exp(build, build.fsub(each.most, base))
+        kept = power_of_two(build, build.fsub(each.most, base))
         emitter.set(weight, build.fadd(emitter.get(weight), build.fmul(kept, each.weight)))
         # The state of a split without keys has no sums, and a weight of 0.
         each.keep(kept, each.weight)
@@ -447,7 +488,11 @@ def write_finish(module: Any, form: AttendForm) -> Value:
         num_heads = emitter.times(given.num_kv_heads, form.group)
         place = emitter.add(given.lse, emitter.times(emitter.add(emitter.times(token, num_heads), head), 4))
         logarithm = emitter.call("llvm.log.f32", F32, [emitter.get(weight)])
-        lse = build.select(has_weight, build.fadd(base, logarithm), emitter.constant(F32, NOTHING))
+        lse = build.select(
+            has_weight,
+            multiply_add(build, base, emitter.constant(F32, 1 / LOG2_E), logarithm),
+            emitter.constant(F32, NOTHING),
+        )
         emitter.store(lse, place, align=4)
     emitter.finish()
     return emitter.function

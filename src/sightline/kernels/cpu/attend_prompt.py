@@ -13,18 +13,17 @@ from typing import Any
 
 from sightline.kernels.cpu.attend import FIELDS
 from sightline.kernels.cpu.attend_kernel import (
-    SLOT_BYTES,
-    SLOT_HEADER,
+    ROWS_HEADER,
     STATE_EXTRA,
     AttendArguments,
     State,
     read_arguments,
     write_begin,
-    write_find_slots,
+    write_find_rows,
     write_finish,
     write_weigh,
 )
-from sightline.kernels.cpu.attend_tiles import BLOCK, KEYS, AttendForm, Rows
+from sightline.kernels.cpu.attend_tiles import BLOCK, KEYS, AttendForm, rows_of_tile
 from sightline.kernels.cpu.compiler import ENTRY, CompiledKernel, compile_kernel
 from sightline.kernels.cpu.emitter import I64, Emitter, Value
 from sightline.kernels.cpu.processor import Processor
@@ -33,6 +32,8 @@ from sightline.kernels.cpu.vector_unit import UNITS, VectorUnit
 
 UNIT_QUERIES = 256
 """Queries of a unit, about: so many share a packed block."""
+_ROWS_BYTES = ROWS_HEADER + 3 * 8 * BLOCK
+"""The addresses of a block's keys and values. Of a block that is not seen from its first key on, they begin later."""
 
 
 def tokens_of_unit(group: int) -> int:
@@ -46,10 +47,10 @@ def queries_of_unit(group: int) -> int:
 
 
 def prompt_scratch_bytes(group: int, key_dim: int, value_dim: int) -> int:
-    """The memory that a thread needs: packed keys and values, scores, slots, and queries and states of a unit."""
+    """The memory that a thread needs: packed keys and values, scores, addresses, and queries and states of a unit."""
     floats = BLOCK * (key_dim + value_dim + QUERIES)
     floats += queries_of_unit(group) * (key_dim + value_dim + STATE_EXTRA)
-    return -(-(4 * floats + SLOT_BYTES) // 128) * 128
+    return -(-(4 * floats + _ROWS_BYTES) // 128) * 128
 
 
 class _Room:
@@ -61,8 +62,8 @@ class _Room:
         self.keys = address
         self.values = emitter.add(self.keys, emitter.number(4 * BLOCK * form.key_dim))
         self.scores = emitter.add(self.values, emitter.number(4 * BLOCK * form.value_dim))
-        self.slots = emitter.add(self.scores, emitter.number(4 * BLOCK * QUERIES))
-        self._queries = emitter.add(self.slots, emitter.number(SLOT_BYTES))
+        self.rows = emitter.add(self.scores, emitter.number(4 * BLOCK * QUERIES))
+        self._queries = emitter.add(self.rows, emitter.number(_ROWS_BYTES))
         self._states = emitter.add(self._queries, emitter.number(4 * queries_of_unit(form.group) * form.key_dim))
 
     def query(self, number: Value) -> Value:
@@ -157,7 +158,7 @@ def _work(emitter: Emitter, given: AttendArguments, token: Value) -> Value:
 
 def _write_unit(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     """A function that computes a unit. Arguments: address of the arguments, thread, first token, their number, head."""
-    find, begin, finish = write_find_slots(module), write_begin(module, form), write_finish(module, form)
+    find, begin, finish = write_find_rows(module), write_begin(module, form), write_finish(module, form)
     pack, weigh = _write_pack(module, form, unit), write_weigh(module, form)
     emitter = Emitter(module, "unit", 5, internal=True, inline=False)
     arguments, thread, first, count, kv_head = emitter.arguments
@@ -181,9 +182,9 @@ def _write_unit(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
         low = emitter.larger(start, origin)
         high = emitter.smaller(stop, emitter.add(origin, emitter.number(BLOCK)))
         low_place, high_place = emitter.build.sub(low, origin), emitter.build.sub(high, origin)
-        slots = emitter.add(room.slots, emitter.times(low_place, 8))
-        emitter.call_function(find, [arguments, field, low, high, slots])
-        emitter.call_function(pack, [arguments, room.keys, room.slots, low_place, high_place, kv_head])
+        rows = emitter.add(room.rows, emitter.times(low_place, 8))
+        emitter.call_function(find, [arguments, field, low, high, rows])
+        emitter.call_function(pack, [arguments, room.keys, room.rows, low_place, high_place, kv_head])
 
         def seen(query: Value) -> list[Value]:
             """The keys of the block that a query sees."""
@@ -212,24 +213,23 @@ def _write_unit(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
 def _write_pack(module: Any, form: AttendForm, unit: VectorUnit) -> Value:
     """A function that packs a block of keys, and the values behind them.
 
-    Arguments: address of the arguments, where the keys go, slots of the block, first and end of the keys in it, head.
+    Arguments: address of the arguments, where the keys go, rows of the block, first and end of the keys in it, head.
     """
     emitter = Emitter(module, "pack", 6, internal=True, inline=False)
     build = emitter.build
-    arguments, keys, slots, first, stop, head = emitter.arguments
+    arguments, keys, rows, first, stop, head = emitter.arguments
     given = read_arguments(emitter, arguments)
     tiles, values = PromptTiles(emitter, form, unit), emitter.add(keys, emitter.number(4 * BLOCK * form.key_dim))
-    own_keys = Rows(given.keys, given.key_slot_bytes, given.key_head_bytes)
-    own_values = Rows(given.values, given.value_slot_bytes, given.value_head_bytes)
-    slots = emitter.add(slots, emitter.number(SLOT_HEADER))
+    key_rows, value_rows = (emitter.add(rows, emitter.number(ROWS_HEADER + place)) for place in (0, 8 * BLOCK))
+    key_offset, value_offset = (emitter.times(head, each) for each in (given.key_head_bytes, given.value_head_bytes))
     # The first tile is completed with the first key, as the last one is with the last key.
-    behind = emitter.add(slots, emitter.times(first, 8))
-    slot = emitter.load(behind, I64, align=8)
-    for index in range(1, KEYS):
-        emitter.store(slot, behind, -8 * index, align=8)
+    with emitter.loop(emitter.times(build.sdiv(first, emitter.number(KEYS)), KEYS), first) as index:
+        for each in (key_rows, value_rows):
+            row = emitter.load(emitter.add(each, emitter.times(first, 8)), I64, align=8)
+            emitter.store(row, emitter.add(each, emitter.times(index, 8)), align=8)
     with emitter.loop(build.sdiv(first, emitter.number(KEYS)), emitter.divided_up(stop, KEYS)) as tile:
         place = emitter.times(tile, KEYS)
-        tiles.pack_keys(own_keys.of_head(emitter, own_keys.tile(emitter, slots, tile), head), keys, place)
-        tiles.pack_values(own_values.of_head(emitter, own_values.tile(emitter, slots, tile), head), values, place)
+        tiles.pack_keys(rows_of_tile(emitter, key_rows, key_offset, place), keys, place)
+        tiles.pack_values(rows_of_tile(emitter, value_rows, value_offset, place), values, place)
     emitter.finish()
     return emitter.function

@@ -2,17 +2,18 @@
 
     scores   4 keys and all queries of their head at a time. Sums are as wide as registers allow, so that no addition
              waits for the one before.
-    sums     4 values and all queries of their head at a time. Sums are in memory, close by: what counts is that values,
-             like keys, are read from one end of a page to the other.
+    sums     as many dimensions as fit in registers at a time, for all queries of a head, over the values of a stretch.
 
-Meanwhile the lines that are needed next are asked for, each once: the values of a block while its keys are read, and
-the keys of the next block while values are read. Does not know softmax.
+Rows are listed in the order in which they are read. While a tile is computed, each line of the next one is brought from
+the second cache into the first, and each line that is some KiB away from memory into the second. Without that, the
+jumps between pages cost as much time as the reading. A processor drops such requests if it gets many at once, so they
+are spread evenly. Does not know softmax.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ KEYS = 4
 """Keys of a tile. A block has whole tiles: the last key is repeated."""
 _LINE = 64
 """The bytes of a cache line."""
-_PIECE = 16
-"""Dimensions that are loaded at once."""
+_PIECE = 8
+"""Dimensions of keys that are loaded at once."""
 
 
 class AttendForm(NamedTuple):
@@ -51,22 +52,45 @@ class AttendForm(NamedTuple):
         return FLOAT8_FACTOR if self.cache.itemsize == 1 else 1.0
 
 
-class Rows(NamedTuple):
-    """Keys or values: where slot 0 is, and how far it is from a slot to the next and from a head to the next."""
+class HeadRows(NamedTuple):
+    """Keys or values of a head, and where those are that are needed later."""
 
-    base: Value
-    slot_bytes: Value
-    head_bytes: Value
+    addresses: Value
+    """Address of a list: the addresses of head 0's rows, in the order in which they are read."""
+    offset: Value
+    """Bytes from head 0's row to this head's."""
+    distance: Value
+    """How many rows ahead rows are asked for. So many must follow in the list."""
+    first: Value
+    """The place of the first row in the list."""
+    stop: Value
+    """The place behind the last row: there are whole tiles."""
 
-    def tile(self, emitter: Emitter, slots: Value, tile: Value) -> list[Value]:
-        """The addresses of the four entries of a tile, given a list of slots."""
-        first = emitter.add(slots, emitter.times(tile, 8 * KEYS))
-        found = [emitter.load(first, I64, 8 * index, align=8) for index in range(KEYS)]
-        return [emitter.add(self.base, emitter.times(slot, self.slot_bytes)) for slot in found]
+    def tile(self, emitter: Emitter, first: Value) -> list[Value]:
+        """The rows of a tile, given the place of the first."""
+        return rows_of_tile(emitter, self.addresses, self.offset, first)
 
-    def of_head(self, emitter: Emitter, tile: list[Value], head: Value) -> list[Value]:
-        """The entries of a head, given those of head 0."""
-        return [emitter.add(row, emitter.times(head, self.head_bytes)) for row in tile]
+
+def rows_of_tile(emitter: Emitter, addresses: Value, offset: Value, first: Value) -> list[Value]:
+    """The addresses of `KEYS` rows of a head. For the arguments, see `HeadRows`; `first` is the place in the list."""
+    place = emitter.add(addresses, emitter.times(first, 8))
+    return [emitter.add(emitter.load(place, I64, 8 * index, align=8), offset) for index in range(KEYS)]
+
+
+class _Tile(NamedTuple):
+    """Rows that are computed at once, and as many that are asked for meanwhile."""
+
+    place: Value
+    """The place of the first row in the list."""
+    rows: list[Value]
+    near: list[Value]
+    """The rows of the next tile."""
+    far: list[Value]
+
+    def ask(self, emitter: Emitter, row: int, offset: Value) -> None:
+        """Asks for the lines at an offset in the row's successors."""
+        emitter.prefetch(emitter.add(self.near[row], offset), 0)
+        emitter.prefetch(emitter.add(self.far[row], offset), 0, in_first=False)
 
 
 class _Piece(NamedTuple):
@@ -95,6 +119,15 @@ def load_cached(emitter: Emitter, form: AttendForm, unit: VectorUnit, address: V
     return unit.float8s(emitter, emitter.load(address, vector(I8, count)))
 
 
+class _Sums(NamedTuple):
+    """Sums of values of some queries in memory."""
+
+    address: Value
+    query_bytes: int
+    """Bytes from the sums of a query to those of the next."""
+    num_queries: int
+
+
 class TileWriter:
     """Emits tiles for a processor."""
 
@@ -102,34 +135,54 @@ class TileWriter:
         self._emitter = emitter
         self._form = form
         self._unit = unit
-        self._sums = unit.registers // 2
-        """Registers that hold sums."""
+        self._score_sums = unit.registers // 2
+        """Registers that hold sums of products. The others hold keys and queries."""
+        self._value_sums = 3 * unit.registers // 4
+        """Registers that hold sums of values. Few others are needed."""
 
-    def score(self, keys: list[Value], ahead: list[Value], queries: Value, scores: Value) -> None:
-        """Writes the products of four keys with the queries of their head [group, key_dim] to scores [group, BLOCK].
+    def score(self, keys: HeadRows, queries: Value, scores: Value) -> None:
+        """Writes the products of keys with the queries of their head [group, key_dim] to scores [group, BLOCK].
 
-        `ahead` are values that are needed soon.
+        A key's place in the list is its place among the scores.
         """
-        for query, count in self._query_tiles(max(1, self._sums // KEYS)):
-            with query as first:
-                self._score_queries(keys, ahead, queries, scores, first, count)
+        emitter = self._emitter
+        with self._tiles(keys) as tile:
+            place = emitter.add(scores, emitter.times(tile.place, 4))
+            for query, count in self._query_tiles(max(1, self._score_sums // KEYS)):
+                with query as first:
+                    self._score_queries(tile, queries, place, first, count)
 
-    def _score_queries(
-        self, keys: list[Value], ahead: list[Value], queries: Value, scores: Value, query: Value, count: int
-    ) -> None:
+    @contextmanager
+    def _tiles(self, rows: HeadRows) -> Iterator[_Tile]:
+        """Repeats what is emitted inside for all tiles.
+
+        Addresses are loaded a tile ahead: nothing waits for them.
+        """
+        emitter = self._emitter
+        following = [emitter.variable(I64) for _ in range(KEYS)]
+        for variable, address in zip(following, rows.tile(emitter, rows.first), strict=True):
+            emitter.set(variable, address)
+        with emitter.loop(rows.first, rows.stop, KEYS) as place:
+            own = [emitter.get(each) for each in following]
+            near = rows.tile(emitter, emitter.add(place, emitter.number(KEYS)))
+            for variable, address in zip(following, near, strict=True):
+                emitter.set(variable, address)
+            yield _Tile(place, own, near, rows.tile(emitter, emitter.add(place, rows.distance)))
+
+    def _score_queries(self, tile: _Tile, queries: Value, scores: Value, query: Value, count: int) -> None:
         emitter, form, lanes = self._emitter, self._form, self._unit.lanes
         own = emitter.add(queries, emitter.times(query, 4 * form.key_dim))
         width = lanes
-        while 2 * width <= _PIECE and count * KEYS * 2 * width <= self._sums * lanes:
+        while 2 * width <= 4 * lanes and count * KEYS * 2 * width <= self._score_sums * lanes:
             width *= 2
         kind = vector(F32, width)
-        sums = [[emitter.variable(kind) for _ in keys] for _ in range(count)]
+        sums = [[emitter.variable(kind) for _ in tile.rows] for _ in range(count)]
         for each in (each for row in sums for each in row):
             emitter.set(each, emitter.constant(kind, 0.0))
 
         def add(first: Value, size: int) -> None:
             at, place = emitter.times(first, form.cache.itemsize), emitter.add(own, emitter.times(first, 4))
-            loaded = [self._cached(emitter.add(key, at), size) for key in keys]
+            loaded = [self._cached(emitter.add(key, at), size) for key in tile.rows]
             for part in pieces(size, width):
                 for i, row in enumerate(sums):
                     offset = 4 * (i * form.key_dim + part.first)
@@ -138,7 +191,7 @@ class TileWriter:
                         k = self._padded(emitter.shuffle(key, range(part.first, part.first + part.size)), width)
                         emitter.set(each, multiply_add(emitter.build, q, k, emitter.get(each)))
 
-        self._along(form.key_dim, ahead, add)
+        self._along_keys(tile, max(width, _PIECE), add)
         for i, row in enumerate(sums):
             totals = self._totals([emitter.get(each) for each in row])
             place = emitter.add(scores, emitter.times(query, 4 * BLOCK))
@@ -156,40 +209,52 @@ class TileWriter:
         even, odd = (emitter.shuffle(left, range(first, count, 2), right) for first in (0, 1))
         return emitter.build.fadd(even, odd)
 
-    def add_values(self, values: list[Value], ahead: list[Value], scores: Value, sums: Value, sums_bytes: int) -> None:
-        """Adds four values, weighted by scores [group, BLOCK], to the sums [value_dim] of each query of their head.
+    def add_values(self, values: HeadRows, scores: Value, sums: Value, sums_bytes: int) -> None:
+        """Adds values, weighted by scores [group, BLOCK], to the sums [value_dim] of each query of their head.
 
-        `ahead` are keys that are needed soon. From the sums of a query to those of the next it is `sums_bytes`.
+        A value's place in the list is its place among the scores. From the sums of a query to those of the next it is
+        `sums_bytes`.
         """
+        emitter, dims, lanes = self._emitter, self._form.value_dim, self._unit.lanes
         for query, count in self._query_tiles(4):
             with query as first:
-                self._add_to_queries(values, ahead, scores, sums, sums_bytes, first, count)
+                own_scores = emitter.add(scores, emitter.times(first, 4 * BLOCK))
+                own_sums = _Sums(emitter.add(sums, emitter.times(first, sums_bytes)), sums_bytes, count)
+                width = lanes
+                while 2 * count * width <= self._value_sums * lanes:
+                    width *= 2
+                whole = dims - dims % width
+                with emitter.loop(0, whole, width) as dim:
+                    self._add_dims(values, own_scores, own_sums, dim, width)
+                for piece in pieces(dims - whole, width):
+                    self._add_dims(values, own_scores, own_sums, emitter.number(whole + piece.first), piece.size)
 
-    def _add_to_queries(
-        self,
-        values: list[Value],
-        ahead: list[Value],
-        scores: Value,
-        sums: Value,
-        sums_bytes: int,
-        query: Value,
-        count: int,
-    ) -> None:
-        emitter, form = self._emitter, self._form
-        own_scores = emitter.add(scores, emitter.times(query, 4 * BLOCK))
-        own_sums = emitter.add(sums, emitter.times(query, sums_bytes))
-        weights = [load_floats(emitter, own_scores, torch.float32, KEYS, 4 * BLOCK * i) for i in range(count)]
-
-        def add(first: Value, size: int) -> None:
-            at, place = emitter.times(first, form.cache.itemsize), emitter.add(own_sums, emitter.times(first, 4))
-            loaded = [self._cached(emitter.add(row, at), size) for row in values]
-            for i, weight in enumerate(weights):
-                total = load_floats(emitter, place, torch.float32, size, sums_bytes * i)
-                for key, value in enumerate(loaded):
-                    total = multiply_add(emitter.build, value, emitter.shuffle(weight, [key] * size), total)
-                emitter.store(total, place, sums_bytes * i, align=4)
-
-        self._along(form.value_dim, ahead, add)
+    def _add_dims(self, values: HeadRows, scores: Value, sums: _Sums, dim: Value, width: int) -> None:
+        """Adds `width` dimensions, from `dim` on, of all values."""
+        emitter, size = self._emitter, self._form.cache.itemsize
+        # One load fills a register with numbers as they are cached.
+        parts = pieces(width, max(1, 4 // size) * self._unit.lanes)
+        totals = [[emitter.variable(vector(F32, part.size)) for part in parts] for _ in range(sums.num_queries)]
+        place = emitter.add(sums.address, emitter.times(dim, 4))
+        for i, row in enumerate(totals):
+            for part, total in zip(parts, row, strict=True):
+                loaded = load_floats(emitter, place, torch.float32, part.size, sums.query_bytes * i + 4 * part.first)
+                emitter.set(total, loaded)
+        with self._tiles(values) as tile:
+            own = emitter.add(scores, emitter.times(tile.place, 4))
+            weights = [load_floats(emitter, own, torch.float32, KEYS, 4 * BLOCK * i) for i in range(sums.num_queries)]
+            for number, address in enumerate(tile.rows):
+                for offset in range(0, width * size, _LINE):
+                    tile.ask(emitter, number, emitter.add(emitter.times(dim, size), emitter.number(offset)))
+                for index, part in enumerate(parts):
+                    at = emitter.times(emitter.add(dim, emitter.number(part.first)), size)
+                    value = self._cached(emitter.add(address, at), part.size)
+                    for weight, row in zip(weights, totals, strict=True):
+                        factor = emitter.shuffle(weight, [number] * part.size)
+                        emitter.set(row[index], multiply_add(emitter.build, value, factor, emitter.get(row[index])))
+        for i, row in enumerate(totals):
+            for part, total in zip(parts, row, strict=True):
+                emitter.store(emitter.get(total), place, sums.query_bytes * i + 4 * part.first, align=4)
 
     def _query_tiles(self, most: int) -> Iterator[tuple[AbstractContextManager[Value], int]]:
         """Blocks of code for all queries of a group, at most `most` at a time, and how many each is for."""
@@ -200,19 +265,19 @@ class TileWriter:
         if whole < group:
             yield nullcontext(emitter.number(whole)), group - whole
 
-    def _along(self, dims: int, ahead: list[Value], add: Callable[[Value, int], None]) -> None:
-        """Calls `add` for all dimensions, some at a time. Asks for the lines of other rows at the same pace."""
-        emitter, line = self._emitter, _LINE // self._form.cache.itemsize
+    def _along_keys(self, tile: _Tile, piece: int, add: Callable[[Value, int], None]) -> None:
+        """Calls `add` for all dimensions of keys, at most `piece` at a time. Asks for lines at the same pace."""
+        emitter, dims, size = self._emitter, self._form.key_dim, self._form.cache.itemsize
+        line = _LINE // size
         whole = dims - dims % line
         with emitter.loop(0, whole, line) as first:
-            at = emitter.times(first, self._form.cache.itemsize)
-            for row in ahead:
-                emitter.prefetch(emitter.add(row, at), 0, in_first=False)
-            for piece in pieces(line, _PIECE):
-                add(emitter.add(first, emitter.number(piece.first)), piece.size)
+            for row in range(KEYS):
+                tile.ask(emitter, row, emitter.times(first, size))
+            for part in pieces(line, piece):
+                add(emitter.add(first, emitter.number(part.first)), part.size)
         if whole < dims:
-            for piece in pieces(dims - whole, _PIECE):
-                add(emitter.number(whole + piece.first), piece.size)
+            for part in pieces(dims - whole, piece):
+                add(emitter.number(whole + part.first), part.size)
 
     def _cached(self, address: Value, count: int) -> Value:
         return load_cached(self._emitter, self._form, self._unit, address, count)

@@ -12,18 +12,16 @@ from sightline.kernels.cpu.emitter import F32, I32, Type, Value, vector
 _EXP = (0.4999999403953552, 0.1666652113199234, 0.04166826605796814, 0.008368674665689468, 0.0013820664025843143)
 
 
-def exp(build: Any, x: Value, *, may_overflow: bool = True) -> Value:
+def exp(build: Any, x: Value) -> Value:
     """e to the power of x, within 2 units in the last place; 0 below -87.7, infinite above 88, NaN for NaN.
 
-    2**n * e**r with n the nearest whole number to x / ln 2, and a polynomial for e**r. Nothing is done about large x
-    unless it `may_overflow`.
+    2**n * e**r with n the nearest whole number to x / ln 2, and a polynomial for e**r.
     """
     # With this x, and lower ones, n is -127, and the bits of the power are those of 0.
     low, high = _constant(x.type, -88.02), _constant(x.type, 88.0)
     overflows = build.fcmp_ordered(">", x, high)
     x = build.select(build.fcmp_ordered("<", x, low), low, x)
-    if may_overflow:
-        x = build.select(overflows, high, x)
+    x = build.select(overflows, high, x)
     # Behind the sum with a large number is the nearest whole number, in the lowest bits.
     shift = _constant(x.type, 1.5 * 2.0**23)
     shifted = multiply_add(build, x, _constant(x.type, 1.44269504088896341), shift)
@@ -39,7 +37,32 @@ def exp(build: Any, x: Value, *, may_overflow: bool = True) -> Value:
     upper = multiply_add(build, square, c4, multiply_add(build, rest, c3, c2))
     inner = multiply_add(build, square, upper, multiply_add(build, rest, c1, c0))
     result = multiply_add(build, power, multiply_add(build, square, inner, rest), power)
-    return build.select(overflows, _constant(x.type, float("inf")), result) if may_overflow else result
+    return build.select(overflows, _constant(x.type, float("inf")), result)
+
+
+def power_of_two(build: Any, x: Value) -> Value:
+    """2 to the power of x, which is at most 0, within 2 units in the last place; 0 below -126, NaN for NaN.
+
+    2**n * 2**r with n the nearest whole number to x, and a polynomial for 2**r, summed in pairs to be short of waits.
+    """
+    low, shift = _constant(x.type, -126.0), _constant(x.type, 1.5 * 2.0**23)
+    vanishes = build.fcmp_ordered("<", x, low)
+    x = larger(build, x, low)
+    # Behind the sum with a large number is the nearest whole number, in the lowest bits.
+    shifted = build.fadd(x, shift)
+    rest = build.fsub(x, build.fsub(shifted, shift))
+    square = build.fmul(rest, rest)
+
+    def pair(constant: float, linear: float) -> Value:
+        return multiply_add(build, rest, _constant(x.type, linear), _constant(x.type, constant))
+
+    result = multiply_add(build, square, _constant(x.type, 1.534581242594868e-4), pair(9.61848907e-3, 1.33999309e-3))
+    result = multiply_add(build, square, result, pair(0.24022646, 0.055503286))
+    result = multiply_add(build, square, result, pair(1.0, 0.69314718))
+    words = vector(I32, x.type.count) if isinstance(x.type, ir.VectorType) else I32
+    bits = build.shl(build.bitcast(shifted, words), _constant(words, 23))
+    power = build.bitcast(build.add(bits, _constant(words, 127 << 23)), x.type)
+    return build.select(vanishes, _constant(x.type, 0.0), build.fmul(result, power))
 
 
 def tanh(build: Any, x: Value) -> Value:

@@ -16,8 +16,10 @@ def load_floats(emitter: Emitter, address: Value, dtype: torch.dtype, count: int
     if dtype is torch.float32:
         return emitter.load(address, floats, offset, align=4)
     if dtype is torch.bfloat16:
-        bits = build.zext(emitter.load(address, vector(I16, count), offset, align=2), vector(I32, count))
-        return build.bitcast(build.shl(bits, emitter.constant(vector(I32, count), 16)), floats)
+        bits = emitter.load(address, vector(I16, count), offset, align=2)
+        # The upper halves of fp32 numbers, between zeros.
+        order = [place for index in range(count) for place in (count + index, index)]
+        return build.bitcast(emitter.shuffle(bits, order, emitter.constant(bits.type, 0)), floats)
     if dtype is torch.float16:
         return build.fpext(emitter.load(address, vector(F16, count), offset, align=2), floats)
     raise ValueError(f"expected float32, bfloat16 or float16, got {dtype}")
