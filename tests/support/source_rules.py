@@ -188,8 +188,8 @@ def _asked_whether_there(node: ast.AST) -> list[str]:
             return []
 
 
-MACHINE_CODE = frozenset({"CompiledKernel", "Processor"})
-"""What a cache may keep: compiled kernels and the processor that they are for, which are the same for all."""
+KEPT_BY_CACHES = frozenset({"CompiledKernel", "Processor", "str"})
+"""What a cache may keep: compiled kernels, the processor that they are for, and text, which are the same for all."""
 ALLOCATORS = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 
 
@@ -200,9 +200,9 @@ def memory_of_modules(module: ast.Module) -> list[int]:
         lines += [node.lineno for node in _run_at_import(statement) if _allocates(node)]
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef):
-            keeps_code = node.returns is not None and ast.unparse(node.returns) in MACHINE_CODE
+            is_allowed = node.returns is not None and ast.unparse(node.returns) in KEPT_BY_CACHES
             caches = [each for each in node.decorator_list if "cache" in ast.unparse(each).split("(")[0]]
-            lines += [] if keeps_code else [each.lineno for each in caches]
+            lines += [] if is_allowed else [each.lineno for each in caches]
     return lines
 
 
