@@ -481,6 +481,17 @@ def test_a_gpu_gets_graphs_fused_kernels_overlap_and_large_steps_without_being_a
     assert (config.max_rows, config.max_step_tokens) == (256, 8192)
 
 
+def test_guessed_tokens_cost_a_gpu_its_overlap_and_the_ledger_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolution_module, "find_spec", lambda name: object())
+    guessing = EngineConfig(speculative_config={"method": "ngram"})
+    for device, subjects in ((CUDA, ["async_scheduling"]), (CPU, [])):
+        ledger = Ledger()
+        config = resolve(guessing, FACTS, device, ledger)
+        assert config.speculation is not None
+        assert not config.async_scheduling
+        assert [each.subject for each in ledger.degradations] == subjects
+
+
 def test_a_cpu_gets_compiled_kernels_and_recorded_steps_of_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolution_module, "find_spec", lambda name: object())
     config = resolved(EngineConfig())

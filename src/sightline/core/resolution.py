@@ -148,7 +148,7 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         memory=memory,
         prefix_caching=sizes.prefix_caching,
         max_queued=config.max_queued_requests,
-        async_scheduling=_resolve_async_scheduling(config, device),
+        async_scheduling=_resolve_async_scheduling(config, device, ledger),
         speculation=read_speculation(config.speculative_config),
         layer_kernels=layer_kernels,
         graph_sizes=_resolve_graph_sizes(
@@ -280,14 +280,20 @@ def _resolve_layer_kernels(config: EngineConfig, device: Device, ledger: Ledger)
     return own
 
 
-def _resolve_async_scheduling(config: EngineConfig, device: Device) -> bool:
+def _resolve_async_scheduling(config: EngineConfig, device: Device, ledger: Ledger) -> bool:
     """Whether a step is launched before the previous one is read: as asked, otherwise on a GPU, unless drafts need what
     was read."""
     if config.async_scheduling is not None:
         return config.async_scheduling
-    if config.speculative_config is not None:
+    overlaps = device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE
+    if overlaps and config.speculative_config is not None:
+        ledger.degrade(
+            "async_scheduling",
+            "the device waits between steps while the host reads them: tokens are guessed from those before them",
+            "leave speculative_config out where text does not repeat itself",
+        )
         return False
-    return device.kind is DeviceKind.CUDA and Task(config.task) is Task.GENERATE
+    return overlaps
 
 
 def _share_memory(
