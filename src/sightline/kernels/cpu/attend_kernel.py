@@ -488,11 +488,7 @@ def write_finish(module: Any, form: AttendForm) -> Value:
         num_heads = emitter.times(given.num_kv_heads, form.group)
         place = emitter.add(given.lse, emitter.times(emitter.add(emitter.times(token, num_heads), head), 4))
         logarithm = emitter.call("llvm.log.f32", F32, [emitter.get(weight)])
-        lse = build.select(
-            has_weight,
-            multiply_add(build, base, emitter.constant(F32, 1 / LOG2_E), logarithm),
-            emitter.constant(F32, NOTHING),
-        )
-        emitter.store(lse, place, align=4)
+        lse = multiply_add(build, base, emitter.constant(F32, 1 / LOG2_E), logarithm)
+        emitter.store(build.select(has_weight, lse, emitter.constant(F32, NOTHING)), place, align=4)
     emitter.finish()
     return emitter.function
