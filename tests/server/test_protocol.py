@@ -41,7 +41,7 @@ PARAMS = SamplingParams(
     0.5, 0.9, 4, 0.1, 2**64 - 1, 9, (1, 2), True, False, 1.1, 0.5, -0.5, {3: -1.0}, ("a", "é"), True, 1, 2, 3, 4
 )
 COMMANDS: list[Command] = [
-    Configure(EngineConfig(model="m", seed=3), "info"),
+    Configure(EngineConfig(model="m", seed=3, speculative_config={"method": "ngram"}), "info"),
     submit({1: (1, 2, 3), 2: ()}, PARAMS, Terms("key-1", -3, 2.5)),
     submit({3: (4, 5)}, None, Terms("key-1"), UnreadLimit(64, 100, 200)),
     Read(1, 16, 300),

@@ -126,7 +126,8 @@ def test_server_info_tells_the_limit_of_steps_and_the_front_ends_memory(folder: 
 
 
 def test_a_server_prints_at_start_what_server_info_tells(folder: Path) -> None:
-    with serving(str(folder), "--text-processes", "2", "--max-step-ms", "70") as server:
+    words = ("--text-processes", "2", "--max-step-ms", "70", "--speculative-config", '{"method": "ngram"}')
+    with serving(str(folder), *words) as server:
         info = json.loads(server.get("/server_info")[1])
         deadline = time.monotonic() + 10
         while not any("ready in" in line for line in server.lines):
@@ -137,3 +138,4 @@ def test_a_server_prints_at_start_what_server_info_tells(folder: Path) -> None:
     [(mebibytes, processes)] = re.findall(r"front end: at most (\d+) MiB, (\d+) text processes", lines)
     assert int(mebibytes) == info["limits"]["max_front_end_bytes"] >> 20
     assert (info["config"]["max_step_ms"], processes) == (70.0, "2")
+    assert info["config"]["speculation"] == "ngram, at most 7 tokens"

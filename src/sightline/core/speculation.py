@@ -36,6 +36,9 @@ class Speculation:
                 f"{self.prompt_lookup_min}; lower it"
             )
 
+    def __str__(self) -> str:
+        return f"{self.method}, at most {self.num_speculative_tokens} tokens"
+
 
 def read_speculation(given: str | Mapping[str, object] | None) -> Speculation | None:
     """The setting's value from JSON or a mapping; None if nothing is given. Raises `ConfigError` with what is wrong."""

@@ -69,6 +69,7 @@ def describe(
         "memory": str(config.memory),
         "graph_sizes": ",".join(map(str, config.graph_sizes)),
         "max_step_ms": limit or 0.0,
+        "speculation": None if config.speculation is None else str(config.speculation),
     }
     when = "while rows generate" if vector_size is None else "unless one text takes longer"
     told = ["no limit of a step's time" if limit is None else f"steps of at most {limit:.0f} ms {when}"]
