@@ -26,7 +26,10 @@ def test_json_and_a_mapping_say_the_same() -> None:
         ("ngram", "expected speculative_config as JSON, got 'ngram'"),
         ("[1]", 'expected speculative_config such as {"method": "ngram"'),
         ({"num_speculative_tokens": 3}, "expected speculative_config such as"),
-        ({"method": "eagle3"}, "expected the speculative method ngram, got 'eagle3' which Sightline does not have yet"),
+        (
+            {"method": "eagle3"},
+            "expected the speculative method ngram, got 'eagle3', which Sightline does not have yet",
+        ),
         ({"method": "magic"}, "expected the speculative method ngram, got 'magic'$"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "expected num_speculative_tokens between 1 and 64, got 0"),
         ({"method": "ngram", "num_speculative_tokens": True}, "expected num_speculative_tokens"),

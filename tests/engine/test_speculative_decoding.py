@@ -97,7 +97,7 @@ def lie(patch: pytest.MonkeyPatch, outputs: Sequence[RequestOutput], honesty: fl
     answers = [[*output.prompt_token_ids, *each.token_ids] for output in outputs for each in output.outputs]
     random = Random(3)
     make = partial(Liar, answers, honesty, random)
-    patch.setattr(engine_module, "make_drafts", lambda config, device: Tireless(make, most, 64))
+    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(make, most, 64))
 
 
 @pytest.mark.parametrize(

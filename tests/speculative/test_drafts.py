@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sightline.core.device import DeviceKind
+from sightline.core.ledger import Ledger
+from sightline.core.speculation import Speculation
 from sightline.scheduler.sequence import SequenceState
 from sightline.speculative.drafter import Drafter
 from sightline.speculative.drafts import AdaptiveDrafts
+from sightline.speculative.methods import make_drafts
 from support.scheduling import make_sequence
 
 
@@ -60,3 +64,10 @@ def test_every_sequence_has_a_state_of_its_own_and_leaves_nothing() -> None:
     drafts.forget(first)
     drafts.forget(second)
     assert drafts._drafting == {}
+
+
+def test_more_guesses_than_a_step_takes_are_told() -> None:
+    for asked, subjects in ((7, []), (8, ["num_speculative_tokens"])):
+        ledger = Ledger()
+        make_drafts(Speculation(num_speculative_tokens=asked), DeviceKind.CPU, ledger)
+        assert [each.subject for each in ledger.degradations] == subjects

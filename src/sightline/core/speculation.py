@@ -27,7 +27,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            is_known = " which Sightline does not have yet" if self.method in _PLANNED else ""
+            is_known = ", which Sightline does not have yet" if self.method in _PLANNED else ""
             raise ConfigError(f"expected the speculative method {METHODS[0]}, got {self.method!r}{is_known}")
         check_settings(self, ConfigError)
         if self.prompt_lookup_min > self.prompt_lookup_max:
@@ -52,7 +52,7 @@ def read_speculation(given: str | Mapping[str, object] | None) -> Speculation | 
             raise ConfigError(f"expected speculative_config as JSON, got {given!r}: {error}") from None
     if not isinstance(values, Mapping) or "method" not in values:
         raise ConfigError(
-            f'expected speculative_config such as {{"method": "ngram", "num_speculative_tokens": 8}}, got {given!r}'
+            f'expected speculative_config such as {{"method": "ngram", "num_speculative_tokens": 7}}, got {given!r}'
         )
     known = {each.name for each in fields(Speculation)}
     for name in values:
