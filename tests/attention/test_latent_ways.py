@@ -23,7 +23,8 @@ from sightline.attention.latent.phases import (
     plan_phases,
 )
 from sightline.attention.oracle.attention import attend_latent_row
-from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.bindings import GroupBinding
+from sightline.attention.planner import Planner
 from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.spec import Feature, LatentSpec, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace

@@ -21,7 +21,7 @@ from sightline.attention.dimensions import (
     Value,
     features_name,
 )
-from sightline.attention.planner import _MASK_FEATURES
+from sightline.attention.bindings import _MASK_FEATURES
 from sightline.attention.proof import dtype_name
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE

@@ -81,5 +81,6 @@ class SoftmaxAttention:
             buffers.rows.copy_(buffers.qkv)
         if rotary is not None:
             scratch.operations.turn_heads(buffers.turned, self.norms, rotary)
-        planned.attend(self.layer, SoftmaxInputs(*buffers.inputs, self.sinks), buffers.attended_heads)
+        q, k, v = buffers.inputs
+        planned.attend(self.layer, SoftmaxInputs(q=q, k=k, v=v, sinks=self.sinks), buffers.attended_heads)
         sink.take_product(self.output, buffers.attended)

@@ -17,7 +17,8 @@ from torch import Tensor
 from sightline.attention.backends import registry
 from sightline.attention.capability import Requirement, Work
 from sightline.attention.contract import BackendContext, StepLimits
-from sightline.attention.planner import GroupBinding, PartBackend, Planner
+from sightline.attention.bindings import GroupBinding, PartBackend
+from sightline.attention.planner import Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend
 from sightline.attention.spec import LayerGroup, group_layers
@@ -149,7 +150,7 @@ def draw_up(
     config: EngineConfig, checkpoint: Checkpoint, definition: Definition, usage: AttentionUsage, ledger: Ledger
 ) -> Blueprint:
     """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built."""
-    groups = group_layers(definition.attention_specs())
+    groups = group_layers(definition.attention_specs(), definition.lenders)
     device = detect_device(config.device)
     facts = model_facts(counted_as(config, device), checkpoint, definition, groups)
     takes_texts_whole = usage is AttentionUsage.EMBED_WHOLE
@@ -262,7 +263,7 @@ def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: At
         config.dtype,
         config.cache_dtype,
         config.page_size,
-        usage.needs,
+        usage.needs | group.needs,
         demands_of(config, group, work, usage),
     )
 
@@ -299,13 +300,13 @@ def assemble_runtime(
     bindings = tuple(
         GroupBinding(
             group,
-            cache,
+            cache := store.cache(group.owner),
             _serving(
                 selection,
                 BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device, launcher),
             ),
         )
-        for group, cache, selection in zip(groups, store.groups, selections, strict=True)
+        for group, selection in zip(groups, selections, strict=True)
     )
     planner = Planner(bindings, limits, store.lengths, workspace, paranoid=config.paranoid)
     operations = make_operations(config.layer_kernels, device, config.dtype, launcher)
