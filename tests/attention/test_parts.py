@@ -12,8 +12,8 @@ import torch
 from sightline import LLM, SamplingParams
 from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.backends.torch.backend import TorchBackend
-from sightline.attention.capability import FEW_ROWS, Work
 from sightline.attention.bindings import divide
+from sightline.attention.capability import FEW_ROWS, Work
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE
@@ -200,7 +200,9 @@ def test_a_plan_that_is_made_again_asks_no_part_for_the_other_parts_masks() -> N
     bench.planner.plan(replace(step.batch))
     again = bench.planner.ensure(planned)
     assert bench.planner.num_rebuilt == 1
-    assert [part.tokens for part in again.plan.groups[0].parts] == [part.tokens for part in planned.plan.groups[0].parts]
+    assert [part.tokens for part in again.plan.groups[0].parts] == [
+        part.tokens for part in planned.plan.groups[0].parts
+    ]
     assert again.plan.asked == {Feature.LSE}
 
 

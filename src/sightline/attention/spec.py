@@ -248,15 +248,15 @@ def borrow_layers(
     members: dict[tuple[AttentionSpec, str], list[int]] = {}
     for layer, spec in specs.items():
         owner, _ = places[lenders[layer]]
-        if spec.pools(1, torch.float32) != owner.spec.pools(1, torch.float32):
+        read, written = (each.pools(1, torch.float32) for each in (spec, owner.spec))
+        if read != written:
             raise ValueError(
                 f"expected layer {layer} to read entries of the shape that layer {lenders[layer]} writes, got "
-                f"{spec.pools(1, torch.float32)} and {owner.spec.pools(1, torch.float32)}"
+                f"{read} and {written}"
             )
         members.setdefault((spec, owner.name), []).append(layer)
-    return tuple(
-        LayerGroup(
-            f"{lender}.borrowed{number}", spec, tuple(layers), Loan(lender, tuple(places[lenders[each]][1] for each in layers))
-        )
-        for number, ((spec, lender), layers) in enumerate(members.items())
-    )
+    groups = []
+    for number, ((spec, lender), layers) in enumerate(members.items()):
+        loan = Loan(lender, tuple(places[lenders[layer]][1] for layer in layers))
+        groups.append(LayerGroup(f"{lender}.borrowed{number}", spec, tuple(layers), loan))
+    return tuple(groups)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from sightline.attention.backends import registry
+from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.capability import Requirement, Work
 from sightline.attention.contract import BackendContext, StepLimits
-from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.planner import Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend

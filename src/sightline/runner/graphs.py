@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sightline.attention.capability import GraphLevel, Work, decode_work
 from sightline.attention.bindings import GroupBinding
+from sightline.attention.capability import GraphLevel, Work, decode_work
 from sightline.attention.planner import Planner
 from sightline.cache.pools import CacheStore
 from sightline.core.batch import CAUSAL, Batch, RowWork, StepWork

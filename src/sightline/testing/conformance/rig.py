@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
 from sightline.attention.oracle.attention import stored_entries
-from sightline.attention.bindings import GroupBinding
 from sightline.attention.planner import Planner
 from sightline.attention.spec import AttentionSpec, Feature, Lenders, SpecKind, group_layers
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace

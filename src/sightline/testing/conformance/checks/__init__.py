@@ -19,7 +19,21 @@ from sightline.testing.conformance.checks import (
 )
 from sightline.testing.conformance.trial import Check
 
-_MODULES = (first, cache, borrowed, latent, lengths, pages, features, numerics, scaled_cache, plans, memory, graphs, covering)
+_MODULES = (
+    first,
+    cache,
+    borrowed,
+    latent,
+    lengths,
+    pages,
+    features,
+    numerics,
+    scaled_cache,
+    plans,
+    memory,
+    graphs,
+    covering,
+)
 
 
 def _ordered(checks: list[Check]) -> tuple[Check, ...]:

@@ -58,9 +58,7 @@ def lent_in_the_step(trial: Trial) -> None:
         for layer, lender in _LENDERS.items():
             bench = _bench(trial, Unused.NAN)
             writing = Step(bench, rows, layer=lender)
-            reading = Step(
-                bench, rows, seed=1, layer=layer, table_rows=writing.table_rows, contexts=writing.contexts
-            )
+            reading = Step(bench, rows, seed=1, layer=layer, table_rows=writing.table_rows, contexts=writing.contexts)
             entries = trial.problem.entries(writing.inputs)
             trial.problem.put_entries(reading.spec, reading.inputs, entries)
             planned = bench.planner.ensure(writing.plan())
