@@ -22,6 +22,8 @@ class Speculation:
 
     method: str = setting("ngram", "What guesses: ngram, earlier text of the same sequence.")
     num_speculative_tokens: int = setting(7, "Most tokens that are guessed at once.", low=1, high=MOST_DRAFTED)
+    model: str | None = setting(None, "The drafter, where it is a model of its own: a folder, a file or a hub id.")
+    attention_backend: str | None = setting(None, "Attention backends of the drafter; those of the model by default.")
     prompt_lookup_max: int = setting(4, "Tokens at the end that earlier text should repeat.", low=1, high=32)
     prompt_lookup_min: int = setting(2, "Tokens at the end that earlier text must repeat.", low=1, high=32)
 
