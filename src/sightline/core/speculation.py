@@ -47,9 +47,15 @@ class DraftMethod:
 NGRAM = DraftMethod(
     "ngram", "earlier text of the same sequence", takes=frozenset({"prompt_lookup_max", "prompt_lookup_min"})
 )
-METHODS = (NGRAM,)
+DRAFT_MODEL = DraftMethod(
+    "draft_model",
+    "a smaller model with the same tokens",
+    takes=frozenset({"attention_backend"}),
+    needs=frozenset({"model"}),
+)
+METHODS = (NGRAM, DRAFT_MODEL)
 """Sightline's own methods. Packages bring others, see `method_names`."""
-_PLANNED = ("draft_model", "eagle", "eagle3", "mtp", "frozen_kv_mtp", "medusa", "suffix")
+_PLANNED = ("eagle", "eagle3", "mtp", "frozen_kv_mtp", "medusa", "suffix")
 """Methods of other engines, which get a message of their own."""
 
 
@@ -63,8 +69,6 @@ class Speculation:
         "package.",
     )
     num_speculative_tokens: int = setting(7, "Most tokens that are guessed at once.", low=1, high=MOST_DRAFTED)
-    model: str | None = setting(None, "The drafter, where it is a model of its own: a folder, a file or a hub id.")
-    attention_backend: str | None = setting(None, "Attention backends of the drafter; those of the model by default.")
     prompt_lookup_max: int = setting(4, "Tokens at the end that earlier text should repeat.", low=1, high=32)
     prompt_lookup_min: int = setting(2, "Tokens at the end that earlier text must repeat.", low=1, high=32)
     model: str | None = setting(None, "A folder or a Hugging Face id of the network that guesses.")

@@ -38,7 +38,7 @@ from sightline.layers.linear import Linear
 from sightline.layers.operations import Operations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
-from sightline.models.contract import Definition, EmbedderDefinition, Model
+from sightline.models.contract import NO_TAPS, Definition, EmbedderDefinition, Model, Taps
 from sightline.models.drafting import DraftSource
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
@@ -150,18 +150,18 @@ def build_runtime(
     checkpoint: Checkpoint,
     ledger: Ledger,
     on_step: OnBuildStep = ignore,
+    taps: Taps = NO_TAPS,
     draft: DraftSource | None = None,
 ) -> Runtime:
     """Builds a runtime for a checkpoint. Raises before the weights are read if something cannot work.
 
-    `draft` are the networks that draft for the model, if there are some. `on_step` is told how many tensors are read,
-    first that none is, when nothing is left but to read them; then, on a GPU, what is compiled and captured. No step
-    that is served later compiles anything.
+    `on_step` is told how many tensors are read, first that none is, when nothing is left but to read them; then, on a
+    GPU, what is compiled and captured. No step that is served later compiles anything. `taps` are the states that a
+    drafter takes, `draft` are its networks, if it has some.
     """
     definition = define_model(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger, draft)
-    load = definition.load if draft is None else partial(definition.load, taps=draft.definition.taps)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, load)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, partial(definition.load, taps=taps))
     _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
     _capture_graphs(runtime, ledger, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)

@@ -49,6 +49,7 @@ class NetworkRuntime:
     planner: Planner
     runner: Runner
     graphs: Graphs
+    max_step_tokens: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     }
     runner = Runner(model, planner, activations)
     graphs = Graphs(config.graph_sizes, shared.store, cache, planner, bindings)
-    return NetworkRuntime(cache, bindings, parts.selections, planner, runner, graphs)
+    return NetworkRuntime(cache, bindings, parts.selections, planner, runner, graphs, config.max_step_tokens)
 
 
 def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:
