@@ -39,7 +39,7 @@ from sightline.layers.operations import Operations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import NO_TAPS, Definition, EmbedderDefinition, Model, Taps
-from sightline.models.drafting import DraftSource
+from sightline.models.drafting import DraftSource, LoadedDraft
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader
@@ -47,7 +47,7 @@ from sightline.runner.backend_choice import GroupSelection, import_chosen, make_
 from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
-from sightline.runner.networks import NetworkParts, NetworkRuntime, Shared, assemble_network
+from sightline.runner.networks import DraftRuntime, NetworkParts, NetworkRuntime, Shared, assemble_network
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
 from sightline.runner.quantised import (
     counted_as,
@@ -72,8 +72,8 @@ class Runtime:
     workspace: Workspace
     network: NetworkRuntime
     """The model itself."""
-    drafting: tuple[NetworkRuntime, ...]
-    """Networks that draft for it."""
+    draft: DraftRuntime | None
+    """What drafts for it, if a network does."""
     operations: Operations
     """Operations with the kernels of the device."""
     launcher: CpuLauncher
@@ -106,7 +106,7 @@ class Runtime:
     @property
     def networks(self) -> tuple[NetworkRuntime, ...]:
         """The model, then those that draft for it."""
-        return (self.network, *self.drafting)
+        return (self.network, *(() if self.draft is None else self.draft.networks))
 
     @property
     def memory_taken(self) -> MemoryTaken:
@@ -249,18 +249,19 @@ def _build(
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
-            drafts: tuple[Model, ...] = ()
+            draft: LoadedDraft | None = None
             if blueprint.draft is not None:
                 its_reader = _reader(resolved, blueprint.draft.checkpoint, launcher, ledger, on_step)
-                drafts = blueprint.draft.definition.load(model, its_reader)
+                draft = blueprint.draft.definition.load(model, its_reader)
     weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
+    models = () if draft is None else draft.models
     drafting = [
         NetworkParts(draft_name(number), *each)
-        for number, each in enumerate(zip(drafts, blueprint.draft_groups, draft_selections, strict=True))
+        for number, each in enumerate(zip(models, blueprint.draft_groups, draft_selections, strict=True))
     ]
     with _compiling(resolved, times, on_step):
-        runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher, drafting)
+        runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher, draft, drafting)
     return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
@@ -383,9 +384,13 @@ def assemble_runtime(
     selections: Sequence[GroupSelection],
     store: CacheStore,
     launcher: CpuLauncher,
+    loaded: LoadedDraft | None = None,
     drafting: Sequence[NetworkParts] = (),
 ) -> Runtime:
-    """Builds everything from the workspace to the runner, for the model and the networks that draft for it."""
+    """Builds everything from the workspace to the runner, for the model and the networks `loaded` that draft for it.
+
+    `drafting` are the parts of each of them.
+    """
     device = config.device.torch_device
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)
     operations = make_operations(config.layer_kernels, device, config.dtype, launcher)
@@ -399,7 +404,7 @@ def assemble_runtime(
         store=store,
         workspace=workspace,
         network=networks[0],
-        drafting=tuple(networks[1:]),
+        draft=None if loaded is None else DraftRuntime(loaded, tuple(networks[1:]), operations),
         operations=operations,
         launcher=launcher,
         times=BuildTimes(),
