@@ -56,7 +56,7 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     sandwich_norms: bool = False
     """True if the outputs of attention and feed-forward are normalised before they are added."""
     logit_softcap: float | None = None
-    num_predictors: int = 0
+    predictors: tuple[LayerDefinition, ...] = ()
     """Additional layers for multi-token prediction that a checkpoint may hold. They are not used."""
     causal: bool = True
     """False for embedders whose tokens attend to the tokens after them too."""
@@ -116,7 +116,7 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
 
     def _leave_predictors(self, weights: WeightReader) -> None:
         """Skips the layers for multi-token prediction. A plain layer in their place is refused as unused."""
-        for index in range(len(self.layers), len(self.layers) + self.num_predictors):
+        for index in range(len(self.layers), len(self.layers) + len(self.predictors)):
             if f"model.layers.{index}.{PREDICTOR_TENSOR}" in weights.names:
                 weights.leave(
                     f"model.layers.{index}.",

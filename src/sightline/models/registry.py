@@ -18,6 +18,7 @@ from sightline.models.deepseek import deepseek_v2, deepseek_v3
 from sightline.models.field_effects import fields_without_effect
 from sightline.models.foreign_fields import FOREIGN_FIELDS, is_neutral
 from sightline.models.gemma import gemma2, gemma3
+from sightline.models.glm import glm4_moe
 from sightline.models.gpt_oss import gpt_oss
 from sightline.models.llama import llama, mistral
 from sightline.models.qwen import qwen2, qwen3, qwen3_moe
@@ -40,6 +41,7 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": gpt_oss,
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeForCausalLM": glm4_moe,
 }
 MODEL_TYPES: Mapping[str, str] = {
     "bert": "Bert",
@@ -54,6 +56,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "kimi_k2": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
 }
 """The prefix of the architecture names of each `model_type`, the field by which transformers chooses the network."""
 
