@@ -21,8 +21,8 @@ from sightline.llm import EngineSettings, TokensPrompt
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
-from sightline.speculative.drafter import Drafter
+from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow
+from sightline.speculative.drafter import DrafterOfTexts, TextDrafter
 from sightline.speculative.drafts import AdaptiveDrafts
 from support.engines import is_at_rest
 from support.tiny_models import VOCAB, make_model, random_prompts
@@ -41,7 +41,7 @@ EVERYTHING = [
 ]
 
 
-class Liar(Drafter):
+class Liar(TextDrafter):
     """Knows the answers, and tells the truth with a given probability."""
 
     def __init__(self, answers: Sequence[Sequence[int]], honesty: float, random: Random) -> None:
@@ -57,8 +57,13 @@ class Liar(Drafter):
 class Tireless(AdaptiveDrafts):
     """Guesses as much as it may, however often it was wrong."""
 
-    def propose(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
-        return tuple(self._make().propose(sequence.tokens, min(most, self._most)))
+    def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
+        drafts = []
+        for sequence, room in rooms:
+            [draft] = self._drafter.propose([DraftRoom(sequence, min(room, most, self._most))])
+            drafts.append(draft)
+            most -= len(draft.tokens)
+        return drafts
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +101,8 @@ def lie(patch: pytest.MonkeyPatch, outputs: Sequence[RequestOutput], honesty: fl
     """Engines that guess do so with liars, who know these outputs."""
     answers = [[*output.prompt_token_ids, *each.token_ids] for output in outputs for each in output.outputs]
     random = Random(3)
-    make = partial(Liar, answers, honesty, random)
-    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(make, most, 64))
+    drafter = DrafterOfTexts(partial(Liar, answers, honesty, random))
+    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(drafter, most, 64))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,15 @@ from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added, Written
 from sightline.layers.source import Given, Normed, Source
 from sightline.models.attention import AttentionDefinition
-from sightline.models.contract import EmbedderDefinition, ExpertStack, Model, ModelDefinition
+from sightline.models.contract import (
+    NO_TAPS,
+    EmbedderDefinition,
+    ExpertStack,
+    MadeStates,
+    Model,
+    ModelDefinition,
+    Taps,
+)
 from sightline.models.feed_forward import FeedForward
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
@@ -90,14 +98,14 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         layers = enumerate(self.layers)
         return tuple(stack for index, each in layers for stack in each.feed_forward.expert_stacks(_mlp_prefix(index)))
 
-    def load(self, weights: WeightReader) -> Decoder:
+    def load(self, weights: WeightReader, taps: Taps = NO_TAPS) -> Decoder:
         """Builds the network from tensors with Hugging Face names."""
         for name in self.copies:
             weights.check_copy(
                 name, "model.embed_tokens.weight", "tie_word_embeddings, true in the config or by default"
             )
         embedding, head = self._load_vocabulary(weights)
-        states = self._load_states(weights, embedding)
+        states = self._load_states(weights, embedding, taps)
         weights.finish()
         return Decoder(self, states, head)
 
@@ -107,12 +115,14 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         weights.finish(ignorable=(OUTPUT_PROJECTION,))
         return states
 
-    def _load_states(self, weights: WeightReader, embedding: Embedding) -> DecoderStates:
+    def _load_states(self, weights: WeightReader, embedding: Embedding, taps: Taps = NO_TAPS) -> DecoderStates:
+        if not all(0 <= place <= len(self.layers) for place in taps.streams):
+            raise ValueError(f"expected states between 0 and {len(self.layers)} layers, got those at {taps.streams}")
         layers = tuple(_load_layer(self, weights, index) for index in range(len(self.layers)))
         final_norm = self.norms.load(weights, "model.norm", self.hidden_size)
         self._leave_predictors(weights)
         rotaries = {spec: Rotary(spec, weights.device) for spec in {layer.rotary for layer in self.layers}}
-        return DecoderStates(self, embedding, layers, final_norm, rotaries)
+        return DecoderStates(self, embedding, layers, final_norm, rotaries, taps)
 
     def _leave_predictors(self, weights: WeightReader) -> None:
         """Skips the layers for multi-token prediction. A plain layer in their place is refused as unused."""
@@ -190,10 +200,15 @@ class DecoderStates(Model):
     layers: tuple[DecoderLayer, ...]
     final_norm: RmsNorm
     rotaries: dict[RotarySpec, Rotary]
+    taps: Taps
 
     @property
     def turns(self) -> bool:
         return self.layers[0].attention.turns
+
+    @property
+    def states_out(self) -> int:
+        return self.taps.count * self.definition.hidden_size
 
     def reserve(self, scratch: Scratch) -> None:
         self._stream(scratch)
@@ -212,11 +227,25 @@ class DecoderStates(Model):
         tables = self._tables(scratch)
         for spec, table in tables.items():
             operations.rotary_table(self.rotaries[spec], batch.positions, table)
-        for layer in self.layers:
+        taps = self._tapped(scratch)
+        for index, layer in enumerate(self.layers):
+            _copy_states(stream.hidden, taps.get(index))
             layer(stream, planned, tables[layer.rotary], scratch)
+        _copy_states(stream.hidden, taps.get(len(self.layers)))
+        if self.taps.final:
+            operations.norm(stream.hidden, self.final_norm, self._made(scratch, self.taps.count - 1))
         wanted = stream.hidden.new_empty((len(batch.logit_indices), self.definition.hidden_size))
         operations.norm_rows(stream.hidden, batch.logit_indices, self.final_norm, wanted)
         return wanted
+
+    def _tapped(self, scratch: Scratch) -> dict[int, Tensor]:
+        """Where the states between layers go, by the number of layers before them."""
+        return {stream: self._made(scratch, number) for number, stream in enumerate(self.taps.streams)}
+
+    def _made(self, scratch: Scratch, number: int) -> Tensor:
+        """Room for one state of each token."""
+        size = self.definition.hidden_size
+        return scratch.of(MadeStates, self.states_out).states[:, number * size : (number + 1) * size]
 
     def _tables(self, scratch: Scratch) -> dict[RotarySpec, RotaryTable]:
         return {
@@ -225,6 +254,11 @@ class DecoderStates(Model):
 
     def _stream(self, scratch: Scratch) -> StreamBuffers:
         return scratch.of(StreamBuffers, self.definition.hidden_size)
+
+
+def _copy_states(stream: Tensor, room: Tensor | None) -> None:
+    if room is not None:
+        room.copy_(stream)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,6 +272,10 @@ class Decoder(Model):
     @property
     def turns(self) -> bool:
         return self.states.turns
+
+    @property
+    def states_out(self) -> int:
+        return self.states.states_out
 
     def reserve(self, scratch: Scratch) -> None:
         self.states.reserve(scratch)

@@ -1,14 +1,52 @@
-"""What a drafter is. One guesses for one sequence, from its first step to its last."""
+"""What a drafter is: it guesses for all sequences of an engine, and sees every step that the engine commits."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
+
+
+class ObservedRow(NamedTuple):
+    """A row of a step, and what of it is kept."""
+
+    row: ScheduledRow
+    result: RowResult
+    start: int
+    """Where its tokens begin in the step."""
+
+
+class ObservedStep(NamedTuple):
+    """A step of the target that is about to be committed."""
+
+    rows: Sequence[ObservedRow]
+    """Rows that did not fail."""
+    states: Tensor | None
+    """[num_tokens, width]: the states that the target gives for the step's tokens; None if it gives none."""
 
 
 class Drafter(ABC):
-    """Guesses the next tokens of one sequence."""
+    """Guesses the next tokens of sequences. A wrong guess costs time and nothing else."""
+
+    @abstractmethod
+    def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        """A draft for each room, of at most `most` tokens; an empty one if it has no guess."""
+
+    @abstractmethod
+    def observe(self, step: ObservedStep) -> None:
+        """Sees a step before it is committed: the sequences do not have its tokens yet, and hold their pages."""
+
+    @abstractmethod
+    def forget(self, sequence: SequenceState) -> None:
+        """Drops what is kept of a sequence. Idempotent."""
+
+
+class TextDrafter(ABC):
+    """Guesses the next tokens of one sequence from its tokens alone."""
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
@@ -18,5 +56,28 @@ class Drafter(ABC):
         """
 
 
-MakeDrafter: TypeAlias = Callable[[], Drafter]
+MakeTextDrafter: TypeAlias = Callable[[], TextDrafter]
 """Makes the drafter of a sequence."""
+
+
+class DrafterOfTexts(Drafter):
+    """Guesses for each sequence with a `TextDrafter` of its own."""
+
+    def __init__(self, make: MakeTextDrafter) -> None:
+        self._make = make
+        self._by_sequence: dict[SequenceState, TextDrafter] = {}
+
+    def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        return [Draft(tuple(self._drafter(each.sequence).propose(each.sequence.tokens, each.most))) for each in rooms]
+
+    def _drafter(self, sequence: SequenceState) -> TextDrafter:
+        found = self._by_sequence.get(sequence)
+        if found is None:
+            found = self._by_sequence[sequence] = self._make()
+        return found
+
+    def observe(self, step: ObservedStep) -> None:
+        """Needs nothing of a step: a sequence's tokens come with the next call."""
+
+    def forget(self, sequence: SequenceState) -> None:
+        self._by_sequence.pop(sequence, None)

@@ -7,10 +7,11 @@ them, guesses are 2, 4 or 8 rows of a product, which kernels multiply at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sightline.scheduler.sequence import SequenceState
-from sightline.speculative.drafter import Drafter, MakeDrafter
+from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
+from sightline.speculative.drafter import Drafter, ObservedStep
 
 _LONGEST_REST = 64
 """Tokens after which even a sequence whose guesses all failed is tried again."""
@@ -18,10 +19,9 @@ _LONGEST_REST = 64
 
 @dataclass(eq=False, slots=True)
 class _Drafting:
-    """A sequence's drafter and how it has fared."""
+    """How a sequence's guesses have fared."""
 
-    drafter: Drafter
-    limit: int
+    limit: int = 1
     """Tokens that it may guess next."""
     num_failed: int = 0
     """Drafts without a right token, since the last one with some."""
@@ -32,21 +32,36 @@ class _Drafting:
 class AdaptiveDrafts:
     """The drafts of all sequences of an engine."""
 
-    def __init__(self, make: MakeDrafter, most: int, max_step_tokens: int) -> None:
+    def __init__(self, drafter: Drafter, most: int, max_step_tokens: int) -> None:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`."""
         self.max_step_tokens = max_step_tokens
-        self._make = make
+        self._drafter = drafter
         self._most = most
         self._drafting: dict[SequenceState, _Drafting] = {}
 
-    def propose(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
-        """Guesses up to `most` tokens that follow those that the sequence has."""
+    def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
+        """A draft for each room. Sequences that rest, and those for which nothing is left, get none."""
+        drafts, asked = [Draft()] * len(rooms), dict[int, DraftRoom]()
+        for index, (sequence, room) in enumerate(rooms):
+            limit = min(room, most, self._limit(sequence))
+            if limit > 0:
+                asked[index] = DraftRoom(sequence, limit)
+                most -= limit
+        if asked:
+            for index, draft in zip(asked, self._drafter.propose(tuple(asked.values())), strict=True):
+                drafts[index] = draft
+        return drafts
+
+    def _limit(self, sequence: SequenceState) -> int:
+        """Tokens that may be guessed for a sequence now."""
         state = self._drafting.get(sequence)
         if state is None:
-            state = self._drafting[sequence] = _Drafting(self._make(), 1)
-        if len(sequence.tokens) < state.rests_until:
-            return ()
-        return tuple(state.drafter.propose(sequence.tokens, min(most, state.limit)))
+            state = self._drafting[sequence] = _Drafting()
+        return state.limit if len(sequence.tokens) >= state.rests_until else 0
+
+    def observe_step(self, step: ObservedStep) -> None:
+        """Shows the drafter a step of the target, before it is committed."""
+        self._drafter.observe(step)
 
     def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
         """Takes in how many tokens of a draft were right."""
@@ -65,3 +80,4 @@ class AdaptiveDrafts:
     def forget(self, sequence: SequenceState) -> None:
         """Drops what is kept of a sequence."""
         self._drafting.pop(sequence, None)
+        self._drafter.forget(sequence)

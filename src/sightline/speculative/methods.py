@@ -9,11 +9,16 @@ from types import MappingProxyType
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.speculation import METHODS, Speculation
-from sightline.speculative.drafter import Drafter
+from sightline.speculative.drafter import Drafter, DrafterOfTexts
 from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.ngram import NgramDrafter
 
-DRAFTERS: Mapping[str, Callable[[Speculation], Drafter]] = MappingProxyType({METHODS[0]: NgramDrafter.of})
+
+def _ngram(config: Speculation) -> Drafter:
+    return DrafterOfTexts(partial(NgramDrafter.of, config))
+
+
+DRAFTERS: Mapping[str, Callable[[Speculation], Drafter]] = MappingProxyType({METHODS[0]: _ngram})
 
 
 MAX_STEP_TOKENS: Mapping[DeviceKind, int] = MappingProxyType({DeviceKind.CPU: 8, DeviceKind.CUDA: 128})
@@ -30,4 +35,4 @@ def make_drafts(config: Speculation, device: DeviceKind, ledger: Ledger) -> Adap
             "more than its guesses save",
             f"ask for {max_step_tokens - 1} or fewer",
         )
-    return AdaptiveDrafts(partial(DRAFTERS[config.method], config), most, max_step_tokens)
+    return AdaptiveDrafts(DRAFTERS[config.method](config), most, max_step_tokens)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sightline.core.speculation import Speculation
-from sightline.speculative.drafter import Drafter
+from sightline.speculative.drafter import TextDrafter
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(TextDrafter):
     """Looks the last tokens up in an index of all runs of tokens, which grows with the sequence.
 
     A token costs one entry for each length of runs, and a look-up does not depend on the sequence's length.
