@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from sightline.core.device import DeviceKind
+from sightline.core.ledger import Ledger
+from sightline.core.speculation import DraftMethod, Speculation
+from sightline.models.contract import NO_TAPS, Taps
 from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
 
 
@@ -43,6 +48,31 @@ class Drafter(ABC):
     @abstractmethod
     def forget(self, sequence: SequenceState) -> None:
         """Drops what is kept of a sequence. Idempotent."""
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter is made from."""
+
+    speculation: Speculation
+    device: DeviceKind
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A kind of drafter, as it is registered: what it needs, and how one is made for an engine.
+
+    A package registers one through the entry point group `sightline.drafters`, under the name of its method.
+    """
+
+    method: DraftMethod
+    """Its name, and the settings that it takes. It needs `model` if it guesses with a network of its own."""
+    make: Callable[[DrafterContext], Drafter]
+    taps: Taps = NO_TAPS
+    """The states of the target that it observes."""
+    makes_trees: bool = False
+    """True if it may guess several tokens for one place."""
 
 
 class TextDrafter(ABC):

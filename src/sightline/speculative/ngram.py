@@ -11,9 +11,11 @@ models.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
+from sightline.core import speculation
 from sightline.core.speculation import Speculation
-from sightline.speculative.drafter import TextDrafter
+from sightline.speculative.drafter import Drafter, DrafterContext, DrafterKind, DrafterOfTexts, TextDrafter
 
 
 class NgramDrafter(TextDrafter):
@@ -58,3 +60,10 @@ def _continued(tokens: Sequence[int], place: int, most: int) -> Sequence[int]:
     while len(known) < most:
         known.append(known[len(known) - period])
     return known
+
+
+def _make(context: DrafterContext) -> Drafter:
+    return DrafterOfTexts(partial(NgramDrafter.of, context.speculation))
+
+
+NGRAM = DrafterKind(speculation.NGRAM, _make)
