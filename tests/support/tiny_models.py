@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -206,13 +207,18 @@ def make_dense_deepseek(family: str) -> PreTrainedModel:
 
 
 def _with_weights(model: PreTrainedModel) -> PreTrainedModel:
-    generator = torch.Generator().manual_seed(5)
+    scale_weights(model, seed=5)
+    return model
+
+
+def scale_weights(module: Module, seed: int) -> None:
+    """Gives every parameter random values of a scale at which every feature matters."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in module.parameters():
             centre = 0.0 if parameter.dim() > 1 else float(parameter.mean())
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(centre + noise * WEIGHT_SCALE)
-    return model
 
 
 def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:

@@ -22,6 +22,11 @@ class DraftDefinition(ABC):
     @abstractmethod
     def networks(self) -> tuple[Definition, ...]: ...
 
+    @property
+    def target_tensors(self) -> tuple[str, ...]:
+        """What the names of their tensors begin with, if they are stored in the checkpoint of the model."""
+        return ()
+
     @abstractmethod
     def load(self, target: Model, weights: WeightReader) -> tuple[Model, ...]:
         """Builds each network. They may use the target's own embedding and output projection."""

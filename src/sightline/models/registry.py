@@ -12,7 +12,7 @@ from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.bert import bert
 from sightline.models.config_reader import INFORMATIONAL, NOTED, ConfigReader
-from sightline.models.contract import Definition, EmbedderDefinition, ModelDefinition
+from sightline.models.contract import Definition, EmbedderDefinition
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.deepseek import deepseek_v2, deepseek_v3
 from sightline.models.field_effects import fields_without_effect
@@ -61,7 +61,7 @@ MODEL_TYPES: Mapping[str, str] = {
 """The prefix of the architecture names of each `model_type`, the field by which transformers chooses the network."""
 
 
-def define_model(config: Mapping[str, object], ledger: Ledger) -> ModelDefinition:
+def define_model(config: Mapping[str, object], ledger: Ledger) -> DecoderDefinition:
     """The definition of the model that a config describes. Raises `UnsupportedModelError` for unknown architectures."""
     definition = _define(config, ledger, FAMILIES)
     if not definition.causal:
