@@ -52,6 +52,11 @@ class DraftDefinition(ABC):
     @abstractmethod
     def networks(self) -> tuple[Definition, ...]: ...
 
+    @property
+    def target_tensors(self) -> tuple[str, ...]:
+        """What the names of their tensors begin with, if they are stored in the checkpoint of the model."""
+        return ()
+
     @abstractmethod
     def load(self, target: Model, weights: WeightReader) -> LoadedDraft:
         """Builds the networks. They may use the target's own embedding and output projection."""

@@ -245,7 +245,8 @@ def _build(
     launcher = make_launcher(resolved, everything, ledger)
     before = allocated_bytes(device)
     with times.measured(BuildPhase.WEIGHTS):
-        reader = _reader(resolved, checkpoint, launcher, ledger, on_step)
+        others = () if blueprint.draft is None else blueprint.draft.definition.target_tensors
+        reader = _reader(resolved, checkpoint, launcher, ledger, on_step, others)
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
@@ -266,9 +267,17 @@ def _build(
 
 
 def _reader(
-    config: ResolvedConfig, checkpoint: Checkpoint, launcher: CpuLauncher, ledger: Ledger, on_step: OnBuildStep
+    config: ResolvedConfig,
+    checkpoint: Checkpoint,
+    launcher: CpuLauncher,
+    ledger: Ledger,
+    on_step: OnBuildStep,
+    loaded_elsewhere: Sequence[str] = (),
 ) -> WeightReader:
-    """Reads the weights of a checkpoint in the form that the chosen kernels take."""
+    """Reads the weights of a checkpoint in the form that the chosen kernels take.
+
+    `loaded_elsewhere` are beginnings of names. Their tensors belong to networks that draft.
+    """
 
     def on_progress(done: int, total: int) -> None:
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
@@ -284,6 +293,7 @@ def _reader(
         skip_check=config.skip_weight_check,
         expert_compute=expert_compute(config),
         make_linear=_linear_maker(config, launcher),
+        loaded_elsewhere=loaded_elsewhere,
     )
 
 
