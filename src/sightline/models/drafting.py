@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sightline.layers.operations import Operations
 from sightline.models.contract import NO_TAPS, Definition, Model, ModelDefinition, Taps
+from sightline.models.decoder import Decoder
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.weights import WeightReader
 
@@ -58,7 +59,7 @@ class DraftDefinition(ABC):
         return ()
 
     @abstractmethod
-    def load(self, target: Model, weights: WeightReader) -> LoadedDraft:
+    def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
         """Builds the networks. They may use the target's own embedding and output projection."""
 
 
@@ -76,7 +77,7 @@ class DraftModel(DraftDefinition):
     def networks(self) -> tuple[Definition, ...]:
         return (self.definition,)
 
-    def load(self, target: Model, weights: WeightReader) -> LoadedDraft:
+    def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
         del target
         return LoadedDraft((self.definition.load(weights),))
 

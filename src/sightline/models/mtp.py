@@ -150,9 +150,8 @@ class MtpDefinition(DraftDefinition):
     def target_tensors(self) -> tuple[str, ...]:
         return tuple(f"{module.prefix}." for module in self.modules)
 
-    def load(self, target: Model, weights: WeightReader) -> LoadedDraft:
+    def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
         """Builds the modules. Every tensor that the checkpoint has for them must be used."""
-        assert isinstance(target, Decoder)
         loaded = tuple(module.load(target, weights) for module in self.modules)
         weights.finish(within=self.target_tensors)
         return LoadedDraft(loaded)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from sightline.layers.operations import Operations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import NO_TAPS, Definition, EmbedderDefinition, Model, Taps
+from sightline.models.decoder import Decoder
 from sightline.models.drafting import DraftSource, LoadedDraft
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
@@ -60,6 +62,10 @@ from sightline.runner.quantised import (
 from sightline.runner.recording import CpuRecorder, CudaRecorder, Recorder
 from sightline.runner.runner import Runner
 from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, few_kinds, paged_kinds
+
+ModelT = TypeVar("ModelT", bound=Model)
+ReaderOf: TypeAlias = Callable[[Checkpoint], WeightReader]
+"""Makes what reads the weights of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,8 @@ def build_runtime(
     """
     definition = define_model(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger, draft)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, partial(definition.load, taps=taps))
+    load_model, load_draft = partial(definition.load, taps=taps), partial(_load_draft, draft)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, load_model, load_draft)
     _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
     _capture_graphs(runtime, ledger, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)
@@ -177,7 +184,7 @@ def build_embedding_runtime(
     """Like `build_runtime`, for a network without its output projection."""
     definition = define_embedder(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states, lambda *_: None)
     _warm_up(runtime, embedding_kinds(runtime.config), definition.mask, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime, definition
@@ -232,7 +239,8 @@ def _build(
     ledger: Ledger,
     on_step: OnBuildStep,
     definition: Definition,
-    load: Callable[[WeightReader], Model],
+    load: Callable[[WeightReader], ModelT],
+    load_draft: Callable[[ModelT, ReaderOf], LoadedDraft | None],
 ) -> Runtime:
     resolved, groups, device = blueprint.config, blueprint.groups, blueprint.config.device
     selections = blueprint.select(registry.installed())
@@ -250,10 +258,7 @@ def _build(
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
-            draft: LoadedDraft | None = None
-            if blueprint.draft is not None:
-                its_reader = _reader(resolved, blueprint.draft.checkpoint, launcher, ledger, on_step)
-                draft = blueprint.draft.definition.load(model, its_reader)
+            draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step))
     weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
     models = () if draft is None else draft.models
@@ -264,6 +269,10 @@ def _build(
     with _compiling(resolved, times, on_step):
         runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher, draft, drafting)
     return replace(runtime, times=times, weight_bytes=weight_bytes)
+
+
+def _load_draft(source: DraftSource | None, target: Decoder, reader_of: ReaderOf) -> LoadedDraft | None:
+    return None if source is None else source.definition.load(target, reader_of(source.checkpoint))
 
 
 def _reader(

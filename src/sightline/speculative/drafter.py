@@ -12,7 +12,8 @@ from torch import Tensor
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.speculation import DraftMethod, Speculation
-from sightline.models.contract import NO_TAPS, ModelDefinition, Taps
+from sightline.models.contract import NO_TAPS, Taps
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.drafting import DraftSource
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.runner.networks import DraftRuntime
@@ -82,7 +83,7 @@ class DraftTarget(NamedTuple):
     """The model that is drafted for, before it is built."""
 
     checkpoint: Checkpoint
-    definition: ModelDefinition
+    definition: DecoderDefinition
     ledger: Ledger
 
 

@@ -21,10 +21,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sightline.core import speculation
 from sightline.core.batch import RowWork
+from sightline.core.speculation import Speculation
+from sightline.models.drafting import DraftSource
+from sightline.models.eagle3 import Eagle3Draft
+from sightline.models.loading.opening import open_checkpoint
+from sightline.models.mtp import define_mtp
+from sightline.models.registry import define_eagle3
 from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
-from sightline.speculative.drafter import Drafter, DrafterContext, ObservedRow, ObservedStep
+from sightline.speculative.drafter import (
+    Drafter,
+    DrafterContext,
+    DrafterKind,
+    DraftTarget,
+    ObservedRow,
+    ObservedStep,
+)
 from sightline.speculative.network_steps import NetworkSteps, read_columns
 
 
@@ -206,3 +220,20 @@ class HeadDrafter(Drafter):
     def forget(self, sequence: SequenceState) -> None:
         self._ahead.pop(sequence, None)
         self._held.pop(sequence, None)
+
+
+def _eagle3(config: Speculation, target: DraftTarget) -> DraftSource:
+    assert config.model is not None, "the method needs it"
+    checkpoint = open_checkpoint(config.model, target.ledger)
+    head = define_eagle3(checkpoint.config, target.definition, target.ledger)
+    return DraftSource(Eagle3Draft(head), checkpoint)
+
+
+def _mtp(config: Speculation, target: DraftTarget) -> DraftSource:
+    """All modules of the model, as far as so many tokens are guessed. The last one guesses any further tokens."""
+    count = min(max(1, len(target.definition.predictors)), config.num_speculative_tokens)
+    return DraftSource(define_mtp(target.definition, target.checkpoint, count), target.checkpoint)
+
+
+EAGLE3 = DrafterKind(speculation.EAGLE3, HeadDrafter.make, networks=_eagle3)
+MTP = DrafterKind(speculation.MTP, HeadDrafter.make, networks=_mtp)
