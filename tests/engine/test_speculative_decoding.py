@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 
 from sightline import LLM, RequestOutput, SamplingParams
+from sightline.core.ledger import Ledger
 from sightline.core.request import FinishReason, Terms
 from sightline.engine import engine as engine_module
 from sightline.engine import sampled
@@ -102,7 +103,7 @@ def lie(patch: pytest.MonkeyPatch, outputs: Sequence[RequestOutput], honesty: fl
     answers = [[*output.prompt_token_ids, *each.token_ids] for output in outputs for each in output.outputs]
     random = Random(3)
     drafter = DrafterOfTexts(partial(Liar, answers, honesty, random))
-    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(drafter, most, 64))
+    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(drafter, most, 64, Ledger()))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class Ready(TextDrafter):
 
 
 def drafts_and_sequence() -> tuple[AdaptiveDrafts, SequenceState]:
-    return AdaptiveDrafts(DrafterOfTexts(Ready), 8, 16), make_sequence("a", 8, 200)
+    return AdaptiveDrafts(DrafterOfTexts(Ready), 8, 16, Ledger()), make_sequence("a", 8, 200)
 
 
 def guess(drafts: AdaptiveDrafts, sequence: SequenceState, most: int) -> tuple[int, ...]:

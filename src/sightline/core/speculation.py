@@ -50,9 +50,15 @@ NGRAM = DraftMethod(
     "earlier text of the same sequence, and with corpus_tokens of earlier requests",
     takes=frozenset({"prompt_lookup_max", "prompt_lookup_min", "corpus_tokens"}),
 )
-METHODS = (NGRAM,)
+DRAFT_MODEL = DraftMethod(
+    "draft_model",
+    "a smaller model with the same tokens",
+    takes=frozenset({"attention_backend"}),
+    needs=frozenset({"model"}),
+)
+METHODS = (NGRAM, DRAFT_MODEL)
 """Sightline's own methods. Packages bring others, see `method_names`."""
-_PLANNED = ("draft_model", "eagle", "eagle3", "mtp", "frozen_kv_mtp", "medusa", "suffix")
+_PLANNED = ("eagle", "eagle3", "mtp", "frozen_kv_mtp", "medusa", "suffix")
 """Methods of other engines, which get a message of their own."""
 
 

@@ -12,7 +12,11 @@ from torch import Tensor
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.speculation import DraftMethod, Speculation
-from sightline.models.contract import NO_TAPS, Taps
+from sightline.layers.operations import Operations
+from sightline.models.contract import NO_TAPS, ModelDefinition, Taps
+from sightline.models.drafting import DraftSource
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.runner.networks import NetworkRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
 
 
@@ -57,6 +61,18 @@ class DrafterContext:
     speculation: Speculation
     device: DeviceKind
     ledger: Ledger
+    networks: tuple[NetworkRuntime, ...] = ()
+    """The drafter's own networks, in the order of its `DraftDefinition`."""
+    operations: Operations | None = None
+    """Operations with the kernels of the device; None if the drafter has no networks."""
+
+
+class DraftTarget(NamedTuple):
+    """The model that is drafted for, before it is built."""
+
+    checkpoint: Checkpoint
+    definition: ModelDefinition
+    ledger: Ledger
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,10 @@ class DrafterKind:
     """Its name, and the settings that it takes. It needs `model` if it guesses with a network of its own."""
     make: Callable[[DrafterContext], Drafter]
     taps: Taps = NO_TAPS
-    """The states of the target that it observes."""
+    """The states of the target that it observes, if it has no networks: they say themselves what they take."""
+    networks: Callable[[Speculation, DraftTarget], DraftSource] | None = None
+    """Finds its networks and describes them; None if it guesses without any. Raises `ConfigError` if they do not fit
+    the target."""
     makes_trees: bool = False
     """True if it may guess several tokens for one place."""
 
