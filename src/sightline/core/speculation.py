@@ -13,6 +13,7 @@ from sightline.core.words import answer_unknown
 
 ENTRY_POINT_GROUP = "sightline.drafters"
 MOST_DRAFTED = 64
+MOST_CORPUS_TOKENS = 1 << 24
 _SHARED = frozenset({"method", "num_speculative_tokens", "draft_tensor_parallel_size"})
 """Settings that every method takes."""
 
@@ -45,7 +46,9 @@ class DraftMethod:
 
 
 NGRAM = DraftMethod(
-    "ngram", "earlier text of the same sequence", takes=frozenset({"prompt_lookup_max", "prompt_lookup_min"})
+    "ngram",
+    "earlier text of the same sequence, and with corpus_tokens of earlier requests",
+    takes=frozenset({"prompt_lookup_max", "prompt_lookup_min", "corpus_tokens"}),
 )
 DRAFT_MODEL = DraftMethod(
     "draft_model",
@@ -78,6 +81,13 @@ class Speculation:
     num_speculative_tokens: int = setting(7, "Most tokens that are guessed at once.", low=1, high=MOST_DRAFTED)
     prompt_lookup_max: int = setting(4, "Tokens at the end that earlier text should repeat.", low=1, high=32)
     prompt_lookup_min: int = setting(2, "Tokens at the end that earlier text must repeat.", low=1, high=32)
+    corpus_tokens: int = setting(
+        0,
+        "Tokens of earlier prompts and answers of the same caller that are kept to guess from; 0 keeps none. Each "
+        "takes 32 to 64 bytes of the host's memory.",
+        low=0,
+        high=MOST_CORPUS_TOKENS,
+    )
     model: str | None = setting(None, "A folder or a Hugging Face id of the network that guesses.")
     attention_backend: str | None = setting(
         None, "Attention backend of the network that guesses; that of the model without it."
