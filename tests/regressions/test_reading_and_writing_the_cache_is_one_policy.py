@@ -212,12 +212,12 @@ def test_a_backend_that_does_not_declare_a_shared_cache_is_not_given_one() -> No
 )
 def test_a_layer_borrows_only_from_an_earlier_one_with_its_own_entries(lenders: dict[int, int], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        group_layers([PLAIN] * 3, lenders)
+        group_layers([PLAIN] * 3, lenders=lenders)
 
 
 def test_a_layer_cannot_read_entries_of_another_shape() -> None:
     with pytest.raises(ValueError, match="layer 1 to read entries of the shape that layer 0 writes"):
-        group_layers([PLAIN, replace(PLAIN, head_dim=32)], {1: 0})
+        group_layers([PLAIN, replace(PLAIN, head_dim=32)], lenders={1: 0})
 
 
 def test_a_transient_batch_with_a_context_is_refused() -> None:

@@ -221,8 +221,10 @@ Lenders: TypeAlias = Mapping[int, int]
 """For each layer that borrows, the layer whose entries it reads. Others have entries of their own."""
 
 
-def group_layers(specs: Sequence[AttentionSpec], lenders: Lenders | None = None) -> tuple[LayerGroup, ...]:
-    """Groups the layers of a model by equal spec, in order of first appearance.
+def group_layers(
+    specs: Sequence[AttentionSpec], network: str = "", lenders: Lenders | None = None
+) -> tuple[LayerGroup, ...]:
+    """Groups layers by equal spec, in order of first appearance. The names of groups begin with that of the network.
 
     Layers that borrow are in groups of their own, one for each group that lends to them.
     """
@@ -235,7 +237,8 @@ def group_layers(specs: Sequence[AttentionSpec], lenders: Lenders | None = None)
         if layer not in lenders:
             members.setdefault(spec, []).append(layer)
     owners = tuple(
-        LayerGroup(f"group{index}", spec, tuple(layers)) for index, (spec, layers) in enumerate(members.items())
+        LayerGroup(f"{network}group{index}", spec, tuple(layers))
+        for index, (spec, layers) in enumerate(members.items())
     )
     return owners + borrow_layers({layer: specs[layer] for layer in sorted(lenders)}, lenders, owners)
 

@@ -178,7 +178,7 @@ class AttentionRig:
         self.setting = setting
         self.device = subject.device.torch_device
         self.lenders = lenders or {}
-        self.groups = group_layers(specs, lenders)
+        self.groups = group_layers(specs, lenders=lenders)
         pages = setting.num_pages or setting.max_rows * -(-setting.max_seq_len // setting.page_size) + 1
         cache_dtype = setting.cache_dtype or setting.dtype
         scales = self._scales() if cache_dtype in SCALED_DTYPES else None
