@@ -56,9 +56,16 @@ DRAFT_MODEL = DraftMethod(
     takes=frozenset({"attention_backend"}),
     needs=frozenset({"model"}),
 )
-METHODS = (NGRAM, DRAFT_MODEL)
+EAGLE3 = DraftMethod(
+    "eagle3",
+    "a small head that continues the model's states",
+    takes=frozenset({"attention_backend"}),
+    needs=frozenset({"model"}),
+)
+MTP = DraftMethod("mtp", "the model's own layers for multi-token prediction", takes=frozenset({"attention_backend"}))
+METHODS = (NGRAM, DRAFT_MODEL, EAGLE3, MTP)
 """Sightline's own methods. Packages bring others, see `method_names`."""
-_PLANNED = ("eagle", "eagle3", "mtp", "frozen_kv_mtp", "medusa", "suffix")
+_PLANNED = ("eagle", "frozen_kv_mtp", "medusa", "suffix")
 """Methods of other engines, which get a message of their own."""
 
 

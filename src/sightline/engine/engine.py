@@ -64,7 +64,7 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         speculation, device = runtime.config.speculation, runtime.config.device.kind
         drafts = None
         if speculation is not None:
-            drafts = make_drafts(DrafterContext(speculation, device, ledger, runtime.drafting, runtime.operations))
+            drafts = make_drafts(DrafterContext(speculation, device, ledger, runtime.draft))
         super().__init__(
             runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored, drafts=drafts
         )

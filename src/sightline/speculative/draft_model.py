@@ -10,10 +10,6 @@ It computes every prompt along with the model, so that its entries are in the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-
-import torch
-from torch import Tensor
 
 from sightline.core import speculation
 from sightline.core.batch import RowWork
@@ -22,16 +18,19 @@ from sightline.core.speculation import Speculation
 from sightline.models.drafting import DraftModel, DraftSource
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import define_model
+from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, DrafterContext, DrafterKind, DraftTarget, ObservedStep
-from sightline.speculative.network_steps import NetworkSteps
+from sightline.speculative.network_steps import NetworkSteps, read_columns
 
 
 class ModelDrafter(Drafter):
     """Guesses the likeliest tokens of a smaller model."""
 
-    def __init__(self, steps: NetworkSteps) -> None:
-        self._steps = steps
+    def __init__(self, draft: DraftRuntime) -> None:
+        self._draft = draft
+        [network] = draft.networks
+        self._steps = NetworkSteps(network)
         self._fed: dict[SequenceState, tuple[int, ...]] = {}
         """The tokens that the last draft of a sequence computed entries for, behind those that are known to be right.
         Those of guesses may be wrong."""
@@ -44,16 +43,16 @@ class ModelDrafter(Drafter):
         lengths = [self._steps.length(row) for row in rows]
         work = []
         for sequence, row, length in zip(sequences, rows, lengths, strict=True):
-            self._steps.keep(row, length)
+            self._steps.discard(row)
             work.append(RowWork(row, sequence.tokens[length:], length, num_logits=1))
-        columns = [self._steps.run(work).logits.argmax(-1)]
+        columns = [self._draft.choose(self._steps.run(work).logits)]
         for place in range(1, rooms[order[0]].most):
             count = sum(each.most > place for each in rooms)
             work = [
                 RowWork(row, (), len(sequence.tokens) + place - 1, 1, unread=index)
                 for index, (row, sequence) in enumerate(zip(rows[:count], sequences, strict=False))
             ]
-            columns.append(self._steps.run(work, columns[-1]).logits.argmax(-1))
+            columns.append(self._draft.choose(self._steps.run(work, columns[-1]).logits))
         drafts = [Draft()] * len(rooms)
         for index, length, tokens in zip(order, lengths, read_columns(columns), strict=True):
             self._fed[rooms[index].sequence] = (*rooms[index].sequence.tokens[length:], *tokens[:-1])
@@ -62,32 +61,23 @@ class ModelDrafter(Drafter):
 
     def observe(self, step: ObservedStep) -> None:
         work = []
-        for row, result, _ in step.rows:
-            sequence, length = row.sequence, self._steps.length(row.table_row)
-            known = [*sequence.tokens[: result.seq_len + 1 - len(result.tokens)], *result.tokens][: result.seq_len]
-            fed = self._fed.pop(sequence, ())
-            length += num_equal(fed, known[length:])
-            self._steps.keep(row.table_row, length)
+        for each in step.rows:
+            row, length = each.row, self._steps.length(each.row.table_row)
+            known = each.known_from(length)[: each.result.seq_len - length]
+            num_right = num_equal(self._fed.pop(row.sequence, ()), known)
+            length += num_right
+            self._steps.commit(row.table_row, length)
+            self._steps.discard(row.table_row)
             # One that is missing is fed with the next draft.
-            if len(known) > length + 1:
-                work.append(RowWork(row.table_row, known[length:], length, num_logits=0))
+            if len(known) > num_right + 1:
+                work.append(RowWork(row.table_row, known[num_right:], length, num_logits=0))
         if work:
             self._steps.run(work)
-            for each in work:
-                self._steps.keep(each.table_row, each.context_len + len(each.tokens))
+            for extended in work:
+                self._steps.commit(extended.table_row, extended.context_len + len(extended.tokens))
 
     def forget(self, sequence: SequenceState) -> None:
         self._fed.pop(sequence, None)
-
-
-def read_columns(columns: Sequence[Tensor]) -> list[list[int]]:
-    """The tokens of each row, of which each column has one, if it has not ended. Waits for the device."""
-    lens, tokens = [len(each) for each in columns], torch.cat(list(columns)).tolist()
-    starts = [0, *accumulate(lens)]
-    return [
-        [tokens[start + row] for start, count in zip(starts, lens, strict=False) if row < count]
-        for row in range(lens[0])
-    ]
 
 
 def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
@@ -99,8 +89,7 @@ def num_equal(some: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _make(context: DrafterContext) -> Drafter:
-    [network] = context.networks
-    return ModelDrafter(NetworkSteps(network))
+    return ModelDrafter(context.networks)
 
 
 def _networks(config: Speculation, target: DraftTarget) -> DraftSource:

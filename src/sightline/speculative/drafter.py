@@ -12,11 +12,11 @@ from torch import Tensor
 from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.speculation import DraftMethod, Speculation
-from sightline.layers.operations import Operations
-from sightline.models.contract import NO_TAPS, ModelDefinition, Taps
+from sightline.models.contract import NO_TAPS, Taps
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.drafting import DraftSource
 from sightline.models.loading.checkpoint import Checkpoint
-from sightline.runner.networks import NetworkRuntime
+from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
 
 
@@ -27,6 +27,13 @@ class ObservedRow(NamedTuple):
     result: RowResult
     start: int
     """Where its tokens begin in the step."""
+
+    def known_from(self, place: int) -> list[int]:
+        """The sequence's tokens from a place before the row's end on, with those that the step settled."""
+        tokens, settled = self.row.sequence.tokens, self.result.tokens
+        if not settled:
+            return tokens[place:]
+        return [*tokens[place : self.result.seq_len + 1 - len(settled)], *settled]
 
 
 class ObservedStep(NamedTuple):
@@ -61,17 +68,22 @@ class DrafterContext:
     speculation: Speculation
     device: DeviceKind
     ledger: Ledger
-    networks: tuple[NetworkRuntime, ...] = ()
-    """The drafter's own networks, in the order of its `DraftDefinition`."""
-    operations: Operations | None = None
-    """Operations with the kernels of the device; None if the drafter has no networks."""
+    draft: DraftRuntime | None = None
+    """The drafter's own networks; None if its kind has none."""
+
+    @property
+    def networks(self) -> DraftRuntime:
+        """The drafter's own networks. Raises `ValueError` if its kind has none."""
+        if self.draft is None:
+            raise ValueError(f"expected the networks of {self.speculation.method}, got none; name them in its kind")
+        return self.draft
 
 
 class DraftTarget(NamedTuple):
     """The model that is drafted for, before it is built."""
 
     checkpoint: Checkpoint
-    definition: ModelDefinition
+    definition: DecoderDefinition
     ledger: Ledger
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,13 @@ class NetworkOutputs(NamedTuple):
     states: Tensor | None
     """[num_tokens, width]; None if the network gives none."""
 
+    @property
+    def given_states(self) -> Tensor:
+        """`states` of a network that gives some. Raises `ValueError` if it does not."""
+        if self.states is None:
+            raise ValueError("expected a network that gives a state for each token, got one that gives none")
+        return self.states
+
 
 class NetworkSteps:
     """Runs the steps of one network, and keeps the lengths of its rows."""
@@ -37,10 +45,13 @@ class NetworkSteps:
         """Entries of a row that are known to be right."""
         return self._lengths.committed(row)
 
-    def keep(self, row: int, length: int) -> None:
-        """Commits the first `length` entries of a row, and discards those behind them."""
+    def commit(self, row: int, length: int) -> None:
+        """Says that the first `length` entries of a row are right. Those behind them stay until `discard`."""
         self._lengths.commit(row, length)
-        self._lengths.settle(row, length)
+
+    def discard(self, row: int, beyond: int | None = None) -> None:
+        """Discards the entries of a row behind `beyond`; without it, those that are not known to be right."""
+        self._lengths.settle(row, self._lengths.committed(row) if beyond is None else beyond)
 
     def run(
         self, work: Sequence[RowWork], chosen: Tensor | None = None, states: Tensor | None = None
@@ -86,3 +97,13 @@ def _steps(work: Sequence[RowWork], most: int) -> Iterator[list[RowWork]]:
         step.append(left)
         room -= _num_tokens(left)
     yield step
+
+
+def read_columns(columns: Sequence[Tensor]) -> list[list[int]]:
+    """The tokens of each row, of which each column has one, if it has not ended. Waits for the device."""
+    lens, tokens = [len(each) for each in columns], torch.cat(list(columns)).tolist()
+    starts = [0, *accumulate(lens)]
+    return [
+        [tokens[start + row] for start, count in zip(starts, lens, strict=False) if row < count]
+        for row in range(lens[0])
+    ]
