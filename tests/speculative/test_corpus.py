@@ -45,7 +45,7 @@ class Roomy(CorpusIndex):
 def slots_of_all_runs(index: CorpusIndex, longest: int) -> list[list[int]]:
     """The slots that the runs of each length have, in an index of its own."""
     runs: list[list[int]] = [[]]
-    found = []
+    found: list[list[int]] = []
     for _ in range(longest):
         runs = [[*run, token] for run in runs for token in range(ALPHABET)]
         found.append([])

@@ -89,7 +89,8 @@ class CorpusIndex:
     @property
     def _shift(self) -> int:
         """Leaves as many bits of a hash as the slots have."""
-        return 65 - self._places.shape[1].bit_length()
+        num_slots: int = self._places.shape[1]
+        return 65 - num_slots.bit_length()
 
     def _index(self, start: int, end: int) -> None:
         """Notes the runs of a text that something follows."""
