@@ -73,9 +73,7 @@ def save_with_modules(family: str, num_modules: int, folder: Path) -> Oracle:
 def change_tensors(folder: Path, added: dict[str, Tensor], removed: str | None = None) -> None:
     """Adds tensors to a saved model, or replaces them; first removes those whose names begin so."""
     file = folder / "model.safetensors"
-    kept = {
-        name: tensor for name, tensor in load_file(file).items() if removed is None or not name.startswith(removed)
-    }
+    kept = {name: tensor for name, tensor in load_file(file).items() if removed is None or not name.startswith(removed)}
     save_file(kept | added, file, {"format": "pt"})
 
 
@@ -87,8 +85,8 @@ def stored_modules(model: PreTrainedModel, modules: MtpModel) -> dict[str, Tenso
         stored[f"{prefix}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
         stored[f"{prefix}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
         for name, tensor in layer.state_dict().items():
-            name = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
-            for part, own in _split_experts(name, tensor).items():
+            stored_as = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            for part, own in _split_experts(stored_as, tensor).items():
                 stored[f"{prefix}.{part}"] = own.clone()
     return stored
 
