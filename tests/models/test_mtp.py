@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import MtpCache
 
 from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.core.config import EngineConfig
@@ -281,3 +282,23 @@ def test_a_model_without_enough_modules_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(config | own))
     with pytest.raises(ConfigError, match=rf"method mtp needs, got one whose config has {described} .*; use another"):
         load(tmp_path, count)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_oracle_drafts_as_generate_does(oracles: dict[Case, Oracle], family: str) -> None:
+    """What is compared above runs on whole texts; `generate(use_mtp=True)` runs with a cache and feeds its guesses."""
+    oracle = oracles[family, 2]
+    [text] = random_prompts([20])
+    states = oracle.depths([*text, 0], 19)[0].states
+    with torch.no_grad():
+        guesses, logits, _ = oracle.modules(
+            input_ids=torch.tensor([text[1:]]),
+            last_hidden_states=states.unsqueeze(0),
+            attention_mask=None,
+            position_ids=torch.arange(1, 20).unsqueeze(0),
+            mtp_cache=MtpCache(config=oracle.model.config.get_mtp_config()),
+        )
+    made = oracle.depths([*text, *guesses[0].tolist()], 19)
+    for depth in (1, 2):
+        torch.testing.assert_close(made[depth].logits[-1], logits[0, depth - 1], rtol=1e-4, atol=1e-4)
+        assert made[depth].logits[-1].argmax() == guesses[0, depth - 1]

@@ -197,16 +197,17 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 def make_model(family: str) -> PreTrainedModel:
     """A model with weights of a scale at which every feature matters."""
     torch.manual_seed(11)
-    return _with_weights(FAMILIES[family]().eval())
+    return with_weights(FAMILIES[family]().eval())
 
 
 def make_dense_deepseek(family: str) -> PreTrainedModel:
     """Like `make_model`, without experts."""
     torch.manual_seed(11)
-    return _with_weights(DENSE_DEEPSEEK[family](_common()).eval())
+    return with_weights(DENSE_DEEPSEEK[family](_common()).eval())
 
 
-def _with_weights(model: PreTrainedModel) -> PreTrainedModel:
+def with_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with random weights of a scale at which every feature matters."""
     scale_weights(model, seed=5)
     return model
 

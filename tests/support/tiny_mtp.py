@@ -85,8 +85,8 @@ def stored_modules(model: PreTrainedModel, modules: MtpModel) -> dict[str, Tenso
         stored[f"{prefix}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
         stored[f"{prefix}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
         for name, tensor in layer.state_dict().items():
-            stored_as = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
-            for part, own in _split_experts(stored_as, tensor).items():
+            as_stored = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            for part, own in _split_experts(as_stored, tensor).items():
                 stored[f"{prefix}.{part}"] = own.clone()
     return stored
 
@@ -96,7 +96,7 @@ def _split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
     before, _, part = name.partition(".experts.")
     if part not in ("gate_up_proj", "down_proj"):
         return {name: tensor}
-    split = {}
+    split: dict[str, Tensor] = {}
     for number, expert in enumerate(tensor):
         parts = {"down_proj": expert}
         if part == "gate_up_proj":

@@ -62,7 +62,9 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         costs = StepCosts(*runtime.definition.step_costs())
         consume = partial(sample, runtime.operations.best_tokens)
         speculation, device = runtime.config.speculation, runtime.config.device.kind
-        drafts = None if speculation is None else make_drafts(DrafterContext(speculation, device, ledger))
+        drafts = None
+        if speculation is not None:
+            drafts = make_drafts(DrafterContext(speculation, device, ledger, runtime.draft))
         super().__init__(
             runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored, drafts=drafts
         )

@@ -42,13 +42,16 @@ class SoftmaxAttentionDefinition:
         spec = self.spec
         return 2 * hidden_size * (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim
 
-    def load(self, weights: WeightReader, layer: int, prefix: str, hidden_size: int) -> SoftmaxAttention:
+    def load(
+        self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
+    ) -> SoftmaxAttention:
+        """Loads the layer. `in_features` is the width of its input, if that is not the hidden size."""
         spec = self.spec
         output_size = spec.num_q_heads * spec.head_dim
         return SoftmaxAttention(
             layer=layer,
             spec=spec,
-            qkv=self._load_qkv(weights, prefix, hidden_size),
+            qkv=self._load_qkv(weights, prefix, in_features or hidden_size),
             output=weights.projection({f"{prefix}.o_proj": hidden_size}, output_size, bias=self.tensors.output_bias),
             norms=self._load_norms(weights, prefix),
             sinks=weights.take(f"{prefix}.sinks", (spec.num_q_heads,)) if spec.sinks else None,
@@ -114,14 +117,17 @@ class LatentAttentionDefinition:
         heads = spec.latent_dim * (spec.nope_dim + spec.value_dim) + spec.value_dim * hidden_size
         return queries + down + spec.num_q_heads * heads
 
-    def load(self, weights: WeightReader, layer: int, prefix: str, hidden_size: int) -> LatentAttention:
+    def load(
+        self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
+    ) -> LatentAttention:
+        """Loads the layer. `in_features` is the width of its input, if that is not the hidden size."""
         spec = self.spec
         key_up, value_up = self._load_ups(weights, prefix)
         output_size = spec.num_q_heads * spec.value_dim
         return LatentAttention(
             layer=layer,
             spec=spec,
-            down=self._load_down(weights, prefix, hidden_size),
+            down=self._load_down(weights, prefix, in_features or hidden_size),
             query_up=self._load_query_up(weights, prefix),
             latent_norm=self.norms.load(weights, f"{prefix}.kv_a_layernorm", spec.latent_dim),
             key_up=key_up,
@@ -129,7 +135,7 @@ class LatentAttentionDefinition:
             output=weights.projection({f"{prefix}.o_proj": hidden_size}, output_size, bias=self.bias),
         )
 
-    def _load_down(self, weights: WeightReader, prefix: str, hidden_size: int) -> Linear:
+    def _load_down(self, weights: WeightReader, prefix: str, in_features: int) -> Linear:
         """Joins the projections to queries (or their low-rank form), rope key and latent into one."""
         side = (f"{prefix}.q_proj", self._num_query_rows, self._query_order, False)
         if (rank := self.query_rank) is not None:
@@ -137,7 +143,7 @@ class LatentAttentionDefinition:
         key = (f"{prefix}.kv_a_proj_with_mqa", self.spec.head_dim, self._key_order, self.bias)
         parts, biases = [], []
         for name, num_rows, make_order, bias in (side, key):
-            stored = weights.matrix(f"{name}.weight", (num_rows, hidden_size), "rows in another order")
+            stored = weights.matrix(f"{name}.weight", (num_rows, in_features), "rows in another order")
             order = make_order().to(stored.device)  # created after the check: a hostile config may ask for huge ones
             parts.append(stored[order])
             shift = weights.take(f"{name}.bias", (num_rows,)) if bias else stored.new_zeros(num_rows)

@@ -45,7 +45,7 @@ from sightline.models.decoder import (
     load_layer,
     mlp_prefix,
 )
-from sightline.models.drafting import DraftDefinition
+from sightline.models.drafting import DraftDefinition, LoadedDraft
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.weights import WeightReader
 
@@ -150,12 +150,11 @@ class MtpDefinition(DraftDefinition):
     def target_tensors(self) -> tuple[str, ...]:
         return tuple(f"{module.prefix}." for module in self.modules)
 
-    def load(self, target: Model, weights: WeightReader) -> tuple[Model, ...]:
+    def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
         """Builds the modules. Every tensor that the checkpoint has for them must be used."""
-        assert isinstance(target, Decoder)
         loaded = tuple(module.load(target, weights) for module in self.modules)
         weights.finish(within=self.target_tensors)
-        return loaded
+        return LoadedDraft(loaded)
 
 
 class JointBuffers:
