@@ -17,9 +17,9 @@ from sightline.core.config import EngineConfig
 from sightline.core.errors import CheckpointError, ConfigError
 from sightline.core.ledger import Ledger
 from sightline.layers.linear import Linear
-from sightline.models.contract import Model, Taps
+from sightline.models.contract import Taps
 from sightline.models.decoder import Decoder
-from sightline.models.drafting import DraftSource
+from sightline.models.drafting import DraftSource, LoadedDraft
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.mtp import FINAL, MtpDefinition, MtpModule, define_mtp
 from sightline.models.registry import define_model
@@ -61,8 +61,9 @@ class Changed(MtpDefinition):
     def taps(self) -> Taps:
         return self.states
 
-    def load(self, target: Model, weights: WeightReader) -> tuple[Model, ...]:
-        return tuple(self.change(module) for module in super().load(target, weights) if isinstance(module, MtpModule))
+    def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
+        super().load(target, weights)  # which checks that every tensor is used
+        return LoadedDraft(tuple(self.change(module.load(target, weights)) for module in self.modules))
 
 
 def build(
@@ -80,7 +81,7 @@ def build(
         page_size=page_size, layer_kernels=layer_kernels, dtype="float32", cache_tokens=1024, max_num_seqs=4
     )
     draft = DraftSource(Changed(found.target, found.num_modules, states, change), checkpoint)
-    runtime = build_runtime(config, checkpoint, ledger, draft=draft)
+    runtime = build_runtime(config, checkpoint, ledger, taps=draft.definition.taps, draft=draft)
     fill_pools(runtime.store, Unused.NAN)
     arrange_free_pages(runtime.store, Layout.SHUFFLED, seed=3)
     return runtime
@@ -224,7 +225,7 @@ def load(folder: Path, count: int | None = None) -> tuple[Decoder, list[MtpModul
         )
 
     target = definition.load(reader(*found.target_tensors), found.taps)
-    modules = [module for module in found.load(target, reader()) if isinstance(module, MtpModule)]
+    modules = [module for module in found.load(target, reader()).models if isinstance(module, MtpModule)]
     return target, modules, ledger
 
 

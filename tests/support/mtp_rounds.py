@@ -60,7 +60,7 @@ class Rounds:
 
     @property
     def num_modules(self) -> int:
-        return len(self._runtime.drafting)
+        return len(self._runtime.networks) - 1
 
     def prefill(self, prompt_lens: Sequence[int], right: Sequence[int]) -> None:
         """Runs the prompts and the modules on them, with drafts of which the first `right` tokens are right."""
