@@ -8,7 +8,7 @@ from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.speculation import Speculation
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
-from sightline.speculative.drafter import DrafterOfTexts, TextDrafter
+from sightline.speculative.drafter import DrafterContext, DrafterOfTexts, TextDrafter
 from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.methods import make_drafts
 from support.scheduling import make_sequence
@@ -22,7 +22,7 @@ class Ready(TextDrafter):
 
 
 def drafts_and_sequence() -> tuple[AdaptiveDrafts, SequenceState]:
-    return AdaptiveDrafts(DrafterOfTexts(Ready), 8, 16), make_sequence("a", 8, 200)
+    return AdaptiveDrafts(DrafterOfTexts(Ready), 8, 16, Ledger()), make_sequence("a", 8, 200)
 
 
 def guess(drafts: AdaptiveDrafts, sequence: SequenceState, most: int) -> tuple[int, ...]:
@@ -85,5 +85,5 @@ def test_what_a_step_has_room_for_is_shared_in_the_order_of_its_rows() -> None:
 def test_more_guesses_than_a_step_takes_are_told() -> None:
     for asked, subjects in ((7, []), (8, ["num_speculative_tokens"])):
         ledger = Ledger()
-        make_drafts(Speculation(num_speculative_tokens=asked), DeviceKind.CPU, ledger)
+        make_drafts(DrafterContext(Speculation(num_speculative_tokens=asked), DeviceKind.CPU, ledger))
         assert [each.subject for each in ledger.degradations] == subjects

@@ -119,14 +119,12 @@ class HeadRun:
         planned = self._plan(rows)
         logits = self.runtime.runner.forward(planned, torch.cat([each.states for each in rows]))
         states, lens = self.runtime.runner.states(planned), [len(each.tokens) for each in rows]
-        return list(logits.split(lens)), list(states.split(lens))
+        return list(torch.split(logits, lens)), list(torch.split(states, lens))
 
     def best(self, logits: Tensor) -> Tensor:
         """The likeliest token of each row of logits, in the target's vocabulary."""
-        out = torch.full((2, len(logits)), -1)
-        self.head.best_tokens(logits, out, self.runtime.operations)
-        assert out[1].all()
-        return out[0]
+        assert logits.isfinite().all()
+        return self.head.chosen(logits, self.runtime.operations)
 
     def _plan(self, rows: Sequence[GivenRow]) -> PlannedBatch:
         store = self.runtime.store

@@ -194,9 +194,10 @@ class Planner:
         lengths: RowLengths,
         workspace: Workspace,
         *,
+        name: str = "planner",
         paranoid: bool = False,
     ) -> None:
-        """`lengths` must belong to the store of the bindings' caches; `workspace` holds the plan buffers."""
+        """`lengths` must belong to the store of the bindings' caches; `workspace` holds `name`'s plan buffers."""
         self.lanes = LaneGuard()
         """Guards the lanes: everything that plans or runs in a lane goes through here."""
         self._lengths = lengths
@@ -206,9 +207,9 @@ class Planner:
         self._paranoid = paranoid
         self._pools: dict[str, Pool] = {pool.key: pool for binding in bindings for pool in binding.cache.pools.values()}
         self._workspace = workspace
+        self._name = name
         self._memory = {
-            lane: PlanMemory(workspace.elastic("planner", "plan buffers", lane), poison=paranoid)
-            for lane in limits.lanes
+            lane: PlanMemory(workspace.elastic(name, "plan buffers", lane), poison=paranoid) for lane in limits.lanes
         }
         self._static: dict[BatchMemory, PlanMemory] = {}
         """The plan buffers of batches at fixed addresses, which are at fixed addresses too."""
@@ -301,7 +302,7 @@ class Planner:
 
     def reserve(self, memory: StaticMemory) -> None:
         """Gives batches in this memory plan buffers of their own. Call before the workspace is sealed."""
-        lease = self._workspace.elastic("planner", f"plan buffers of {memory.shape}", MAIN_LANE)
+        lease = self._workspace.elastic(self._name, f"plan buffers of {memory.shape}", MAIN_LANE)
         self._static[memory] = PlanMemory(lease, poison=self._paranoid)
 
     def pin(self, planned: PlannedBatch) -> None:

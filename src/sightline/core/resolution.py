@@ -6,7 +6,7 @@ how a model is built.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 
 import torch
@@ -65,6 +65,19 @@ class ModelFacts:
     """The logits of a token."""
     takes_texts_whole: bool = False
     """True if every token sees every other: a text cannot be chunked, and nothing of it can be cached."""
+
+    def with_drafter(self, drafter: ModelFacts, *, shares_weights: bool) -> ModelFacts:
+        """The facts of an engine that keeps a drafter too; `shares_weights` if these have counted its weights."""
+        both = replace(self, cache_elements_per_token=self.cache_elements_per_token + drafter.cache_elements_per_token)
+        if shares_weights:
+            return both
+        return replace(
+            both,
+            weight_elements=self.weight_elements + drafter.weight_elements,
+            quantised_bytes=self.quantised_bytes + drafter.quantised_bytes,
+            packed_elements=self.packed_elements + drafter.packed_elements,
+            packed_bytes=self.packed_bytes + drafter.packed_bytes,
+        )
 
     def weight_bytes(self, dtype: torch.dtype, kernels: LayerKernels) -> int:
         """What the weights take with these kernels, if those that are not kept quantised are of `dtype`."""

@@ -34,7 +34,8 @@ from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added
 from sightline.layers.source import Given, Normed
 from sightline.models.contract import Definition, GivenStates, MadeStates, Model, Taps
-from sightline.models.decoder import LayerDefinition, TableBuffers
+from sightline.models.decoder import Decoder, LayerDefinition, TableBuffers
+from sightline.models.drafting import DraftDefinition, LoadedDraft, likeliest
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
 
@@ -272,7 +273,7 @@ class Eagle3Head(Model):
             return fused
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
-        """Logits [num_logits, num_drafted]. `best_tokens` turns them into tokens of the target."""
+        """Logits [num_logits, num_drafted]. `chosen` turns them into tokens of the target."""
         batch, operations, size = planned.batch, scratch.operations, self.definition.hidden_size
         given, made = scratch.of(GivenStates, size).states, scratch.of(MadeStates, size).states
         self.embedding(batch.tokens, 1.0, scratch.of(HeadBuffers, size).token, operations)
@@ -287,11 +288,29 @@ class Eagle3Head(Model):
         self.output(wanted, out)
         return operations.widened(out)
 
-    def best_tokens(self, logits: Tensor, out: Tensor, operations: Operations) -> None:
-        """Like `Operations.best_tokens`, for this head's logits. The tokens are those of the target."""
-        operations.best_tokens(logits, out)
-        if self.target_tokens is not None:
-            out[0] = self.target_tokens[out[0]]
+    def chosen(self, logits: Tensor, operations: Operations) -> Tensor:
+        """The target's token that each row of this head's logits prefers, [num_rows] int64."""
+        tokens = likeliest(logits, operations)
+        return tokens if self.target_tokens is None else self.target_tokens[tokens]
 
     def _table(self, scratch: Scratch) -> RotaryTable:
         return scratch.of(TableBuffers, 0, self.definition.layer.rotary.head_dim).table
+
+
+@dataclass(frozen=True)
+class Eagle3Draft(DraftDefinition):
+    """A head as what drafts for its target."""
+
+    head: Eagle3Definition
+
+    @property
+    def taps(self) -> Taps:
+        return self.head.taps
+
+    @property
+    def networks(self) -> tuple[Definition, ...]:
+        return (self.head,)
+
+    def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
+        head = self.head.load(weights, target.states.embedding)
+        return LoadedDraft((head,), head.fuse, head.chosen)

@@ -13,7 +13,7 @@ from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.bert import bert
 from sightline.models.config_reader import INFORMATIONAL, NOTED, ConfigReader
-from sightline.models.contract import Definition, EmbedderDefinition, ModelDefinition
+from sightline.models.contract import Definition, EmbedderDefinition
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.deepseek import deepseek_v2, deepseek_v3
 from sightline.models.eagle3 import Eagle3Definition
@@ -21,6 +21,7 @@ from sightline.models.eagle3_config import LAYER_SECTION, flattened, original_he
 from sightline.models.field_effects import fields_without_effect
 from sightline.models.foreign_fields import FOREIGN_FIELDS, is_neutral
 from sightline.models.gemma import gemma2, gemma3
+from sightline.models.glm import glm4_moe
 from sightline.models.gpt_oss import gpt_oss
 from sightline.models.llama import llama, mistral
 from sightline.models.qwen import qwen2, qwen3, qwen3_moe
@@ -43,6 +44,7 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": gpt_oss,
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeForCausalLM": glm4_moe,
 }
 ORIGINAL_HEADS = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
 """Architectures of EAGLE-3 heads whose configs have one level."""
@@ -60,11 +62,12 @@ MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "kimi_k2": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
 }
 """The prefix of the architecture names of each `model_type`, the field by which transformers chooses the network."""
 
 
-def define_model(config: Mapping[str, object], ledger: Ledger) -> ModelDefinition:
+def define_model(config: Mapping[str, object], ledger: Ledger) -> DecoderDefinition:
     """The definition of the model that a config describes. Raises `UnsupportedModelError` for unknown architectures."""
     definition = _define(config, ledger, FAMILIES)
     if not definition.causal:

@@ -16,7 +16,7 @@ def assemble(work: Sequence[RowWork], store: CacheStore, chosen: Tensor | None =
 
     `chosen` are the tokens that steps in flight choose, if rows continue some.
     """
-    return Batch(StepWork.of(work), store.pools, store.device, chosen)
+    return Batch(StepWork.of(work), store.main.pools, store.device, chosen)
 
 
 def assemble_transient(work: Sequence[RowWork], device: torch.device) -> Batch:

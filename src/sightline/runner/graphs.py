@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sightline.attention.capability import GraphLevel, Work, decode_work
 from sightline.attention.planner import GroupBinding, Planner
-from sightline.cache.pools import CacheStore
+from sightline.cache.pools import CacheStore, NetworkCache
 from sightline.core.batch import CAUSAL, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.errors import ConfigError
@@ -34,15 +35,23 @@ MAX_NEW_TOKENS = 8
 class Graphs:
     """The buckets of an engine; none if its steps are all eager."""
 
-    def __init__(self, sizes: Sequence[int], store: CacheStore, planner: Planner, bindings: Sequence[GroupBinding]):
-        """`sizes` are numbers of tokens, and so of rows."""
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        store: CacheStore,
+        cache: NetworkCache,
+        planner: Planner,
+        bindings: Sequence[GroupBinding],
+    ) -> None:
+        """`sizes` are numbers of tokens, and so of rows; `cache` is the network's, in the store."""
         self._sizes = tuple(sizes)
         self._store = store
+        self._pools = cache.pools
         self._planner = planner
         self._bindings = tuple(bindings)
         # Decode first, then by size: the first that fits is the best.
         shapes = [*_decode_shapes(sizes, bindings), *_mixed_shapes(sizes, bindings)]
-        self.buckets = _make_buckets(shapes, store) if shapes else ()
+        self.buckets = _make_buckets(shapes, len(cache.pools), store.device) if shapes else ()
         for bucket in self.buckets:
             planner.reserve(bucket)
         self.num_bytes = 0
@@ -55,8 +64,8 @@ class Graphs:
         """
         bucket = self._bucket_for(work) if self.buckets else None
         if bucket is None:
-            return Batch(work, self._store.pools, self._store.device, chosen)
-        return Batch.inside(work, self._store.pools, bucket, chosen)
+            return Batch(work, self._pools, self._store.device, chosen)
+        return Batch.inside(work, self._pools, bucket, chosen)
 
     def _bucket_for(self, work: StepWork) -> StaticMemory | None:
         lens = work.query_lens
@@ -102,7 +111,7 @@ class Graphs:
                 rows.append(store.open_row())
                 store.grow_row(rows[-1], 1)
             work = StepWork.of([RowWork(row, [0], context_len=0, num_logits=1) for row in rows])
-            planned = self._planner.plan(Batch.inside(work, store.pools, bucket))
+            planned = self._planner.plan(Batch.inside(work, self._pools, bucket))
             runner.capture(planned, recorder)
         except RuntimeError as error:
             raise ConfigError(
@@ -134,9 +143,8 @@ class Graphs:
                     ledger.note("cuda_graph_sizes", outcome)
 
 
-def _make_buckets(shapes: Sequence[StepShape], store: CacheStore) -> tuple[StaticMemory, ...]:
+def _make_buckets(shapes: Sequence[StepShape], num_pools: int, device: torch.device) -> tuple[StaticMemory, ...]:
     """A bucket for each shape. All are filled from one ring."""
-    num_pools, device = len(store.pools), store.device
     ring = StagingRing.of(max([StaticMemory.num_numbers(shape, num_pools) for shape in shapes]), device)
     return tuple(StaticMemory(shape, num_pools, device, ring) for shape in shapes)
 

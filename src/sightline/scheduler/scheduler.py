@@ -82,6 +82,11 @@ class Scheduler:
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
         """Rows with guesses that were committed, the guessed tokens, and those of them that were right."""
 
+    def reset_counts(self) -> None:
+        """Begins all counts again."""
+        self.num_queried_tokens = self.num_hit_tokens = self.num_retractions = 0
+        self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
+
     @property
     def running(self) -> Sequence[SequenceState]:
         """By rank: the last gives way first."""

@@ -79,6 +79,13 @@ class SequenceState:
         self.rank = (self.request.terms.priority, 0)
 
     @property
+    def held_row(self) -> int:
+        """Its page-table row. Raises `ValueError` if it has none."""
+        if self.table_row is None:
+            raise ValueError(f"expected a sequence with a row, got one of {self.request.request_id} that waits")
+        return self.table_row
+
+    @property
     def num_pending(self) -> int:
         return self.num_expected - self.num_scheduled
 

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from sightline.core.device import DeviceKind
+from sightline.core.ledger import Ledger
+from sightline.core.speculation import DraftMethod, Speculation
+from sightline.models.contract import NO_TAPS, Taps
+from sightline.models.decoder import DecoderDefinition
+from sightline.models.drafting import DraftSource
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
 
 
@@ -18,6 +27,13 @@ class ObservedRow(NamedTuple):
     result: RowResult
     start: int
     """Where its tokens begin in the step."""
+
+    def known_from(self, place: int) -> list[int]:
+        """The sequence's tokens from a place before the row's end on, with those that the step settled."""
+        tokens, settled = self.row.sequence.tokens, self.result.tokens
+        if not settled:
+            return tokens[place:]
+        return [*tokens[place : self.result.seq_len + 1 - len(settled)], *settled]
 
 
 class ObservedStep(NamedTuple):
@@ -43,6 +59,51 @@ class Drafter(ABC):
     @abstractmethod
     def forget(self, sequence: SequenceState) -> None:
         """Drops what is kept of a sequence. Idempotent."""
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter is made from."""
+
+    speculation: Speculation
+    device: DeviceKind
+    ledger: Ledger
+    draft: DraftRuntime | None = None
+    """The drafter's own networks; None if its kind has none."""
+
+    @property
+    def networks(self) -> DraftRuntime:
+        """The drafter's own networks. Raises `ValueError` if its kind has none."""
+        if self.draft is None:
+            raise ValueError(f"expected the networks of {self.speculation.method}, got none; name them in its kind")
+        return self.draft
+
+
+class DraftTarget(NamedTuple):
+    """The model that is drafted for, before it is built."""
+
+    checkpoint: Checkpoint
+    definition: DecoderDefinition
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A kind of drafter, as it is registered: what it needs, and how one is made for an engine.
+
+    A package registers one through the entry point group `sightline.drafters`, under the name of its method.
+    """
+
+    method: DraftMethod
+    """Its name, and the settings that it takes. It needs `model` if it guesses with a network of its own."""
+    make: Callable[[DrafterContext], Drafter]
+    taps: Taps = NO_TAPS
+    """The states of the target that it observes, if it has no networks: they say themselves what they take."""
+    networks: Callable[[Speculation, DraftTarget], DraftSource] | None = None
+    """Finds its networks and describes them; None if it guesses without any. Raises `ConfigError` if they do not fit
+    the target."""
+    makes_trees: bool = False
+    """True if it may guess several tokens for one place."""
 
 
 class TextDrafter(ABC):

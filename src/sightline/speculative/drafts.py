@@ -7,12 +7,18 @@ them, guesses are 2, 4 or 8 rows of a product, which kernels multiply at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from sightline.core.errors import DeviceFaultError
+from sightline.core.ledger import Ledger
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, ObservedStep
 
+logger = logging.getLogger("sightline")
 _LONGEST_REST = 64
 """Tokens after which even a sequence whose guesses all failed is tried again."""
 
@@ -29,14 +35,24 @@ class _Drafting:
     """The sequence's length from which on it guesses again."""
 
 
+def _check(draft: Draft, most: int) -> None:
+    if len(draft.tokens) > most:
+        raise ValueError(f"expected a draft of at most {most} tokens, got {len(draft.tokens)}")
+
+
 class AdaptiveDrafts:
     """The drafts of all sequences of an engine."""
 
-    def __init__(self, drafter: Drafter, most: int, max_step_tokens: int) -> None:
-        """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`."""
+    def __init__(self, drafter: Drafter, most: int, max_step_tokens: int, ledger: Ledger) -> None:
+        """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
+
+        The ledger is told if the drafter fails, after which nothing is guessed any more.
+        """
         self.max_step_tokens = max_step_tokens
         self._drafter = drafter
         self._most = most
+        self._ledger = ledger
+        self._has_failed = False
         self._drafting: dict[SequenceState, _Drafting] = {}
 
     def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
@@ -47,9 +63,15 @@ class AdaptiveDrafts:
             if limit > 0:
                 asked[index] = DraftRoom(sequence, limit)
                 most -= limit
-        if asked:
+        if not asked or self._has_failed:
+            return drafts
+        try:
             for index, draft in zip(asked, self._drafter.propose(tuple(asked.values())), strict=True):
+                _check(draft, asked[index].most)
                 drafts[index] = draft
+        except Exception as error:
+            self._give_up(error)
+            return [Draft()] * len(rooms)
         return drafts
 
     def _limit(self, sequence: SequenceState) -> int:
@@ -61,7 +83,23 @@ class AdaptiveDrafts:
 
     def observe_step(self, step: ObservedStep) -> None:
         """Shows the drafter a step of the target, before it is committed."""
-        self._drafter.observe(step)
+        if not self._has_failed:
+            try:
+                self._drafter.observe(step)
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """A drafter that fails costs no request anything: the engine goes on without guesses."""
+        if isinstance(error, DeviceFaultError | torch.AcceleratorError):
+            raise error
+        self._has_failed = True
+        logger.error("the drafter failed, and nothing is guessed any more: %s", error, exc_info=error)
+        self._ledger.degrade(
+            "speculative_config",
+            f"nothing is guessed any more: the drafter raised {type(error).__name__}: {error}",
+            "report it, and start without speculative_config",
+        )
 
     def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
         """Takes in how many tokens of a draft were right."""
