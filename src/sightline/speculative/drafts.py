@@ -3,6 +3,9 @@
 A guess that is right costs little, because a step reads the weights once for all its tokens. One that is wrong costs
 the time of its tokens, so a sequence whose guesses fail rests: for 2 tokens, then 4, 8 and so on. With the token before
 them, guesses are 2, 4 or 8 rows of a product, which kernels multiply at once.
+
+On a device where a step of a few tokens takes no longer than a step of one, a draft that is wrong costs nothing either:
+there as much is guessed as may be, until several drafts in a row have failed.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _LONGEST_REST = 64
 class _Drafting:
     """How a sequence's guesses have fared."""
 
-    limit: int = 1
+    limit: int
     """Tokens that it may guess next."""
     num_failed: int = 0
     """Drafts without a right token, since the last one with some."""
@@ -43,15 +46,17 @@ def _check(draft: Draft, most: int) -> None:
 class AdaptiveDrafts:
     """The drafts of all sequences of an engine."""
 
-    def __init__(self, drafter: Drafter, most: int, max_step_tokens: int, ledger: Ledger) -> None:
+    def __init__(self, drafter: Drafter, most: int, max_step_tokens: int, ledger: Ledger, *, patience: int = 0) -> None:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
 
-        The ledger is told if the drafter fails, after which nothing is guessed any more.
+        The ledger is told if the drafter fails, after which nothing is guessed any more. With `patience`, drafts do not
+        shrink, and a sequence rests only after more drafts in a row than that had no right token.
         """
         self.max_step_tokens = max_step_tokens
         self._drafter = drafter
         self._most = most
         self._ledger = ledger
+        self._patience = patience
         self._has_failed = False
         self._drafting: dict[SequenceState, _Drafting] = {}
 
@@ -78,7 +83,7 @@ class AdaptiveDrafts:
         """Tokens that may be guessed for a sequence now."""
         state = self._drafting.get(sequence)
         if state is None:
-            state = self._drafting[sequence] = _Drafting()
+            state = self._drafting[sequence] = _Drafting(self._most if self._patience else 1)
         return state.limit if len(sequence.tokens) >= state.rests_until else 0
 
     def observe_step(self, step: ObservedStep) -> None:
@@ -108,12 +113,13 @@ class AdaptiveDrafts:
             return
         if num_accepted:
             state.num_failed = 0
-            reached = num_drafted + 1 if num_accepted == num_drafted else num_accepted // 2
+            reached = num_drafted + 1 if num_accepted == num_drafted or self._patience else num_accepted // 2
             state.limit = min(self._most, (1 << reached.bit_length()) - 1) or 1
             return
         state.num_failed += 1
-        state.limit = 1
-        state.rests_until = len(sequence.tokens) + min(_LONGEST_REST, 1 << state.num_failed)
+        if state.num_failed > self._patience:
+            state.limit = 1
+            state.rests_until = len(sequence.tokens) + min(_LONGEST_REST, 1 << (state.num_failed - self._patience))
 
     def forget(self, sequence: SequenceState) -> None:
         """Drops what is kept of a sequence."""

@@ -31,6 +31,8 @@ BUILT_IN: Mapping[str, DrafterKind] = MappingProxyType(
 )
 MAX_STEP_TOKENS: Mapping[DeviceKind, int] = MappingProxyType({DeviceKind.CPU: 8, DeviceKind.CUDA: 128})
 """Up to so many tokens a step mostly reads weights, so that guesses cost little; beyond, each costs its own time."""
+PATIENCE: Mapping[DeviceKind, int] = MappingProxyType({DeviceKind.CPU: 0, DeviceKind.CUDA: 2})
+"""Drafts of a sequence in a row that may fail before it rests. On a CPU every guess costs time."""
 
 
 def find(name: str) -> DrafterKind:
@@ -89,4 +91,5 @@ def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
             "more than its guesses save",
             f"ask for {max_step_tokens - 1} or fewer",
         )
-    return AdaptiveDrafts(kind.make(context), most, max_step_tokens, context.ledger)
+    patience = PATIENCE[context.device]
+    return AdaptiveDrafts(kind.make(context), most, max_step_tokens, context.ledger, patience=patience)
