@@ -244,9 +244,11 @@ class DecoderStates(Model):
             operations.rotary_table(self.rotaries[spec], batch.positions, table)
         taps = self._tapped(scratch)
         for index, layer in enumerate(self.layers):
-            _copy_states(stream.hidden, taps.get(index))
+            if index in taps:
+                operations.copy(stream.hidden, taps[index])
             layer(stream, planned, tables[layer.rotary], scratch)
-        _copy_states(stream.hidden, taps.get(len(self.layers)))
+        if len(self.layers) in taps:
+            operations.copy(stream.hidden, taps[len(self.layers)])
         if self.taps.final:
             operations.norm(stream.hidden, self.final_norm, self._made(scratch, self.taps.count - 1))
         wanted = stream.hidden.new_empty((len(batch.logit_indices), self.definition.hidden_size))
@@ -270,11 +272,6 @@ class DecoderStates(Model):
     def stream(self, scratch: Scratch) -> StreamBuffers:
         """The residual stream of a step."""
         return scratch.of(StreamBuffers, self.definition.hidden_size)
-
-
-def _copy_states(stream: Tensor, room: Tensor | None) -> None:
-    if room is not None:
-        room.copy_(stream)
 
 
 @dataclass(frozen=True, eq=False)
