@@ -97,7 +97,9 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     def token_weights(self) -> int:
         size = self.hidden_size
         second = 0 if self.per_layer is None else 3 * size * self.per_layer.size * len(self.layers)
-        return second + sum(each.attention.num_weights(size) + each.feed_forward.num_weights(size) for each in self.layers)
+        return second + sum(
+            each.attention.num_weights(size) + each.feed_forward.num_weights(size) for each in self.layers
+        )
 
     @property
     def mask(self) -> RowMask:

@@ -70,8 +70,8 @@ def lenders_of(config: ConfigReader, kinds: Sequence[str]) -> tuple[int | None, 
     missing = set(kinds[first:]) - set(own)
     if missing:
         raise UnsupportedModelError(
-            f"gemma4: expected a {' and a '.join(sorted(missing))} layer with its own keys among the first {first}, whose "
-            "cache the last layers share, got none; correct layer_types or num_kv_shared_layers"
+            f"gemma4: expected a {' and a '.join(sorted(missing))} layer with its own keys among the first {first}, "
+            "whose cache the last layers share, got none; correct layer_types or num_kv_shared_layers"
         )
     lenders = {kind: max(index for index, each in enumerate(own) if each == kind) for kind in set(own)}
     return (*(None for _ in own), *(lenders[kind] for kind in kinds[first:]))
