@@ -12,9 +12,7 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, Lenders
 from sightline.core.batch import CAUSAL, FULL, RowMask
-from sightline.layers.attention import BorrowedAttention, SoftmaxAttention
 from sightline.layers.embedding import Embedding
-from sightline.layers.latent import LatentAttention
 from sightline.layers.linear import Projection, Unnormed
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
@@ -24,7 +22,7 @@ from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added, Written
 from sightline.layers.source import Given, Normed, Source
-from sightline.models.attention import AttentionDefinition
+from sightline.models.attention import AttentionDefinition, AttentionLayer
 from sightline.models.contract import (
     NO_TAPS,
     EmbedderDefinition,
@@ -193,7 +191,7 @@ class DecoderLayer:
 
     rotary: RotarySpec
     attention_norm: RmsNorm
-    attention: SoftmaxAttention | BorrowedAttention | LatentAttention
+    attention: AttentionLayer
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm
     mlp: GatedMlp | ExpertMlp
@@ -276,9 +274,11 @@ class DecoderStates(Model):
             self.per_layer(batch.tokens, stream.hidden, scratch)
         taps = self._tapped(scratch)
         for index, layer in enumerate(self.layers):
-            _copy_states(stream.hidden, taps.get(index))
+            if index in taps:
+                operations.copy(stream.hidden, taps[index])
             layer(stream, planned, tables[layer.rotary], scratch)
-        _copy_states(stream.hidden, taps.get(len(self.layers)))
+        if len(self.layers) in taps:
+            operations.copy(stream.hidden, taps[len(self.layers)])
         if self.taps.final:
             operations.norm(stream.hidden, self.final_norm, self._made(scratch, self.taps.count - 1))
         wanted = stream.hidden.new_empty((len(batch.logit_indices), self.definition.hidden_size))
@@ -302,11 +302,6 @@ class DecoderStates(Model):
     def stream(self, scratch: Scratch) -> StreamBuffers:
         """The residual stream of a step."""
         return scratch.of(StreamBuffers, self.definition.hidden_size)
-
-
-def _copy_states(stream: Tensor, room: Tensor | None) -> None:
-    if room is not None:
-        room.copy_(stream)
 
 
 @dataclass(frozen=True, eq=False)

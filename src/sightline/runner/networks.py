@@ -89,7 +89,9 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     """Builds everything from the backends to the buckets of graphs. The workspace must not be sealed yet."""
     config, workspace, operations, model = shared.config, shared.workspace, shared.operations, parts.model
     device, launcher = config.device.torch_device, shared.launcher
-    limits = StepLimits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
+    # A captured step is padded to as many rows as it has tokens.
+    max_rows = max(config.max_rows, *config.graph_sizes, 0)
+    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
     bindings = tuple(
         GroupBinding(
             group,
