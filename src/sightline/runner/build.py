@@ -21,12 +21,12 @@ from sightline.attention.capability import Requirement, Work
 from sightline.attention.planner import Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend
-from sightline.attention.spec import LayerGroup, group_layers
+from sightline.attention.spec import LayerGroup
 from sightline.attention.workspace import Workspace
 from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import ScalesByPlane
-from sightline.core.batch import CAUSAL, MaskKind, RowMask
+from sightline.core.batch import CAUSAL, CONTEXT, MaskKind, RowMask
 from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels, Quantization
 from sightline.core.device import DeviceKind, allocated_bytes, detect_device, single_threaded
@@ -50,7 +50,14 @@ from sightline.runner.backend_choice import GroupSelection, import_chosen, make_
 from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
-from sightline.runner.networks import DraftRuntime, NetworkParts, NetworkRuntime, Shared, assemble_network
+from sightline.runner.networks import (
+    DraftRuntime,
+    NetworkParts,
+    NetworkRuntime,
+    Shared,
+    assemble_network,
+    owns_entries,
+)
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
 from sightline.runner.quantised import (
     counted_as,
@@ -205,15 +212,13 @@ def draw_up(
     draft: DraftSource | None = None,
 ) -> Blueprint:
     """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built."""
-    groups = group_layers(definition.attention_specs(), lenders=definition.lenders)
+    groups = definition.groups()
     device = detect_device(config.device)
     facts = model_facts(counted_as(config, device), checkpoint, definition, groups)
     draft_groups: tuple[tuple[LayerGroup, ...], ...] = ()
     if draft is not None:
         networks = draft.definition.networks
-        draft_groups = tuple(
-            group_layers(each.attention_specs(), draft_name(number)) for number, each in enumerate(networks)
-        )
+        draft_groups = tuple(each.groups(draft_name(number), groups) for number, each in enumerate(networks))
         its_groups = tuple(itertools.chain(*draft_groups))
         its_facts = model_facts(counted_as(config, device), draft.checkpoint, networks[0], its_groups)
         facts = facts.with_drafter(its_facts, shares_weights=draft.checkpoint is checkpoint)
@@ -326,7 +331,9 @@ def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step
         kinds = few_kinds(kinds)
     with runtime.times.measured(BuildPhase.KERNELS):
         for network in runtime.networks:
-            WarmUp(runtime.config, runtime.store, network, mask).run(kinds, on_step)
+            WarmUp(runtime.config, runtime.store, network, CONTEXT if network.only_borrows else mask).run(
+                kinds, on_step
+            )
 
 
 def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
@@ -337,7 +344,7 @@ def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> N
         recorder: Recorder = CudaRecorder(device.torch_device) if is_card else CpuRecorder(runtime.launcher)
         with runtime.times.measured(BuildPhase.GRAPHS):
             for network in runtime.networks:
-                network.graphs.capture(network.runner, recorder, ledger, on_step)
+                network.capture(recorder, ledger, on_step)
 
 
 def select_backends(
@@ -390,7 +397,9 @@ def make_store(
         [group.cache_spec(config.cache_dtype, scales) for group in groups],
         CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
         config.device.torch_device,
-        drafting=[[group.cache_spec(config.cache_dtype) for group in network] for network in drafting],
+        drafting=[
+            [group.cache_spec(config.cache_dtype) for group in network] for network in drafting if owns_entries(network)
+        ],
         poison=config.paranoid,
         make_allocator=make_allocator,
     )
@@ -416,7 +425,10 @@ def assemble_runtime(
     operations = make_operations(config.layer_kernels, device, config.dtype, launcher)
     shared = Shared(config, store, workspace, operations, launcher)
     parts = (NetworkParts("", model, tuple(groups), tuple(selections)), *drafting)
-    networks = [assemble_network(shared, each, cache) for each, cache in zip(parts, store.networks, strict=True)]
+    owned = iter(store.networks)
+    networks = [
+        assemble_network(shared, each, next(owned) if owns_entries(each.groups) else store.main) for each in parts
+    ]
     workspace.seal()
     return Runtime(
         config=config,

@@ -6,7 +6,7 @@ operations and the limits of steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from sightline.attention.spec import LayerGroup
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheStore, NetworkCache
 from sightline.core.device import DeviceKind
+from sightline.core.ledger import Ledger
 from sightline.core.resolution import ResolvedConfig
 from sightline.kernels.cpu.program import CpuLauncher
 from sightline.layers.operations import Operations
@@ -28,6 +29,8 @@ from sightline.models.contract import Model
 from sightline.models.drafting import LoadedDraft
 from sightline.runner.backend_choice import GroupSelection
 from sightline.runner.graphs import Graphs
+from sightline.runner.progress import OnBuildStep
+from sightline.runner.recording import Recorder
 from sightline.runner.runner import Runner
 
 
@@ -54,6 +57,27 @@ class NetworkRuntime:
     runner: Runner
     graphs: Graphs
     max_step_tokens: int
+
+    @property
+    def only_borrows(self) -> bool:
+        """True if it reads another network's cache and has none. Its tokens see the context alone."""
+        return not owns_entries([binding.group for binding in self.bindings])
+
+    def capture(self, recorder: Recorder, ledger: Ledger, on_step: OnBuildStep) -> None:
+        """Records the steps of every bucket."""
+        if not self.only_borrows:
+            self.graphs.capture(self.runner, recorder, ledger, on_step)
+            return
+        told = ("cuda_graph_sizes", "steps of a drafter that reads the model's cache run eagerly")
+        if recorder.is_essential:
+            ledger.degrade(*told, "use another drafter if guessing is slow")
+        else:
+            ledger.note(*told)
+
+
+def owns_entries(groups: Sequence[LayerGroup]) -> bool:
+    """True if a network of these groups writes a cache. One that only borrows has its lender's rows and lengths."""
+    return any(group.loan is None for group in groups)
 
 
 @dataclass(frozen=True)
@@ -113,7 +137,9 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
         for lane in limits.lanes
     }
     runner = Runner(model, planner, activations)
-    graphs = Graphs(config.graph_sizes, shared.store, cache, planner, bindings)
+    # Tokens that see the context alone are not captured.
+    sizes = config.graph_sizes if owns_entries(parts.groups) else ()
+    graphs = Graphs(sizes, shared.store, cache, planner, bindings)
     return NetworkRuntime(cache, bindings, parts.selections, planner, runner, graphs, config.max_step_tokens)
 
 
