@@ -267,6 +267,17 @@ def test_a_tensor_that_no_module_uses_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_scales_of_the_cache_are_left_and_named(tmp_path: Path) -> None:
+    save_with_modules("glm4_moe", 1, tmp_path)
+    change_tensors(tmp_path, {f"model.layers.3.self_attn.{name}_scale": torch.tensor(0.5) for name in "kv"})
+    _, modules, ledger = load(tmp_path)
+    assert len(modules) == 1
+    [fact] = [note.fact for note in ledger.notes if note.subject == "cache scales of a drafter"]
+    assert fact.startswith(
+        "2 tensors such as model.layers.3.self_attn.k_scale are not loaded: its cache has the scale 1"
+    )
+
+
 def test_a_module_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     save_with_modules("glm4_moe", 1, tmp_path)
     change_tensors(tmp_path, {}, removed="model.layers.3.hnorm")
