@@ -258,7 +258,7 @@ def _build(
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
-            draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step))
+            draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step, drafts=True))
     weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
     models = () if draft is None else draft.models
@@ -282,11 +282,15 @@ def _reader(
     ledger: Ledger,
     on_step: OnBuildStep,
     loaded_elsewhere: Sequence[str] = (),
+    *,
+    drafts: bool = False,
 ) -> WeightReader:
     """Reads the weights of a checkpoint in the form that the chosen kernels take.
 
-    `loaded_elsewhere` are beginnings of names. Their tensors belong to networks that draft.
+    `loaded_elsewhere` are beginnings of names. Their tensors belong to networks that draft. If the checkpoint is that
+    of a network that `drafts`, none of its weights has to be quantised to keep those of the model so.
     """
+    keeps = not drafts or any(info.is_quantised for info in checkpoint.tensors.values())
 
     def on_progress(done: int, total: int) -> None:
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
@@ -298,7 +302,7 @@ def _reader(
         config.device.torch_device,
         ledger,
         on_progress,
-        kept=kept_weights(config, launcher, ledger),
+        kept=kept_weights(config, launcher, ledger) if keeps else None,
         skip_check=config.skip_weight_check,
         expert_compute=expert_compute(config),
         make_linear=linear_maker(config, launcher),
