@@ -81,7 +81,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def tiny(folder: Path, **changes: object) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cache_tokens": 1024, "page_size": PAGE, "paranoid": True, **changes}
+    settings = {
+        "skip_tokenizer_init": True,
+        "cache_tokens": 1024,
+        "page_size": PAGE,
+        "paranoid": True,
+        "dtype": "float32",
+        **changes,
+    }
     return LLM(str(folder), **cast("EngineSettings", settings))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec
 from sightline.core.errors import CheckpointError
-from sightline.layers.attention import SoftmaxAttention
+from sightline.layers.attention import BorrowedAttention, SoftmaxAttention
 from sightline.layers.embedding import Embedding
 from sightline.layers.latent import LatentAttention
 from sightline.layers.linear import Projection, Unnormed
@@ -203,7 +203,7 @@ class HeadLayer:
     norm_before_residual: bool
     token_norm: RmsNorm
     state_norm: RmsNorm
-    attention: SoftmaxAttention | LatentAttention
+    attention: SoftmaxAttention | BorrowedAttention | LatentAttention
     mlp_norm: RmsNorm
     mlp: GatedMlp | ExpertMlp
 
@@ -217,7 +217,7 @@ class HeadLayer:
         if self.norm_before_residual:
             operations.norm(given, self.state_norm, made)
         else:
-            made.copy_(given)
+            operations.copy(given, made)
         stream = Added(made)
         self.attention(Given(buffers.joined), stream, planned, rotary, scratch)
         self.mlp(Normed(Unnormed(made, self.mlp_norm, buffers.normed)), stream, scratch)
