@@ -21,9 +21,7 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec
 from sightline.core.errors import CheckpointError
-from sightline.layers.attention import BorrowedAttention, SoftmaxAttention
 from sightline.layers.embedding import Embedding
-from sightline.layers.latent import LatentAttention
 from sightline.layers.linear import Projection, Unnormed
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
@@ -33,6 +31,7 @@ from sightline.layers.rotary import Rotary, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added
 from sightline.layers.source import Given, Normed
+from sightline.models.attention import AttentionLayer
 from sightline.models.contract import Definition, GivenStates, MadeStates, Model, Taps
 from sightline.models.decoder import Decoder, LayerDefinition, TableBuffers
 from sightline.models.drafting import DraftDefinition, LoadedDraft, likeliest
@@ -203,7 +202,7 @@ class HeadLayer:
     norm_before_residual: bool
     token_norm: RmsNorm
     state_norm: RmsNorm
-    attention: SoftmaxAttention | BorrowedAttention | LatentAttention
+    attention: AttentionLayer
     mlp_norm: RmsNorm
     mlp: GatedMlp | ExpertMlp
 
