@@ -14,6 +14,7 @@ from typing import get_type_hints
 import pytest
 import torch
 
+from sightline.attention.certificate import Certificate
 from sightline.attention.contract import (
     AttentionBackend,
     AttentionPlan,
@@ -23,7 +24,7 @@ from sightline.attention.contract import (
     StepLimits,
     StepView,
 )
-from sightline.attention.planner import Certificate, Planner, StepPlan
+from sightline.attention.planner import Planner, StepPlan
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.cache.layout import walk_slots
 from sightline.core.batch import FULL, Batch

@@ -35,6 +35,8 @@ class Feature(Enum):
     """The same step gives bitwise equal results."""
     BATCH_INVARIANT = "batch-invariant"
     """A row's result does not depend, bit for bit, on the other rows."""
+    SEVERAL_PLANS = "several-plans"
+    """Several plans of one lane may be alive at once: all that they derive is in their own plan buffers."""
 
 
 @dataclass(frozen=True)

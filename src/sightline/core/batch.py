@@ -12,7 +12,8 @@ rows of the same kind and may stand in the same batch. Every operation that chan
 `idle`) returns a new batch with a new id, which no plan belongs to.
 
 Tokens that steps in flight choose are facts too, but only the device knows them: the batch is made with the tensor that
-will hold them, and copies them into its own in stream order.
+will hold them, and copies them into its own in stream order. If the step that chooses them is not launched yet, the
+batch says how many it waits for, and `fill` takes them before it runs.
 
 Knows nothing of plans or backends, and of pools only what `PoolPages` says. Whether a context is really in the cache is
 checked by `cache.lengths`.
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from sightline.core.batch_memory import BatchMemory, StaticMemory
 from sightline.core.errors import BatchError
+from sightline.core.late_tokens import LateTokens
 from sightline.core.lengths import (
     Lengths,
     check_unread,
@@ -42,7 +44,7 @@ from sightline.core.lengths import (
     slice_lengths,
     take_lengths,
 )
-from sightline.core.pool_rows import PoolPages, PoolRows
+from sightline.core.pool_rows import PoolPages, PoolRows, check_rows
 
 BatchId = NewType("BatchId", int)
 PADDING_ROW = 0
@@ -165,6 +167,9 @@ class Batch:
     device: torch.device
     chosen: Tensor | None = None
     """[num_chosen] int64 on the device: tokens that steps in flight choose. None if no row continues one."""
+    awaited: int = 0
+    """How many tokens the step before will choose, if it is not launched yet; `fill` takes them."""
+    late: LateTokens = field(init=False)
     tokens: Tensor = field(init=False)
     """[num_tokens] int64, row after row, then padding."""
     positions: Tensor = field(init=False)
@@ -196,7 +201,11 @@ class Batch:
 
     @staticmethod
     def inside(
-        work: StepWork, sources: tuple[PoolPages, ...], memory: StaticMemory, chosen: Tensor | None = None
+        work: StepWork,
+        sources: tuple[PoolPages, ...],
+        memory: StaticMemory,
+        chosen: Tensor | None = None,
+        awaited: int = 0,
     ) -> Batch:
         """A batch of causal rows padded to the memory's shape, with its tensors there.
 
@@ -206,7 +215,7 @@ class Batch:
             row = next(index for index, mask in enumerate(work.masks) if mask is not CAUSAL)
             raise BatchError("masks", row, "causal, as the graph was captured", work.masks[row].kind, "run it eagerly")
         batch: Batch = object.__new__(Batch)
-        batch._set(work=work, sources=sources, device=memory.device, chosen=chosen)
+        batch._set(work=work, sources=sources, device=memory.device, chosen=chosen, awaited=awaited)
         batch._derive(memory)
         return batch
 
@@ -214,10 +223,10 @@ class Batch:
         """Sets everything that follows from the facts, with the tensors in `memory`."""
         work, facts = self.work, _token_facts(self.work)
         rows, query_lens, context_lens = tuple(work.table_rows), work.query_lens, tuple(work.context_lens)
-        _check_rows(rows, context_lens, self.sources)
+        check_rows(rows, context_lens, self.sources)
         continued = (facts.unread_places, facts.unread)
         if facts.unread:
-            check_unread(continued, self.chosen)
+            check_unread(continued, self.chosen, self.awaited)
         slots = [source.slots_to_write(rows, context_lens, query_lens) for source in self.sources]
         bounds, padding = memory.query_bounds(query_lens), memory.num_padding(len(rows))
         # A single copy to the device.
@@ -229,6 +238,7 @@ class Batch:
         context_lens += empty
         padded_rows = rows + (PADDING_ROW,) * padding
         self._set(
+            late=LateTokens(on_device[0], on_device[2], on_device[3], continued, self.awaited),
             tokens=on_device[0],
             positions=on_device[1],
             query_lens=Lengths(on_device[4], bounds, query_lens + empty),
@@ -271,6 +281,11 @@ class Batch:
             found = "overwritten by a batch in the same memory"
             raise BatchError("tensors", None, f"those of batch {self.batch_id}", found, "assemble the batch again")
 
+    def fill(self, chosen: Tensor) -> None:
+        """Copies the tokens that the step before chose, [awaited] int64, into this batch's, in stream order."""
+        self._require_tensors()
+        self.late.fill(chosen)
+
     @property
     def num_rows(self) -> int:
         """Rows, padding included."""
@@ -309,8 +324,10 @@ class Batch:
             key: PoolRows(pool.table_id, pool.versions + unused, extend(pool.write_slots, extra_tokens, PADDING_SLOT))
             for key, pool in self.pools.items()
         }
+        tokens = extend(self.tokens, extra_tokens, 0)
         return self._with(
-            tokens=extend(self.tokens, extra_tokens, 0),
+            late=self.late.over(tokens),
+            tokens=tokens,
             positions=extend(self.positions, extra_tokens, 0),
             query_lens=pad_lengths(self.query_lens, extra_rows),
             context_lens=pad_lengths(self.context_lens, extra_rows),
@@ -337,10 +354,11 @@ class Batch:
             if row in wanted:
                 wanted[row].append(new_token[token])
         index = torch.tensor(kept, dtype=torch.int64, device=self.device)
-        logit_indices = [token for row in rows for token in wanted[row]]
+        tokens, logit_indices = self.tokens[index], [token for row in rows for token in wanted[row]]
         return self._with(
             work=self.work.take(row for row in rows if row < len(self.work)),
-            tokens=self.tokens[index],
+            late=self.late.taken(tokens, kept),
+            tokens=tokens,
             positions=self.positions[index],
             query_lens=take_lengths(self.query_lens, rows),
             context_lens=take_lengths(self.context_lens, rows),
@@ -417,6 +435,7 @@ class Batch:
         for key, rows in self.pools.items():
             pools[key] = PoolRows(rows.table_id, rows.versions, memory.pools[key].write_slots.copy_(rows.write_slots))
         return self._with(
+            late=self.late.over(memory.tokens),
             tokens=memory.tokens.copy_(self.tokens),
             positions=memory.positions.copy_(self.positions),
             table_rows=memory.table_rows.copy_(self.table_rows),
@@ -479,21 +498,3 @@ def _flattened(work: StepWork) -> _TokenFacts:
         logit_rows += [index] * num_logits
     chosen = (tuple(unread_places), tuple(unread))
     return _TokenFacts(tokens, positions, *chosen, tuple(logit_places), tuple(logit_rows))
-
-
-def _check_rows(rows: tuple[int, ...], context_lens: tuple[int, ...], sources: Sequence[PoolPages]) -> None:
-    """With a cache, each page-table row must exist and occur once; without one, no row may have a context."""
-    if not sources:
-        if any(context_lens):
-            row = next(index for index, length in enumerate(context_lens) if length)
-            raise BatchError("context_lens", row, "0 in a batch without pools", context_lens[row])
-        return
-    if len(set(rows)) != len(rows):
-        row = next(index for index, table_row in enumerate(rows) if table_row in rows[:index])
-        raise BatchError(
-            "rows", row, "each page-table row once: two rows would write the same slots", f"{rows[row]} twice"
-        )
-    most = min([source.num_table_rows for source in sources])
-    if rows and not (min(rows) > PADDING_ROW and max(rows) <= most):
-        row = next(index for index, table_row in enumerate(rows) if not PADDING_ROW < table_row <= most)
-        raise BatchError("rows", row, f"a page-table row from 1 to {most}", rows[row])

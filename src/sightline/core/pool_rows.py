@@ -11,6 +11,10 @@ from typing import Protocol
 
 from torch import Tensor
 
+from sightline.core.errors import BatchError
+
+_PADDING_ROW = 0
+
 
 class PoolPages(Protocol):
     """The interface of one pool that a batch needs: its page table, and the slots for new entries."""
@@ -36,3 +40,21 @@ class PoolRows:
     """[num_rows]: the version of each page-table row when the batch was made."""
     write_slots: Tensor
     """[num_tokens] int64: where each new token's entry goes."""
+
+
+def check_rows(rows: tuple[int, ...], context_lens: tuple[int, ...], sources: Sequence[PoolPages]) -> None:
+    """With a cache, each page-table row must exist and occur once; without one, no row may have a context."""
+    if not sources:
+        if any(context_lens):
+            row = next(index for index, length in enumerate(context_lens) if length)
+            raise BatchError("context_lens", row, "0 in a batch without pools", context_lens[row])
+        return
+    if len(set(rows)) != len(rows):
+        row = next(index for index, table_row in enumerate(rows) if table_row in rows[:index])
+        raise BatchError(
+            "rows", row, "each page-table row once: two rows would write the same slots", f"{rows[row]} twice"
+        )
+    most = min([source.num_table_rows for source in sources])
+    if rows and not (min(rows) > _PADDING_ROW and max(rows) <= most):
+        row = next(index for index, table_row in enumerate(rows) if not _PADDING_ROW < table_row <= most)
+        raise BatchError("rows", row, f"a page-table row from 1 to {most}", rows[row])

@@ -294,7 +294,7 @@ def assemble_runtime(
 ) -> Runtime:
     """Builds everything from the workspace to the runner."""
     device = config.device.torch_device
-    limits = StepLimits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
+    limits = StepLimits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,), max_rollout=0)
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)
     bindings = tuple(
         GroupBinding(

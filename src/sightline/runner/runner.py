@@ -56,7 +56,8 @@ class Runner:
         current = self._planner.ensure(planned)
         lane = current.plan.certificate.lane
         work = partial(self._run, current, self._activations[lane])
-        recording = self._planner.lanes.run(lane, Depth.RUNNING, recorder.record, work)
+        with current.in_stream_order():
+            recording = self._planner.lanes.run(lane, Depth.RUNNING, recorder.record, work)
         self._planner.pin(current)
         self._recordings[current.batch.memory] = recording
 
@@ -66,9 +67,10 @@ class Runner:
         recording = self._recordings.get(current.batch.memory)
         try:
             self._planner.launch(current)
-            if recording is not None:
-                return self._planner.lanes.run(lane, Depth.RUNNING, self._replay, recording, current)
-            return self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane])
+            with current.in_stream_order():
+                if recording is not None:
+                    return self._planner.lanes.run(lane, Depth.RUNNING, self._replay, recording, current)
+                return self._planner.lanes.run(lane, Depth.RUNNING, self._run, current, self._activations[lane])
         except BaseException:
             self._planner.take_back(current)
             raise

@@ -20,6 +20,7 @@ _FEATURES = frozenset(
         Feature.TREE_MASK,
         Feature.LSE,
         Feature.DETERMINISTIC,
+        Feature.SEVERAL_PLANS,
     }
 )
 

@@ -21,6 +21,7 @@ _FEATURES = frozenset(
         Feature.LSE,
         # Not batch-invariant: context splits depend on all rows of a step, which changes the order of a row's sums.
         Feature.DETERMINISTIC,
+        Feature.SEVERAL_PLANS,
     }
 )
 
