@@ -329,7 +329,7 @@ class Planner:
 
     def reserve(self, memory: StaticMemory) -> None:
         """Gives batches in this memory plan buffers of their own. Call before the workspace is sealed."""
-        self._static[memory] = self._make_memory(f"plan buffers of {memory.shape}", MAIN_LANE)
+        self._static[memory] = self._make_memory(f"plan buffers {len(self._static)}: {memory.shape}", MAIN_LANE)
 
     def _make_memory(self, name: str, lane: Lane) -> PlanMemory:
         lease = self._workspace.elastic("planner", name, lane)
@@ -337,6 +337,10 @@ class Planner:
 
     def pin(self, planned: PlannedBatch) -> None:
         """Fixes where the plan buffers of batches in this one's memory are: a plan that needs others is refused."""
+        if planned.batch.memory not in self._static:
+            raise PlanError(
+                "expected a batch in memory that was reserved, got one in memory of its own; run it eagerly"
+            )
         self._static[planned.batch.memory].pin()
 
     def _buffers(self, batch: Batch, lane: Lane) -> PlanMemory:

@@ -39,10 +39,7 @@ class Runner:
         returns, later steps may read what it wrote to the cache. If it raises, its cache writes do not count. Raises
         `LaneBusyError` if another thread plans or runs in the plan's lane.
         """
-        if not isinstance(planned, PlannedBatch):
-            raise UnplannedBatchError(
-                f"expected a PlannedBatch, got {type(planned).__name__}; give it to Planner.ensure first"
-            )
+        _require_plan(planned)
         return self._planner.lanes.run(planned.plan.certificate.lane, Depth.RUNNER, self._forward, planned)
 
     def capture(self, planned: PlannedBatch, recorder: Recorder) -> None:
@@ -50,6 +47,7 @@ class Runner:
 
         The step must be planned: a plan that is made while the work is recorded raises `LaneBusyError`.
         """
+        _require_plan(planned)
         self._planner.lanes.run(planned.plan.certificate.lane, Depth.RUNNER, self._capture, planned, recorder)
 
     def _capture(self, planned: PlannedBatch, recorder: Recorder) -> None:
@@ -86,3 +84,11 @@ class Runner:
         with torch.inference_mode():
             # A copy: the next step may be replayed before this one's logits are read.
             return recording.replay()[: len(current.batch.logit_places)].clone()
+
+
+def _require_plan(planned: PlannedBatch) -> None:
+    """Raises `UnplannedBatchError` for callers that no type checker sees."""
+    if not isinstance(planned, PlannedBatch):
+        raise UnplannedBatchError(
+            f"expected a PlannedBatch, got {type(planned).__name__}; give it to Planner.ensure first"
+        )
