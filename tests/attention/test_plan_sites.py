@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from sightline.core.errors import UnplannedBatchError
+from support.plan_checks import captured_drafts_are_the_eager_ones
 from support.plan_sites import (
     IN_BUCKETS,
     ROLLOUTS,
@@ -17,6 +18,7 @@ from support.plan_sites import (
     Change,
     Outcome,
     Plan,
+    Repeater,
     backend_replaced,
     bucket_overwritten,
     buffers_filled_again,
@@ -117,3 +119,9 @@ def test_a_batch_without_its_plan_is_refused(site: Plan) -> None:
     ahead = site(Bench())
     with pytest.raises(UnplannedBatchError, match="expected a PlannedBatch, got Batch"):
         ahead.run(ahead.planned.batch)  # type: ignore[arg-type]
+
+
+def test_a_draft_whose_steps_are_captured_is_the_eager_one() -> None:
+    bench = Bench()
+    captured_drafts_are_the_eager_ones(bench, Repeater())
+    assert bench.planner.num_rebuilt == 0

@@ -326,7 +326,8 @@ def take_from_lane(
     buffers: PlanBuffers, step: StepView, kept: Kept, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     buffer = take_buffer(buffers, step, kept, name, shape, dtype)
-    return kept.setdefault(f"{step.lane} {name} {tuple(shape)}", buffer.clone())
+    shared: Tensor = kept.setdefault(f"{step.lane} {name} {tuple(shape)}", buffer.clone())
+    return shared
 
 
 class TrustingPlanner(Planner):

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from sightline.attention.planner import Planner
+from sightline.attention.rollout import following_steps
 from sightline.core.errors import BatchError, StalePlanError
+from sightline.runner.recording import Recorder
 from sightline.testing.conformance.rig import AttentionRig, Row, tree_row
 from sightline.testing.conformance.steps import Step
 from support import attention_cases as cases
 from support.late_stream import LateMark, LateStream
 from support.one_layer import runner_for
-from support.plan_sites import ROLLOUTS, Bench, Outcome, buffers_filled_again, padded, verdict
+from support.plan_sites import ROLLOUTS, STEPS, Bench, Outcome, buffers_filled_again, padded, verdict
 from support.rollouts import SOFTMAX, Draft, cpu_subjects, rig_for
 
 ROWS = [Row(17, 1), Row(3, 1)]
@@ -87,6 +89,28 @@ def plans_on_a_side_stream_wait_for_steps() -> None:
         runner_for(step).forward(step.bench.planner.plan_aside(step.batch))
     expected = ["side waits", "side records", "main waits", "main records"] * 2
     assert device.log == expected, f"the streams are not ordered: {device.log}"
+
+
+def captured_drafts_are_the_eager_ones(bench: Bench, recorder: Recorder) -> None:
+    """Each step is in a bucket of its own."""
+    eager = bench.planner.rollout(following_steps(bench.batch([1, 1]), STEPS))
+    expected = bench.drafted(eager)
+    bench.take_back(eager)
+    for planned in (plans := bench.planner.rollout(bench.steps_in_buckets())):
+        # A step can be captured once those before it have run.
+        bench.runner.capture(planned, recorder)
+        bench.runner.forward(planned)
+        if planned is not plans[-1]:
+            plans[plans.index(planned) + 1].batch.fill(torch.tensor([5, 6], device=bench.store.device))
+    bench.take_back(plans)
+    for _ in range(3):
+        replayed = bench.planner.rollout(bench.steps_in_buckets())
+        before = bench.runner.num_replayed
+        found = bench.drafted(replayed)
+        bench.take_back(replayed)
+        assert bench.runner.num_replayed - before == STEPS
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, atol=3e-5, rtol=3e-5), "a replayed step of a draft is not the eager one"
 
 
 def aside_rig(device: LateStream) -> AttentionRig:

@@ -6,7 +6,7 @@ batch (SGLang PR 27193).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
@@ -29,6 +29,7 @@ from sightline.layers.scratch import Scratch
 from sightline.models.contract import Model
 from sightline.runner.recording import Recording
 from sightline.runner.runner import Runner
+from sightline.testing.conformance.rig import AttentionRig
 from support import attention_cases as cases
 from support.layers import activations
 
@@ -51,7 +52,7 @@ class Attending(Model):
         at = (planned.batch.tokens + 100 * planned.batch.positions).double()[:, None, None]
 
         def values(heads: int, phase: float) -> Tensor:
-            each = torch.arange(heads * SPEC.head_dim).view(heads, SPEC.head_dim)
+            each = torch.arange(heads * SPEC.head_dim, device=at.device).view(heads, SPEC.head_dim)
             return torch.sin(at * (0.7 + 0.13 * each) + phase).float()
 
         inputs = SoftmaxInputs(values(4, 0.0), values(2, 1.0), values(2, 2.0), None)
@@ -84,8 +85,9 @@ class Repeater:
 class Bench:
     """Two sequences in one store, a planner with buckets, and another planner over the same store."""
 
-    def __init__(self) -> None:
-        self.rig = cases.bench([SPEC], max_seq_len=64, max_rows=8, page_size=PAGE)
+    def __init__(self, rig: AttentionRig | None = None) -> None:
+        """Over a rig of one layer of `SPEC`; by default one of torch's backend."""
+        self.rig = cases.bench([SPEC], max_seq_len=64, max_rows=8, page_size=PAGE) if rig is None else rig
         self.store = self.rig.store
         ring = StagingRing.of(StaticMemory.num_numbers(StepShape(8, 8), 1), self.store.device)
         self.buckets = [StaticMemory(StepShape(8, 8), 1, self.store.device, ring) for _ in range(STEPS)]
@@ -122,6 +124,21 @@ class Bench:
 
     def in_bucket(self, new: list[int], index: int = 0) -> Batch:
         return Batch.inside(self.work(new), self.store.pools, self.buckets[index])
+
+    def drafted(self, plans: Sequence[PlannedBatch]) -> list[Tensor]:
+        """Runs a draft of the first two rows, which chooses the same tokens each time."""
+        outs = []
+        for planned, following in pairwise([*plans, None]):
+            assert planned is not None
+            outs.append(self.runner.forward(planned)[:2])
+            if following is not None:
+                following.batch.fill(torch.tensor([5, 6], device=self.store.device))
+        return outs
+
+    def take_back(self, plans: Sequence[PlannedBatch]) -> None:
+        """Lets the rows be drafted for again."""
+        for planned in reversed(plans):
+            self.planner.take_back(planned)
 
     def steps_in_buckets(self) -> list[Batch]:
         """A draft whose steps are each in a bucket of their own."""

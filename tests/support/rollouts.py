@@ -79,7 +79,7 @@ class Draft:
 
     def chosen(self, step: int) -> Tensor:
         """The tokens that a step chooses, one per row."""
-        return torch.arange(len(self.rows)) + 10 * (step + 1)
+        return torch.arange(len(self.rows), device=self.rig.device) + 10 * (step + 1)
 
     def batches(self) -> tuple[Batch, ...]:
         return following_steps(self.first.batch, self.num_steps)
@@ -101,7 +101,8 @@ class Draft:
         current = planner.ensure(planned)
         planner.launch(current)
         spec = self.first.spec
-        out = torch.full((current.batch.num_tokens, spec.num_q_heads, spec.out_dim), torch.nan)
+        shape = (current.batch.num_tokens, spec.num_q_heads, spec.out_dim)
+        out = torch.full(shape, torch.nan, device=self.rig.device)
         with torch.inference_mode(), current.in_stream_order():
             current.prepare()
             current.attend(0, to_device(self.inputs[step], self.rig.device), out)
