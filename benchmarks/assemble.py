@@ -64,7 +64,7 @@ class DecodeSteps:
             for group, cache in zip(groups, store.groups, strict=True)
         ]
         self._planner = Planner(bindings, steps, store.lengths, workspace)
-        self._graphs = Graphs([num_rows], store, self._planner, bindings)
+        self._graphs = Graphs([num_rows], store, store.main, self._planner, bindings)
         draw = Random(0)
         self._sequences = [self._open(draw.randint(CONTEXT_LEN // 2, 2 * CONTEXT_LEN)) for _ in range(num_rows)]
         self._chosen = torch.arange(num_rows)

@@ -19,6 +19,7 @@ from sightline.attention.capability import ANY, Capability, HostLengths, Ranks, 
 from sightline.attention.contract import AttentionBackend, SoftmaxInputs
 from sightline.attention.selection import Candidate, Selection, select_backend
 from sightline.attention.spec import Feature, LatentSpec, SoftmaxSpec, SpecKind
+from sightline.core import extensions
 from sightline.core.device import Device, DeviceKind
 from sightline.core.errors import ConfigError, NoBackendError
 
@@ -395,7 +396,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *entries: FakeEntryPoint) -> None:
     def entry_points(*, group: str) -> tuple[FakeEntryPoint, ...]:
         return entries if group == registry.ENTRY_POINT_GROUP else ()
 
-    monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(extensions, "entry_points", entry_points)
 
 
 def entry(name: str, loads: object, distribution: str | None = "fast-attention") -> FakeEntryPoint:
@@ -437,7 +438,9 @@ def test_an_entry_point_that_is_no_backend_class_is_an_error_that_names_it(
     monkeypatch: pytest.MonkeyPatch, thing: object
 ) -> None:
     install(monkeypatch, entry("odd", thing))
-    message = "expected package.module:Thing of fast-attention, registered as backend 'odd', to be a subclass of"
+    message = (
+        "expected package.module:Thing of fast-attention, registered as attention backend 'odd', to be a subclass of"
+    )
     with pytest.raises(ConfigError, match=message):
         select(registry.installed(), NEED, "odd")
 

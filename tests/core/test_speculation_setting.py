@@ -27,14 +27,23 @@ def test_json_and_a_mapping_say_the_same() -> None:
         ("[1]", 'expected speculative_config such as {"method": "ngram"'),
         ({"num_speculative_tokens": 3}, "expected speculative_config such as"),
         (
-            {"method": "eagle3"},
-            "expected the speculative method ngram, got 'eagle3', which Sightline does not have yet",
+            {"method": "medusa"},
+            "expected a speculative method out of ngram, .*, got 'medusa', which Sightline does not",
         ),
-        ({"method": "magic"}, "expected the speculative method ngram, got 'magic'$"),
+        ({"method": "eagle3"}, "expected model in speculative_config with the method eagle3, got none; give it"),
+        ({"method": "magic"}, "expected a speculative method out of ngram, got 'magic'$"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "expected num_speculative_tokens between 1 and 64, got 0"),
         ({"method": "ngram", "num_speculative_tokens": True}, "expected num_speculative_tokens"),
         ({"method": "ngram", "prompt_lookup_min": 5}, "expected prompt_lookup_min of at most prompt_lookup_max 4"),
         ({"method": "ngram", "num_speculative_token": 3}, "num_speculative_tokens"),
+        ({"method": "ngram", "draft_tensor_parallel_size": 2}, "expected draft_tensor_parallel_size 1, got 2"),
+        ({"method": 3}, "expected method to be text, got 3"),
+        (
+            {"method": "ngram", "model": "small"},
+            "expected no model in speculative_config with the method ngram, which has no use for it, got 'small'; "
+            "leave it out",
+        ),
+        ({"method": "ngram", "attention_backend": "torch"}, "expected no attention_backend in speculative_config with"),
     ],
 )
 def test_anything_else_is_refused_with_what_to_do(given: object, message: str) -> None:

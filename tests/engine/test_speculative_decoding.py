@@ -13,7 +13,8 @@ from typing import cast
 import pytest
 
 from sightline import LLM, RequestOutput, SamplingParams
-from sightline.core.request import FinishReason
+from sightline.core.ledger import Ledger
+from sightline.core.request import FinishReason, Terms
 from sightline.engine import engine as engine_module
 from sightline.engine import sampled
 from sightline.engine.live import LiveSequence
@@ -21,8 +22,8 @@ from sightline.llm import EngineSettings, TokensPrompt
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
-from sightline.speculative.drafter import Drafter
+from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow
+from sightline.speculative.drafter import DrafterOfTexts, TextDrafter
 from sightline.speculative.drafts import AdaptiveDrafts
 from support.engines import is_at_rest
 from support.tiny_models import VOCAB, make_model, random_prompts
@@ -41,7 +42,7 @@ EVERYTHING = [
 ]
 
 
-class Liar(Drafter):
+class Liar(TextDrafter):
     """Knows the answers, and tells the truth with a given probability."""
 
     def __init__(self, answers: Sequence[Sequence[int]], honesty: float, random: Random) -> None:
@@ -57,8 +58,13 @@ class Liar(Drafter):
 class Tireless(AdaptiveDrafts):
     """Guesses as much as it may, however often it was wrong."""
 
-    def propose(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
-        return tuple(self._make().propose(sequence.tokens, min(most, self._most)))
+    def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
+        drafts = []
+        for sequence, room in rooms:
+            [draft] = self._drafter.propose([DraftRoom(sequence, min(room, most, self._most))])
+            drafts.append(draft)
+            most -= len(draft.tokens)
+        return drafts
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +81,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def tiny(folder: Path, **changes: object) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cache_tokens": 1024, "page_size": PAGE, "paranoid": True, **changes}
+    settings = {
+        "skip_tokenizer_init": True,
+        "cache_tokens": 1024,
+        "page_size": PAGE,
+        "paranoid": True,
+        "dtype": "float32",
+        **changes,
+    }
     return LLM(str(folder), **cast("EngineSettings", settings))
 
 
@@ -96,8 +109,8 @@ def lie(patch: pytest.MonkeyPatch, outputs: Sequence[RequestOutput], honesty: fl
     """Engines that guess do so with liars, who know these outputs."""
     answers = [[*output.prompt_token_ids, *each.token_ids] for output in outputs for each in output.outputs]
     random = Random(3)
-    make = partial(Liar, answers, honesty, random)
-    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(make, most, 64))
+    drafter = DrafterOfTexts(partial(Liar, answers, honesty, random))
+    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(drafter, most, 64, Ledger()))
 
 
 @pytest.mark.parametrize(
@@ -215,6 +228,25 @@ def test_text_that_repeats_itself_takes_fewer_steps(folders: Callable[[str], Pat
     plain, guessing = tiny(folders("llama")), tiny(folders("llama"), speculative_config=NGRAM)
     assert tokens_of(ask(guessing, params, [prompt])) == tokens_of(ask(plain, params, [prompt]))
     assert guessing.engine.metrics().steps <= plain.engine.metrics().steps
+
+
+def test_text_that_was_served_before_takes_fewer_steps_for_the_same_caller_only(
+    folders: Callable[[str], Path],
+) -> None:
+    params, steps = replace(GREEDY, max_tokens=40), list[int]()
+    [expected] = ask(tiny(folders("llama")), params, PROMPTS[:1])
+    # Runs of eight tokens do not repeat within one answer.
+    config = {**NGRAM, "prompt_lookup_max": 8, "prompt_lookup_min": 8, "corpus_tokens": 1000}
+    llm = tiny(folders("llama"), speculative_config=config)
+    for caller in ("first", "first", "second"):
+        before = llm.engine.metrics().steps
+        asked = llm.engine.submit(PROMPTS[0], params, terms=Terms(caller=caller))
+        while not llm.engine.is_finished(asked):
+            llm.engine.step()
+        assert llm.engine.pop_output(asked).outputs[0].token_ids == expected.outputs[0].token_ids
+        steps.append(llm.engine.metrics().steps - before)
+    assert steps[1] < steps[0] // 2
+    assert steps[2] == steps[0]
 
 
 def bonus_dropped(patch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ def main(folder: str) -> None:
     llm = LLM(folder, skip_tokenizer_init=True, cache_tokens=1024, device="cuda", dtype="float32")
     engine, forward, num_forwards = llm.engine, llm.engine.runtime.runner.forward, 0
 
-    def dying(planned: PlannedBatch) -> torch.Tensor:
+    def dying(planned: PlannedBatch, states: torch.Tensor | None = None) -> torch.Tensor:
         nonlocal num_forwards
         num_forwards += 1
-        logits = forward(planned)
+        logits = forward(planned, states)
         if num_forwards == 4:
             # An index out of bounds: the kernel asserts, and nothing on the device works any more.
             logits[torch.tensor([10**6], device="cuda")]

@@ -95,7 +95,7 @@ def main(folder: str, *settings: str) -> None:
     runtime, mask, forms = build(EngineConfig(model=folder, enforce_eager=True, layer_kernels="triton", **given))
     warmed = dict(kernels.asked)
     draw = random.Random(0)
-    steps = WarmUp(runtime.config, runtime.store, runtime.planner, runtime.runner, mask)
+    steps = WarmUp(runtime.config, runtime.store, runtime.network, mask)
     kinds = [random_kind(draw, runtime, is_whole=draw.choice(forms)) for _ in range(NUM_STEPS)]
     needed = dict[str, StepKind]()
     for kind in kinds:

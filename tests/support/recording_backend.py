@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 from torch import Tensor
 
-from sightline.attention.backends import registry
+from sightline.attention.backends.registry import ENTRY_POINT_GROUP
 from sightline.attention.backends.torch.backend import TorchBackend
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Capability
@@ -22,6 +22,7 @@ from sightline.attention.contract import (
     StepView,
 )
 from sightline.attention.spec import SoftmaxSpec
+from sightline.core import extensions
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,4 +81,4 @@ class _EntryPoint:
 def install(monkeypatch: pytest.MonkeyPatch, **backends: type[AttentionBackend[SoftmaxSpec, SoftmaxInputs]]) -> None:
     """Makes backends known by name, as if a package had registered them."""
     entries = [_EntryPoint(name, lambda backend=backend: backend) for name, backend in backends.items()]  # type: ignore[misc]
-    monkeypatch.setattr(registry, "entry_points", lambda *, group: entries)
+    monkeypatch.setattr(extensions, "entry_points", lambda *, group: entries if group == ENTRY_POINT_GROUP else ())

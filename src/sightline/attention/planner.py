@@ -165,11 +165,12 @@ class Planner:
         lengths: RowLengths,
         workspace: Workspace,
         *,
+        name: str = "planner",
         side: PlanStream = HERE,
         paranoid: bool = False,
     ) -> None:
-        """`lengths` must belong to the store of the bindings' caches; `workspace` holds the plan buffers; `side` is
-        where `plan_aside` plans."""
+        """`lengths` must belong to the store of the bindings' caches; `workspace` holds `name`'s plan buffers; `side`
+        is where `plan_aside` plans."""
         self.lanes = LaneGuard()
         """Guards the lanes: everything that plans or runs in a lane goes through here."""
         self._lengths = lengths
@@ -179,6 +180,7 @@ class Planner:
         self._paranoid = paranoid
         self._pools: dict[str, Pool] = {pool.key: pool for binding in bindings for pool in binding.cache.pools.values()}
         self._workspace = workspace
+        self._name = name
         self.side = side
         self._memory = {lane: self._make_memory("plan buffers", lane) for lane in limits.lanes}
         self._sets = {
@@ -332,15 +334,13 @@ class Planner:
         self._static[memory] = self._make_memory(f"plan buffers {len(self._static)}: {memory.shape}", MAIN_LANE)
 
     def _make_memory(self, name: str, lane: Lane) -> PlanMemory:
-        lease = self._workspace.elastic("planner", name, lane)
+        lease = self._workspace.elastic(self._name, name, lane)
         return PlanMemory(lease, self.side.make_mark(), poison=self._paranoid)
 
     def pin(self, planned: PlannedBatch) -> None:
         """Fixes where the plan buffers of batches in this one's memory are: a plan that needs others is refused."""
         if planned.batch.memory not in self._static:
-            raise PlanError(
-                "expected a batch in memory that was reserved, got one in memory of its own; run it eagerly"
-            )
+            raise PlanError("expected a batch in reserved memory, got one in memory of its own; run it eagerly")
         self._static[planned.batch.memory].pin()
 
     def _buffers(self, batch: Batch, lane: Lane) -> PlanMemory:

@@ -183,11 +183,12 @@ class LayerGroup:
         return GroupCacheSpec(self.name, self.spec.pools(len(self.layers), dtype, own))
 
 
-def group_layers(specs: Sequence[AttentionSpec]) -> tuple[LayerGroup, ...]:
-    """Groups layers by equal spec, in order of first appearance."""
+def group_layers(specs: Sequence[AttentionSpec], network: str = "") -> tuple[LayerGroup, ...]:
+    """Groups layers by equal spec, in order of first appearance. The names of groups begin with that of the network."""
     members: dict[AttentionSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         members.setdefault(spec, []).append(layer)
     return tuple(
-        LayerGroup(f"group{index}", spec, tuple(layers)) for index, (spec, layers) in enumerate(members.items())
+        LayerGroup(f"{network}group{index}", spec, tuple(layers))
+        for index, (spec, layers) in enumerate(members.items())
     )

@@ -138,6 +138,10 @@ class Pool:
         slots = self._slots_at_once(rows, firsts) if is_decode else None
         return self._slots_by_row(rows, firsts, counts) if slots is None else slots
 
+    def slots_of(self, rows: Tensor, entries: Tensor) -> Tensor:
+        """The slot of an entry of each row, on the device."""
+        return self.table.slots(rows, entries, self.page_size)
+
     def _slots_at_once(self, rows: Sequence[int], firsts: Sequence[int]) -> list[int] | None:
         """The slot of one entry of each row; None if some entry has no page that is its row's alone.
 
@@ -205,8 +209,22 @@ class GroupCache:
     pools: Mapping[str, Pool]
 
 
+class NetworkCache:
+    """The groups of one network. A step of the network writes all of them, so its rows have one length for all."""
+
+    def __init__(self, groups: Sequence[GroupCache], max_rows: int) -> None:
+        self.groups = tuple(groups)
+        self.pools = tuple(pool for group in groups for pool in group.pools.values())
+        self.lengths = RowLengths(max_rows)
+        """How much of each row may be read."""
+
+
 class CacheStore:
-    """Every group's cache, and the rows that sequences hold in all of them at once."""
+    """The caches of all networks of an engine, and the rows that sequences hold in all of them at once.
+
+    The first network is the model itself, the others draft for it. A row has pages of every network for the same
+    tokens; how many of its entries there are differs.
+    """
 
     def __init__(
         self,
@@ -214,9 +232,11 @@ class CacheStore:
         limits: CacheLimits,
         device: torch.device,
         *,
+        drafting: Sequence[Sequence[GroupCacheSpec]] = (),
         poison: bool = False,
         make_allocator: Callable[[int], PageAllocator] = PageAllocator,
     ) -> None:
+        """`specs` are the groups of the model; `drafting` has those of each network that drafts for it."""
         self.limits = limits
         self.device = device
 
@@ -224,12 +244,17 @@ class CacheStore:
             allocator = make_allocator(limits.num_pages)
             return Pool(f"{group}.{pool.name}", pool, limits, device, allocator, poison=poison)
 
-        self.groups = tuple(
-            GroupCache(spec.group, {pool.name: make_pool(spec.group, pool) for pool in spec.pools}) for spec in specs
+        def make_group(spec: GroupCacheSpec) -> GroupCache:
+            return GroupCache(spec.group, {pool.name: make_pool(spec.group, pool) for pool in spec.pools})
+
+        self.networks = tuple(
+            NetworkCache([make_group(spec) for spec in each], limits.max_rows) for each in (specs, *drafting)
         )
-        self.pools = tuple(pool for group in self.groups for pool in group.pools.values())
-        self.lengths = RowLengths(limits.max_rows)
-        """How much of each row may be read."""
+        self.main = self.networks[0]
+        """The model's own cache."""
+        self.groups, self.lengths = self.main.groups, self.main.lengths
+        self.pools = tuple(pool for network in self.networks for pool in network.pools)
+        """Those of all networks."""
         self._free_rows = list(range(limits.max_rows, 0, -1))
         self._is_open = [False] * (limits.max_rows + 1)
         self._sharers: Counter[tuple[object, Bundle]] = Counter()
@@ -258,8 +283,16 @@ class CacheStore:
             raise OutOfPages(f"expected a free page-table row, got none of {self.limits.max_rows}")
         row = self._free_rows.pop()
         self._is_open[row] = True
-        self.lengths.fill(row, 0)
+        self._fill(row, 0)
         return row
+
+    def _fill(self, row: int, num_tokens: int) -> None:
+        for network in self.networks:
+            network.lengths.fill(row, num_tokens)
+
+    def committed(self, row: int) -> int:
+        """Entries of a row that are committed in every network."""
+        return min([network.lengths.committed(row) for network in self.networks])
 
     def fill_row(self, row: int, num_tokens: int) -> None:
         """Declares that a row's pages hold exactly its first `num_tokens` entries.
@@ -273,10 +306,10 @@ class CacheStore:
             for page in pool.table.pages_of(row)[behind:]:
                 if pool.allocator.owners(page) != 1:
                     raise ValueError(f"expected pages of row {row}'s own behind {num_tokens} tokens, got shared {page}")
-        if num_tokens < self.lengths.committed(row):
+        if num_tokens < max([network.lengths.committed(row) for network in self.networks]):
             for pool in self.pools:
                 pool.allocator.renew(pool.table.pages_of(row)[behind:])
-        self.lengths.fill(row, num_tokens)
+        self._fill(row, num_tokens)
 
     def grow_row(self, row: int, num_tokens: int) -> None:
         """Grows a row to `num_tokens` in every pool, or in none."""
@@ -300,12 +333,17 @@ class CacheStore:
         """Releases the pages that `num_tokens` do not need, and discards their contents."""
         if not self.is_open(row):
             raise ValueError(f"expected a row that is open, got {row}")
-        self.lengths.require_written(row)
+        self._require_written(row)
         for pool in self.pools:
             pool.release(pool.table.trim(row, self.pages_for(num_tokens)))
         kept = self.row_pages(row) * self.limits.page_size
-        if kept < self.lengths.launched(row):
-            self.lengths.fill(row, min(kept, self.lengths.committed(row)))
+        for lengths in [network.lengths for network in self.networks]:
+            if kept < lengths.launched(row):
+                lengths.fill(row, min(kept, lengths.committed(row)))
+
+    def _require_written(self, row: int) -> None:
+        for network in self.networks:
+            network.lengths.require_written(row)
 
     def pages_at(self, row: int, index: int) -> BundlePages:
         """The `index`-th page of a row in each pool."""
@@ -314,10 +352,10 @@ class CacheStore:
     def committed_bundle(self, row: int, index: int) -> Bundle:
         """The `index`-th page of a row in each pool, for others to read; all its entries must be committed."""
         stop = (index + 1) * self.limits.page_size
-        if self.lengths.committed(row) < stop:
+        if self.committed(row) < stop:
             raise ValueError(
                 f"expected {stop} committed entries in row {row} to share its page {index}, got "
-                f"{self.lengths.committed(row)}; commit them first"
+                f"{self.committed(row)}; commit them first"
             )
         pages = self.pages_at(row, index)
         return Bundle(pages, self._generations(pages), index)
@@ -344,7 +382,7 @@ class CacheStore:
         self._require_kept(bundles)
         for pool, pages in zip(self.pools, zip(*[bundle.pages for bundle in bundles], strict=True), strict=False):
             pool.adopt(row, pages)
-        self.lengths.fill(row, len(bundles) * self.limits.page_size)
+        self._fill(row, len(bundles) * self.limits.page_size)
 
     def share(self, bundle: Bundle, owner: object) -> None:
         """Makes `owner` an owner of a page of each pool, until it releases them."""
@@ -377,10 +415,10 @@ class CacheStore:
         if not 0 < num_entries <= self.limits.page_size:
             raise ValueError(f"expected 1 to {self.limits.page_size} entries, what a page holds, got {num_entries}")
         there = (self.lengths.committed(target), self.lengths.launched(target))
-        if self.lengths.committed(source) < first + num_entries or there != (first, first):
+        if self.committed(source) < first + num_entries or there != (first, first):
             raise ValueError(
                 f"expected {first + num_entries} committed entries in row {source} and {first} in row {target}, got "
-                f"{self.lengths.committed(source)} and {there[0]}, with {there[1]} launched"
+                f"{self.committed(source)} and {there[0]}, with {there[1]} launched"
             )
         copies = [(pool, pool.table.page(source, index), pool.table.page(target, index)) for pool in self.pools]
         for pool, _, page in copies:
@@ -390,7 +428,7 @@ class CacheStore:
                 )
         for pool, original, page in copies:
             pool.copy_page(original, page, num_entries)
-        self.lengths.fill(target, first + num_entries)
+        self._fill(target, first + num_entries)
 
     def is_open(self, row: int) -> bool:
         """True if a sequence holds the row."""
@@ -400,9 +438,9 @@ class CacheStore:
         """Releases the row and its pages. Raises `BatchError` if a lane other than the first may still write them."""
         if not self.is_open(row):
             raise ValueError(f"expected a row that is open, got {row}")
-        self.lengths.require_written(row)
+        self._require_written(row)
         for pool in self.pools:
             pool.clear(row)
-        self.lengths.fill(row, 0)
+        self._fill(row, 0)
         self._is_open[row] = False
         self._free_rows.append(row)

@@ -25,7 +25,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, NewType
+from typing import Any, NewType
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from sightline.core.late_tokens import LateTokens
 from sightline.core.lengths import (
     Lengths,
     check_unread,
-    checked_positions,
     extend,
     pad_lengths,
     placed_lengths,
@@ -44,7 +43,8 @@ from sightline.core.lengths import (
     slice_lengths,
     take_lengths,
 )
-from sightline.core.pool_rows import PoolPages, PoolRows, check_rows
+from sightline.core.pool_rows import PoolPages, PoolRows, check_rows, move_contexts
+from sightline.core.token_facts import token_facts
 
 BatchId = NewType("BatchId", int)
 PADDING_ROW = 0
@@ -221,7 +221,7 @@ class Batch:
 
     def _derive(self, memory: BatchMemory) -> None:
         """Sets everything that follows from the facts, with the tensors in `memory`."""
-        work, facts = self.work, _token_facts(self.work)
+        work, facts = self.work, token_facts(self.work, self.work.masks.count(CAUSAL))
         rows, query_lens, context_lens = tuple(work.table_rows), work.query_lens, tuple(work.context_lens)
         check_rows(rows, context_lens, self.sources)
         continued = (facts.unread_places, facts.unread)
@@ -420,6 +420,25 @@ class Batch:
             context_lens=self.context_lens.bounded(context_bound, known=known),
         )
 
+    def behind(self, contexts: Tensor) -> Batch:
+        """A new batch in this one's memory, whose rows begin where only the device knows: a step in flight decides how
+        many of its entries stay. Overwrites this batch.
+
+        `contexts` [num_rows, without padding] int64 are on the device, and at most this batch's context lengths, which
+        stay as bounds. Positions and write slots are derived on the device, by operations that can be captured.
+        """
+        self._require_tensors()
+        count, tokens = len(self.work), (self.query_lens.device, self.table_rows)
+        if contexts.shape != (count,) or contexts.dtype != torch.int64:
+            raise BatchError("contexts", None, f"({count},) int64", f"{tuple(contexts.shape)} {contexts.dtype}")
+        if self.masks.count(CAUSAL) < len(self.masks):
+            raise BatchError("masks", None, "causal in rows whose contexts only the device knows", "others")
+        written = [(source, self.pools[source.key].write_slots) for source in self.sources]
+        move_contexts(self.context_lens.device, contexts, self.positions, *tokens, written)
+        self.memory.tenant += 1
+        behind = Lengths(self.context_lens.device, self.context_lens.bound, None)
+        return self._with(context_lens=behind, memory=self.memory)
+
     def placed_in(self, memory: Batch) -> Batch:
         """A new batch with these contents copied into the tensors of `memory`, a batch of the same sizes.
 
@@ -444,57 +463,3 @@ class Batch:
             pools=pools,
             memory=memory.memory,
         )
-
-
-class _TokenFacts(NamedTuple):
-    """What follows from the rows for their tokens, row after row."""
-
-    tokens: Sequence[int]
-    positions: Sequence[int]
-    unread_places: tuple[int, ...]
-    """The indices of the tokens that the host does not know."""
-    unread: tuple[int, ...]
-    """The index in `chosen` of each of these tokens."""
-    logit_places: tuple[int, ...]
-    logit_rows: tuple[int, ...]
-
-
-def _token_facts(work: StepWork) -> _TokenFacts:
-    count, unread = len(work), work.unread
-    ones = (work.query_lens.count(1), work.num_logits.count(1), work.masks.count(CAUSAL), work.positions.count(None))
-    if ones != (count,) * 4 or min(work.context_lens, default=0) < 0:
-        return _flattened(work)
-    # The usual step, which may have hundreds of rows.
-    every, chosen = tuple(range(count)), tuple([place for place in unread if place is not None])
-    if len(chosen) == count:
-        return _TokenFacts((0,) * count, work.context_lens, every, chosen, every, every)
-    tokens = [each[0] if each else 0 for each in work.tokens]
-    places = tuple([index for index, place in enumerate(unread) if place is not None])
-    return _TokenFacts(tokens, work.context_lens, places, chosen, every, every)
-
-
-def _flattened(work: StepWork) -> _TokenFacts:
-    """The facts of rows of any kinds. Raises `BatchError` if they contradict each other."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    logit_places: list[int] = []
-    logit_rows: list[int] = []
-    unread: list[int] = []
-    unread_places: list[int] = []
-    for index, query_len in enumerate(work.query_lens):
-        row = work.row(index)
-        num_logits, context_len = row.num_logits, row.context_len
-        if not 0 <= num_logits <= query_len:
-            raise BatchError("num_logits", index, f"0 to {query_len}, the number of its new tokens", num_logits)
-        if context_len < 0:
-            raise BatchError("context_lens", index, "at least 0", context_len)
-        tokens += row.tokens
-        if row.unread is not None:
-            unread.append(row.unread)
-            unread_places.append(len(tokens))
-            tokens.append(0)
-        positions += checked_positions(index, row.mask.tree, row.positions, context_len, query_len)
-        logit_places += range(len(tokens) - num_logits, len(tokens))
-        logit_rows += [index] * num_logits
-    chosen = (tuple(unread_places), tuple(unread))
-    return _TokenFacts(tokens, positions, *chosen, tuple(logit_places), tuple(logit_rows))

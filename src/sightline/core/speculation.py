@@ -7,29 +7,108 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from sightline.core.errors import ConfigError
-from sightline.core.settings import check_settings, setting
+from sightline.core.extensions import extensions
+from sightline.core.settings import check_settings, setting, stated
 from sightline.core.words import answer_unknown
 
-METHODS = ("ngram",)
-_PLANNED = ("draft_model", "eagle", "eagle3", "mtp", "frozen_kv_mtp", "medusa", "suffix")
-"""Methods of other engines, which get a message of their own."""
+ENTRY_POINT_GROUP = "sightline.drafters"
 MOST_DRAFTED = 64
+MOST_CORPUS_TOKENS = 1 << 24
+_SHARED = frozenset({"method", "num_speculative_tokens", "draft_tensor_parallel_size"})
+"""Settings that every method takes."""
+
+
+@dataclass(frozen=True)
+class DraftMethod:
+    """A way to guess tokens: its name in `speculative_config`, and the settings that it takes there."""
+
+    name: str
+    help: str
+    """What it guesses from, as a phrase."""
+    takes: frozenset[str] = frozenset()
+    """Settings that not every method takes, and this one does."""
+    needs: frozenset[str] = frozenset()
+    """Those of them that it cannot do without."""
+
+    def check(self, given: Speculation) -> None:
+        """Raises `ConfigError` if a setting is missing, or if one has a value that this method would ignore."""
+        for name, each in stated(Speculation).items():
+            value = vars(given)[name]
+            if name in self.needs and value is None:
+                raise ConfigError(
+                    f"expected {name} in speculative_config with the method {self.name}, got none; give it: {each.help}"
+                )
+            if name not in self.takes | self.needs | _SHARED and value != each.default:
+                raise ConfigError(
+                    f"expected no {name} in speculative_config with the method {self.name}, which has no use for it, "
+                    f"got {value!r}; leave it out"
+                )
+
+
+NGRAM = DraftMethod(
+    "ngram",
+    "earlier text of the same sequence, and with corpus_tokens of earlier requests",
+    takes=frozenset({"prompt_lookup_max", "prompt_lookup_min", "corpus_tokens"}),
+)
+DRAFT_MODEL = DraftMethod(
+    "draft_model",
+    "a smaller model with the same tokens",
+    takes=frozenset({"attention_backend"}),
+    needs=frozenset({"model"}),
+)
+EAGLE3 = DraftMethod(
+    "eagle3",
+    "a small head that continues the model's states",
+    takes=frozenset({"attention_backend"}),
+    needs=frozenset({"model"}),
+)
+MTP = DraftMethod("mtp", "the model's own layers for multi-token prediction", takes=frozenset({"attention_backend"}))
+METHODS = (NGRAM, DRAFT_MODEL, EAGLE3, MTP)
+"""Sightline's own methods. Packages bring others, see `method_names`."""
+_PLANNED = ("eagle", "frozen_kv_mtp", "medusa", "suffix")
+"""Methods of other engines, which get a message of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
     """How the next tokens of a sequence are guessed. Named as in other engines."""
 
-    method: str = setting("ngram", "What guesses: ngram, earlier text of the same sequence.")
+    method: str = setting(
+        "ngram",
+        f"What guesses: {'; '.join(f'{each.name}, {each.help}' for each in METHODS)}; or a drafter of an installed "
+        "package.",
+    )
     num_speculative_tokens: int = setting(7, "Most tokens that are guessed at once.", low=1, high=MOST_DRAFTED)
     prompt_lookup_max: int = setting(4, "Tokens at the end that earlier text should repeat.", low=1, high=32)
     prompt_lookup_min: int = setting(2, "Tokens at the end that earlier text must repeat.", low=1, high=32)
+    corpus_tokens: int = setting(
+        0,
+        "Tokens of earlier prompts and answers of the same caller that are kept to guess from; 0 keeps none. Each "
+        "takes 32 to 64 bytes of the host's memory.",
+        low=0,
+        high=MOST_CORPUS_TOKENS,
+    )
+    model: str | None = setting(None, "A folder or a Hugging Face id of the network that guesses.")
+    attention_backend: str | None = setting(
+        None, "Attention backend of the network that guesses; that of the model without it."
+    )
+    draft_tensor_parallel_size: int = setting(
+        1, "Devices that share the network that guesses; only 1 is supported yet.", low=1
+    )
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            is_known = ", which Sightline does not have yet" if self.method in _PLANNED else ""
-            raise ConfigError(f"expected the speculative method {METHODS[0]}, got {self.method!r}{is_known}")
         check_settings(self, ConfigError)
+        own = {each.name: each for each in METHODS}.get(self.method)
+        if own is not None:
+            own.check(self)
+        elif self.method not in (names := method_names()):
+            is_known = ", which Sightline does not have yet" if self.method in _PLANNED else ""
+            raise ConfigError(f"expected a speculative method out of {', '.join(names)}, got {self.method!r}{is_known}")
+        if self.draft_tensor_parallel_size != 1:
+            raise ConfigError(
+                f"expected draft_tensor_parallel_size 1, got {self.draft_tensor_parallel_size}: more is not supported "
+                "yet"
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"expected prompt_lookup_min of at most prompt_lookup_max {self.prompt_lookup_max}, got "
@@ -38,6 +117,12 @@ class Speculation:
 
     def __str__(self) -> str:
         return f"{self.method}, at most {self.num_speculative_tokens} tokens"
+
+
+def method_names() -> tuple[str, ...]:
+    """The names of all methods that are installed. Imports none of their packages."""
+    owners = dict.fromkeys((each.name for each in METHODS), "sightline")
+    return (*owners, *(each.name for each in extensions(ENTRY_POINT_GROUP, "drafter", owners)))
 
 
 def read_speculation(given: str | Mapping[str, object] | None) -> Speculation | None:

@@ -25,6 +25,7 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import Runtime
 from sightline.runner.sampling.logprobs import TokenLogprobs
 from sightline.scheduler.costs import StepCosts
+from sightline.speculative.drafter import DrafterContext
 from sightline.speculative.methods import make_drafts
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -61,7 +62,9 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         costs = StepCosts(*runtime.definition.step_costs())
         consume = partial(sample, runtime.operations.best_tokens)
         speculation, device = runtime.config.speculation, runtime.config.device.kind
-        drafts = None if speculation is None else make_drafts(speculation, device, ledger)
+        drafts = None
+        if speculation is not None:
+            drafts = make_drafts(DrafterContext(speculation, device, ledger, runtime.draft))
         super().__init__(
             runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored, drafts=drafts
         )

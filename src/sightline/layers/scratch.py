@@ -63,12 +63,17 @@ class Activations:
         operations: Operations,
         *,
         turns: bool,
+        network: str = "",
     ) -> None:
-        """With `turns`, buffers are feature-major whenever `prefers_feature_major` says so."""
+        """With `turns`, buffers are feature-major whenever `prefers_feature_major` says so.
+
+        `network` is the name of the network, if another one has activations in the same workspace.
+        """
         self.operations = operations
         self.turns = turns
         self._workspace = workspace
         self._lane = lane
+        self._owner = f"{network}{OWNER}"
         self.max_tokens = max_tokens
         self._dtype = dtype
         self._leases: dict[str, Tensor] = {}
@@ -90,7 +95,7 @@ class Activations:
         key = f"{name} {features}"
         if key not in self._leases:
             self._leases[key] = self._workspace.lease(
-                OWNER, key, self._lane, (self.max_tokens * features,), dtype or self._dtype
+                self._owner, key, self._lane, (self.max_tokens * features,), dtype or self._dtype
             )
         return self._leases[key]
 

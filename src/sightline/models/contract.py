@@ -25,11 +25,54 @@ class ExpertStack(NamedTuple):
     """The packed form that they keep, if all are stored in it and experts are computed at once."""
 
 
+@dataclass(frozen=True)
+class Taps:
+    """Which states of a network are given to others beside its logits, concatenated for each token in this order."""
+
+    streams: tuple[int, ...] = ()
+    """States between the layers: i is what layer i takes; the number of layers is what the last one gives."""
+    final: bool = False
+    """The state after the final norm."""
+
+    @property
+    def count(self) -> int:
+        return len(self.streams) + self.final
+
+
+NO_TAPS = Taps()
+
+
+class GivenStates:
+    """The states that a network is given for each token of a step."""
+
+    def __init__(self, scratch: Scratch, width: int) -> None:
+        self.states = scratch.take_rows("states.given", width)
+
+
+class MadeStates:
+    """The states that a network gives for each token of a step."""
+
+    def __init__(self, scratch: Scratch, width: int) -> None:
+        self.states = scratch.take_rows("states.made", width)
+
+
 class Model(ABC):
     """A network with its weights. Its forward takes only planned batches.
 
-    It returns logits, or hidden states if it was built without an output projection.
+    It returns logits, or hidden states if it was built without an output projection. Beside tokens it may take a state
+    for each of them, and beside logits it may give one: drafters continue from the states of the network that they
+    draft for. It reads them from `GivenStates` and leaves them in `MadeStates`; `Runner` fills and copies those.
     """
+
+    @property
+    def states_in(self) -> int:
+        """The width of the state that it takes for each token; 0 if it takes none."""
+        return 0
+
+    @property
+    def states_out(self) -> int:
+        """The width of the state that it gives for each token; 0 if it gives none."""
+        return 0
 
     @property
     @abstractmethod
@@ -85,8 +128,8 @@ class ModelDefinition(Definition):
     """The definition of a model that generates text."""
 
     @abstractmethod
-    def load(self, weights: WeightReader) -> Model:
-        """Builds the network. Every tensor of the checkpoint must be used."""
+    def load(self, weights: WeightReader, taps: Taps = NO_TAPS) -> Model:
+        """Builds the network, which gives the states that `taps` names. Every tensor of the checkpoint must be used."""
 
 
 @dataclass(frozen=True)

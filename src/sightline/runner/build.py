@@ -5,23 +5,23 @@ Every object gets all it needs in its constructor; nothing is bound later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from sightline.attention.backends import registry
 from sightline.attention.capability import Requirement, Work
-from sightline.attention.contract import BackendContext, StepLimits
-from sightline.attention.planner import GroupBinding, PartBackend, Planner
+from sightline.attention.planner import GroupBinding, Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend
 from sightline.attention.spec import LayerGroup, group_layers
-from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.attention.workspace import Workspace
 from sightline.cache.pages import PageAllocator
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import ScalesByPlane
@@ -30,16 +30,18 @@ from sightline.core.command_line import prove_words
 from sightline.core.config import EngineConfig, LayerKernels, Quantization
 from sightline.core.device import DeviceKind, allocated_bytes, detect_device, single_threaded
 from sightline.core.environment import proof_folder
+from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryTaken
 from sightline.core.resolution import ResolvedConfig, resolve
 from sightline.kernels.cpu.program import CpuLauncher, inline_launcher
 from sightline.layers.linear import Linear
 from sightline.layers.operations import Operations
-from sightline.layers.scratch import Activations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
-from sightline.models.contract import Definition, EmbedderDefinition, Model
+from sightline.models.contract import NO_TAPS, Definition, EmbedderDefinition, Model, Taps
+from sightline.models.decoder import Decoder
+from sightline.models.drafting import DraftSource, LoadedDraft
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader
@@ -47,6 +49,7 @@ from sightline.runner.backend_choice import GroupSelection, import_chosen, make_
 from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
+from sightline.runner.networks import DraftRuntime, NetworkParts, NetworkRuntime, Shared, assemble_network
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
 from sightline.runner.quantised import (
     counted_as,
@@ -60,6 +63,10 @@ from sightline.runner.recording import CpuRecorder, CudaRecorder, Recorder
 from sightline.runner.runner import Runner
 from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, few_kinds, paged_kinds
 
+ModelT = TypeVar("ModelT", bound=Model)
+ReaderOf: TypeAlias = Callable[[Checkpoint], WeightReader]
+"""Makes what reads the weights of a checkpoint."""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -69,12 +76,10 @@ class Runtime:
     definition: Definition
     store: CacheStore
     workspace: Workspace
-    bindings: tuple[GroupBinding, ...]
-    selections: tuple[GroupSelection, ...]
-    """For each group, the chosen backends and why the others were refused."""
-    planner: Planner
-    runner: Runner
-    graphs: Graphs
+    network: NetworkRuntime
+    """The model itself."""
+    draft: DraftRuntime | None
+    """What drafts for it, if a network does."""
     operations: Operations
     """Operations with the kernels of the device."""
     launcher: CpuLauncher
@@ -84,10 +89,37 @@ class Runtime:
     """What the weights take on a card, measured; 0 if nobody measured it, as on a CPU."""
 
     @property
+    def bindings(self) -> tuple[GroupBinding, ...]:
+        return self.network.bindings
+
+    @property
+    def selections(self) -> tuple[GroupSelection, ...]:
+        """For each group, the chosen backends and why the others were refused."""
+        return self.network.selections
+
+    @property
+    def planner(self) -> Planner:
+        return self.network.planner
+
+    @property
+    def runner(self) -> Runner:
+        return self.network.runner
+
+    @property
+    def graphs(self) -> Graphs:
+        return self.network.graphs
+
+    @property
+    def networks(self) -> tuple[NetworkRuntime, ...]:
+        """The model, then those that draft for it."""
+        return (self.network, *(() if self.draft is None else self.draft.networks))
+
+    @property
     def memory_taken(self) -> MemoryTaken:
         """What the parts take of a card."""
         cache_bytes = sum(pool.num_bytes for pool in self.store.pools)
-        return MemoryTaken(self.weight_bytes, cache_bytes, self.workspace.num_bytes, self.graphs.num_bytes)
+        graph_bytes = sum(each.graphs.num_bytes for each in self.networks)
+        return MemoryTaken(self.weight_bytes, cache_bytes, self.workspace.num_bytes, graph_bytes)
 
 
 @dataclass(frozen=True)
@@ -99,10 +131,24 @@ class Blueprint:
     usage: AttentionUsage
     prove_words: tuple[str, ...]
     """The arguments of the `sightline` command that proves attention for this engine."""
+    draft: DraftSource | None = None
+    """The networks that draft for the model."""
+    draft_groups: tuple[tuple[LayerGroup, ...], ...] = ()
+    """The groups of each of them."""
 
     def select(self, candidates: Sequence[Candidate]) -> tuple[GroupSelection, ...]:
         """Chooses the backends of each group from the candidates."""
         return select_backends(self.config, self.groups, candidates, self.usage, self.prove_words)
+
+    def select_for_drafts(self, candidates: Sequence[Candidate]) -> tuple[tuple[GroupSelection, ...], ...]:
+        """Does the same for the groups of each network that drafts, which may have a setting of its own."""
+        own = None if self.config.speculation is None else self.config.speculation.attention_backend
+        config = self.config
+        if own is not None:
+            config = replace(
+                config, attention_backend=own, prefill_attention_backend=None, decode_attention_backend=None
+            )
+        return tuple(select_backends(config, groups, candidates, self.usage) for groups in self.draft_groups)
 
 
 def build_runtime(
@@ -110,15 +156,19 @@ def build_runtime(
     checkpoint: Checkpoint,
     ledger: Ledger,
     on_step: OnBuildStep = ignore,
+    taps: Taps = NO_TAPS,
+    draft: DraftSource | None = None,
 ) -> Runtime:
     """Builds a runtime for a checkpoint. Raises before the weights are read if something cannot work.
 
     `on_step` is told how many tensors are read, first that none is, when nothing is left but to read them; then, on a
-    GPU, what is compiled and captured. No step that is served later compiles anything.
+    GPU, what is compiled and captured. No step that is served later compiles anything. `taps` are the states that a
+    drafter takes, `draft` are its networks, if it has some.
     """
     definition = define_model(checkpoint.config, ledger)
-    blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load)
+    blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger, draft)
+    load_model, load_draft = partial(definition.load, taps=taps), partial(_load_draft, draft)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, load_model, load_draft)
     _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
     _capture_graphs(runtime, ledger, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)
@@ -134,7 +184,7 @@ def build_embedding_runtime(
     """Like `build_runtime`, for a network without its output projection."""
     definition = define_embedder(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states, lambda *_: None)
     _warm_up(runtime, embedding_kinds(runtime.config), definition.mask, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime, definition
@@ -146,16 +196,41 @@ def usage_of(definition: EmbedderDefinition) -> AttentionUsage:
 
 
 def draw_up(
-    config: EngineConfig, checkpoint: Checkpoint, definition: Definition, usage: AttentionUsage, ledger: Ledger
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    definition: Definition,
+    usage: AttentionUsage,
+    ledger: Ledger,
+    draft: DraftSource | None = None,
 ) -> Blueprint:
     """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built."""
     groups = group_layers(definition.attention_specs())
     device = detect_device(config.device)
     facts = model_facts(counted_as(config, device), checkpoint, definition, groups)
+    draft_groups: tuple[tuple[LayerGroup, ...], ...] = ()
+    if draft is not None:
+        networks = draft.definition.networks
+        draft_groups = tuple(
+            group_layers(each.attention_specs(), draft_name(number)) for number, each in enumerate(networks)
+        )
+        its_groups = tuple(itertools.chain(*draft_groups))
+        its_facts = model_facts(counted_as(config, device), draft.checkpoint, networks[0], its_groups)
+        facts = facts.with_drafter(its_facts, shares_weights=draft.checkpoint is checkpoint)
     takes_texts_whole = usage is AttentionUsage.EMBED_WHOLE
     resolved = resolve(config, replace(facts, takes_texts_whole=takes_texts_whole), device, ledger)
+    for each in () if draft is None else draft.definition.networks:
+        if each.max_positions < resolved.max_model_len:
+            raise ConfigError(
+                f"expected a drafter for {resolved.max_model_len} positions, as the engine has, got one for "
+                f"{each.max_positions}; lower max_model_len"
+            )
     model = str(checkpoint.location) if config.model is None else config.model
-    return Blueprint(resolved, groups, usage, prove_words(config, model))
+    return Blueprint(resolved, groups, usage, prove_words(config, model), draft, draft_groups)
+
+
+def draft_name(number: int) -> str:
+    """What the names of a drafting network's parts begin with."""
+    return f"draft{number}."
 
 
 def _build(
@@ -164,41 +239,71 @@ def _build(
     ledger: Ledger,
     on_step: OnBuildStep,
     definition: Definition,
-    load: Callable[[WeightReader], Model],
+    load: Callable[[WeightReader], ModelT],
+    load_draft: Callable[[ModelT, ReaderOf], LoadedDraft | None],
 ) -> Runtime:
     resolved, groups, device = blueprint.config, blueprint.groups, blueprint.config.device
     selections = blueprint.select(registry.installed())
+    draft_selections = blueprint.select_for_drafts(registry.installed())
     tell_choices(resolved, groups, selections, ledger)
-    import_chosen(selections)
+    everything = (*selections, *itertools.chain(*draft_selections))
+    import_chosen(everything)
     note_keep(resolved, checkpoint, definition, groups, ledger)
+    times = BuildTimes()
+    launcher = make_launcher(resolved, everything, ledger)
+    before = allocated_bytes(device)
+    with times.measured(BuildPhase.WEIGHTS):
+        others = () if blueprint.draft is None else blueprint.draft.definition.target_tensors
+        reader = _reader(resolved, checkpoint, launcher, ledger, on_step, others)
+        scales = load_cache_scales(reader, groups, resolved.cache_dtype)
+        with single_threaded():
+            model = load(reader)
+            draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step))
+    weight_bytes = allocated_bytes(device) - before
+    store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
+    models = () if draft is None else draft.models
+    drafting = [
+        NetworkParts(draft_name(number), *each)
+        for number, each in enumerate(zip(models, blueprint.draft_groups, draft_selections, strict=True))
+    ]
+    with _compiling(resolved, times, on_step):
+        runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher, draft, drafting)
+    return replace(runtime, times=times, weight_bytes=weight_bytes)
+
+
+def _load_draft(source: DraftSource | None, target: Decoder, reader_of: ReaderOf) -> LoadedDraft | None:
+    return None if source is None else source.definition.load(target, reader_of(source.checkpoint))
+
+
+def _reader(
+    config: ResolvedConfig,
+    checkpoint: Checkpoint,
+    launcher: CpuLauncher,
+    ledger: Ledger,
+    on_step: OnBuildStep,
+    loaded_elsewhere: Sequence[str] = (),
+) -> WeightReader:
+    """Reads the weights of a checkpoint in the form that the chosen kernels take.
+
+    `loaded_elsewhere` are beginnings of names. Their tensors belong to networks that draft.
+    """
 
     def on_progress(done: int, total: int) -> None:
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
 
     on_progress(0, len(checkpoint.tensors))
-    times = BuildTimes()
-    launcher = make_launcher(resolved, selections, ledger)
-    reader = WeightReader(
+    return WeightReader(
         checkpoint,
-        resolved.dtype,
-        device.torch_device,
+        config.dtype,
+        config.device.torch_device,
         ledger,
         on_progress,
-        kept=kept_weights(resolved, launcher, ledger),
-        skip_check=resolved.skip_weight_check,
-        expert_compute=expert_compute(resolved),
-        make_linear=_linear_maker(resolved, launcher),
+        kept=kept_weights(config, launcher, ledger),
+        skip_check=config.skip_weight_check,
+        expert_compute=expert_compute(config),
+        make_linear=_linear_maker(config, launcher),
+        loaded_elsewhere=loaded_elsewhere,
     )
-    before = allocated_bytes(device)
-    with times.measured(BuildPhase.WEIGHTS):
-        scales = load_cache_scales(reader, groups, resolved.cache_dtype)
-        with single_threaded():
-            model = load(reader)
-    weight_bytes = allocated_bytes(device) - before
-    store = make_store(resolved, groups, scales=scales)
-    with _compiling(resolved, times, on_step):
-        runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher)
-    return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
 @contextmanager
@@ -219,7 +324,8 @@ def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step
             return
         kinds = few_kinds(kinds)
     with runtime.times.measured(BuildPhase.KERNELS):
-        WarmUp(runtime.config, runtime.store, runtime.planner, runtime.runner, mask).run(kinds, on_step)
+        for network in runtime.networks:
+            WarmUp(runtime.config, runtime.store, network, mask).run(kinds, on_step)
 
 
 def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
@@ -229,7 +335,8 @@ def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> N
         is_card = device.kind is DeviceKind.CUDA
         recorder: Recorder = CudaRecorder(device.torch_device) if is_card else CpuRecorder(runtime.launcher)
         with runtime.times.measured(BuildPhase.GRAPHS):
-            runtime.graphs.capture(runtime.runner, recorder, ledger, on_step)
+            for network in runtime.networks:
+                network.graphs.capture(network.runner, recorder, ledger, on_step)
 
 
 def select_backends(
@@ -272,12 +379,17 @@ def make_store(
     groups: Sequence[LayerGroup],
     make_allocator: Callable[[int], PageAllocator] = PageAllocator,
     scales: ScalesByPlane | None = None,
+    drafting: Sequence[Sequence[LayerGroup]] = (),
 ) -> CacheStore:
-    """Creates the pools of every group. `scales` are those of all layers, None if the cache's dtype has none."""
+    """Creates the pools of every group. `scales` are those of all layers, None if the cache's dtype has none.
+
+    `drafting` are the groups of each network that drafts; their scales are 1.
+    """
     return CacheStore(
         [group.cache_spec(config.cache_dtype, scales) for group in groups],
         CacheLimits(config.num_pages, config.page_size, config.max_rows, config.max_model_len),
         config.device.torch_device,
+        drafting=[[group.cache_spec(config.cache_dtype) for group in network] for network in drafting],
         poison=config.paranoid,
         make_allocator=make_allocator,
     )
@@ -291,43 +403,27 @@ def assemble_runtime(
     selections: Sequence[GroupSelection],
     store: CacheStore,
     launcher: CpuLauncher,
+    loaded: LoadedDraft | None = None,
+    drafting: Sequence[NetworkParts] = (),
 ) -> Runtime:
-    """Builds everything from the workspace to the runner."""
+    """Builds everything from the workspace to the runner, for the model and the networks `loaded` that draft for it.
+
+    `drafting` are the parts of each of them.
+    """
     device = config.device.torch_device
-    limits = StepLimits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,), max_rollout=0)
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)
-    bindings = tuple(
-        GroupBinding(
-            group,
-            cache,
-            _serving(
-                selection,
-                BackendContext(group.name, group.spec, cache, workspace, limits, config.dtype, device, launcher),
-            ),
-        )
-        for group, cache, selection in zip(groups, store.groups, selections, strict=True)
-    )
-    planner = Planner(bindings, limits, store.lengths, workspace, paranoid=config.paranoid)
     operations = make_operations(config.layer_kernels, device, config.dtype, launcher)
-    # Feature-major products are faster on a CPU only.
-    turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
-    activations = {
-        lane: Activations(workspace, lane, config.max_step_tokens, config.dtype, operations, turns=turns)
-        for lane in limits.lanes
-    }
-    runner = Runner(model, planner, activations)
-    graphs = Graphs(config.graph_sizes, store, planner, bindings)
+    shared = Shared(config, store, workspace, operations, launcher)
+    parts = (NetworkParts("", model, tuple(groups), tuple(selections)), *drafting)
+    networks = [assemble_network(shared, each, cache) for each, cache in zip(parts, store.networks, strict=True)]
     workspace.seal()
     return Runtime(
         config=config,
         definition=definition,
         store=store,
         workspace=workspace,
-        bindings=bindings,
-        selections=tuple(selections),
-        planner=planner,
-        runner=runner,
-        graphs=graphs,
+        network=networks[0],
+        draft=None if loaded is None else DraftRuntime(loaded, tuple(networks[1:]), operations),
         operations=operations,
         launcher=launcher,
         times=BuildTimes(),
@@ -383,12 +479,3 @@ def _linear_maker(config: ResolvedConfig, launcher: CpuLauncher) -> Callable[[Te
     from sightline.layers.thin_linear import ThinLinear
 
     return partial(ThinLinear, overlaps=overlaps_on(config.device.torch_device))
-
-
-def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:
-    """Builds each chosen backend once, however many kinds of rows it serves."""
-    chosen = {each.candidate.name: each.candidate for each in selection.values()}
-    built = {
-        name: candidate.load()(replace(context, group=f"{context.group}.{name}")) for name, candidate in chosen.items()
-    }
-    return {work: PartBackend(built[each.candidate.name], each.capability) for work, each in selection.items()}

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sightline.attention.capability import GraphLevel, Work, decode_work
 from sightline.attention.planner import GroupBinding, Planner
-from sightline.cache.pools import CacheStore
+from sightline.cache.pools import CacheStore, NetworkCache
 from sightline.core.batch import CAUSAL, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.errors import ConfigError
@@ -34,15 +35,24 @@ MAX_NEW_TOKENS = 8
 class Graphs:
     """The buckets of an engine; none if its steps are all eager."""
 
-    def __init__(self, sizes: Sequence[int], store: CacheStore, planner: Planner, bindings: Sequence[GroupBinding]):
-        """`sizes` are numbers of tokens, and so of rows."""
-        self._sizes = tuple(sizes)
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        store: CacheStore,
+        cache: NetworkCache,
+        planner: Planner,
+        bindings: Sequence[GroupBinding],
+    ) -> None:
+        """`sizes` are numbers of tokens, and so of rows; `cache` is the network's, in the store."""
+        self._decoded = tuple(size for size in sizes if size <= store.limits.max_rows)
+        """Numbers of rows that may decode."""
         self._store = store
+        self._pools = cache.pools
         self._planner = planner
         self._bindings = tuple(bindings)
         # Decode first, then by size: the first that fits is the best.
-        shapes = [*_decode_shapes(sizes, bindings), *_mixed_shapes(sizes, bindings)]
-        self.buckets = _make_buckets(shapes, store) if shapes else ()
+        shapes = [*_decode_shapes(self._decoded, bindings), *_mixed_shapes(sizes, bindings)]
+        self.buckets = _make_buckets(shapes, len(cache.pools), store.device) if shapes else ()
         for bucket in self.buckets:
             planner.reserve(bucket)
         self.num_bytes = 0
@@ -56,8 +66,8 @@ class Graphs:
         """
         bucket = self._bucket_for(work) if self.buckets else None
         if bucket is None:
-            return Batch(work, self._store.pools, self._store.device, chosen, awaited)
-        return Batch.inside(work, self._store.pools, bucket, chosen, awaited)
+            return Batch(work, self._pools, self._store.device, chosen, awaited)
+        return Batch.inside(work, self._pools, bucket, chosen, awaited)
 
     def _bucket_for(self, work: StepWork) -> StaticMemory | None:
         lens = work.query_lens
@@ -99,11 +109,12 @@ class Graphs:
         """Plans a step without padding once, and records it."""
         store, rows = self._store, list[int]()
         try:
-            for _ in range(bucket.shape.size):
+            size, work = bucket.shape.size, list[RowWork]()
+            for count in _shared_out(size, min(size, store.limits.max_rows)):
                 rows.append(store.open_row())
-                store.grow_row(rows[-1], 1)
-            work = StepWork.of([RowWork(row, [0], context_len=0, num_logits=1) for row in rows])
-            planned = self._planner.plan(Batch.inside(work, store.pools, bucket))
+                store.grow_row(rows[-1], count)
+                work.append(RowWork(rows[-1], [0] * count, context_len=0, num_logits=count))
+            planned = self._planner.plan(Batch.inside(StepWork.of(work), self._pools, bucket))
             runner.capture(planned, recorder)
         except RuntimeError as error:
             raise ConfigError(
@@ -119,7 +130,7 @@ class Graphs:
         decoded = {bucket.shape.size for bucket in self.buckets if bucket.shape.query_bound == 1}
         for binding in self._bindings:
             eager = dict[str, list[int]]()
-            for size in self._sizes:
+            for size in self._decoded:
                 part = binding.serving[decode_work(size)]
                 if size not in decoded and part.capability.graph is GraphLevel.NONE:
                     eager.setdefault(type(part.backend).__name__, []).append(size)
@@ -135,9 +146,13 @@ class Graphs:
                     ledger.note("cuda_graph_sizes", outcome)
 
 
-def _make_buckets(shapes: Sequence[StepShape], store: CacheStore) -> tuple[StaticMemory, ...]:
+def _shared_out(num_tokens: int, num_rows: int) -> list[int]:
+    """Tokens of each row, as equal as may be."""
+    return [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
+
+
+def _make_buckets(shapes: Sequence[StepShape], num_pools: int, device: torch.device) -> tuple[StaticMemory, ...]:
     """A bucket for each shape. All are filled from one ring."""
-    num_pools, device = len(store.pools), store.device
     ring = StagingRing.of(max([StaticMemory.num_numbers(shape, num_pools) for shape in shapes]), device)
     return tuple(StaticMemory(shape, num_pools, device, ring) for shape in shapes)
 

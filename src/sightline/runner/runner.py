@@ -11,10 +11,11 @@ from torch import Tensor
 from sightline.attention.lanes import Depth
 from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.workspace import Lane
+from sightline.core.batch import Batch, BatchId
 from sightline.core.batch_memory import BatchMemory
-from sightline.core.errors import UnplannedBatchError
+from sightline.core.errors import BatchError, UnplannedBatchError
 from sightline.layers.scratch import Activations
-from sightline.models.contract import Model
+from sightline.models.contract import GivenStates, MadeStates, Model
 from sightline.runner.recording import Recorder, Recording
 
 
@@ -29,18 +30,50 @@ class Runner:
         self._recordings: dict[BatchMemory, Recording] = {}
         self.num_replayed = 0
         """Steps that were replayed."""
+        self._states_of: dict[Lane, BatchId] = {}
+        """The batch whose states the last forward in each lane left behind."""
         for memory in activations.values():
-            model.reserve(memory.shaped(memory.max_tokens))
+            scratch = memory.shaped(memory.max_tokens)
+            model.reserve(scratch)
+            for kind, width in ((GivenStates, model.states_in), (MadeStates, model.states_out)):
+                if width:
+                    scratch.of(kind, width)
 
-    def forward(self, planned: PlannedBatch) -> Tensor:
+    def forward(self, planned: PlannedBatch, states: Tensor | None = None) -> Tensor:
         """Returns logits [num_logits, vocab_size] fp32, or the states of a model without an output projection.
+
+        `states` [num_tokens, width] are those that the model takes, without padding; None if it takes none.
 
         The result is the caller's own, also if the step was replayed. Every call checks the certificate. Once it
         returns, later steps may read what it wrote to the cache. If it raises, its cache writes do not count. Raises
         `LaneBusyError` if another thread plans or runs in the plan's lane.
         """
         _require_plan(planned)
-        return self._planner.lanes.run(planned.plan.certificate.lane, Depth.RUNNER, self._forward, planned)
+        return self._planner.lanes.run(planned.plan.certificate.lane, Depth.RUNNER, self._forward, planned, states)
+
+    @property
+    def gives_states(self) -> bool:
+        """True if the model gives a state for each token."""
+        return self._model.states_out > 0
+
+    def no_states(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        """Zeros in place of the states that the model takes for so many tokens; None if it takes none."""
+        width = self._model.states_in
+        return torch.zeros(num_tokens, width, device=device) if width else None
+
+    def states(self, planned: PlannedBatch) -> Tensor:
+        """A copy of the states [num_tokens, width] that the model gave for the step's tokens, without padding.
+
+        Raises `BatchError` unless the step was the last one in its lane: the next one overwrites them.
+        """
+        batch, lane = planned.batch, planned.plan.certificate.lane
+        if not self._model.states_out or self._states_of.get(lane) != batch.batch_id:
+            last = self._states_of.get(lane)
+            raise BatchError(
+                "states", None, f"those of batch {batch.batch_id}, the last one to run in lane {lane}", f"batch {last}"
+            )
+        scratch = self._activations[lane].shaped(batch.num_tokens)
+        return scratch.of(MadeStates, self._model.states_out).states[: sum(batch.work.query_lens)].clone()
 
     def capture(self, planned: PlannedBatch, recorder: Recorder) -> None:
         """Records the step. Later batches in the same memory are replayed.
@@ -59,12 +92,15 @@ class Runner:
         self._planner.pin(current)
         self._recordings[current.batch.memory] = recording
 
-    def _forward(self, planned: PlannedBatch) -> Tensor:
+    def _forward(self, planned: PlannedBatch, states: Tensor | None) -> Tensor:
         current = self._planner.ensure(planned)
         lane = current.plan.certificate.lane
         recording = self._recordings.get(current.batch.memory)
+        self._states_of.pop(lane, None)
+        self._give(current.batch, lane, states)
         try:
             self._planner.launch(current)
+            self._states_of[lane] = current.batch.batch_id
             with current.in_stream_order():
                 if recording is not None:
                     return self._planner.lanes.run(lane, Depth.RUNNING, self._replay, recording, current)
@@ -72,6 +108,17 @@ class Runner:
         except BaseException:
             self._planner.take_back(current)
             raise
+
+    def _give(self, batch: Batch, lane: Lane, states: Tensor | None) -> None:
+        """Copies given states to where the model reads them, which a recording does too."""
+        width, count = self._model.states_in, sum(batch.work.query_lens)
+        found = None if states is None else tuple(states.shape)
+        if found != ((count, width) if width else None):
+            wanted = f"{count} of {width} numbers, one for each token" if width else "none: the model takes none"
+            raise BatchError("states", None, wanted, "none" if found is None else found)
+        if states is not None:
+            scratch = self._activations[lane].shaped(batch.num_tokens)
+            scratch.of(GivenStates, width).states[:count].copy_(states)
 
     def _run(self, current: PlannedBatch, memory: Activations) -> Tensor:
         # Without autocast: a caller's would round the products, and change tokens without a word.

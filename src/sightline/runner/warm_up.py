@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sightline.attention.planner import Planner
 from sightline.cache.pools import CacheStore
-from sightline.core.batch import PADDING_ROW, RowMask, RowWork
+from sightline.core.batch import PADDING_ROW, Batch, RowMask, RowWork, StepWork
 from sightline.core.errors import ConfigError
 from sightline.core.resolution import ResolvedConfig
-from sightline.runner.batching import assemble, assemble_transient
+from sightline.runner.networks import NetworkRuntime
 from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep
-from sightline.runner.runner import Runner
 
 MOST_TILED = 128
 """Rows of more new tokens than this are tiled alike, however many there are."""
@@ -138,14 +136,13 @@ def _fits(kind: StepKind, config: ResolvedConfig) -> bool:
 class WarmUp:
     """Tries steps on the parts of a runtime that has no open row yet."""
 
-    def __init__(
-        self, config: ResolvedConfig, store: CacheStore, planner: Planner, runner: Runner, mask: RowMask
-    ) -> None:
+    def __init__(self, config: ResolvedConfig, store: CacheStore, network: NetworkRuntime, mask: RowMask) -> None:
         """`mask` is every row's."""
         self._config = config
         self._store = store
-        self._planner = planner
-        self._runner = runner
+        self._pools = network.cache.pools
+        self._planner = network.planner
+        self._runner = network.runner
         self._mask = mask
 
     def run(self, kinds: Sequence[StepKind], on_step: OnBuildStep) -> None:
@@ -173,10 +170,11 @@ class WarmUp:
                 RowWork(row, [0] * tokens, kind.context_len, tokens if kind.scores else 1, self._mask)
                 for row, tokens in zip(rows or [PADDING_ROW] * len(kind.queries), kind.queries, strict=True)
             ]
-            batch = assemble_transient(work, store.device) if kind.is_whole else assemble(work, store)
+            batch = Batch(StepWork.of(work), () if kind.is_whole else self._pools, store.device)
             planned = self._planner.plan(batch)
+            states = self._runner.no_states(sum(kind.queries), store.device)
             # Read on the host, so that a kernel that fails is known here.
-            self._runner.forward(planned)[:1, :1].tolist()
+            self._runner.forward(planned, states)[:1, :1].tolist()
             self._planner.take_back(planned)
         finally:
             # In the order in which they were free before.

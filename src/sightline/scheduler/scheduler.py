@@ -30,7 +30,7 @@ from sightline.scheduler.pace import Pace
 from sightline.scheduler.policy import decide
 from sightline.scheduler.queue import WaitingQueue
 from sightline.scheduler.running import RunningRows
-from sightline.scheduler.sequence import Drafts, RowResult, Schedule, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import DraftRoom, Drafts, RowResult, Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
 from sightline.scheduler.supply import PrefixReuse, Supply
 from sightline.scheduler.whole import WholeQueue
@@ -81,6 +81,11 @@ class Scheduler:
         """Prompt tokens found in the prefix cache."""
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
         """Rows with guesses that were committed, the guessed tokens, and those of them that were right."""
+
+    def reset_counts(self) -> None:
+        """Begins all counts again."""
+        self.num_queried_tokens = self.num_hit_tokens = self.num_retractions = 0
+        self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
 
     @property
     def running(self) -> Sequence[SequenceState]:
@@ -373,15 +378,17 @@ class Scheduler:
             min(self._max_step_tokens, drafts.max_step_tokens) - sum([row.num_tokens for row in rows]),
             self._max_scored_tokens - sum([row.num_logits for row in rows]),
         )
+        rooms: dict[int, DraftRoom] = {}
         for index, row in enumerate(rows):
-            if num_spare <= 0:
-                return
             sequence, seq_len = row.sequence, row.seq_len
             room = min(sequence.num_pages * self._page_size, sequence.max_len) - seq_len
             if row.num_tokens == 1 and row.completes and room > 0:
-                guessed = drafts.propose(sequence, min(num_spare, room))
-                num_spare -= len(guessed)
-                rows[index] = replace(row, num_tokens=1 + len(guessed), drafts=guessed)
+                rooms[index] = DraftRoom(sequence, room)
+        if num_spare <= 0 or not rooms:
+            return
+        for index, draft in zip(rooms, drafts.propose(tuple(rooms.values()), num_spare), strict=True):
+            row = rows[index]
+            rows[index] = replace(row, num_tokens=1 + len(draft.tokens), drafts=draft.tokens)
 
     def _grow(self, sequence: SequenceState) -> bool:
         """Gives a sequence the pages that it needs. If they are not available after all, it waits."""

@@ -10,6 +10,7 @@ Knows the progress of a sequence. Does not decide anything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -76,6 +77,13 @@ class SequenceState:
         self.is_whole = self.request.needs.is_whole
         self.caller = self.request.terms.caller
         self.rank = (self.request.terms.priority, 0)
+
+    @property
+    def held_row(self) -> int:
+        """Its page-table row. Raises `ValueError` if it has none."""
+        if self.table_row is None:
+            raise ValueError(f"expected a sequence with a row, got one of {self.request.request_id} that waits")
+        return self.table_row
 
     @property
     def num_pending(self) -> int:
@@ -169,14 +177,28 @@ class RowResult:
     """Tokens that the step settled, the last of which follows the accepted entries."""
 
 
+class DraftRoom(NamedTuple):
+    """A sequence that may be guessed for."""
+
+    sequence: SequenceState
+    most: int
+    """Tokens that its row has room for."""
+
+
+class Draft(NamedTuple):
+    """Guesses of what a sequence generates next."""
+
+    tokens: tuple[int, ...] = ()
+
+
 class Drafts(Protocol):
     """Guesses what sequences generate next."""
 
     max_step_tokens: int
     """Tokens that a step with guesses may have."""
 
-    def propose(self, sequence: SequenceState, most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that may follow those that the sequence has."""
+    def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
+        """A draft for each room, of at most `most` tokens together; an empty one where nothing is guessed."""
 
     def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
         """Takes in how many tokens of a draft were right."""

@@ -54,9 +54,15 @@ class Supply:
         num_pages = 0 if match is None else len(match.bundles)
         found, last = num_pages * self._page_size, len(sequence.request.prompt_token_ids) - 1
         leader = sequence.leader
-        if leader is None or leader.is_out or leader.num_computed < last or found >= last:
+        if leader is None or leader.is_out or found >= last or self._num_shared(leader) < last:
             return PrefixReuse(match, None, found, num_pages)
         return PrefixReuse(match, leader, last, last // self._page_size)
+
+    def _num_shared(self, leader: SequenceState) -> int:
+        """Entries of a running sequence that others may share: those that every network has."""
+        if leader.table_row is None:
+            return leader.num_computed
+        return min(leader.num_computed, self.store.committed(leader.table_row))
 
     def tally(self) -> Tally:
         """Tally of the available pages."""
@@ -131,8 +137,8 @@ class Supply:
         """Adds whole computed pages to the prefix cache. Their logits are known to be finite."""
         if self._prefixes is None or sequence.prefix is None or sequence.table_row is None:
             return
-        size = self._page_size
-        while (sequence.num_prefix_pages + 1) * size <= sequence.num_computed:
+        size, num_shared = self._page_size, self._num_shared(sequence)
+        while (sequence.num_prefix_pages + 1) * size <= num_shared:
             index = sequence.num_prefix_pages
             tokens = sequence.tokens[index * size : (index + 1) * size]
             bundle = self.store.committed_bundle(sequence.table_row, index)

@@ -1,14 +1,113 @@
-"""What a drafter is. One guesses for one sequence, from its first step to its last."""
+"""What a drafter is: it guesses for all sequences of an engine, and sees every step that the engine commits."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from sightline.core.device import DeviceKind
+from sightline.core.ledger import Ledger
+from sightline.core.speculation import DraftMethod, Speculation
+from sightline.models.contract import NO_TAPS, Taps
+from sightline.models.decoder import DecoderDefinition
+from sightline.models.drafting import DraftSource
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.runner.networks import DraftRuntime
+from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
+
+
+class ObservedRow(NamedTuple):
+    """A row of a step, and what of it is kept."""
+
+    row: ScheduledRow
+    result: RowResult
+    start: int
+    """Where its tokens begin in the step."""
+
+    def known_from(self, place: int) -> list[int]:
+        """The sequence's tokens from a place before the row's end on, with those that the step settled."""
+        tokens, settled = self.row.sequence.tokens, self.result.tokens
+        if not settled:
+            return tokens[place:]
+        return [*tokens[place : self.result.seq_len + 1 - len(settled)], *settled]
+
+
+class ObservedStep(NamedTuple):
+    """A step of the target that is about to be committed."""
+
+    rows: Sequence[ObservedRow]
+    """Rows that did not fail."""
+    states: Tensor | None
+    """[num_tokens, width]: the states that the target gives for the step's tokens; None if it gives none."""
 
 
 class Drafter(ABC):
-    """Guesses the next tokens of one sequence."""
+    """Guesses the next tokens of sequences. A wrong guess costs time and nothing else."""
+
+    @abstractmethod
+    def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        """A draft for each room, of at most `most` tokens; an empty one if it has no guess."""
+
+    @abstractmethod
+    def observe(self, step: ObservedStep) -> None:
+        """Sees a step before it is committed: the sequences do not have its tokens yet, and hold their pages."""
+
+    @abstractmethod
+    def forget(self, sequence: SequenceState) -> None:
+        """Drops what is kept of a sequence. Idempotent."""
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """What a drafter is made from."""
+
+    speculation: Speculation
+    device: DeviceKind
+    ledger: Ledger
+    draft: DraftRuntime | None = None
+    """The drafter's own networks; None if its kind has none."""
+
+    @property
+    def networks(self) -> DraftRuntime:
+        """The drafter's own networks. Raises `ValueError` if its kind has none."""
+        if self.draft is None:
+            raise ValueError(f"expected the networks of {self.speculation.method}, got none; name them in its kind")
+        return self.draft
+
+
+class DraftTarget(NamedTuple):
+    """The model that is drafted for, before it is built."""
+
+    checkpoint: Checkpoint
+    definition: DecoderDefinition
+    ledger: Ledger
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A kind of drafter, as it is registered: what it needs, and how one is made for an engine.
+
+    A package registers one through the entry point group `sightline.drafters`, under the name of its method.
+    """
+
+    method: DraftMethod
+    """Its name, and the settings that it takes. It needs `model` if it guesses with a network of its own."""
+    make: Callable[[DrafterContext], Drafter]
+    taps: Taps = NO_TAPS
+    """The states of the target that it observes, if it has no networks: they say themselves what they take."""
+    networks: Callable[[Speculation, DraftTarget], DraftSource] | None = None
+    """Finds its networks and describes them; None if it guesses without any. Raises `ConfigError` if they do not fit
+    the target."""
+    makes_trees: bool = False
+    """True if it may guess several tokens for one place."""
+
+
+class TextDrafter(ABC):
+    """Guesses the next tokens of one sequence from its tokens alone."""
 
     @abstractmethod
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
@@ -18,5 +117,28 @@ class Drafter(ABC):
         """
 
 
-MakeDrafter: TypeAlias = Callable[[], Drafter]
+MakeTextDrafter: TypeAlias = Callable[[], TextDrafter]
 """Makes the drafter of a sequence."""
+
+
+class DrafterOfTexts(Drafter):
+    """Guesses for each sequence with a `TextDrafter` of its own."""
+
+    def __init__(self, make: MakeTextDrafter) -> None:
+        self._make = make
+        self._by_sequence: dict[SequenceState, TextDrafter] = {}
+
+    def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        return [Draft(tuple(self._drafter(each.sequence).propose(each.sequence.tokens, each.most))) for each in rooms]
+
+    def _drafter(self, sequence: SequenceState) -> TextDrafter:
+        found = self._by_sequence.get(sequence)
+        if found is None:
+            found = self._by_sequence[sequence] = self._make()
+        return found
+
+    def observe(self, step: ObservedStep) -> None:
+        """Needs nothing of a step: a sequence's tokens come with the next call."""
+
+    def forget(self, sequence: SequenceState) -> None:
+        self._by_sequence.pop(sequence, None)

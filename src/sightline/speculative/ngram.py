@@ -11,12 +11,22 @@ models.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from sightline.core.speculation import Speculation
-from sightline.speculative.drafter import Drafter
+from sightline.core import speculation
+from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
+from sightline.speculative.corpus import Corpora
+from sightline.speculative.drafter import (
+    Drafter,
+    DrafterContext,
+    DrafterKind,
+    DrafterOfTexts,
+    ObservedStep,
+    TextDrafter,
+)
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(TextDrafter):
     """Looks the last tokens up in an index of all runs of tokens, which grows with the sequence.
 
     A token costs one entry for each length of runs, and a look-up does not depend on the sequence's length.
@@ -29,10 +39,6 @@ class NgramDrafter(Drafter):
         """Where the token behind the latest run of these tokens is. Of a run at the very end nothing follows yet."""
         self._num_indexed = 0
         """Tokens whose runs are in the index: all but the last ones."""
-
-    @classmethod
-    def of(cls, config: Speculation) -> NgramDrafter:
-        return cls(config.prompt_lookup_max, config.prompt_lookup_min)
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         self._index(tokens)
@@ -58,3 +64,45 @@ def _continued(tokens: Sequence[int], place: int, most: int) -> Sequence[int]:
     while len(known) < most:
         known.append(known[len(known) - period])
     return known
+
+
+class NgramOfCorpus(Drafter):
+    """Guesses from a sequence's own text and, where that has no guess, from texts that its caller was served before."""
+
+    def __init__(self, own: Drafter, corpora: Corpora, longest: int) -> None:
+        """`longest` is the longest run that is compared."""
+        self._own, self._corpora, self._longest = own, corpora, longest
+        self._served: set[SequenceState] = set()
+        """Sequences whose texts are taken in when they end."""
+
+    def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        self._served.update([each.sequence for each in rooms])
+        drafts = self._own.propose(rooms)
+        return [draft if draft.tokens else self._guess(*room) for draft, room in zip(drafts, rooms, strict=True)]
+
+    def _guess(self, sequence: SequenceState, most: int) -> Draft:
+        return Draft(tuple(self._corpora.propose(sequence.caller, sequence.tokens, most)))
+
+    def observe(self, step: ObservedStep) -> None:
+        self._served.update([each.row.sequence for each in step.rows])
+        self._own.observe(step)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Takes the text in. What the prefix cache had of it came from a text that was taken in before."""
+        self._own.forget(sequence)
+        if sequence in self._served:
+            self._served.remove(sequence)
+            if sequence.num_generated:
+                self._corpora.add(sequence.caller, sequence.tokens[max(0, sequence.num_cached - self._longest) :])
+
+
+def _make(context: DrafterContext) -> Drafter:
+    config = context.speculation
+    longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
+    own = DrafterOfTexts(partial(NgramDrafter, longest, shortest))
+    if not config.corpus_tokens:
+        return own
+    return NgramOfCorpus(own, Corpora(config.corpus_tokens, longest, shortest), longest)
+
+
+NGRAM = DrafterKind(speculation.NGRAM, _make)

@@ -7,7 +7,6 @@ The only place that knows backends by name. A package registers a backend throug
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
 from typing import Any
 
@@ -23,6 +22,7 @@ from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend
 from sightline.attention.selection import Candidate, Offer
 from sightline.core.errors import ConfigError
+from sightline.core.extensions import Extension, extensions
 
 ENTRY_POINT_GROUP = "sightline.attention_backends"
 
@@ -91,17 +91,8 @@ BUILT_IN: tuple[Candidate, ...] = (
 
 def installed() -> tuple[Candidate, ...]:
     """Returns every installed backend. Raises `ConfigError` if two have the same name."""
-    candidates = {candidate.name: candidate for candidate in BUILT_IN}
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
-        distribution = entry.dist.name if entry.dist is not None else "an unknown package"
-        if entry.name in candidates:
-            raise ConfigError(
-                f"expected one attention backend named {entry.name!r}, got one of "
-                f"{candidates[entry.name].distribution} and one of {distribution}; uninstall one of them"
-            )
-        load = _loader(entry, distribution)
-        candidates[entry.name] = Candidate(entry.name, False, distribution, load, _rows_of(load))
-    return tuple(candidates.values())
+    owners = {candidate.name: candidate.distribution for candidate in BUILT_IN}
+    return (*BUILT_IN, *(_candidate(each) for each in extensions(ENTRY_POINT_GROUP, "attention backend", owners)))
 
 
 def find(name: str, candidates: Sequence[Candidate], what: str = "an attention backend") -> Candidate:
@@ -128,24 +119,11 @@ def names_in(requested: str) -> list[str]:
     return [name.strip() for name in requested.split(",")]
 
 
-def _rows_of(load: Callable[[], type[AttentionBackend[Any, Any]]]) -> Callable[[], tuple[Capability, ...]]:
-    return lambda: load().capabilities
-
-
-def _loader(entry: EntryPoint, distribution: str) -> Callable[[], type[AttentionBackend[Any, Any]]]:
+def _candidate(extension: Extension) -> Candidate:
     def load() -> type[AttentionBackend[Any, Any]]:
-        try:
-            loaded = entry.load()
-        except Exception as error:  # third-party code: its import may raise anything
-            raise ConfigError(
-                f"expected backend {entry.name!r} of {distribution} to be importable, got "
-                f"{type(error).__name__}: {error}; mend or uninstall {distribution}"
-            ) from error
+        loaded = extension.load()
         if not (isinstance(loaded, type) and issubclass(loaded, AttentionBackend)):
-            raise ConfigError(
-                f"expected {entry.value} of {distribution}, registered as backend {entry.name!r}, to be a subclass of "
-                f"AttentionBackend, got {loaded!r}; mend its entry point"
-            )
+            raise extension.refuse("a subclass of AttentionBackend", loaded)
         return loaded
 
-    return load
+    return Candidate(extension.name, False, extension.distribution, load, lambda: load().capabilities)

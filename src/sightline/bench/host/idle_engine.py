@@ -37,7 +37,7 @@ from sightline.engine.live import LiveSequence
 from sightline.engine.sampled import sample
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.layers.scratch import Scratch
-from sightline.models.contract import Model, ModelDefinition
+from sightline.models.contract import NO_TAPS, Model, ModelDefinition, Taps
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.models.weights import WeightReader
 from sightline.runner.build import assemble_runtime, make_store
@@ -118,8 +118,8 @@ class _NoDefinition(ModelDefinition):
     def attention_specs(self) -> tuple[SoftmaxSpec, ...]:
         return _SPECS
 
-    def load(self, weights: WeightReader) -> Model:
-        del weights
+    def load(self, weights: WeightReader, taps: Taps = NO_TAPS) -> Model:
+        del weights, taps
         return _NoModel()
 
 

@@ -33,7 +33,7 @@ from sightline.attention.spec import SoftmaxSpec, SpecKind
 from sightline.core.batch import Batch
 from sightline.core.device import DeviceKind
 from sightline.layers.scratch import Scratch
-from sightline.models.contract import Model, ModelDefinition
+from sightline.models.contract import NO_TAPS, Model, ModelDefinition, Taps
 from sightline.models.weights import WeightReader
 from sightline.testing.simulator.faults import LOGIT_TICKS, UNBEARABLE, Faults
 from sightline.testing.simulator.oracle import (
@@ -218,6 +218,6 @@ class ReadingDefinition(ModelDefinition):
     def step_costs(self) -> tuple[float, float]:
         return LOGIT_TICKS, 0.0
 
-    def load(self, weights: WeightReader) -> Model:
-        del weights
+    def load(self, weights: WeightReader, taps: Taps = NO_TAPS) -> Model:
+        del weights, taps
         return self._model

@@ -50,8 +50,8 @@ def _latent_row(dtype: torch.dtype, ranks: Ranks, group_sizes: frozenset[int] | 
         _row(dtype),
         spec_kinds=frozenset({SpecKind.LATENT}),
         features=_FEATURES - {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS},
-        # Rows of many new tokens choose how they are computed by their lengths.
-        host_lengths=HostLengths.EXACT,
+        # Lengths that only the device knows are served too: all rows attend to the entries in place.
+        host_lengths=HostLengths.BOUND,
         graph=GraphLevel.DECODE,
         group_sizes=group_sizes,
         ranks=ranks,

@@ -1,0 +1,125 @@
+"""What runs the steps of one network: the model itself, or one that drafts for it.
+
+Every network has a planner and a runner of its own, on its own part of the store. They share the scratch arena, the
+operations and the limits of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from sightline.attention.capability import Work
+from sightline.attention.contract import BackendContext, StepLimits
+from sightline.attention.planner import GroupBinding, PartBackend, Planner
+from sightline.attention.spec import LayerGroup
+from sightline.attention.workspace import MAIN_LANE, Workspace
+from sightline.cache.pools import CacheStore, NetworkCache
+from sightline.core.device import DeviceKind
+from sightline.core.resolution import ResolvedConfig
+from sightline.kernels.cpu.program import CpuLauncher
+from sightline.layers.operations import Operations
+from sightline.layers.scratch import Activations
+from sightline.models.contract import Model
+from sightline.models.drafting import LoadedDraft
+from sightline.runner.backend_choice import GroupSelection
+from sightline.runner.graphs import Graphs
+from sightline.runner.runner import Runner
+
+
+@dataclass(frozen=True)
+class NetworkParts:
+    """A network that is loaded, and the backends chosen for it."""
+
+    name: str
+    """Distinguishes its leases from those of other networks."""
+    model: Model
+    groups: tuple[LayerGroup, ...]
+    selections: tuple[GroupSelection, ...]
+    """For each group, the chosen backends and why the others were refused."""
+
+
+@dataclass(frozen=True)
+class NetworkRuntime:
+    """A network that can run."""
+
+    cache: NetworkCache
+    bindings: tuple[GroupBinding, ...]
+    selections: tuple[GroupSelection, ...]
+    planner: Planner
+    runner: Runner
+    graphs: Graphs
+    max_step_tokens: int
+
+
+@dataclass(frozen=True)
+class DraftRuntime:
+    """The networks that draft for a model, ready to run."""
+
+    loaded: LoadedDraft
+    networks: tuple[NetworkRuntime, ...]
+    """Those of `loaded`, in the same order."""
+    operations: Operations
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The states that the first network takes, from those of the model."""
+        return self.loaded.fuse(states, self.operations)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The model's tokens [num_rows] int64 that a network prefers."""
+        return self.loaded.choose(logits, self.operations)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all networks of an engine share."""
+
+    config: ResolvedConfig
+    store: CacheStore
+    workspace: Workspace
+    operations: Operations
+    launcher: CpuLauncher
+
+
+def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -> NetworkRuntime:
+    """Builds everything from the backends to the buckets of graphs. The workspace must not be sealed yet."""
+    config, workspace, operations, model = shared.config, shared.workspace, shared.operations, parts.model
+    device, launcher = config.device.torch_device, shared.launcher
+    # A captured step is padded to as many rows as it has tokens.
+    max_rows = max(config.max_rows, *config.graph_sizes, 0)
+    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,), max_rollout=0)
+    bindings = tuple(
+        GroupBinding(
+            group,
+            group_cache,
+            _serving(
+                selection,
+                BackendContext(group.name, group.spec, group_cache, workspace, limits, config.dtype, device, launcher),
+            ),
+        )
+        for group, group_cache, selection in zip(parts.groups, cache.groups, parts.selections, strict=True)
+    )
+    planner = Planner(bindings, limits, cache.lengths, workspace, name=f"{parts.name}planner", paranoid=config.paranoid)
+    # Feature-major products are faster on a CPU only.
+    turns = model.turns and operations.turns and config.device.kind is DeviceKind.CPU
+    activations = {
+        lane: Activations(
+            workspace, lane, config.max_step_tokens, config.dtype, operations, turns=turns, network=parts.name
+        )
+        for lane in limits.lanes
+    }
+    runner = Runner(model, planner, activations)
+    graphs = Graphs(config.graph_sizes, shared.store, cache, planner, bindings)
+    return NetworkRuntime(cache, bindings, parts.selections, planner, runner, graphs, config.max_step_tokens)
+
+
+def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:
+    """Builds each chosen backend once, however many kinds of rows it serves."""
+    chosen = {each.candidate.name: each.candidate for each in selection.values()}
+    built = {
+        name: candidate.load()(replace(context, group=f"{context.group}.{name}")) for name, candidate in chosen.items()
+    }
+    return {work: PartBackend(built[each.candidate.name], each.capability) for work, each in selection.items()}
