@@ -55,7 +55,7 @@ class Attending(Model):
             each = torch.arange(heads * SPEC.head_dim, device=at.device).view(heads, SPEC.head_dim)
             return torch.sin(at * (0.7 + 0.13 * each) + phase).float()
 
-        inputs = SoftmaxInputs(values(4, 0.0), values(2, 1.0), values(2, 2.0), None)
+        inputs = SoftmaxInputs(q=values(4, 0.0), k=values(2, 1.0), v=values(2, 2.0), sinks=None)
         out = torch.full_like(inputs.q, torch.nan)
         planned.attend(0, inputs, out)
         return out

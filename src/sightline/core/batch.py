@@ -43,7 +43,7 @@ from sightline.core.lengths import (
     slice_lengths,
     take_lengths,
 )
-from sightline.core.pool_rows import PoolPages, PoolRows, check_rows, move_contexts
+from sightline.core.pool_rows import PoolPages, PoolRows, check_rows, move_contexts, slots_of_kept
 from sightline.core.token_facts import token_facts
 
 BatchId = NewType("BatchId", int)
@@ -65,6 +65,8 @@ class MaskKind(Enum):
     CAUSAL = "causal"
     FULL = "full"
     TREE = "tree"
+    CONTEXT = "context"
+    """None of them. The new tokens have no cache entries: their write slots are the padding slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +84,7 @@ class RowMask:
 
 CAUSAL = RowMask(MaskKind.CAUSAL)
 FULL = RowMask(MaskKind.FULL)
+CONTEXT = RowMask(MaskKind.CONTEXT)
 
 
 @dataclass(eq=False, slots=True)
@@ -223,11 +226,11 @@ class Batch:
         """Sets everything that follows from the facts, with the tensors in `memory`."""
         work, facts = self.work, token_facts(self.work, self.work.masks.count(CAUSAL))
         rows, query_lens, context_lens = tuple(work.table_rows), work.query_lens, tuple(work.context_lens)
-        check_rows(rows, context_lens, self.sources)
+        check_rows(rows, context_lens, self.sources, PADDING_ROW)
         continued = (facts.unread_places, facts.unread)
         if facts.unread:
             check_unread(continued, self.chosen, self.awaited)
-        slots = [source.slots_to_write(rows, context_lens, query_lens) for source in self.sources]
+        slots = [_write_slots(work, source) for source in self.sources]
         bounds, padding = memory.query_bounds(query_lens), memory.num_padding(len(rows))
         # A single copy to the device.
         per_token = [facts.tokens, facts.positions, *continued]
@@ -463,3 +466,12 @@ class Batch:
             pools=pools,
             memory=memory.memory,
         )
+
+
+def _write_slots(work: StepWork, source: PoolPages) -> Sequence[int]:
+    """The slot of each new token's entry, row after row."""
+    counts = work.query_lens
+    if CONTEXT not in work.masks:
+        return source.slots_to_write(work.table_rows, work.context_lens, counts)
+    kept = [mask is not CONTEXT for mask in work.masks]
+    return slots_of_kept(source, work.table_rows, work.context_lens, counts, kept, PADDING_SLOT)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from sightline.core.errors import BatchError
 
-_PADDING_ROW = 0
-
 
 class PoolPages(Protocol):
     """The interface of one pool that a batch needs: its page table, and the slots for new entries."""
@@ -46,8 +44,27 @@ class PoolRows:
     """[num_tokens] int64: where each new token's entry goes."""
 
 
-def check_rows(rows: tuple[int, ...], context_lens: tuple[int, ...], sources: Sequence[PoolPages]) -> None:
-    """With a cache, each page-table row must exist and occur once; without one, no row may have a context."""
+def slots_of_kept(
+    source: PoolPages,
+    rows: Sequence[int],
+    firsts: Sequence[int],
+    counts: Sequence[int],
+    kept: Sequence[bool],
+    padding_slot: int,
+) -> list[int]:
+    """Like `PoolPages.slots_to_write`, with the padding slot for the tokens of rows that keep no entries."""
+    asked = [count if keeps else 0 for count, keeps in zip(counts, kept, strict=True)]
+    slots = iter(source.slots_to_write(rows, firsts, asked))
+    return [
+        next(slots) if keeps else padding_slot for count, keeps in zip(counts, kept, strict=True) for _ in range(count)
+    ]
+
+
+def check_rows(
+    rows: tuple[int, ...], context_lens: tuple[int, ...], sources: Sequence[PoolPages], padding_row: int
+) -> None:
+    """With a cache, each page-table row must exist, occur once and not be the padding row; without one, no row may have
+    a context."""
     if not sources:
         if any(context_lens):
             row = next(index for index, length in enumerate(context_lens) if length)
@@ -59,8 +76,8 @@ def check_rows(rows: tuple[int, ...], context_lens: tuple[int, ...], sources: Se
             "rows", row, "each page-table row once: two rows would write the same slots", f"{rows[row]} twice"
         )
     most = min([source.num_table_rows for source in sources])
-    if rows and not (min(rows) > _PADDING_ROW and max(rows) <= most):
-        row = next(index for index, table_row in enumerate(rows) if not _PADDING_ROW < table_row <= most)
+    if rows and not (min(rows) > padding_row and max(rows) <= most):
+        row = next(index for index, table_row in enumerate(rows) if not padding_row < table_row <= most)
         raise BatchError("rows", row, f"a page-table row from 1 to {most}", rows[row])
 
 

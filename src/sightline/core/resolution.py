@@ -119,6 +119,11 @@ class ResolvedConfig(KeptSettings):
     """How the device's memory was shared out; all 0 if nobody asked the device."""
 
     @property
+    def max_drafted(self) -> int:
+        """Tokens that are guessed at once at most; 0 if none are."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    @property
     def cache_tokens(self) -> int:
         """Tokens that sequences can hold in the cache at once."""
         return max(0, self.num_pages - PADDING_PAGES) * self.page_size

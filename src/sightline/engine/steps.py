@@ -105,7 +105,6 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._closed = False
         self._fault: DeviceFaultError | None = None
         self._counts: Counter[str] = Counter()
-        self._num_generated = 0
         self._ends: Counter[str] = Counter()
         self._step_sizes = StepSizes()
 
@@ -184,7 +183,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             prefix_cache_queries=scheduler.num_queried_tokens,
             prefix_cache_hits=scheduler.num_hit_tokens,
             prompt_tokens=self._counts["prompt_tokens"],
-            generation_tokens=self._num_generated,
+            generation_tokens=self._counts["generation_tokens"],
             num_preemptions=scheduler.num_retractions,
             request_success=dict(self._ends),
             requests_refused=self._counts["refused"],
@@ -202,12 +201,12 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             spec_decode_num_drafts=scheduler.num_drafts,
             spec_decode_num_draft_tokens=scheduler.num_drafted_tokens,
             spec_decode_num_accepted_tokens=scheduler.num_accepted_tokens,
+            spec_decode_num_accepted_tokens_per_pos=scheduler.accepted_at(self.runtime.config.max_drafted),
         )
 
     def reset_counts(self) -> None:
         """Begins all counts of `metrics` again."""
         self._counts.clear()
-        self._num_generated = 0
         self._ends.clear()
         self._step_sizes = StepSizes()
         self._scheduler.reset_counts()
@@ -438,7 +437,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         if row.completes:
             self._take_in(live)
         # Guesses behind the end are dropped when they are taken in.
-        self._num_generated += len(tokens) - before
+        self._counts["generation_tokens"] += len(tokens) - before
 
     def _take_in(self, live: LifeT) -> None:
         reason = live.take_in()

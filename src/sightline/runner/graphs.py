@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import GraphLevel, Work, decode_work
-from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.planner import Planner
 from sightline.cache.pools import CacheStore, NetworkCache
 from sightline.core.batch import CAUSAL, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.capability import Work
 from sightline.attention.contract import BackendContext, StepLimits
-from sightline.attention.planner import GroupBinding, PartBackend, Planner
+from sightline.attention.planner import Planner
 from sightline.attention.spec import LayerGroup
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheStore, NetworkCache
@@ -94,13 +95,13 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     bindings = tuple(
         GroupBinding(
             group,
-            group_cache,
+            group_cache := shared.store.cache(group.owner),
             _serving(
                 selection,
                 BackendContext(group.name, group.spec, group_cache, workspace, limits, config.dtype, device, launcher),
             ),
         )
-        for group, group_cache, selection in zip(parts.groups, cache.groups, parts.selections, strict=True)
+        for group, selection in zip(parts.groups, parts.selections, strict=True)
     )
     planner = Planner(bindings, limits, cache.lengths, workspace, name=f"{parts.name}planner", paranoid=config.paranoid)
     # Feature-major products are faster on a CPU only.
