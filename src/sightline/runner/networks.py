@@ -91,7 +91,7 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     device, launcher = config.device.torch_device, shared.launcher
     # A captured step is padded to as many rows as it has tokens.
     max_rows = max(config.max_rows, *config.graph_sizes, 0)
-    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
+    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,), max_rollout=0)
     bindings = tuple(
         GroupBinding(
             group,
