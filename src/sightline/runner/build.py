@@ -261,8 +261,9 @@ def _build(
             draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step, drafts=True))
     weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
+    most = 0 if resolved.speculation is None else resolved.speculation.num_speculative_tokens
     drafting = [
-        NetworkParts(draft_name(number), *each)
+        NetworkParts(draft_name(number), *each, max_rollout=most)
         for number, each in enumerate(zip(draft.models, blueprint.draft_groups, draft_selections, strict=True))
     ]
     with _compiling(resolved, times, on_step):
