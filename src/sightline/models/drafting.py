@@ -42,6 +42,9 @@ class LoadedDraft:
     """The model's token that each row of a network's logits prefers, [num_rows] int64."""
 
 
+NO_DRAFT = LoadedDraft(())
+
+
 class DraftDefinition(ABC):
     """The networks of one drafter.
 

@@ -37,7 +37,7 @@ from sightline.layers.operations import Operations
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import NO_TAPS, Definition, EmbedderDefinition, Model, Taps
 from sightline.models.decoder import Decoder
-from sightline.models.drafting import DraftSource, LoadedDraft
+from sightline.models.drafting import NO_DRAFT, DraftSource, LoadedDraft
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader
@@ -74,8 +74,8 @@ class Runtime:
     workspace: Workspace
     network: NetworkRuntime
     """The model itself."""
-    draft: DraftRuntime | None
-    """What drafts for it, if a network does."""
+    draft: DraftRuntime
+    """The networks that draft for it."""
     operations: Operations
     """Operations with the kernels of the device."""
     launcher: CpuLauncher
@@ -108,7 +108,7 @@ class Runtime:
     @property
     def networks(self) -> tuple[NetworkRuntime, ...]:
         """The model, then those that draft for it."""
-        return (self.network, *(() if self.draft is None else self.draft.networks))
+        return (self.network, *self.draft.networks)
 
     @property
     def memory_taken(self) -> MemoryTaken:
@@ -180,7 +180,7 @@ def build_embedding_runtime(
     """Like `build_runtime`, for a network without its output projection."""
     definition = define_embedder(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states, lambda *_: None)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states, lambda *_: NO_DRAFT)
     _warm_up(runtime, embedding_kinds(runtime.config), definition.mask, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime, definition
@@ -240,7 +240,7 @@ def _build(
     on_step: OnBuildStep,
     definition: Definition,
     load: Callable[[WeightReader], ModelT],
-    load_draft: Callable[[ModelT, ReaderOf], LoadedDraft | None],
+    load_draft: Callable[[ModelT, ReaderOf], LoadedDraft],
 ) -> Runtime:
     resolved, groups, device = blueprint.config, blueprint.groups, blueprint.config.device
     selections = blueprint.select(registry.installed())
@@ -261,18 +261,17 @@ def _build(
             draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step, drafts=True))
     weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
-    models = () if draft is None else draft.models
     drafting = [
         NetworkParts(draft_name(number), *each)
-        for number, each in enumerate(zip(models, blueprint.draft_groups, draft_selections, strict=True))
+        for number, each in enumerate(zip(draft.models, blueprint.draft_groups, draft_selections, strict=True))
     ]
     with _compiling(resolved, times, on_step):
         runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher, draft, drafting)
     return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
-def _load_draft(source: DraftSource | None, target: Decoder, reader_of: ReaderOf) -> LoadedDraft | None:
-    return None if source is None else source.definition.load(target, reader_of(source.checkpoint))
+def _load_draft(source: DraftSource | None, target: Decoder, reader_of: ReaderOf) -> LoadedDraft:
+    return NO_DRAFT if source is None else source.definition.load(target, reader_of(source.checkpoint))
 
 
 def _reader(
@@ -411,7 +410,7 @@ def assemble_runtime(
     selections: Sequence[GroupSelection],
     store: CacheStore,
     launcher: CpuLauncher,
-    loaded: LoadedDraft | None = None,
+    loaded: LoadedDraft = NO_DRAFT,
     drafting: Sequence[NetworkParts] = (),
 ) -> Runtime:
     """Builds everything from the workspace to the runner, for the model and the networks `loaded` that draft for it.
@@ -433,7 +432,7 @@ def assemble_runtime(
         store=store,
         workspace=workspace,
         network=networks[0],
-        draft=None if loaded is None else DraftRuntime(loaded, tuple(networks[1:]), operations),
+        draft=DraftRuntime(loaded, tuple(networks[1:]), operations),
         operations=operations,
         launcher=launcher,
         times=BuildTimes(),
