@@ -1,7 +1,7 @@
 """Whatever changes between planning and running, at every place that plans ahead: a step runs on a current plan only.
 
-Planned ahead are: a draft, its later steps, the steps of several drafting planners, verification, the reading of
-accepted tokens, captures and replays of both, a plan on a side stream, and an idle step.
+Planned ahead are: a draft, its later steps, those of drafts that keep nothing, the steps of several drafting planners,
+verification, the reading of accepted tokens, captures and replays of both, a plan on a side stream, and an idle step.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def captured_drafts_are_the_eager_ones(bench: Bench, recorder: Recorder) -> None
         bench.take_back(replayed)
         assert bench.runner.num_replayed - before == STEPS
         for one, other in zip(found, expected, strict=True):
-            assert torch.allclose(one, other, atol=3e-5, rtol=3e-5), "a replayed step of a draft is not the eager one"
+            assert torch.allclose(one, other, atol=1e-4, rtol=1e-4), "a replayed step of a draft is not the eager one"
 
 
 def aside_rig(device: LateStream) -> AttentionRig:

@@ -21,7 +21,7 @@ from sightline.attention.planner import PlannedBatch, Planner
 from sightline.attention.rollout import following_steps
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Workspace
-from sightline.core.batch import Batch, RowWork, StepWork
+from sightline.core.batch import CONTEXT, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
 from sightline.core.errors import PlanError, StalePlanError
 from sightline.core.staging import StagingRing
@@ -188,6 +188,18 @@ def multi_layer(bench: Bench) -> Ahead:
     return Ahead(bench, bench.other, first, bench.other_runner.forward)
 
 
+def frozen_kv(bench: Bench) -> Ahead:
+    """The last step of a draft that reads the cache at one position and keeps nothing."""
+    work = bench.work([1, 1])
+    first = Batch(replace(work, masks=(CONTEXT, CONTEXT)), bench.store.pools, bench.store.device)
+    plans = bench.planner.rollout(following_steps(first, STEPS))
+    for planned, following in pairwise(plans):
+        bench.runner.forward(planned)
+        following.batch.fill(torch.tensor([5, 6]))
+    assert {planned.batch.context_lens.host for planned in plans} == {first.context_lens.host}
+    return _run(bench, plans[-1])
+
+
 def verify(bench: Bench) -> Ahead:
     """Guesses of every row, with the logits of all."""
     return _run(bench, bench.planner.plan(bench.batch([3, 3])))
@@ -231,7 +243,7 @@ def idle(bench: Bench) -> Ahead:
 
 
 ROLLOUTS: Mapping[str, Plan] = MappingProxyType(
-    {each.__name__: each for each in (draft, multi_step, multi_layer, draft_capture, draft_replay)}
+    {each.__name__: each for each in (draft, multi_step, multi_layer, frozen_kv, draft_capture, draft_replay)}
 )
 """Sites whose plans are refused, never made again."""
 SINGLE: Mapping[str, Plan] = MappingProxyType(

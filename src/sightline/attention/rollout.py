@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from sightline.attention.buffers import PlanMemory
-from sightline.core.batch import CAUSAL, Batch, StepWork
+from sightline.core.batch import CAUSAL, CONTEXT, Batch, StepWork
 from sightline.core.errors import PlanError
 
 REPEAT_ROLLOUT = "Plan the steps that are left again, as a new rollout."
@@ -62,18 +62,20 @@ def following_steps(first: Batch, steps: int) -> tuple[Batch, ...]:
     """The batches of a rollout of so many steps, of which `first` is the first one.
 
     Each later step has the same rows, with one new token that the step before it chooses from its logits, one per row.
-    Every row must have pages for all steps, and logits of its last token.
+    Rows under a CONTEXT mask keep no entries: all their steps are at the same position. The others must have pages for
+    all steps.
     """
     batches, work = [first], first.work
     for _ in range(1, steps):
-        count = len(work)
-        contexts = [context + new for context, new in zip(work.context_lens, work.query_lens, strict=True)]
+        count, frozen = len(work), [mask is CONTEXT for mask in work.masks]
+        lens = zip(work.context_lens, work.query_lens, frozen, strict=True)
+        contexts = [context if stays else context + new for context, new, stays in lens]
         work = StepWork(
             table_rows=work.table_rows,
             tokens=((),) * count,
             context_lens=contexts,
             num_logits=(1,) * count,
-            masks=(CAUSAL,) * count,
+            masks=[CONTEXT if stays else CAUSAL for stays in frozen],
             positions=(None,) * count,
             unread=range(count),
         )
