@@ -13,6 +13,7 @@ from sightline.core.words import answer_unknown
 
 ENTRY_POINT_GROUP = "sightline.drafters"
 MOST_DRAFTED = 64
+MOST_BRANCHES = 8
 _SHARED = frozenset({"method", "num_speculative_tokens", "draft_tensor_parallel_size"})
 """Settings that every method takes."""
 
@@ -45,7 +46,7 @@ class DraftMethod:
 
 
 NGRAM = DraftMethod(
-    "ngram", "earlier text of the same sequence", takes=frozenset({"prompt_lookup_max", "prompt_lookup_min"})
+    "ngram", "earlier text of the same sequence", takes=frozenset({"prompt_lookup_max", "prompt_lookup_min", "num_branches"})
 )
 METHODS = (NGRAM,)
 """Sightline's own methods. Packages bring others, see `method_names`."""
@@ -65,6 +66,9 @@ class Speculation:
     num_speculative_tokens: int = setting(7, "Most tokens that are guessed at once.", low=1, high=MOST_DRAFTED)
     model: str | None = setting(None, "The drafter, where it is a model of its own: a folder, a file or a hub id.")
     attention_backend: str | None = setting(None, "Attention backends of the drafter; those of the model by default.")
+    num_branches: int = setting(
+        1, "Continuations that are guessed at once, as a tree; 1 guesses one.", low=1, high=MOST_BRANCHES
+    )
     prompt_lookup_max: int = setting(4, "Tokens at the end that earlier text should repeat.", low=1, high=32)
     prompt_lookup_min: int = setting(2, "Tokens at the end that earlier text must repeat.", low=1, high=32)
     model: str | None = setting(None, "A folder or a Hugging Face id of the network that guesses.")
@@ -95,7 +99,8 @@ class Speculation:
             )
 
     def __str__(self) -> str:
-        return f"{self.method}, at most {self.num_speculative_tokens} tokens"
+        branches = f" in each of {self.num_branches} branches" if self.num_branches > 1 else ""
+        return f"{self.method}, at most {self.num_speculative_tokens} tokens{branches}"
 
 
 def method_names() -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import Runtime
 from sightline.runner.sampling.logprobs import TokenLogprobs
 from sightline.scheduler.costs import StepCosts
+from sightline.scheduler.sequence import Drafts
 from sightline.speculative.drafter import DrafterContext
 from sightline.speculative.methods import make_drafts
 from sightline.text.detokenizer import check_streamable
@@ -54,15 +55,17 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         generation: GenerationDefaults,
         ledger: Ledger,
         clock: Callable[[], float] = time.monotonic,
+        drafts: Drafts | None = None,
     ) -> None:
-        """`clock` tells seconds: deadlines go by it."""
+        """`clock` tells seconds: deadlines go by it. `drafts` guesses in place of what the settings name."""
         if tokenizer is not None:
             check_streamable(tokenizer)
         scored = max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size)
         costs = StepCosts(*runtime.definition.step_costs())
         consume = partial(sample, runtime.operations.best_tokens)
         speculation, device = runtime.config.speculation, runtime.config.device.kind
-        drafts = None if speculation is None else make_drafts(DrafterContext(speculation, device, ledger))
+        if drafts is None and speculation is not None:
+            drafts = make_drafts(DrafterContext(speculation, device, ledger))
         super().__init__(
             runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored, drafts=drafts
         )

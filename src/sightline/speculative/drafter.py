@@ -14,6 +14,7 @@ from sightline.core.ledger import Ledger
 from sightline.core.speculation import DraftMethod, Speculation
 from sightline.models.contract import NO_TAPS, Taps
 from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
+from sightline.scheduler.trees import merged
 
 
 class ObservedRow(NamedTuple):
@@ -39,7 +40,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        """A draft for each room, of at most `most` tokens; an empty one if it has no guess."""
+        """A draft for each room, of at most `most` tokens; an empty one if it has no guess.
+
+        A tree, which is only asked for with several `num_branches`, has at most `longest` on each path.
+        """
 
     @abstractmethod
     def observe(self, step: ObservedStep) -> None:
@@ -71,8 +75,6 @@ class DrafterKind:
     make: Callable[[DrafterContext], Drafter]
     taps: Taps = NO_TAPS
     """The states of the target that it observes."""
-    makes_trees: bool = False
-    """True if it may guess several tokens for one place."""
 
 
 class TextDrafter(ABC):
@@ -85,6 +87,11 @@ class TextDrafter(ABC):
         Tokens of earlier calls come again, with further ones behind them.
         """
 
+    def propose_several(self, tokens: Sequence[int], most: int, count: int) -> Sequence[Sequence[int]]:
+        """Guesses up to `count` continuations, each as `propose` does, the likeliest first."""
+        del count
+        return [self.propose(tokens, most)]
+
 
 MakeTextDrafter: TypeAlias = Callable[[], TextDrafter]
 """Makes the drafter of a sequence."""
@@ -93,12 +100,21 @@ MakeTextDrafter: TypeAlias = Callable[[], TextDrafter]
 class DrafterOfTexts(Drafter):
     """Guesses for each sequence with a `TextDrafter` of its own."""
 
-    def __init__(self, make: MakeTextDrafter) -> None:
+    def __init__(self, make: MakeTextDrafter, num_branches: int = 1) -> None:
+        """With several branches it guesses so many continuations of a sequence at once, as a tree."""
         self._make = make
+        self._num_branches = num_branches
         self._by_sequence: dict[SequenceState, TextDrafter] = {}
 
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        return [Draft(tuple(self._drafter(each.sequence).propose(each.sequence.tokens, each.most))) for each in rooms]
+        return [self._draft(each) for each in rooms]
+
+    def _draft(self, room: DraftRoom) -> Draft:
+        drafter, tokens = self._drafter(room.sequence), room.sequence.tokens
+        if self._num_branches == 1:
+            return Draft(tuple(drafter.propose(tokens, room.most)))
+        longest = room.most if room.longest is None else room.longest
+        return merged(drafter.propose_several(tokens, longest, self._num_branches), room.most)
 
     def _drafter(self, sequence: SequenceState) -> TextDrafter:
         found = self._by_sequence.get(sequence)

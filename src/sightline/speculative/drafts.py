@@ -1,4 +1,5 @@
 """How many tokens are guessed for each sequence: 1, 3, 7 and so on while they are right, and none where guesses fail.
+A tree has so many on each of its paths.
 
 A guess that is right costs little, because a step reads the weights once for all its tokens. One that is wrong costs
 the time of its tokens, so a sequence whose guesses fail rests: for 2 tokens, then 4, 8 and so on. With the token before
@@ -32,9 +33,14 @@ class _Drafting:
 class AdaptiveDrafts:
     """The drafts of all sequences of an engine."""
 
-    def __init__(self, drafter: Drafter, most: int, max_step_tokens: int) -> None:
-        """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`."""
+    def __init__(self, drafter: Drafter, most: int, max_step_tokens: int, num_branches: int = 1) -> None:
+        """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
+
+        With several branches drafts may be trees, with so many times the tokens.
+        """
         self.max_step_tokens = max_step_tokens
+        self.makes_trees = num_branches > 1
+        self._num_branches = num_branches
         self._drafter = drafter
         self._most = most
         self._drafting: dict[SequenceState, _Drafting] = {}
@@ -42,18 +48,19 @@ class AdaptiveDrafts:
     def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
         """A draft for each room. Sequences that rest, and those for which nothing is left, get none."""
         drafts, asked = [Draft()] * len(rooms), dict[int, DraftRoom]()
-        for index, (sequence, room) in enumerate(rooms):
-            limit = min(room, most, self._limit(sequence))
-            if limit > 0:
-                asked[index] = DraftRoom(sequence, limit)
-                most -= limit
+        for index, (sequence, room, _) in enumerate(rooms):
+            limit = self.limit(sequence)
+            count = min(room, most, limit * self._num_branches)
+            if count > 0:
+                asked[index] = DraftRoom(sequence, count, min(limit, count))
+                most -= count
         if asked:
             for index, draft in zip(asked, self._drafter.propose(tuple(asked.values())), strict=True):
                 drafts[index] = draft
         return drafts
 
-    def _limit(self, sequence: SequenceState) -> int:
-        """Tokens that may be guessed for a sequence now."""
+    def limit(self, sequence: SequenceState) -> int:
+        """Tokens that may be guessed for a sequence now; of a tree, on each path."""
         state = self._drafting.get(sequence)
         if state is None:
             state = self._drafting[sequence] = _Drafting()
@@ -64,7 +71,7 @@ class AdaptiveDrafts:
         self._drafter.observe(step)
 
     def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
-        """Takes in how many tokens of a draft were right."""
+        """Takes in how many tokens of a draft were right. `num_drafted` are those of its longest path."""
         state = self._drafting.get(sequence)
         if state is None or not num_drafted:
             return

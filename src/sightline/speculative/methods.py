@@ -48,10 +48,10 @@ def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
     config = context.speculation
     kind = find(config.method)
     kind.method.check(config)
-    lacking = {"states of the model that it guesses for": kind.taps != NO_TAPS, "trees of guesses": kind.makes_trees}
-    for what, is_asked in lacking.items():
-        if is_asked:
-            raise ConfigError(f"the drafter {config.method} asks for {what}, which are not supported yet")
+    if kind.taps != NO_TAPS:
+        raise ConfigError(
+            f"the drafter {config.method} asks for states of the model that it guesses for, which are not supported yet"
+        )
     most, max_step_tokens = config.num_speculative_tokens, MAX_STEP_TOKENS[context.device]
     if most >= max_step_tokens:
         context.ledger.degrade(
@@ -60,4 +60,4 @@ def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
             "more than its guesses save",
             f"ask for {max_step_tokens - 1} or fewer",
         )
-    return AdaptiveDrafts(kind.make(context), most, max_step_tokens)
+    return AdaptiveDrafts(kind.make(context), most, max_step_tokens, config.num_branches)

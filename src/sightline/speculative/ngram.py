@@ -63,7 +63,7 @@ def _continued(tokens: Sequence[int], place: int, most: int) -> Sequence[int]:
 
 
 def _make(context: DrafterContext) -> Drafter:
-    return DrafterOfTexts(partial(NgramDrafter.of, context.speculation))
+    return DrafterOfTexts(partial(NgramDrafter.of, context.speculation), context.speculation.num_branches)
 
 
 NGRAM = DrafterKind(speculation.NGRAM, _make)
