@@ -33,6 +33,7 @@ from sightline.models.loading.default_model import default_model_path
 from sightline.models.loading.opening import open_checkpoint
 from sightline.runner.build import build_runtime
 from sightline.runner.progress import BuildPhase, BuildStep, OnBuildStep, ignore
+from sightline.speculative.methods import drafter_needs
 from sightline.text.templates.chat_template import read_template
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
@@ -110,7 +111,8 @@ def build_engine_of(
 ) -> Engine:
     """Like `build_engine`, for a checkpoint that is open."""
     with _shown(on_step) as show:
-        runtime = build_runtime(config, checkpoint, ledger, show)
+        needs = drafter_needs(config, checkpoint, ledger)
+        runtime = build_runtime(config, checkpoint, ledger, show, needs.taps, needs.source)
         tokenizer = None if config.skip_tokenizer_init else checkpoint.load_tokenizer()
         if config.chat_template is not None and tokenizer is not None:
             tokenizer = tokenizer.with_template(read_template(Path(config.chat_template)))

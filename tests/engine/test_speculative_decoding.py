@@ -13,7 +13,8 @@ from typing import cast
 import pytest
 
 from sightline import LLM, RequestOutput, SamplingParams
-from sightline.core.request import FinishReason
+from sightline.core.ledger import Ledger
+from sightline.core.request import FinishReason, Terms
 from sightline.engine import engine as engine_module
 from sightline.engine import sampled
 from sightline.engine.live import LiveSequence
@@ -59,7 +60,7 @@ class Tireless(AdaptiveDrafts):
 
     def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
         drafts = []
-        for sequence, room in rooms:
+        for sequence, room, _ in rooms:
             [draft] = self._drafter.propose([DraftRoom(sequence, min(room, most, self._most))])
             drafts.append(draft)
             most -= len(draft.tokens)
@@ -102,7 +103,7 @@ def lie(patch: pytest.MonkeyPatch, outputs: Sequence[RequestOutput], honesty: fl
     answers = [[*output.prompt_token_ids, *each.token_ids] for output in outputs for each in output.outputs]
     random = Random(3)
     drafter = DrafterOfTexts(partial(Liar, answers, honesty, random))
-    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(drafter, most, 64))
+    patch.setattr(engine_module, "make_drafts", lambda *_: Tireless(drafter, most, 64, Ledger()))
 
 
 @pytest.mark.parametrize(
@@ -220,6 +221,25 @@ def test_text_that_repeats_itself_takes_fewer_steps(folders: Callable[[str], Pat
     plain, guessing = tiny(folders("llama")), tiny(folders("llama"), speculative_config=NGRAM)
     assert tokens_of(ask(guessing, params, [prompt])) == tokens_of(ask(plain, params, [prompt]))
     assert guessing.engine.metrics().steps <= plain.engine.metrics().steps
+
+
+def test_text_that_was_served_before_takes_fewer_steps_for_the_same_caller_only(
+    folders: Callable[[str], Path],
+) -> None:
+    params, steps = replace(GREEDY, max_tokens=40), list[int]()
+    [expected] = ask(tiny(folders("llama")), params, PROMPTS[:1])
+    # Runs of eight tokens do not repeat within one answer.
+    config = {**NGRAM, "prompt_lookup_max": 8, "prompt_lookup_min": 8, "corpus_tokens": 1000}
+    llm = tiny(folders("llama"), speculative_config=config)
+    for caller in ("first", "first", "second"):
+        before = llm.engine.metrics().steps
+        asked = llm.engine.submit(PROMPTS[0], params, terms=Terms(caller=caller))
+        while not llm.engine.is_finished(asked):
+            llm.engine.step()
+        assert llm.engine.pop_output(asked).outputs[0].token_ids == expected.outputs[0].token_ids
+        steps.append(llm.engine.metrics().steps - before)
+    assert steps[1] < steps[0] // 2
+    assert steps[2] == steps[0]
 
 
 def bonus_dropped(patch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ PROMPT_LENS = (5, 40, 1, 71, 16)
 
 GRID = [(page_size, chunk) for page_size in (1, 16, 64) for chunk in (7, 64)]
 LATENT = [family for family in FAMILIES if family.startswith("deepseek")]
+GROUPED = [*LATENT, *(family for family in FAMILIES if family.startswith("glm"))]
+"""Families whose experts may be in groups."""
 WHOLE_GRID = ("llama", "gpt_oss", "deepseek_v3")
 """Families that run every cell of the grid; the others run two on each backend, with both chunks and other pages."""
 
@@ -183,20 +185,21 @@ def test_the_routers_of_the_tiny_models_leave_no_doubt_and_use_every_expert(mode
     assert used == set(range(model.config.num_local_experts))
 
 
-@pytest.mark.parametrize("family", LATENT)
+@pytest.mark.parametrize("family", GROUPED)
 def test_the_scores_of_the_tiny_models_leave_no_doubt_and_use_every_expert(models: Models, family: str) -> None:
     model, _ = models[family]
     gates = [layer.mlp.gate for layer in model.model.layers[model.config.first_k_dense_replace :]]
     used: set[int] = set()
+    corrected = "deepseek_v2" not in family
     for sequence in random_prompts([length + DECODE_STEPS for length in PROMPT_LENS]):
         with torch.no_grad():
             output = model(torch.tensor([sequence]), output_router_logits=True, use_cache=False)
         for gate, logits in zip(gates, output.router_logits, strict=True):
             ranks = logits.softmax(dim=-1)
-            if "v3" in family:
+            if corrected:
                 ranks = logits.sigmoid() + gate.e_score_correction_bias
-            if model.config.n_group is not None:
-                best = ranks.unflatten(-1, (model.config.n_group, -1)).topk(2 if "v3" in family else 1).values.sum(-1)
+            if model.config.n_group not in (None, 1):
+                best = ranks.unflatten(-1, (model.config.n_group, -1)).topk(2 if corrected else 1).values.sum(-1)
                 open_groups = clear_best(best, model.config.topk_group)
                 size = model.config.n_routed_experts // model.config.n_group
                 ranks = ranks.where(open_groups.repeat_interleave(size, dim=-1), -1e9)
@@ -212,7 +215,7 @@ def clear_best(ranks: Tensor, count: int) -> Tensor:
     return ranks >= ordered[:, count - 1 : count]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"])
 def test_a_bf16_checkpoint_runs_in_fp32_as_the_same_numbers_and_in_bf16_near_them(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

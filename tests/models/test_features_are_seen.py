@@ -35,6 +35,7 @@ from support.features import (
     in_rotary,
     in_routing,
     in_spec,
+    in_tensors,
     in_yarn,
     other_share,
     without_correction,
@@ -130,6 +131,16 @@ GROUPS = [
     in_routing("what groups rank by", other_rank),
 ]
 CORRECTION = in_expert_layers("correction", without_correction)
+GLM = [
+    *COMMON,
+    *EXPERTS,
+    CORRECTION,
+    in_routing("scores of the router", other_score),
+    in_routing("scaling factor", lambda x: replace(x, scale=1.0)),
+    in_expert_layers("shared experts", without_shared),
+    in_rotary("dimensions that are rotated", lambda rotary: replace(rotary, rotated_dim=None)),
+    in_tensors("which dimensions are rotated", rotated_dim=None),
+]
 FEATURES: dict[str, list[Change]] = {
     "llama": [*COMMON, QKV_BIAS, OUTPUT_BIAS],
     "llama3": [*COMMON, ROPE_SCALING, in_layer("mlp bias", without_mlp_bias)],
@@ -165,6 +176,8 @@ FEATURES: dict[str, list[Change]] = {
     "deepseek_v2_groups": [*LATENT, *LATENT_BIAS, *GROUPS, QUERY_NORM],
     "deepseek_v3": [*LATENT, *LATENT_YARN, *GROUPS, QUERY_NORM, CORRECTION],
     "deepseek_v3_halves": [*LATENT, *LATENT_YARN, *LATENT_BIAS, *GROUPS, QUERY_NORM, CORRECTION],
+    "glm4_moe": [*GLM, QK_NORM, QKV_BIAS],
+    "glm4_moe_plain": [*GLM, *GROUPS],
 }
 CASES = [(family, change) for family, changes in FEATURES.items() for change in changes]
 

@@ -22,7 +22,7 @@ class Ready(TextDrafter):
 
 
 def drafts_and_sequence() -> tuple[AdaptiveDrafts, SequenceState]:
-    return AdaptiveDrafts(DrafterOfTexts(Ready), 8, 16), make_sequence("a", 8, 200)
+    return AdaptiveDrafts(DrafterOfTexts(Ready), 8, 16, Ledger()), make_sequence("a", 8, 200)
 
 
 def guess(drafts: AdaptiveDrafts, sequence: SequenceState, most: int) -> tuple[int, ...]:
@@ -55,6 +55,20 @@ def test_guesses_that_fail_rest_longer_and_longer_and_are_tried_again() -> None:
     drafts.observe(sequence, 2, 0)
     sequence.tokens += [1, 1]
     assert guess(drafts, sequence, 8), "one failure after a success rests briefly"
+
+
+def test_with_patience_drafts_stay_long_until_several_fail_in_a_row() -> None:
+    drafts, sequence = AdaptiveDrafts(DrafterOfTexts(Ready), 7, 16, Ledger(), patience=2), make_sequence("a", 8, 200)
+    for accepted in (3, 0, 0, 1, 0, 7, 0, 0):
+        assert len(guess(drafts, sequence, 99)) == 7
+        drafts.observe(sequence, 7, accepted)
+    assert len(guess(drafts, sequence, 99)) == 7
+    drafts.observe(sequence, 7, 0)
+    assert not guess(drafts, sequence, 99)
+    sequence.tokens += [1, 1]
+    assert len(guess(drafts, sequence, 99)) == 1
+    drafts.observe(sequence, 1, 1)
+    assert len(guess(drafts, sequence, 99)) == 3
 
 
 def test_every_sequence_has_a_state_of_its_own_and_leaves_nothing() -> None:

@@ -20,7 +20,7 @@ from support.tiny_models import make_model, random_prompts
 
 MODULE = '''
 from sightline.speculative import (
-    Draft, Drafter, DrafterContext, DrafterKind, DraftMethod, Taps
+    Draft, Drafter, DrafterContext, DrafterKind, DraftMethod
 )
 
 class Echo(Drafter):
@@ -42,7 +42,6 @@ echo = DrafterKind(DraftMethod("echo", "the last token"), Echo)
 network = DrafterKind(
     DraftMethod("network", "a network", takes=frozenset({"attention_backend"}), needs=frozenset({"model"})), Echo
 )
-tapping = DrafterKind(DraftMethod("tapping", "states"), Echo, taps=Taps(final=True))
 growing = DrafterKind(DraftMethod("growing", "a tree", takes=frozenset({"num_branches"})), Echo)
 '''
 Install = Callable[..., None]
@@ -128,15 +127,8 @@ def test_a_method_says_as_data_which_settings_it_takes_and_needs(install: Instal
         methods.make_drafts(context(method="network", model="small", prompt_lookup_max=5))
 
 
-def test_what_no_engine_gives_a_drafter_yet_is_refused(install: Install) -> None:
-    install(tapping="tapping")
-    with pytest.raises(ConfigError, match="tapping asks for states of the model .*, which are not supported yet"):
-        methods.make_drafts(context(method="tapping"))
-
-
 def test_a_drafter_makes_trees_if_it_takes_branches_and_some_are_asked_for(install: Install) -> None:
     install(growing="growing", echo="echo")
-    assert not methods.make_drafts(context(method="growing")).makes_trees
-    assert methods.make_drafts(context(method="growing", num_branches=2)).makes_trees
+    assert methods.make_drafts(context(method="growing", num_branches=2)).num_branches == 2
     with pytest.raises(ConfigError, match=r"expected no num_branches in .* echo, which has no use for it, got 2"):
         methods.make_drafts(context(method="echo", num_branches=2))

@@ -24,6 +24,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -165,6 +166,20 @@ BASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "deepseek_v3": lambda: DeepseekV3Config(
         **SIZES | LATENT, n_group=4, topk_group=2, rope_parameters=YARN | {"mscale": 2.5, "mscale_all_dim": 1.2}
     ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **SIZES,
+        moe_intermediate_size=16,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        use_qk_norm=True,
+        attention_bias=True,
+        rope_theta=100.0,
+    ),
     "bert": lambda: BertConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -175,7 +190,7 @@ BASES: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_norm_eps=0.05,
     ),
 }
-OLDER = ("llama3", "qwen2", "gemma3", "gpt_oss", "deepseek_v3")
+OLDER = ("llama3", "qwen2", "gemma3", "gpt_oss", "deepseek_v3", "glm4_moe")
 """Bases that are mutated in the older form of their rope fields too."""
 
 

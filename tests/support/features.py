@@ -20,7 +20,7 @@ from sightline.layers.routing import Routing, Share
 from sightline.models.attention import LatentAttentionDefinition
 from sightline.models.decoder import Decoder, DecoderDefinition, DecoderLayer
 from sightline.models.feed_forward import ExpertFeedForward
-from support.definitions import latent_layer, latent_of, softmax_layer
+from support.definitions import latent_layer, latent_of, softmax_layer, softmax_of
 from support.layers import experts_of, without_bias
 
 
@@ -55,6 +55,19 @@ def in_latent_definition(name: str, change: Callable[[LatentAttentionDefinition]
         name,
         define=lambda definition: replace(
             definition, layers=tuple(replace(x, attention=change(latent_of(x))) for x in definition.layers)
+        ),
+    )
+
+
+def in_tensors(name: str, **fields: object) -> Change:
+    return Change(
+        name,
+        define=lambda definition: replace(
+            definition,
+            layers=tuple(
+                replace(x, attention=replace(softmax_of(x), tensors=replace(softmax_of(x).tensors, **fields)))  # type: ignore[arg-type]
+                for x in definition.layers
+            ),
         ),
     )
 

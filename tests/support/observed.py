@@ -21,7 +21,7 @@ from sightline.attention.dimensions import (
     Value,
     features_name,
 )
-from sightline.attention.planner import _MASK_FEATURES
+from sightline.attention.planner import MASK_FEATURES
 from sightline.attention.proof import dtype_name
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE
@@ -79,7 +79,7 @@ class ObservingBackend(RecordingBackend):
             Dimension.HEAD_DIM: spec.head_dim,
             Dimension.DTYPE: dtype_name(self.context.dtype),
             Dimension.FEATURES: features_name(
-                feature.value for feature in spec.features | (step.needs - set(_MASK_FEATURES.values()))
+                feature.value for feature in spec.features | (step.needs - set(MASK_FEATURES.values()))
             ),
             Dimension.MASK: batch.masks[row].kind.value,
             Dimension.POLICY: step.policy.value,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -38,6 +39,7 @@ from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
 from sightline.testing.conformance.rig import Unused, fill_pools
 from support.tiny_deepseek import DEEPSEEK, DENSE_DEEPSEEK
+from support.tiny_glm import GLM
 
 VOCAB = 101
 WEIGHT_SCALE = 0.3
@@ -188,30 +190,36 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3_moe_plain": lambda: _qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2),
     "gpt_oss": _gpt_oss,
-    **{family: partial(make, _common()) for family, make in DEEPSEEK.items()},
+    **{family: partial(make, _common()) for family, make in {**DEEPSEEK, **GLM}.items()},
 }
 
 
 def make_model(family: str) -> PreTrainedModel:
     """A model with weights of a scale at which every feature matters."""
     torch.manual_seed(11)
-    return _with_weights(FAMILIES[family]().eval())
+    return with_weights(FAMILIES[family]().eval())
 
 
 def make_dense_deepseek(family: str) -> PreTrainedModel:
     """Like `make_model`, without experts."""
     torch.manual_seed(11)
-    return _with_weights(DENSE_DEEPSEEK[family](_common()).eval())
+    return with_weights(DENSE_DEEPSEEK[family](_common()).eval())
 
 
-def _with_weights(model: PreTrainedModel) -> PreTrainedModel:
-    generator = torch.Generator().manual_seed(5)
+def with_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with random weights of a scale at which every feature matters."""
+    scale_weights(model, seed=5)
+    return model
+
+
+def scale_weights(module: Module, seed: int) -> None:
+    """Gives every parameter random values of a scale at which every feature matters."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in module.parameters():
             centre = 0.0 if parameter.dim() > 1 else float(parameter.mean())
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(centre + noise * WEIGHT_SCALE)
-    return model
 
 
 def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:

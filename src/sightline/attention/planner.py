@@ -44,7 +44,8 @@ from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
 
 REBUILD_BATCH = "Build a new batch from the current page tables."
 
-_MASK_FEATURES = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE_MASK}
+MASK_FEATURES = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE_MASK}
+"""What a backend must declare to serve rows of a mask; every backend serves causal rows."""
 
 
 @dataclass(frozen=True)
@@ -430,7 +431,7 @@ def _pages_of(batch: Batch, pool: Pool) -> Tensor:
 def _mask_features(batch: Batch) -> frozenset[Feature]:
     """The features that the rows' masks need. Deduplicates masks first: most rows share one, and hashing an enum is
     slow."""
-    return frozenset(_MASK_FEATURES[mask.kind] for mask in set(batch.masks) if mask.kind in _MASK_FEATURES)
+    return frozenset(MASK_FEATURES[mask.kind] for mask in set(batch.masks) if mask.kind in MASK_FEATURES)
 
 
 def _check_part(serving: PartBackend, part: StepView, group: str) -> None:

@@ -242,6 +242,7 @@ class NetworkCache:
                 pool.move_entries([source for source, _ in moves], [target for _, target in moves])
             self.lengths.advance(row, stop)
 
+
 class CacheStore:
     """The caches of all networks of an engine, and the rows that sequences hold in all of them at once.
 

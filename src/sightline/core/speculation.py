@@ -14,6 +14,7 @@ from sightline.core.words import answer_unknown
 ENTRY_POINT_GROUP = "sightline.drafters"
 MOST_DRAFTED = 64
 MOST_BRANCHES = 8
+MOST_CORPUS_TOKENS = 1 << 24
 _SHARED = frozenset({"method", "num_speculative_tokens", "draft_tensor_parallel_size"})
 """Settings that every method takes."""
 
@@ -46,11 +47,26 @@ class DraftMethod:
 
 
 NGRAM = DraftMethod(
-    "ngram", "earlier text of the same sequence", takes=frozenset({"prompt_lookup_max", "prompt_lookup_min", "num_branches"})
+    "ngram",
+    "earlier text of the same sequence, and with corpus_tokens of earlier requests",
+    takes=frozenset({"prompt_lookup_max", "prompt_lookup_min", "corpus_tokens", "num_branches"}),
 )
-METHODS = (NGRAM,)
+DRAFT_MODEL = DraftMethod(
+    "draft_model",
+    "a smaller model with the same tokens",
+    takes=frozenset({"attention_backend"}),
+    needs=frozenset({"model"}),
+)
+EAGLE3 = DraftMethod(
+    "eagle3",
+    "a small head that continues the model's states",
+    takes=frozenset({"attention_backend"}),
+    needs=frozenset({"model"}),
+)
+MTP = DraftMethod("mtp", "the model's own layers for multi-token prediction", takes=frozenset({"attention_backend"}))
+METHODS = (NGRAM, DRAFT_MODEL, EAGLE3, MTP)
 """Sightline's own methods. Packages bring others, see `method_names`."""
-_PLANNED = ("draft_model", "eagle", "eagle3", "mtp", "frozen_kv_mtp", "medusa", "suffix")
+_PLANNED = ("eagle", "frozen_kv_mtp", "medusa", "suffix")
 """Methods of other engines, which get a message of their own."""
 
 
@@ -64,13 +80,18 @@ class Speculation:
         "package.",
     )
     num_speculative_tokens: int = setting(7, "Most tokens that are guessed at once.", low=1, high=MOST_DRAFTED)
-    model: str | None = setting(None, "The drafter, where it is a model of its own: a folder, a file or a hub id.")
-    attention_backend: str | None = setting(None, "Attention backends of the drafter; those of the model by default.")
     num_branches: int = setting(
         1, "Continuations that are guessed at once, as a tree; 1 guesses one.", low=1, high=MOST_BRANCHES
     )
     prompt_lookup_max: int = setting(4, "Tokens at the end that earlier text should repeat.", low=1, high=32)
     prompt_lookup_min: int = setting(2, "Tokens at the end that earlier text must repeat.", low=1, high=32)
+    corpus_tokens: int = setting(
+        0,
+        "Tokens of earlier prompts and answers of the same caller that are kept to guess from; 0 keeps none. Each "
+        "takes 32 to 64 bytes of the host's memory.",
+        low=0,
+        high=MOST_CORPUS_TOKENS,
+    )
     model: str | None = setting(None, "A folder or a Hugging Face id of the network that guesses.")
     attention_backend: str | None = setting(
         None, "Attention backend of the network that guesses; that of the model without it."

@@ -25,8 +25,8 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import Runtime
 from sightline.runner.sampling.logprobs import TokenLogprobs
 from sightline.scheduler.costs import StepCosts
-from sightline.scheduler.sequence import Drafts
 from sightline.speculative.drafter import DrafterContext
+from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.methods import make_drafts
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         generation: GenerationDefaults,
         ledger: Ledger,
         clock: Callable[[], float] = time.monotonic,
-        drafts: Drafts | None = None,
+        drafts: AdaptiveDrafts | None = None,
     ) -> None:
         """`clock` tells seconds: deadlines go by it. `drafts` guesses in place of what the settings name."""
         if tokenizer is not None:
@@ -65,7 +65,7 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         consume = partial(sample, runtime.operations.best_tokens)
         speculation, device = runtime.config.speculation, runtime.config.device.kind
         if drafts is None and speculation is not None:
-            drafts = make_drafts(DrafterContext(speculation, device, ledger))
+            drafts = make_drafts(DrafterContext(speculation, device, ledger, runtime.draft))
         super().__init__(
             runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored, drafts=drafts
         )

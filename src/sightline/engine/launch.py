@@ -89,6 +89,8 @@ class LaunchedStep(Generic[LifeT]):
     outcome: Outcome
     started_at: float
     """When its launch began, in the loop's clock time."""
+    states: Tensor | None = None
+    """[num_tokens, width]: what the model gave beside its outputs, for a drafter."""
 
     def results(self) -> StepResults:
         """What it gave its rows. If that cannot be read, every row of the step fails, and no other."""
@@ -193,10 +195,11 @@ class StepLauncher(Generic[LifeT]):
             phases.end(StepPhase.PLAN)
             try:
                 outputs = runtime.runner.forward(planned)
+                states = runtime.runner.states(planned) if runtime.runner.gives_states else None
                 phases.end(StepPhase.FORWARD)
                 outcome = self._consume(rows, lives, planned.batch.tokens, outputs)
                 phases.end(StepPhase.SAMPLE)
-                return LaunchedStep(tuple(rows), tuple(lives), outcome, started_at)
+                return LaunchedStep(tuple(rows), tuple(lives), outcome, started_at, states)
             except BaseException:
                 runtime.planner.take_back(planned)
                 raise

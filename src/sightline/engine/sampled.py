@@ -7,7 +7,9 @@ kept up to the first that is not what was chosen:
     chosen        brown             fox jumps  away
                   └────── kept ─────────┘
 
-Of a tree of guesses, one path is kept, from the last known token down. A choice depends on its place, its seed and the tokens before it alone, so what is kept is what would have been chosen
+Of a tree of guesses, one path is kept, from the last known token down.
+
+A choice depends on its place, its seed and the tokens before it alone, so what is kept is what would have been chosen
 one by one, also at temperatures above 0.
 
 All of it is computed on the device when the step is launched, and comes to the host by one copy.

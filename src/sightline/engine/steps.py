@@ -40,12 +40,14 @@ from sightline.core.metrics import EngineMetrics, PhaseTimes, StepPhase, StepSiz
 from sightline.core.request import FinishReason, Terms
 from sightline.engine.deadlines import Deadlines
 from sightline.engine.launch import Consume, Launch, LaunchedStep, LifeT, StepLauncher
+from sightline.engine.observing import show
 from sightline.engine.requests import LiveRequest
 from sightline.runner.build import Runtime
 from sightline.scheduler.costs import StepCosts
 from sightline.scheduler.pace import Pace
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import Drafts, RowResult, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
+from sightline.speculative.drafts import AdaptiveDrafts
 
 logger = logging.getLogger("sightline")
 ParamsT = TypeVar("ParamsT")
@@ -67,7 +69,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         costs: StepCosts,
         max_scored_tokens: int,
         max_whole_tokens: int = 0,
-        drafts: Drafts | None = None,
+        drafts: AdaptiveDrafts | None = None,
     ) -> None:
         """`clock` tells seconds: deadlines and the limit of a step's time go by it. `mask` is every row's, `costs` are
         the model's; for the limits and `drafts`, see `Scheduler`."""
@@ -86,6 +88,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             pace=self.pace,
             drafts=drafts,
         )
+        self._drafts = drafts
         self._launcher = StepLauncher(runtime, consume, mask, clock, ledger)
         self._lanes = runtime.planner.lanes
         self._in_flight: deque[LaunchedStep[LifeT]] = deque()
@@ -207,9 +210,8 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._num_generated = 0
         self._ends.clear()
         self._step_sizes = StepSizes()
-        scheduler, planner = self._scheduler, self.runtime.planner
-        scheduler.num_queried_tokens = scheduler.num_hit_tokens = scheduler.num_retractions = 0
-        scheduler.num_drafts = scheduler.num_drafted_tokens = scheduler.num_accepted_tokens = 0
+        self._scheduler.reset_counts()
+        planner = self.runtime.planner
         planner.num_plans, planner.plan_seconds, planner.num_rebuilt = 0, 0.0, 0
         self.pace.total_seconds, self.pace.num_over = 0.0, 0
         self._launcher.num_cut = self._launcher.num_uncaptured = 0
@@ -400,6 +402,8 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         """Takes the oldest step's results in, row by row; after an interruption, from the row that it came in."""
         results = step.results()
         self.phases.end(StepPhase.READ)
+        if self._drafts is not None and not self._num_taken:
+            show(self._drafts, step, results)
         rows, lives = step.rows, step.lives
         for index in range(self._num_taken, len(rows)):
             row, live = rows[index], lives[index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -60,6 +60,12 @@ class RotarySpec:
     head_dim: int
     theta: float
     scaling: RopeScaling | None = None
+    rotated_dim: int | None = None
+    """The number of dimensions of a head that are rotated, the first pairs; None if all are."""
+
+    def __post_init__(self) -> None:
+        if self.rotated_dim is not None and self.amplitude != 1.0:
+            raise ValueError("a factor on the cosines of heads that are rotated in part is not supported yet")
 
     @property
     def amplitude(self) -> float:
@@ -102,7 +108,15 @@ class Rotary:
 
 
 def inverse_frequencies(spec: RotarySpec) -> Tensor:
-    """The radians per position for each pair of dimensions, [head_dim / 2] fp32."""
+    """The radians per position for each pair of dimensions, [head_dim / 2] fp32. Pairs that do not turn have 0."""
+    if spec.rotated_dim is None:
+        return _frequencies(spec)
+    turning = _frequencies(replace(spec, head_dim=spec.rotated_dim, rotated_dim=None))
+    return torch.cat((turning, turning.new_zeros(spec.head_dim // 2 - len(turning))))
+
+
+def _frequencies(spec: RotarySpec) -> Tensor:
+    """The frequencies of a head that is rotated as a whole."""
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
     periods = spec.theta**exponents
     frequencies = 1.0 / periods

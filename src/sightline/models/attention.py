@@ -13,8 +13,8 @@ from torch import Tensor
 from sightline.attention.spec import LatentSpec, SoftmaxSpec
 from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.latent import LatentAttention, QueryUp
-from sightline.layers.linear import Linear
-from sightline.layers.norm import HeadNorms
+from sightline.layers.linear import Linear, Projection
+from sightline.layers.norm import HeadNorms, RmsNorm
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
 
@@ -27,6 +27,8 @@ class AttentionTensors:
     """The norm of queries and keys, per head, before the rotation."""
     qkv_bias: bool = False
     output_bias: bool = False
+    rotated_dim: int | None = None
+    """The number of dimensions of a head that are rotated: the first ones as stored; None if all are."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +42,59 @@ class SoftmaxAttentionDefinition:
         spec = self.spec
         return 2 * hidden_size * (spec.num_q_heads + spec.num_kv_heads) * spec.head_dim
 
-    def load(self, weights: WeightReader, layer: int, prefix: str, hidden_size: int) -> SoftmaxAttention:
-        spec, stored = self.spec, self.tensors
-        q_size, kv_size = spec.num_q_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        sizes = {f"{prefix}.q_proj": q_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size}
-        norms = None
-        if stored.qk_norm is not None:
-            q_norm = stored.qk_norm.load(weights, f"{prefix}.q_norm", spec.head_dim)
-            norms = HeadNorms(q_norm, stored.qk_norm.load(weights, f"{prefix}.k_norm", spec.head_dim))
+    def load(
+        self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
+    ) -> SoftmaxAttention:
+        """Loads the layer. `in_features` is the width of its input, if that is not the hidden size."""
+        spec = self.spec
+        output_size = spec.num_q_heads * spec.head_dim
         return SoftmaxAttention(
             layer=layer,
             spec=spec,
-            qkv=weights.projection(sizes, hidden_size, bias=stored.qkv_bias),
-            output=weights.projection({f"{prefix}.o_proj": hidden_size}, q_size, bias=stored.output_bias),
-            norms=norms,
+            qkv=self._load_qkv(weights, prefix, in_features or hidden_size),
+            output=weights.projection({f"{prefix}.o_proj": hidden_size}, output_size, bias=self.tensors.output_bias),
+            norms=self._load_norms(weights, prefix),
             sinks=weights.take(f"{prefix}.sinks", (spec.num_q_heads,)) if spec.sinks else None,
         )
+
+    def _load_qkv(self, weights: WeightReader, prefix: str, hidden_size: int) -> Projection:
+        spec, bias = self.spec, self.tensors.qkv_bias
+        heads = {"q_proj": spec.num_q_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
+        if self.tensors.rotated_dim is None:
+            sizes = {f"{prefix}.{name}": count * spec.head_dim for name, count in heads.items()}
+            return weights.projection(sizes, hidden_size, bias=bias)
+        parts, biases = [], []
+        for name, count in heads.items():
+            rows = count * spec.head_dim
+            part = weights.matrix(f"{prefix}.{name}.weight", (rows, hidden_size), "rows in another order")
+            shift = weights.take(f"{prefix}.{name}.bias", (rows,)) if bias else part.new_zeros(rows)
+            if name != "v_proj":
+                order = self._head_order().to(part.device)
+                part = part.view(count, spec.head_dim, hidden_size)[:, order].flatten(0, 1)
+                shift = shift.view(count, spec.head_dim)[:, order].flatten()
+            parts.append(part)
+            biases.append(shift)
+        return weights.make_linear(torch.cat(parts), torch.cat(biases) if bias else None)
+
+    def _load_norms(self, weights: WeightReader, prefix: str) -> HeadNorms | None:
+        if self.tensors.qk_norm is None:
+            return None
+        norms = [self.tensors.qk_norm.load(weights, f"{prefix}.{name}_norm", self.spec.head_dim) for name in "qk"]
+        if self.tensors.rotated_dim is not None:
+            norms = [RmsNorm(norm.weight[self._head_order().to(norm.weight.device)], norm.epsilon) for norm in norms]
+        return HeadNorms(*norms)
+
+    def _head_order(self) -> Tensor:
+        """The stored dimension for each kept dimension of a head that is rotated in part.
+
+        A rotation pairs dimension i with i + head_dim / 2. Stored are the first and second partners of the pairs that
+        turn, then the dimensions that do not. Kept are both kinds in each half, those that turn first. Queries and
+        keys share the order, so scores are the same.
+        """
+        assert self.tensors.rotated_dim is not None
+        dims = torch.arange(self.spec.head_dim)
+        turning, still = dims[: self.tensors.rotated_dim].chunk(2), dims[self.tensors.rotated_dim :].chunk(2)
+        return torch.cat((turning[0], still[0], turning[1], still[1]))
 
 
 @dataclass(frozen=True)
@@ -78,14 +117,17 @@ class LatentAttentionDefinition:
         heads = spec.latent_dim * (spec.nope_dim + spec.value_dim) + spec.value_dim * hidden_size
         return queries + down + spec.num_q_heads * heads
 
-    def load(self, weights: WeightReader, layer: int, prefix: str, hidden_size: int) -> LatentAttention:
+    def load(
+        self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
+    ) -> LatentAttention:
+        """Loads the layer. `in_features` is the width of its input, if that is not the hidden size."""
         spec = self.spec
         key_up, value_up = self._load_ups(weights, prefix)
         output_size = spec.num_q_heads * spec.value_dim
         return LatentAttention(
             layer=layer,
             spec=spec,
-            down=self._load_down(weights, prefix, hidden_size),
+            down=self._load_down(weights, prefix, in_features or hidden_size),
             query_up=self._load_query_up(weights, prefix),
             latent_norm=self.norms.load(weights, f"{prefix}.kv_a_layernorm", spec.latent_dim),
             key_up=key_up,
@@ -93,7 +135,7 @@ class LatentAttentionDefinition:
             output=weights.projection({f"{prefix}.o_proj": hidden_size}, output_size, bias=self.bias),
         )
 
-    def _load_down(self, weights: WeightReader, prefix: str, hidden_size: int) -> Linear:
+    def _load_down(self, weights: WeightReader, prefix: str, in_features: int) -> Linear:
         """Joins the projections to queries (or their low-rank form), rope key and latent into one."""
         side = (f"{prefix}.q_proj", self._num_query_rows, self._query_order, False)
         if (rank := self.query_rank) is not None:
@@ -101,7 +143,7 @@ class LatentAttentionDefinition:
         key = (f"{prefix}.kv_a_proj_with_mqa", self.spec.head_dim, self._key_order, self.bias)
         parts, biases = [], []
         for name, num_rows, make_order, bias in (side, key):
-            stored = weights.matrix(f"{name}.weight", (num_rows, hidden_size), "rows in another order")
+            stored = weights.matrix(f"{name}.weight", (num_rows, in_features), "rows in another order")
             order = make_order().to(stored.device)  # created after the check: a hostile config may ask for huge ones
             parts.append(stored[order])
             shift = weights.take(f"{name}.bias", (num_rows,)) if bias else stored.new_zeros(num_rows)

@@ -37,6 +37,7 @@ from sightline.models.feed_forward import FeedForward
 from sightline.models.norms import NormDefinition
 from sightline.models.weights import WeightReader
 
+EMBEDDING = "model.embed_tokens.weight"
 OUTPUT_PROJECTION = "lm_head.weight"
 PREDICTOR_TENSOR = "eh_proj.weight"
 """A tensor that only layers for multi-token prediction have. It joins a token's embedding with its state."""
@@ -64,8 +65,8 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     sandwich_norms: bool = False
     """True if the outputs of attention and feed-forward are normalised before they are added."""
     logit_softcap: float | None = None
-    num_predictors: int = 0
-    """Additional layers for multi-token prediction that a checkpoint may hold. They are not used."""
+    predictors: tuple[LayerDefinition, ...] = ()
+    """Additional layers for multi-token prediction that a checkpoint may hold. Only a drafter uses them."""
     causal: bool = True
     """False for embedders whose tokens attend to the tokens after them too."""
 
@@ -95,14 +96,20 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
 
     @property
     def expert_stacks(self) -> tuple[ExpertStack, ...]:
-        layers = enumerate(self.layers)
-        return tuple(stack for index, each in layers for stack in each.feed_forward.expert_stacks(_mlp_prefix(index)))
+        return tuple(
+            stack
+            for index, each in enumerate(self.layers)
+            for stack in each.feed_forward.expert_stacks(mlp_prefix(layer_prefix(index)))
+        )
 
     def load(self, weights: WeightReader, taps: Taps = NO_TAPS) -> Decoder:
         """Builds the network from tensors with Hugging Face names."""
         for name in self.copies:
             weights.check_copy(
-                name, "model.embed_tokens.weight", "tie_word_embeddings, true in the config or by default"
+                name,
+                EMBEDDING,
+                "tie_word_embeddings, true in the config or by default",
+                "set tie_word_embeddings to false in config.json if both are to be used, or remove the tensor",
             )
         embedding, head = self._load_vocabulary(weights)
         states = self._load_states(weights, embedding, taps)
@@ -118,7 +125,7 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     def _load_states(self, weights: WeightReader, embedding: Embedding, taps: Taps = NO_TAPS) -> DecoderStates:
         if not all(0 <= place <= len(self.layers) for place in taps.streams):
             raise ValueError(f"expected states between 0 and {len(self.layers)} layers, got those at {taps.streams}")
-        layers = tuple(_load_layer(self, weights, index) for index in range(len(self.layers)))
+        layers = tuple(load_layer(self, index, weights, layer_prefix(index)) for index in range(len(self.layers)))
         final_norm = self.norms.load(weights, "model.norm", self.hidden_size)
         self._leave_predictors(weights)
         rotaries = {spec: Rotary(spec, weights.device) for spec in {layer.rotary for layer in self.layers}}
@@ -126,10 +133,10 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
 
     def _leave_predictors(self, weights: WeightReader) -> None:
         """Skips the layers for multi-token prediction. A plain layer in their place is refused as unused."""
-        for index in range(len(self.layers), len(self.layers) + self.num_predictors):
-            if f"model.layers.{index}.{PREDICTOR_TENSOR}" in weights.names:
+        for index in range(len(self.layers), len(self.layers) + len(self.predictors)):
+            if f"{layer_prefix(index)}.{PREDICTOR_TENSOR}" in weights.names:
                 weights.leave(
-                    f"model.layers.{index}.",
+                    f"{layer_prefix(index)}.",
                     "multi-token prediction",
                     "they predict tokens after the next one, which does not need them; the answers are the same",
                 )
@@ -211,7 +218,7 @@ class DecoderStates(Model):
         return self.taps.count * self.definition.hidden_size
 
     def reserve(self, scratch: Scratch) -> None:
-        self._stream(scratch)
+        self.stream(scratch)
         self._tables(scratch)
         for layer in self.layers:
             layer.attention.buffers(scratch)
@@ -222,8 +229,16 @@ class DecoderStates(Model):
 
     def wanted(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         """A copy of the states of the tokens that the batch asks for, [num_logits, hidden_size]."""
-        batch, stream, operations = planned.batch, self._stream(scratch), scratch.operations
-        self.embedding(batch.tokens, self.definition.embedding_scale, stream.hidden, operations)
+        self.embed(planned, self.stream(scratch).hidden, scratch)
+        return self.wanted_of_stream(planned, scratch)
+
+    def embed(self, planned: PlannedBatch, out: Tensor, scratch: Scratch) -> None:
+        """Writes the embeddings of the batch's tokens, [num_tokens, hidden_size]."""
+        self.embedding(planned.batch.tokens, self.definition.embedding_scale, out, scratch.operations)
+
+    def wanted_of_stream(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
+        """Like `wanted`, if the input of the first layer is in the stream already."""
+        batch, stream, operations = planned.batch, self.stream(scratch), scratch.operations
         tables = self._tables(scratch)
         for spec, table in tables.items():
             operations.rotary_table(self.rotaries[spec], batch.positions, table)
@@ -252,7 +267,8 @@ class DecoderStates(Model):
             spec: scratch.of(TableBuffers, number, spec.head_dim).table for number, spec in enumerate(self.rotaries)
         }
 
-    def _stream(self, scratch: Scratch) -> StreamBuffers:
+    def stream(self, scratch: Scratch) -> StreamBuffers:
+        """The residual stream of a step."""
         return scratch.of(StreamBuffers, self.definition.hidden_size)
 
 
@@ -281,7 +297,10 @@ class Decoder(Model):
         self.states.reserve(scratch)
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
-        hidden = self.states.wanted(planned, scratch)
+        return self.logits(self.states.wanted(planned, scratch), scratch)
+
+    def logits(self, hidden: Tensor, scratch: Scratch) -> Tensor:
+        """The logits [num_logits, vocab_size] fp32 of states behind the final norm."""
         out = scratch.empty_rows(hidden.shape[0], self.head.out_features, hidden, turns=self.head.turns)
         self.head(hidden, out)
         logits = scratch.operations.widened(out)
@@ -290,8 +309,9 @@ class Decoder(Model):
         return logits
 
 
-def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int) -> DecoderLayer:
-    prefix, hidden_size = f"model.layers.{index}", definition.hidden_size
+def load_layer(definition: DecoderDefinition, index: int, weights: WeightReader, prefix: str) -> DecoderLayer:
+    """The layer `index` of the definition, which is stored under `prefix`."""
+    hidden_size = definition.hidden_size
     described, sandwich = definition.layers[index], definition.sandwich_norms
 
     def norm(name: str) -> RmsNorm:
@@ -305,10 +325,16 @@ def _load_layer(definition: DecoderDefinition, weights: WeightReader, index: int
         # In plain models this name is the norm before the feed-forward, in sandwich models the one after attention.
         attention_out_norm=after_attention if sandwich else None,
         mlp_norm=norm("pre_feedforward_layernorm") if sandwich else after_attention,
-        mlp=described.feed_forward.load(weights, _mlp_prefix(index), hidden_size),
+        mlp=described.feed_forward.load(weights, mlp_prefix(prefix), hidden_size),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
     )
 
 
-def _mlp_prefix(layer: int) -> str:
-    return f"model.layers.{layer}.mlp"
+def layer_prefix(index: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"model.layers.{index}"
+
+
+def mlp_prefix(layer: str) -> str:
+    """What the names of a feed-forward's tensors begin with, in a layer with this prefix."""
+    return f"{layer}.mlp"

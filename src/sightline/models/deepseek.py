@@ -5,28 +5,28 @@ V2 routes by softmax, V3 by sigmoid with a learned correction. Both may limit a 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sightline.attention.spec import LatentSpec
-from sightline.core.errors import UnsupportedModelError
-from sightline.layers.activation import Activation
-from sightline.layers.routing import Groups, Routing, Score, Share
+from sightline.layers.routing import Score, Share
 from sightline.models.attention import LatentAttentionDefinition
 from sightline.models.config_reader import MAX_LAYERS, ConfigReader
 from sightline.models.decoder import DecoderDefinition, LayerDefinition
-from sightline.models.feed_forward import DenseFeedForward, ExpertFeedForward, ExpertStorage, FeedForward
+from sightline.models.feed_forward import FeedForward
+from sightline.models.grouped_experts import (
+    corrected_routing,
+    expert_groups,
+    expert_layers,
+    grouped_routing,
+    read_experts,
+    with_predictors,
+)
 from sightline.models.norms import NormDefinition
 from sightline.models.rope_config import DEFAULT_THETA, rotary_spec, yarn_score_scale
-from sightline.models.shared_config import SAME_EXPERT_LAYERS, dense_layers, rope_section
+from sightline.models.shared_config import rope_section
 
 INNER_NORMS = NormDefinition(1e-6)
 """The norms of latents and low-rank queries. Their epsilon does not come from the config."""
-GREEDY, GROUP_LIMITED, CORRECTED = "greedy", "group_limited_greedy", "noaux_tc"
-"""The values of `topk_method`, which says how experts are chosen."""
-EXPERT_FIELDS = """
-    moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
-    routed_scaling_factor topk_group
-"""
+GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
+"""The values of `topk_method`, which says how experts of V2 are chosen."""
 
 
 def deepseek_v2(config: ConfigReader) -> DecoderDefinition:
@@ -40,23 +40,19 @@ def deepseek_v2(config: ConfigReader) -> DecoderDefinition:
     config.may_idle("there is one group of experts, or a token may use all of them", "topk_method")
     method = config.choice("topk_method", (GREEDY, GROUP_LIMITED), GREEDY)
     num_groups, groups_per_token = config.optional_count("n_group"), config.optional_count("topk_group")
-    groups = _groups(num_groups, groups_per_token, ranked_by=1) if method == GROUP_LIMITED else None
-    routing = _routing(config, Share.OF_ALL, Score.SOFTMAX, groups, experts_per_token=None, scale=1.0)
-    return _deepseek(
-        config, _feed_forwards(config, routing, first_expert_layer=0, num_shared=2), paired_neighbours=True
-    )
+    groups = expert_groups(num_groups, groups_per_token, ranked_by=1) if method == GROUP_LIMITED else None
+    routing = grouped_routing(config, Share.OF_ALL, Score.SOFTMAX, groups, experts_per_token=None, scale=1.0)
+    experts = read_experts(config, routing, num_shared=2)
+    return _deepseek(config, expert_layers(config, experts, first=0), paired_neighbours=True)
 
 
 def deepseek_v3(config: ConfigReader) -> DecoderDefinition:
     """Reads a config of DeepSeek V3, R1 or Kimi K2."""
-    config.require("scoring_func", None, "sigmoid")
-    config.require("topk_method", None, CORRECTED)
-    share = Share.OF_CHOSEN if config.boolean("norm_topk_prob", default=True) else Share.OF_ALL
-    groups = _groups(config.count("n_group", 8), config.count("topk_group", 4), ranked_by=2)
-    routing = _routing(config, share, Score.SIGMOID, groups, experts_per_token=8, scale=2.5)
-    feed_forwards = _feed_forwards(config, replace(routing, corrected=True), first_expert_layer=3, num_shared=1)
-    definition = _deepseek(config, feed_forwards, paired_neighbours=config.boolean("rope_interleave", default=True))
-    return replace(definition, num_predictors=config.count("num_nextn_predict_layers", 0, least=0, most=MAX_LAYERS))
+    routing = corrected_routing(config, num_groups=8, groups_per_token=4, scale=2.5)
+    experts = read_experts(config, routing, num_shared=1)
+    paired_neighbours = config.boolean("rope_interleave", default=True)
+    definition = _deepseek(config, expert_layers(config, experts, first=3), paired_neighbours=paired_neighbours)
+    return with_predictors(config, definition, experts)
 
 
 def _deepseek(
@@ -95,62 +91,4 @@ def _deepseek(
         norm_epsilon=config.positive("rms_norm_eps", 1e-6),
         tied_embedding=config.boolean("tie_word_embeddings", default=False),
         causal=config.boolean("is_causal", default=True),
-    )
-
-
-def _routing(
-    config: ConfigReader,
-    share: Share,
-    score: Score,
-    groups: Groups | None,
-    *,
-    experts_per_token: int | None,
-    scale: float,
-) -> Routing:
-    """Reads the routing. `experts_per_token` and `scale` are defaults."""
-    num_experts = config.count("n_routed_experts", most=MAX_LAYERS)
-    experts_per_token = config.count("num_experts_per_tok", experts_per_token)
-    scale = config.positive("routed_scaling_factor", scale)
-    try:
-        return Routing(num_experts, experts_per_token, share, score, groups, scale=scale)
-    except ValueError as error:
-        raise UnsupportedModelError(f"experts: {error}") from error
-
-
-def _groups(num_groups: int | None, groups_per_token: int | None, ranked_by: int) -> Groups | None:
-    """The limit on groups of experts; None if a token may use all groups."""
-    if num_groups is None or groups_per_token is None:
-        raise UnsupportedModelError(
-            f"expected n_group and topk_group if groups of experts are limited, got {num_groups} and {groups_per_token}"
-        )
-    if num_groups == groups_per_token:
-        return None
-    try:
-        return Groups(num_groups, groups_per_token, ranked_by)
-    except ValueError as error:
-        raise UnsupportedModelError(f"experts: {error}") from error
-
-
-def _feed_forwards(
-    config: ConfigReader, routing: Routing, *, first_expert_layer: int, num_shared: int
-) -> tuple[FeedForward, ...]:
-    """The feed-forwards: experts in every `moe_layer_freq`-th layer from `first_k_dense_replace` on.
-
-    `first_expert_layer` and `num_shared` are defaults.
-    """
-    config.may_idle("every layer has experts", "intermediate_size")
-    config.may_idle("no layer has experts", *EXPERT_FIELDS.split())
-    config.may_idle(SAME_EXPERT_LAYERS, "first_k_dense_replace", "moe_layer_freq")
-    size = config.count("moe_intermediate_size")
-    shared = config.optional_count("n_shared_experts", absent=num_shared)
-    experts = ExpertFeedForward(
-        intermediate_size=size,
-        routing=routing,
-        gate=Activation.SILU,
-        storage=ExpertStorage.SEPARATE,
-        shared=None if shared is None else DenseFeedForward(shared * size, Activation.SILU),
-    )
-    first, step = config.count("first_k_dense_replace", first_expert_layer, least=0), config.count("moe_layer_freq", 1)
-    return tuple(
-        experts if index >= first and index % step == 0 else dense for index, dense in enumerate(dense_layers(config))
     )

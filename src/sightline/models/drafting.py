@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from sightline.layers.operations import Operations
 from sightline.models.contract import NO_TAPS, Definition, Model, ModelDefinition, Taps
+from sightline.models.decoder import Decoder
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.weights import WeightReader
+
+
+def as_given(states: Tensor, operations: Operations) -> Tensor:
+    """The states as the model gives them."""
+    del operations
+    return states
+
+
+def likeliest(logits: Tensor, operations: Operations) -> Tensor:
+    """The likeliest token of each row of logits, [num_rows] int64 on the device."""
+    packed = torch.empty((2, logits.shape[0]), dtype=torch.int64, device=logits.device)
+    operations.best_tokens(logits, packed)
+    return packed[0]
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedDraft:
+    """The networks of a drafter, with their weights."""
+
+    models: tuple[Model, ...]
+    """In the order of `DraftDefinition.networks`."""
+    fuse: Callable[[Tensor, Operations], Tensor] = as_given
+    """Turns the model's states [num_tokens, taps * width] into those that the first network takes."""
+    choose: Callable[[Tensor, Operations], Tensor] = likeliest
+    """The model's token that each row of a network's logits prefers, [num_rows] int64."""
 
 
 class DraftDefinition(ABC):
@@ -22,9 +53,14 @@ class DraftDefinition(ABC):
     @abstractmethod
     def networks(self) -> tuple[Definition, ...]: ...
 
+    @property
+    def target_tensors(self) -> tuple[str, ...]:
+        """What the names of their tensors begin with, if they are stored in the checkpoint of the model."""
+        return ()
+
     @abstractmethod
-    def load(self, target: Model, weights: WeightReader) -> tuple[Model, ...]:
-        """Builds each network. They may use the target's own embedding and output projection."""
+    def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
+        """Builds the networks. They may use the target's own embedding and output projection."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +77,9 @@ class DraftModel(DraftDefinition):
     def networks(self) -> tuple[Definition, ...]:
         return (self.definition,)
 
-    def load(self, target: Model, weights: WeightReader) -> tuple[Model, ...]:
+    def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
         del target
-        return (self.definition.load(weights),)
+        return LoadedDraft((self.definition.load(weights),))
 
 
 @dataclass(frozen=True)

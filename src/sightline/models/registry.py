@@ -6,18 +6,22 @@ Owns the rule that every field of a config has an effect on the definition, is r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TypeVar
 
 from sightline.core.errors import UnsupportedModelError
 from sightline.core.ledger import Ledger
 from sightline.models.bert import bert
 from sightline.models.config_reader import INFORMATIONAL, NOTED, ConfigReader
-from sightline.models.contract import Definition, EmbedderDefinition, ModelDefinition
+from sightline.models.contract import Definition, EmbedderDefinition
 from sightline.models.decoder import DecoderDefinition
 from sightline.models.deepseek import deepseek_v2, deepseek_v3
+from sightline.models.eagle3 import Eagle3Definition
+from sightline.models.eagle3_config import LAYER_SECTION, flattened, original_head, speculators_head
 from sightline.models.field_effects import fields_without_effect
 from sightline.models.foreign_fields import FOREIGN_FIELDS, is_neutral
 from sightline.models.gemma import gemma2, gemma3
+from sightline.models.glm import glm4_moe
 from sightline.models.gpt_oss import gpt_oss
 from sightline.models.llama import llama, mistral
 from sightline.models.qwen import qwen2, qwen3, qwen3_moe
@@ -40,7 +44,11 @@ FAMILIES: Mapping[str, Family] = {
     "GptOssForCausalLM": gpt_oss,
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeForCausalLM": glm4_moe,
 }
+ORIGINAL_HEADS = frozenset({"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"})
+"""Architectures of EAGLE-3 heads whose configs have one level."""
+SPECULATORS_TYPE = "eagle3"
 MODEL_TYPES: Mapping[str, str] = {
     "bert": "Bert",
     "llama": "Llama",
@@ -54,11 +62,12 @@ MODEL_TYPES: Mapping[str, str] = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
     "kimi_k2": "DeepseekV3",
+    "glm4_moe": "Glm4Moe",
 }
 """The prefix of the architecture names of each `model_type`, the field by which transformers chooses the network."""
 
 
-def define_model(config: Mapping[str, object], ledger: Ledger) -> ModelDefinition:
+def define_model(config: Mapping[str, object], ledger: Ledger) -> DecoderDefinition:
     """The definition of the model that a config describes. Raises `UnsupportedModelError` for unknown architectures."""
     definition = _define(config, ledger, FAMILIES)
     if not definition.causal:
@@ -73,6 +82,25 @@ def define_embedder(config: Mapping[str, object], ledger: Ledger) -> EmbedderDef
     """Like `define_model`, for embedding: also accepts encoders, and decoders without an output projection."""
     bare = {_bare(name): family for name, family in FAMILIES.items()}
     return _define(config, ledger, {**bare, **FAMILIES, **EMBEDDERS})
+
+
+def define_eagle3(config: Mapping[str, object], target: DecoderDefinition, ledger: Ledger) -> Eagle3Definition:
+    """The definition of an EAGLE-3 head that guesses for `target`. Raises `UnsupportedModelError` for other models."""
+    listed = config.get("architectures")
+    architectures = [str(name) for name in listed] if isinstance(listed, (list, tuple)) else []
+    if "speculators_model_type" in config or LAYER_SECTION in config:
+        kind = config.get("speculators_model_type")
+        if kind != SPECULATORS_TYPE:
+            raise UnsupportedModelError(f"expected speculators_model_type {SPECULATORS_TYPE!r}, got {kind!r}")
+        family = partial(speculators_head, target=target)
+        return _define_family(flattened(config), ledger, "EAGLE-3 of speculators", family)
+    for architecture in architectures:
+        if architecture in ORIGINAL_HEADS:
+            return _define_family(config, ledger, architecture, partial(original_head, target=target))
+    raise UnsupportedModelError(
+        f"expected an EAGLE-3 head, of the architecture {' or '.join(sorted(ORIGINAL_HEADS))} or with "
+        f"speculators_model_type {SPECULATORS_TYPE!r}, got {', '.join(architectures) or 'none'}"
+    )
 
 
 def _bare(architecture: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from sightline.core.errors import UnsupportedModelError
 from sightline.layers.rotary import (
@@ -28,10 +29,13 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 """Scalings whose frequencies depend on the longest sequence of the running batch."""
 
 
-def rotary_spec(parameters: Mapping[str, object], head_dim: int, theta: float, max_positions: int) -> RotarySpec:
+def rotary_spec(
+    parameters: Mapping[str, object], head_dim: int, theta: float, max_positions: int, *, may_be_partial: bool = False
+) -> RotarySpec:
     """One rotary embedding from its section of the config.
 
-    `theta` and `max_positions` are the defaults for the base and for the length before scaling.
+    `theta` and `max_positions` are the defaults for the base and for the length before scaling. Unless
+    `may_be_partial`, the section must rotate whole heads.
     """
     kind = _kind(parameters)
     if kind in _LENGTH_DEPENDENT:
@@ -39,7 +43,8 @@ def rotary_spec(parameters: Mapping[str, object], head_dim: int, theta: float, m
             f"rope: expected scaling default, linear, llama3 or yarn, got {kind!r}: its frequencies depend on the "
             "length of the longest row while the model runs, so a row's result would depend on the rows beside it"
         )
-    for name in _NOT_NULL & set(parameters):
+    not_null = _NOT_NULL | {"partial_rotary_factor"} if may_be_partial else _NOT_NULL
+    for name in not_null & set(parameters):
         if parameters[name] is None:
             raise UnsupportedModelError(f"rope: expected a number for {name}, got null; set it, or remove it")
     known = _KEYS | _YARN_KEYS if kind == "yarn" else _KEYS
@@ -48,12 +53,19 @@ def rotary_spec(parameters: Mapping[str, object], head_dim: int, theta: float, m
         names = ", ".join(sorted(unknown))
         raise UnsupportedModelError(f"rope: expected settings out of {', '.join(sorted(known))}, got {names}")
     partial = _positive(parameters, "partial_rotary_factor", 1.0)
-    if partial != 1.0:
+    if partial != 1.0 and not may_be_partial:
         raise UnsupportedModelError(f"rope: expected partial_rotary_factor 1.0, got {partial}")
     if head_dim % 2:
         raise UnsupportedModelError(f"rope: expected an even head dimension, got {head_dim}")
+    rotated = int(head_dim * partial)
+    if not 0 < rotated <= head_dim or rotated % 2:
+        raise UnsupportedModelError(
+            f"rope: expected a partial_rotary_factor that rotates an even number of dimensions from 2 to {head_dim}, "
+            f"got {partial}: {rotated} dimensions"
+        )
     theta = _positive(parameters, "rope_theta", theta)
-    return RotarySpec(head_dim, theta, _scaling(kind, parameters, theta, max_positions))
+    scaling = _scaling(kind, parameters, theta, max_positions)
+    return RotarySpec(head_dim, theta, scaling, None if rotated == head_dim else rotated)
 
 
 def with_frequency_factors(spec: RotarySpec, factors: list[object] | None) -> RotarySpec:
@@ -67,7 +79,7 @@ def with_frequency_factors(spec: RotarySpec, factors: list[object] | None) -> Ro
         raise UnsupportedModelError(
             f"rope: expected {spec.head_dim // 2} positive frequency factors, got {len(factors)}"
         )
-    return RotarySpec(spec.head_dim, spec.theta, FrequencyFactors(values))
+    return replace(spec, scaling=FrequencyFactors(values))
 
 
 def _scaling(kind: object, parameters: Mapping[str, object], theta: float, max_positions: int) -> RopeScaling | None:

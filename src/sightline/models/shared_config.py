@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from sightline.attention.spec import SoftmaxSpec
@@ -31,12 +32,14 @@ def plain_decoder(
     head_dim: int | None = None,
     theta: float = DEFAULT_THETA,
     rope: Mapping[str, object] = NO_ROPE_SCALING,
+    rotated_share: float | None = None,
     sinks: bool = False,
     tensors: AttentionTensors = NO_TENSORS,
 ) -> DecoderDefinition:
-    """The decoder of Llama, Mistral, Qwen and gpt-oss.
+    """The decoder of Llama, Mistral, Qwen, gpt-oss and GLM.
 
-    `head_dim`, `theta` and the section `rope` are defaults for configs that have none.
+    `head_dim`, `theta`, the section `rope` and `rotated_share` are defaults for configs that have none. Families
+    without a `rotated_share` rotate whole heads.
     """
     config.require("hidden_act", "silu")
     config.require("quantization_config", None)
@@ -44,8 +47,9 @@ def plain_decoder(
     hidden_size = config.count("hidden_size")
     head_dim = config.count("head_dim", head_dim or hidden_size // num_heads, null_is_default=True)
     num_positions = config.count("max_position_embeddings")
-    rotary = one_rotary(config, head_dim, num_positions, theta, rope)
+    rotary = one_rotary(config, head_dim, num_positions, theta, rope, rotated_share)
     scale = head_dim**-0.5
+    tensors = replace(tensors, rotated_dim=rotary.rotated_dim)
     specs = (SoftmaxSpec(num_heads, num_kv_heads, head_dim, scale, window, sinks=sinks) for window in windows)
     return DecoderDefinition(
         num_tokens=config.count("vocab_size"),
@@ -72,17 +76,25 @@ def one_rotary(
     num_positions: int,
     theta: float = DEFAULT_THETA,
     default: Mapping[str, object] = NO_ROPE_SCALING,
+    rotated_share: float | None = None,
 ) -> RotarySpec:
     """The rotary embedding of a model whose layers share one."""
-    return rotary_spec(rope_section(config, default), head_dim, theta, num_positions)
+    section = rope_section(config, default, rotated_share)
+    return rotary_spec(section, head_dim, theta, num_positions, may_be_partial=rotated_share is not None)
 
 
-def rope_section(config: ConfigReader, default: Mapping[str, object] = NO_ROPE_SCALING) -> Mapping[str, object]:
+def rope_section(
+    config: ConfigReader,
+    default: Mapping[str, object] = NO_ROPE_SCALING,
+    rotated_share: float | None = None,
+) -> Mapping[str, object]:
     """The rope section of a config, in its newer or older form, of a model whose layers share one.
 
     `default` is used if the config has neither. An empty `rope_parameters` counts as a section, as in transformers.
+    `rotated_share` is the default of `partial_rotary_factor`; None if the family rotates whole heads.
     """
-    config.require("partial_rotary_factor", None, 1.0)
+    if rotated_share is None:
+        config.require("partial_rotary_factor", None, 1.0)
     config.may_idle(ROPE_IDLE, "rope_scaling", "rope_parameters", "original_max_position_embeddings")
     older, newer = config.optional_section("rope_scaling"), config.optional_section("rope_parameters")
     if older and newer and same_type_key(older) != same_type_key(newer):
@@ -96,6 +108,11 @@ def rope_section(config: ConfigReader, default: Mapping[str, object] = NO_ROPE_S
     if "original_max_position_embeddings" in config:
         original = config.count("original_max_position_embeddings")
         state_once(section, "original_max_position_embeddings", original, "original_max_position_embeddings")
+    if rotated_share is not None:
+        if "partial_rotary_factor" in config:
+            share = config.positive("partial_rotary_factor")
+            state_once(section, "partial_rotary_factor", share, "partial_rotary_factor")
+        section.setdefault("partial_rotary_factor", rotated_share)
     return section
 
 

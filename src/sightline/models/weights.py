@@ -41,12 +41,15 @@ class WeightReader:
         expert_compute: ExpertCompute = ExpertCompute.ONE_BY_ONE,
         make_linear: Callable[[Tensor, Tensor | None], Linear] = Linear,
         skip_check: bool = False,
+        loaded_elsewhere: Sequence[str] = (),
     ) -> None:
         """`kept` makes layers of weights that stay quantised; if None, all are dequantised.
 
         `make_linear` makes projections with dense weights, from weight and bias.
 
         `skip_check` loads weights with NaN and infinities like any others.
+
+        `loaded_elsewhere` are beginnings of names. Another reader loads their tensors, for another network.
         """
         self.device = device
         self.expert_compute = expert_compute
@@ -57,6 +60,7 @@ class WeightReader:
         self._on_progress = on_progress
         self._kept = kept
         self._skip_check = skip_check
+        self._loaded_elsewhere = frozenset(loaded_elsewhere)
         self._taken: set[str] = set()
         self._dequantised: dict[str, list[str]] = {}
         """By reason: weights that should have stayed quantised and could not."""
@@ -144,8 +148,8 @@ class WeightReader:
         self._check_scales(f"{name}.weight")
         return kept.tied(self._checkpoint, f"{name}.weight")
 
-    def check_copy(self, name: str, original: str, because: str) -> None:
-        """Raises if the tensor `name` is stored and has other values than `original`.
+    def check_copy(self, name: str, original: str, because: str, remedy: str) -> None:
+        """Raises if the tensor `name` is stored and has other values than `original`. `remedy` says what to do then.
 
         The copy is read once from the mapped file and takes no memory of its own.
         """
@@ -155,7 +159,7 @@ class WeightReader:
         if info.shape != other.shape or not _are_equal(self._checkpoint.load(name), self._checkpoint.load(original)):
             raise CheckpointError(
                 f"expected {name} in {self._checkpoint.location} to be {original} again ({because}), got other values; "
-                "set tie_word_embeddings to false in config.json if both are to be used, or remove the tensor"
+                f"{remedy}"
             )
         self._claim(name, info.shape)
 
@@ -176,9 +180,15 @@ class WeightReader:
         return float(self._checkpoint.load(name))
 
     def leave(self, prefix: str, what: str, why: str) -> None:
-        """Skips the tensors whose names begin with `prefix`, which no forward uses, and notes it if there are any."""
+        """Skips the tensors whose names begin with `prefix`, which this network does not use.
+
+        Notes it if there are any, unless they are loaded elsewhere.
+        """
         left = [name for name in self._checkpoint.tensors if name.startswith(prefix)]
-        self._leave(left, what, f"{len(left)} tensors {prefix}* are not loaded: {why}")
+        if prefix in self._loaded_elsewhere:
+            self._taken.update(left)
+        else:
+            self._leave(left, what, f"{len(left)} tensors {prefix}* are not loaded: {why}")
 
     def leave_tensors(self, names: Sequence[str], what: str, why: str) -> None:
         """Skips tensors that no forward uses, and notes it if there are any."""
@@ -195,12 +205,16 @@ class WeightReader:
         if names:
             self._ledger.note(what, fact)
 
-    def finish(self, ignorable: Iterable[str] = ()) -> None:
+    def finish(self, ignorable: Iterable[str] = (), within: Sequence[str] = ("",)) -> None:
         """Raises if the checkpoint has tensors that the model did not use: they would change the result.
 
-        Then records the weights that could not stay quantised.
+        `within` are the beginnings of the names that belong to the model, if another one is stored beside it. Then
+        records the weights that could not stay quantised.
         """
-        left = {name for name in self._checkpoint.tensors if not name.endswith(DERIVED_SUFFIXES)}
+        own = tuple(within)
+        left = {
+            name for name in self._checkpoint.tensors if name.startswith(own) and not name.endswith(DERIVED_SUFFIXES)
+        }
         left -= self._taken | set(ignorable)
         if left:
             names = ", ".join(sorted(left)[:5])

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,8 +39,9 @@ from sightline.layers.linear import Linear
 from sightline.layers.operations import Operations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
-from sightline.models.contract import Definition, EmbedderDefinition, Model
-from sightline.models.drafting import DraftSource
+from sightline.models.contract import NO_TAPS, Definition, EmbedderDefinition, Model, Taps
+from sightline.models.decoder import Decoder
+from sightline.models.drafting import DraftSource, LoadedDraft
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader
@@ -47,7 +49,7 @@ from sightline.runner.backend_choice import GroupSelection, import_chosen, make_
 from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
-from sightline.runner.networks import NetworkParts, NetworkRuntime, Shared, assemble_network
+from sightline.runner.networks import DraftRuntime, NetworkParts, NetworkRuntime, Shared, assemble_network
 from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuildStep, ignore
 from sightline.runner.quantised import (
     counted_as,
@@ -61,6 +63,10 @@ from sightline.runner.recording import CpuRecorder, CudaRecorder, Recorder
 from sightline.runner.runner import Runner
 from sightline.runner.warm_up import StepKind, WarmUp, embedding_kinds, few_kinds, paged_kinds
 
+ModelT = TypeVar("ModelT", bound=Model)
+ReaderOf: TypeAlias = Callable[[Checkpoint], WeightReader]
+"""Makes what reads the weights of a checkpoint."""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -72,8 +78,8 @@ class Runtime:
     workspace: Workspace
     network: NetworkRuntime
     """The model itself."""
-    drafting: tuple[NetworkRuntime, ...]
-    """Networks that draft for it."""
+    draft: DraftRuntime | None
+    """What drafts for it, if a network does."""
     operations: Operations
     """Operations with the kernels of the device."""
     launcher: CpuLauncher
@@ -106,7 +112,7 @@ class Runtime:
     @property
     def networks(self) -> tuple[NetworkRuntime, ...]:
         """The model, then those that draft for it."""
-        return (self.network, *self.drafting)
+        return (self.network, *(() if self.draft is None else self.draft.networks))
 
     @property
     def memory_taken(self) -> MemoryTaken:
@@ -137,7 +143,8 @@ class Blueprint:
     def select_for_drafts(self, candidates: Sequence[Candidate]) -> tuple[tuple[GroupSelection, ...], ...]:
         """Does the same for the groups of each network that drafts, which may have a setting of its own."""
         own = None if self.config.speculation is None else self.config.speculation.attention_backend
-        config = self.config
+        # It does not see the trees of guesses.
+        config = replace(self.config, speculation=None)
         if own is not None:
             config = replace(
                 config, attention_backend=own, prefill_attention_backend=None, decode_attention_backend=None
@@ -150,18 +157,19 @@ def build_runtime(
     checkpoint: Checkpoint,
     ledger: Ledger,
     on_step: OnBuildStep = ignore,
+    taps: Taps = NO_TAPS,
     draft: DraftSource | None = None,
 ) -> Runtime:
     """Builds a runtime for a checkpoint. Raises before the weights are read if something cannot work.
 
-    `draft` are the networks that draft for the model, if there are some. `on_step` is told how many tensors are read,
-    first that none is, when nothing is left but to read them; then, on a GPU, what is compiled and captured. No step
-    that is served later compiles anything.
+    `on_step` is told how many tensors are read, first that none is, when nothing is left but to read them; then, on a
+    GPU, what is compiled and captured. No step that is served later compiles anything. `taps` are the states that a
+    drafter takes, `draft` are its networks, if it has some.
     """
     definition = define_model(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, AttentionUsage.GENERATE, ledger, draft)
-    load = definition.load if draft is None else partial(definition.load, taps=draft.definition.taps)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, load)
+    load_model, load_draft = partial(definition.load, taps=taps), partial(_load_draft, draft)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, load_model, load_draft)
     _warm_up(runtime, paged_kinds(runtime.config), CAUSAL, on_step)
     _capture_graphs(runtime, ledger, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)
@@ -177,7 +185,7 @@ def build_embedding_runtime(
     """Like `build_runtime`, for a network without its output projection."""
     definition = define_embedder(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states, lambda *_: None)
     _warm_up(runtime, embedding_kinds(runtime.config), definition.mask, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime, definition
@@ -232,7 +240,8 @@ def _build(
     ledger: Ledger,
     on_step: OnBuildStep,
     definition: Definition,
-    load: Callable[[WeightReader], Model],
+    load: Callable[[WeightReader], ModelT],
+    load_draft: Callable[[ModelT, ReaderOf], LoadedDraft | None],
 ) -> Runtime:
     resolved, groups, device = blueprint.config, blueprint.groups, blueprint.config.device
     selections = blueprint.select(registry.installed())
@@ -245,29 +254,40 @@ def _build(
     launcher = make_launcher(resolved, everything, ledger)
     before = allocated_bytes(device)
     with times.measured(BuildPhase.WEIGHTS):
-        reader = _reader(resolved, checkpoint, launcher, ledger, on_step)
+        others = () if blueprint.draft is None else blueprint.draft.definition.target_tensors
+        reader = _reader(resolved, checkpoint, launcher, ledger, on_step, others)
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
-            drafts: tuple[Model, ...] = ()
-            if blueprint.draft is not None:
-                its_reader = _reader(resolved, blueprint.draft.checkpoint, launcher, ledger, on_step)
-                drafts = blueprint.draft.definition.load(model, its_reader)
+            draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step))
     weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
+    models = () if draft is None else draft.models
     drafting = [
         NetworkParts(draft_name(number), *each)
-        for number, each in enumerate(zip(drafts, blueprint.draft_groups, draft_selections, strict=True))
+        for number, each in enumerate(zip(models, blueprint.draft_groups, draft_selections, strict=True))
     ]
     with _compiling(resolved, times, on_step):
-        runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher, drafting)
+        runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher, draft, drafting)
     return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
+def _load_draft(source: DraftSource | None, target: Decoder, reader_of: ReaderOf) -> LoadedDraft | None:
+    return None if source is None else source.definition.load(target, reader_of(source.checkpoint))
+
+
 def _reader(
-    config: ResolvedConfig, checkpoint: Checkpoint, launcher: CpuLauncher, ledger: Ledger, on_step: OnBuildStep
+    config: ResolvedConfig,
+    checkpoint: Checkpoint,
+    launcher: CpuLauncher,
+    ledger: Ledger,
+    on_step: OnBuildStep,
+    loaded_elsewhere: Sequence[str] = (),
 ) -> WeightReader:
-    """Reads the weights of a checkpoint in the form that the chosen kernels take."""
+    """Reads the weights of a checkpoint in the form that the chosen kernels take.
+
+    `loaded_elsewhere` are beginnings of names. Their tensors belong to networks that draft.
+    """
 
     def on_progress(done: int, total: int) -> None:
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
@@ -283,6 +303,7 @@ def _reader(
         skip_check=config.skip_weight_check,
         expert_compute=expert_compute(config),
         make_linear=_linear_maker(config, launcher),
+        loaded_elsewhere=loaded_elsewhere,
     )
 
 
@@ -304,8 +325,10 @@ def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step
             return
         kinds = few_kinds(kinds)
     with runtime.times.measured(BuildPhase.KERNELS):
-        for network in runtime.networks:
-            WarmUp(runtime.config, runtime.store, network, mask).run(kinds, on_step)
+        for number, network in enumerate(runtime.networks):
+            # Only the model itself sees trees of guesses.
+            own = [kind for kind in kinds if not (number and kind.is_tree)]
+            WarmUp(runtime.config, runtime.store, network, mask).run(own, on_step)
 
 
 def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
@@ -349,7 +372,7 @@ def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: At
         config.dtype,
         config.cache_dtype,
         config.page_size,
-        usage.needs,
+        usage.needs(config, work),
         demands_of(config, group, work, usage),
     )
 
@@ -383,9 +406,13 @@ def assemble_runtime(
     selections: Sequence[GroupSelection],
     store: CacheStore,
     launcher: CpuLauncher,
+    loaded: LoadedDraft | None = None,
     drafting: Sequence[NetworkParts] = (),
 ) -> Runtime:
-    """Builds everything from the workspace to the runner, for the model and the networks that draft for it."""
+    """Builds everything from the workspace to the runner, for the model and the networks `loaded` that draft for it.
+
+    `drafting` are the parts of each of them.
+    """
     device = config.device.torch_device
     workspace = Workspace(device, config.scratch_bytes, poison=config.paranoid)
     operations = make_operations(config.layer_kernels, device, config.dtype, launcher)
@@ -399,7 +426,7 @@ def assemble_runtime(
         store=store,
         workspace=workspace,
         network=networks[0],
-        drafting=tuple(networks[1:]),
+        draft=None if loaded is None else DraftRuntime(loaded, tuple(networks[1:]), operations),
         operations=operations,
         launcher=launcher,
         times=BuildTimes(),

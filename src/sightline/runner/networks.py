@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from sightline.attention.capability import Work
 from sightline.attention.contract import BackendContext, StepLimits
 from sightline.attention.planner import GroupBinding, PartBackend, Planner
@@ -22,6 +24,7 @@ from sightline.kernels.cpu.program import CpuLauncher
 from sightline.layers.operations import Operations
 from sightline.layers.scratch import Activations
 from sightline.models.contract import Model
+from sightline.models.drafting import LoadedDraft
 from sightline.runner.backend_choice import GroupSelection
 from sightline.runner.graphs import Graphs
 from sightline.runner.runner import Runner
@@ -49,6 +52,25 @@ class NetworkRuntime:
     planner: Planner
     runner: Runner
     graphs: Graphs
+    max_step_tokens: int
+
+
+@dataclass(frozen=True)
+class DraftRuntime:
+    """The networks that draft for a model, ready to run."""
+
+    loaded: LoadedDraft
+    networks: tuple[NetworkRuntime, ...]
+    """Those of `loaded`, in the same order."""
+    operations: Operations
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The states that the first network takes, from those of the model."""
+        return self.loaded.fuse(states, self.operations)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The model's tokens [num_rows] int64 that a network prefers."""
+        return self.loaded.choose(logits, self.operations)
 
 
 @dataclass(frozen=True)
@@ -89,7 +111,7 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     }
     runner = Runner(model, planner, activations)
     graphs = Graphs(config.graph_sizes, shared.store, cache, planner, bindings)
-    return NetworkRuntime(cache, bindings, parts.selections, planner, runner, graphs)
+    return NetworkRuntime(cache, bindings, parts.selections, planner, runner, graphs, config.max_step_tokens)
 
 
 def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:

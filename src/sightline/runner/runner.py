@@ -54,6 +54,11 @@ class Runner:
             )
         return self._planner.lanes.run(planned.plan.certificate.lane, Depth.RUNNER, self._forward, planned, states)
 
+    @property
+    def gives_states(self) -> bool:
+        """True if the model gives a state for each token."""
+        return self._model.states_out > 0
+
     def no_states(self, num_tokens: int, device: torch.device) -> Tensor | None:
         """Zeros in place of the states that the model takes for so many tokens; None if it takes none."""
         width = self._model.states_in

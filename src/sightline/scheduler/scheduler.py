@@ -33,7 +33,7 @@ from sightline.scheduler.running import RunningRows
 from sightline.scheduler.sequence import DraftRoom, Drafts, RowResult, Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
 from sightline.scheduler.supply import PrefixReuse, Supply
-from sightline.scheduler.trees import check_path, checked_draft, depths
+from sightline.scheduler.trees import check_path, depths
 from sightline.scheduler.whole import WholeQueue
 
 
@@ -82,6 +82,11 @@ class Scheduler:
         """Prompt tokens found in the prefix cache."""
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
         """Rows with guesses that were committed, the guessed tokens, and those of them that were right."""
+
+    def reset_counts(self) -> None:
+        """Begins all counts again."""
+        self.num_queried_tokens = self.num_hit_tokens = self.num_retractions = 0
+        self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
 
     @property
     def running(self) -> Sequence[SequenceState]:
@@ -398,7 +403,7 @@ class Scheduler:
         if num_spare <= 0 or not rooms:
             return
         for index, draft in zip(rooms, drafts.propose(tuple(rooms.values()), num_spare), strict=True):
-            tokens, parents = checked_draft(draft, rooms[index], makes_trees=drafts.makes_trees)
+            tokens, parents = draft
             rows[index] = replace(rows[index], num_tokens=1 + len(tokens), drafts=tokens, parents=parents)
 
     def _grow(self, sequence: SequenceState) -> bool:

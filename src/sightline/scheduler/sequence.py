@@ -79,6 +79,13 @@ class SequenceState:
         self.rank = (self.request.terms.priority, 0)
 
     @property
+    def held_row(self) -> int:
+        """Its page-table row. Raises `ValueError` if it has none."""
+        if self.table_row is None:
+            raise ValueError(f"expected a sequence with a row, got one of {self.request.request_id} that waits")
+        return self.table_row
+
+    @property
     def num_pending(self) -> int:
         return self.num_expected - self.num_scheduled
 
@@ -193,8 +200,8 @@ class DraftRoom(NamedTuple):
 class Draft(NamedTuple):
     """Guesses of what a sequence generates next: one continuation, or a tree of several.
 
-        known   the quick ─┬─ brown ── fox          tokens   brown fox red
-                           └─ red                   parents  -1    0   -1
+    known   the quick ─┬─ brown ── fox          tokens   brown fox red
+                       └─ red                   parents  -1    0   -1
     """
 
     tokens: tuple[int, ...] = ()
@@ -208,8 +215,6 @@ class Drafts(Protocol):
 
     max_step_tokens: int
     """Tokens that a step with guesses may have."""
-    makes_trees: bool
-    """True if a draft may be a tree."""
 
     def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
         """A draft for each room, of at most `most` tokens together; an empty one where nothing is guessed."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sightline.scheduler.sequence import Draft, DraftRoom
+from sightline.scheduler.sequence import Draft
 
 ROOT = -1
 """The parent of guesses that follow the last known token."""
 
 
-def checked_draft(draft: Draft, room: DraftRoom, *, makes_trees: bool) -> Draft:
-    """The draft, with a tree of one branch as a chain. Raises `ValueError` if it is malformed or has no room."""
+def checked_draft(draft: Draft, most: int, *, may_branch: bool) -> Draft:
+    """The draft, with a tree of one branch as a chain. Raises `ValueError` if it is malformed or too long."""
     tokens, parents = draft
-    if len(tokens) > room.most:
-        raise ValueError(f"expected a draft of at most {room.most} tokens, got {len(tokens)}; shorten it")
+    if len(tokens) > most:
+        raise ValueError(f"expected a draft of at most {most} tokens, got {len(tokens)}")
     if parents is None:
         return draft
     if len(parents) != len(tokens):
@@ -26,8 +26,8 @@ def checked_draft(draft: Draft, room: DraftRoom, *, makes_trees: bool) -> Draft:
         raise ValueError(f"expected children of one guess to be different tokens, got {tokens} behind {parents}")
     if parents == tuple(range(ROOT, len(tokens) - 1)):
         return Draft(tokens)
-    if not makes_trees:
-        raise ValueError("expected a chain from a drafter that does not declare trees, got a tree; set makes_trees")
+    if not may_branch:
+        raise ValueError("expected one continuation, got a tree; give num_branches in speculative_config")
     return draft
 
 

@@ -13,6 +13,10 @@ from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.speculation import DraftMethod, Speculation
 from sightline.models.contract import NO_TAPS, Taps
+from sightline.models.decoder import DecoderDefinition
+from sightline.models.drafting import DraftSource
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
 from sightline.scheduler.trees import merged
 
@@ -24,6 +28,13 @@ class ObservedRow(NamedTuple):
     result: RowResult
     start: int
     """Where its tokens begin in the step."""
+
+    def known_from(self, place: int) -> list[int]:
+        """The sequence's tokens from a place before the row's end on, with those that the step settled."""
+        tokens, settled = self.row.sequence.tokens, self.result.tokens
+        if not settled:
+            return tokens[place:]
+        return [*tokens[place : self.result.seq_len + 1 - len(settled)], *settled]
 
 
 class ObservedStep(NamedTuple):
@@ -61,6 +72,23 @@ class DrafterContext:
     speculation: Speculation
     device: DeviceKind
     ledger: Ledger
+    draft: DraftRuntime | None = None
+    """The drafter's own networks; None if its kind has none."""
+
+    @property
+    def networks(self) -> DraftRuntime:
+        """The drafter's own networks. Raises `ValueError` if its kind has none."""
+        if self.draft is None:
+            raise ValueError(f"expected the networks of {self.speculation.method}, got none; name them in its kind")
+        return self.draft
+
+
+class DraftTarget(NamedTuple):
+    """The model that is drafted for, before it is built."""
+
+    checkpoint: Checkpoint
+    definition: DecoderDefinition
+    ledger: Ledger
 
 
 @dataclass(frozen=True)
@@ -74,7 +102,10 @@ class DrafterKind:
     """Its name, and the settings that it takes. It needs `model` if it guesses with a network of its own."""
     make: Callable[[DrafterContext], Drafter]
     taps: Taps = NO_TAPS
-    """The states of the target that it observes."""
+    """The states of the target that it observes, if it has no networks: they say themselves what they take."""
+    networks: Callable[[Speculation, DraftTarget], DraftSource] | None = None
+    """Finds its networks and describes them; None if it guesses without any. Raises `ConfigError` if they do not fit
+    the target."""
 
 
 class TextDrafter(ABC):

@@ -4,16 +4,26 @@ A tree has so many on each of its paths.
 A guess that is right costs little, because a step reads the weights once for all its tokens. One that is wrong costs
 the time of its tokens, so a sequence whose guesses fail rests: for 2 tokens, then 4, 8 and so on. With the token before
 them, guesses are 2, 4 or 8 rows of a product, which kernels multiply at once.
+
+On a device where a step of a few tokens takes no longer than a step of one, a draft that is wrong costs nothing either:
+there as much is guessed as may be, until several drafts in a row have failed.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from sightline.core.errors import DeviceFaultError
+from sightline.core.ledger import Ledger
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
+from sightline.scheduler.trees import checked_draft
 from sightline.speculative.drafter import Drafter, ObservedStep
 
+logger = logging.getLogger("sightline")
 _LONGEST_REST = 64
 """Tokens after which even a sequence whose guesses all failed is tried again."""
 
@@ -22,7 +32,7 @@ _LONGEST_REST = 64
 class _Drafting:
     """How a sequence's guesses have fared."""
 
-    limit: int = 1
+    limit: int
     """Tokens that it may guess next."""
     num_failed: int = 0
     """Drafts without a right token, since the last one with some."""
@@ -33,16 +43,29 @@ class _Drafting:
 class AdaptiveDrafts:
     """The drafts of all sequences of an engine."""
 
-    def __init__(self, drafter: Drafter, most: int, max_step_tokens: int, num_branches: int = 1) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        most: int,
+        max_step_tokens: int,
+        ledger: Ledger,
+        *,
+        patience: int = 0,
+        num_branches: int = 1,
+    ) -> None:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
 
-        With several branches drafts may be trees, with so many times the tokens.
+        The ledger is told if the drafter fails, after which nothing is guessed any more. With `patience`, drafts do not
+        shrink, and a sequence rests only after more drafts in a row than that had no right token. With several branches
+        drafts may be trees, of so many times the tokens.
         """
         self.max_step_tokens = max_step_tokens
-        self.makes_trees = num_branches > 1
-        self._num_branches = num_branches
+        self.num_branches = num_branches
         self._drafter = drafter
         self._most = most
+        self._ledger = ledger
+        self._patience = patience
+        self._has_failed = False
         self._drafting: dict[SequenceState, _Drafting] = {}
 
     def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
@@ -50,25 +73,46 @@ class AdaptiveDrafts:
         drafts, asked = [Draft()] * len(rooms), dict[int, DraftRoom]()
         for index, (sequence, room, _) in enumerate(rooms):
             limit = self.limit(sequence)
-            count = min(room, most, limit * self._num_branches)
+            count = min(room, most, limit * self.num_branches)
             if count > 0:
                 asked[index] = DraftRoom(sequence, count, min(limit, count))
                 most -= count
-        if asked:
+        if not asked or self._has_failed:
+            return drafts
+        try:
             for index, draft in zip(asked, self._drafter.propose(tuple(asked.values())), strict=True):
-                drafts[index] = draft
+                drafts[index] = checked_draft(draft, asked[index].most, may_branch=self.num_branches > 1)
+        except Exception as error:
+            self._give_up(error)
+            return [Draft()] * len(rooms)
         return drafts
 
     def limit(self, sequence: SequenceState) -> int:
         """Tokens that may be guessed for a sequence now; of a tree, on each path."""
         state = self._drafting.get(sequence)
         if state is None:
-            state = self._drafting[sequence] = _Drafting()
+            state = self._drafting[sequence] = _Drafting(self._most if self._patience else 1)
         return state.limit if len(sequence.tokens) >= state.rests_until else 0
 
     def observe_step(self, step: ObservedStep) -> None:
         """Shows the drafter a step of the target, before it is committed."""
-        self._drafter.observe(step)
+        if not self._has_failed:
+            try:
+                self._drafter.observe(step)
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """A drafter that fails costs no request anything: the engine goes on without guesses."""
+        if isinstance(error, DeviceFaultError | torch.AcceleratorError):
+            raise error
+        self._has_failed = True
+        logger.error("the drafter failed, and nothing is guessed any more: %s", error, exc_info=error)
+        self._ledger.degrade(
+            "speculative_config",
+            f"nothing is guessed any more: the drafter raised {type(error).__name__}: {error}",
+            "report it, and start without speculative_config",
+        )
 
     def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
         """Takes in how many tokens of a draft were right. `num_drafted` are those of its longest path."""
@@ -77,12 +121,13 @@ class AdaptiveDrafts:
             return
         if num_accepted:
             state.num_failed = 0
-            reached = num_drafted + 1 if num_accepted == num_drafted else num_accepted // 2
+            reached = num_drafted + 1 if num_accepted == num_drafted or self._patience else num_accepted // 2
             state.limit = min(self._most, (1 << reached.bit_length()) - 1) or 1
             return
         state.num_failed += 1
-        state.limit = 1
-        state.rests_until = len(sequence.tokens) + min(_LONGEST_REST, 1 << state.num_failed)
+        if state.num_failed > self._patience:
+            state.limit = 1
+            state.rests_until = len(sequence.tokens) + min(_LONGEST_REST, 1 << (state.num_failed - self._patience))
 
     def forget(self, sequence: SequenceState) -> None:
         """Drops what is kept of a sequence."""

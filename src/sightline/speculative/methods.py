@@ -8,19 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
+from sightline.core.config import EngineConfig
 from sightline.core.device import DeviceKind
 from sightline.core.errors import ConfigError
 from sightline.core.extensions import Extension, extensions
-from sightline.core.speculation import ENTRY_POINT_GROUP, method_names
-from sightline.models.contract import NO_TAPS
-from sightline.speculative.drafter import DrafterContext, DrafterKind
+from sightline.core.ledger import Ledger
+from sightline.core.speculation import ENTRY_POINT_GROUP, method_names, read_speculation
+from sightline.models.contract import NO_TAPS, Taps
+from sightline.models.drafting import DraftSource
+from sightline.models.loading.checkpoint import Checkpoint
+from sightline.models.registry import define_model
+from sightline.speculative.draft_model import DRAFT_MODEL
+from sightline.speculative.drafter import DrafterContext, DrafterKind, DraftTarget
 from sightline.speculative.drafts import AdaptiveDrafts
+from sightline.speculative.heads import EAGLE3, MTP
 from sightline.speculative.ngram import NGRAM
 
-BUILT_IN: Mapping[str, DrafterKind] = MappingProxyType({each.method.name: each for each in (NGRAM,)})
+BUILT_IN: Mapping[str, DrafterKind] = MappingProxyType(
+    {each.method.name: each for each in (NGRAM, DRAFT_MODEL, EAGLE3, MTP)}
+)
 MAX_STEP_TOKENS: Mapping[DeviceKind, int] = MappingProxyType({DeviceKind.CPU: 8, DeviceKind.CUDA: 128})
 """Up to so many tokens a step mostly reads weights, so that guesses cost little; beyond, each costs its own time."""
+PATIENCE: Mapping[DeviceKind, int] = MappingProxyType({DeviceKind.CPU: 0, DeviceKind.CUDA: 2})
+"""Drafts of a sequence in a row that may fail before it rests. On a CPU every guess costs time."""
 
 
 def find(name: str) -> DrafterKind:
@@ -43,15 +55,32 @@ def _load(extension: Extension) -> DrafterKind:
     return loaded
 
 
+class DraftNeeds(NamedTuple):
+    """What a drafter needs of the engine that it guesses for."""
+
+    taps: Taps = NO_TAPS
+    source: DraftSource | None = None
+
+
+def drafter_needs(config: EngineConfig, checkpoint: Checkpoint, ledger: Ledger) -> DraftNeeds:
+    """What the drafter that a config asks for needs; nothing if it asks for none. Reads no weights."""
+    speculation = read_speculation(config.speculative_config)
+    if speculation is None:
+        return DraftNeeds()
+    kind = find(speculation.method)
+    if kind.networks is None:
+        return DraftNeeds(kind.taps)
+    # What the definition ignores is told when the model is built.
+    target = DraftTarget(checkpoint, define_model(checkpoint.config, Ledger()), ledger)
+    source = kind.networks(speculation, target)
+    return DraftNeeds(source.definition.taps, source)
+
+
 def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
     """The drafts of all sequences of an engine. The ledger says if fewer tokens are guessed than asked for."""
     config = context.speculation
     kind = find(config.method)
     kind.method.check(config)
-    if kind.taps != NO_TAPS:
-        raise ConfigError(
-            f"the drafter {config.method} asks for states of the model that it guesses for, which are not supported yet"
-        )
     most, max_step_tokens = config.num_speculative_tokens, MAX_STEP_TOKENS[context.device]
     if most >= max_step_tokens:
         context.ledger.degrade(
@@ -60,4 +89,11 @@ def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
             "more than its guesses save",
             f"ask for {max_step_tokens - 1} or fewer",
         )
-    return AdaptiveDrafts(kind.make(context), most, max_step_tokens, config.num_branches)
+    return AdaptiveDrafts(
+        kind.make(context),
+        most,
+        max_step_tokens,
+        context.ledger,
+        patience=PATIENCE[context.device],
+        num_branches=config.num_branches,
+    )

@@ -14,8 +14,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from sightline.core import speculation
-from sightline.core.speculation import Speculation
-from sightline.speculative.drafter import Drafter, DrafterContext, DrafterKind, DrafterOfTexts, TextDrafter
+from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
+from sightline.speculative.corpus import Corpora
+from sightline.speculative.drafter import (
+    Drafter,
+    DrafterContext,
+    DrafterKind,
+    DrafterOfTexts,
+    ObservedStep,
+    TextDrafter,
+)
 
 
 class NgramDrafter(TextDrafter):
@@ -31,10 +39,6 @@ class NgramDrafter(TextDrafter):
         """Where the token behind the latest run of these tokens is. Of a run at the very end nothing follows yet."""
         self._num_indexed = 0
         """Tokens whose runs are in the index: all but the last ones."""
-
-    @classmethod
-    def of(cls, config: Speculation) -> NgramDrafter:
-        return cls(config.prompt_lookup_max, config.prompt_lookup_min)
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
         self._index(tokens)
@@ -62,8 +66,45 @@ def _continued(tokens: Sequence[int], place: int, most: int) -> Sequence[int]:
     return known
 
 
+class NgramOfCorpus(Drafter):
+    """Guesses from a sequence's own text and, where that has no guess, from texts that its caller was served before."""
+
+    def __init__(self, own: Drafter, corpora: Corpora, longest: int) -> None:
+        """`longest` is the longest run that is compared."""
+        self._own, self._corpora, self._longest = own, corpora, longest
+        self._served: set[SequenceState] = set()
+        """Sequences whose texts are taken in when they end."""
+
+    def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        self._served.update([each.sequence for each in rooms])
+        drafts = self._own.propose(rooms)
+        return [draft if draft.tokens else self._guess(room) for draft, room in zip(drafts, rooms, strict=True)]
+
+    def _guess(self, room: DraftRoom) -> Draft:
+        """One continuation: a caller's texts have one place for each run."""
+        sequence, most = room.sequence, room.most if room.longest is None else room.longest
+        return Draft(tuple(self._corpora.propose(sequence.caller, sequence.tokens, most)))
+
+    def observe(self, step: ObservedStep) -> None:
+        self._served.update([each.row.sequence for each in step.rows])
+        self._own.observe(step)
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Takes the text in. What the prefix cache had of it came from a text that was taken in before."""
+        self._own.forget(sequence)
+        if sequence in self._served:
+            self._served.remove(sequence)
+            if sequence.num_generated:
+                self._corpora.add(sequence.caller, sequence.tokens[max(0, sequence.num_cached - self._longest) :])
+
+
 def _make(context: DrafterContext) -> Drafter:
-    return DrafterOfTexts(partial(NgramDrafter.of, context.speculation), context.speculation.num_branches)
+    config = context.speculation
+    longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
+    own = DrafterOfTexts(partial(NgramDrafter, longest, shortest), config.num_branches)
+    if not config.corpus_tokens:
+        return own
+    return NgramOfCorpus(own, Corpora(config.corpus_tokens, longest, shortest), longest)
 
 
 NGRAM = DrafterKind(speculation.NGRAM, _make)

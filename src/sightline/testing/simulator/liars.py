@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from sightline.core.ledger import Ledger
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
 from sightline.speculative.drafter import Drafter, ObservedStep
 from sightline.speculative.drafts import AdaptiveDrafts
@@ -64,7 +65,7 @@ class LyingDrafts(AdaptiveDrafts):
     def __init__(
         self, drafter: Drafter, drafting: Drafting, max_step_tokens: int, page_size: int, counts: EventCounts
     ) -> None:
-        super().__init__(drafter, drafting.most, max_step_tokens, drafting.num_branches)
+        super().__init__(drafter, drafting.most, max_step_tokens, Ledger(), num_branches=drafting.num_branches)
         self._drafting_scene = drafting
         self._page_size = page_size
         self._counts = counts

@@ -117,7 +117,8 @@ class Reading:
         difference: NDArray[np.uint64] = sums[self.stops] - sums[self.starts]
         for token, start, stop, seen in self.trees:
             first = stop - len(seen)
-            difference[token : token + len(seen)] = sums[first : first + 1] - sums[start : start + 1] + seen @ values[first:stop]
+            context = sums[first : first + 1] - sums[start : start + 1]
+            difference[token : token + len(seen)] = context + seen @ values[first:stop]
         return difference
 
 

@@ -21,6 +21,12 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 """By the name in the file. Other types hold no weights, or quantised weights whose scales are stored elsewhere."""
 
+_TABLE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
+)
+TOKEN_TABLES = frozenset({"d2t", "t2d"})
+"""Tensors that are no weights: drafters have them, to translate between their tokens and those of their target."""
+
 
 class SafetensorsFile:
     """An open, memory-mapped file."""
@@ -39,10 +45,11 @@ class SafetensorsFile:
     def describe(self, name: str) -> TensorInfo:
         view = self._handle.get_slice(name)
         stored_as = str(view.get_dtype())
-        dtype = _DTYPES.get(stored_as)
+        known = _TABLE_DTYPES if name.rpartition(".")[2] in TOKEN_TABLES else _DTYPES
+        dtype = known.get(stored_as)
         if dtype is None:
             raise UnsupportedModelError(
-                f"{self.path}: expected {name!r} in one of {', '.join(_DTYPES)}, got {stored_as}. "
+                f"{self.path}: expected {name!r} in one of {', '.join(known)}, got {stored_as}. "
                 "Use an unquantised version of the model."
             )
         return TensorInfo(tuple(view.get_shape()), dtype, stored_as)

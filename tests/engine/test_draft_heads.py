@@ -1,0 +1,296 @@
+"""Heads that continue the model's states: answers are those without them, and guesses are those of the references.
+
+A guess is a function of the text. So each draft that an engine made, at whatever page, chunk or round, is compared with
+one that transformers, or the reference of EAGLE-3 heads, makes from the whole text at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from sightline import LLM
+from sightline.core.device import DeviceKind
+from sightline.core.errors import ConfigError
+from sightline.scheduler.sequence import Draft, DraftRoom
+from sightline.speculative import heads, methods
+from sightline.speculative.drafter import ObservedStep
+from sightline.speculative.drafts import AdaptiveDrafts
+from sightline.speculative.heads import HeadDrafter
+from sightline.speculative.network_steps import NetworkSteps
+from support.eagle3_heads import CASES, make_weights, reference, save_head
+from support.eagle3_runs import make_target
+from support.speculating import EVERYTHING, GREEDY, PROMPTS, ask, tiny, tokens_of
+from support.tiny_mtp import Oracle, save_with_modules
+
+MOST = 6
+
+
+class Case(NamedTuple):
+    """A model, how it is drafted for, and what drafts for it at all."""
+
+    folder: Path
+    config: dict[str, object]
+    guess: Callable[[Sequence[int], int], list[int]]
+    """The guesses for a text, by the reference."""
+
+
+def mtp_guesses(oracle: Oracle, text: Sequence[int], count: int) -> list[int]:
+    """The guesses of each depth, then those of the last depth behind its own states."""
+    modules, model, num_places = oracle.modules, oracle.model, len(text) - 1
+    last = model.config.num_hidden_layers - 1
+    tokens, guesses = list(text), list[int]()
+    with torch.no_grad():
+        given = model(torch.tensor([tokens[:num_places]]), output_hidden_states=[last], use_cache=False)
+        states, inputs = given.hidden_states[-1], Tensor()
+        for depth in range(1, count + 1):
+            module = min(depth, len(modules.layers))
+            if depth > len(modules.layers):
+                # One place more, whose state is the one that was made last.
+                num_places += 1
+                states = torch.cat([inputs, states[:, -1:]], dim=1)
+            inputs = states
+            shifted = torch.tensor([tokens[module : module + num_places]])
+            positions = torch.arange(module, module + num_places).unsqueeze(0)
+            states = modules.forward_layer(module - 1, inputs, positions, None, input_ids=shifted)
+            guesses.append(int(modules._project_to_logits(states)[0, -1].argmax()))
+            tokens.append(guesses[-1])
+    return guesses
+
+
+def mtp_case(family: str, num_modules: int, folder: Path) -> Case:
+    oracle = save_with_modules(family, num_modules, folder)
+    config = {"method": "mtp", "num_speculative_tokens": MOST}
+    return Case(folder, config, lambda text, count: mtp_guesses(oracle, text, count))
+
+
+def eagle3_case(name: str, folder: Path) -> Case:
+    model, case = make_target(), CASES[name]
+    for part in ("target", "head"):
+        (folder / part).mkdir()
+    model.save_pretrained(folder / "target")
+    weights = make_weights(case)
+    if not case.stores_embedding:
+        weights["embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+    save_head(case, folder / "head", weights)
+    oracle, taps = reference(case, weights), case.layer_ids or (2, 3, 4)
+
+    def guess(text: Sequence[int], count: int) -> list[int]:
+        found: list[Tensor] = []
+        modules = [*model.model.layers, model.model.norm]
+        hooks = [each.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0])) for each in modules]
+        with torch.no_grad():
+            model(torch.tensor([text[:-1]]), use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        states, guesses = torch.cat([found[each] for each in taps], dim=1), list[int]()
+        for _ in range(count):
+            last = oracle.run(text[1:], states, guesses)[-1]
+            guesses.append(int(oracle.target_tokens(last.logits[-1].argmax())))
+        return guesses
+
+    config = {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": MOST}
+    return Case(folder / "target", config, guess)
+
+
+MAKERS: dict[str, Callable[[Path], Case]] = {
+    "deepseek_v3, one module": lambda folder: mtp_case("deepseek_v3", 1, folder),
+    "deepseek_v3, three modules": lambda folder: mtp_case("deepseek_v3", 3, folder),
+    "glm4_moe, two modules": lambda folder: mtp_case("glm4_moe", 2, folder),
+    "eagle3": lambda folder: eagle3_case("plain", folder),
+    "eagle3, original": lambda folder: eagle3_case("original", folder),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def find(name: str) -> Case:
+        if name not in made:
+            made[name] = MAKERS[name](tmp_path_factory.mktemp("case"))
+        return made[name]
+
+    return find
+
+
+class Recorded:
+    """The drafts that engines make, as many tokens each as they may have."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.drafts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        propose = HeadDrafter.propose
+
+        def recorded(drafter: HeadDrafter, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+            found = propose(drafter, rooms)
+            for room, draft in zip(rooms, found, strict=True):
+                assert len(draft.tokens) == room.most
+                self.drafts.append((tuple(room.sequence.tokens), draft.tokens))
+            return found
+
+        patch.setattr(HeadDrafter, "propose", recorded)
+        patch.setattr(AdaptiveDrafts, "_limit", lambda drafts, _: drafts._most)
+        patch.setattr(methods, "MAX_STEP_TOKENS", {DeviceKind.CPU: 64})
+
+    def num_wrong(self, case: Case) -> int:
+        """Drafts that the reference does not make."""
+        assert len(self.drafts) > 20
+        return sum(case.guess(text, len(draft)) != list(draft) for text, draft in dict(self.drafts).items())
+
+
+def drafting(case: Case, **changes: object) -> LLM:
+    return tiny(case.folder, speculative_config=case.config, **changes)
+
+
+def has_failed(llm: LLM) -> bool:
+    return any(each.subject == "speculative_config" for each in llm.engine.ledger.degradations)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_guesses_are_those_of_the_reference_and_answers_those_without(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    case = cases(name)
+    expected = ask(tiny(case.folder), GREEDY, PROMPTS)
+    recorded = Recorded(monkeypatch)
+    llm = drafting(case, max_num_batched_tokens=11, max_num_seqs=4)
+    assert tokens_of(ask(llm, GREEDY, PROMPTS)) == tokens_of(expected)
+    assert not has_failed(llm)
+    assert recorded.num_wrong(case) == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3, three modules", "eagle3"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cache_tokens": 72, "max_model_len": 64, "max_num_seqs": 5},
+        {"prefix_caching": False, "max_num_batched_tokens": 5, "max_num_seqs": 2},
+        {"max_model_len": 48},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_room_and_sizes_change_nothing(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, name: str, changes: dict[str, object]
+) -> None:
+    case = cases(name)
+    expected = ask(tiny(case.folder, **changes), GREEDY, PROMPTS)
+    recorded = Recorded(monkeypatch)
+    llm = drafting(case, **changes)
+    assert tokens_of(ask(llm, GREEDY, PROMPTS)) == tokens_of(expected)
+    assert not has_failed(llm)
+    if "cache_tokens" in changes:
+        assert llm.engine.num_retractions > 0
+    assert recorded.num_wrong(case) == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3, one module", "glm4_moe, two modules", "eagle3"])
+def test_every_parameter_and_shared_prefixes_give_the_same_answers(cases: Callable[[str], Case], name: str) -> None:
+    case = cases(name)
+    expected = ask(tiny(case.folder), EVERYTHING, PROMPTS)
+    llm = drafting(case)
+    for _ in range(2):
+        found = ask(llm, EVERYTHING, PROMPTS)
+        assert tokens_of(found) == tokens_of(expected)
+    assert max(each.num_cached_tokens for each in found) > 0
+    assert not has_failed(llm)
+    assert llm.engine.metrics().spec_decode_num_draft_tokens > 30
+
+
+def test_a_text_that_goes_on_from_the_cache_is_drafted_for(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a prefix that was found, the first depths have the entries that they would have computed."""
+    case = cases("deepseek_v3, three modules")
+    llm = drafting(case)
+    [first] = ask(llm, GREEDY, PROMPTS[:1])
+    recorded = Recorded(monkeypatch)
+    longer = [[*first.prompt_token_ids, *first.outputs[0].token_ids]]
+    [found] = ask(llm, replace(GREEDY, max_tokens=60), longer)
+    assert found.num_cached_tokens > len(PROMPTS[0])
+    assert recorded.num_wrong(case) == 0
+
+
+def states_of_the_wrong_place(patch: pytest.MonkeyPatch) -> None:
+    observe = HeadDrafter.observe
+
+    def shifted(drafter: HeadDrafter, step: ObservedStep) -> None:
+        assert step.states is not None
+        observe(drafter, step._replace(states=step.states.roll(1, 0)))
+
+    patch.setattr(HeadDrafter, "observe", shifted)
+
+
+def guessed_entries_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(heads._Row, "num_right", lambda row, _: row.stop)
+
+
+def position_frozen(patch: pytest.MonkeyPatch) -> None:
+    """Later steps of a draft overwrite the entry of the first."""
+    run = NetworkSteps.run
+
+    def frozen(steps: NetworkSteps, work, chosen=None, states=None):  # type: ignore[no-untyped-def]
+        if chosen is not None:
+            for row in work:
+                steps.discard(row.table_row)
+            work = [replace(row, context_len=steps.length(row.table_row)) for row in work]
+        return run(steps, work, chosen, states)
+
+    patch.setattr(NetworkSteps, "run", frozen)
+
+
+def states_not_continued(patch: pytest.MonkeyPatch) -> None:
+    """Every step of a draft takes the state of the first."""
+    first: list[Tensor] = []
+    run = NetworkSteps.run
+
+    def same(steps: NetworkSteps, work, chosen=None, states=None):  # type: ignore[no-untyped-def]
+        if chosen is None:
+            first.clear()
+        elif not first:
+            first.append(states)
+        else:
+            states = first[0][: len(work)]
+        return run(steps, work, chosen, states)
+
+    patch.setattr(NetworkSteps, "run", same)
+
+
+def rejected_entries_kept(patch: pytest.MonkeyPatch) -> None:
+    """A draft's entries count as right, whatever was accepted."""
+    discard = NetworkSteps.discard
+
+    def kept(steps: NetworkSteps, row: int, beyond: int | None = None) -> None:
+        if beyond is None:
+            steps.commit(row, steps._lengths.launched(row))
+        discard(steps, row, beyond)
+
+    patch.setattr(NetworkSteps, "discard", kept)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [states_of_the_wrong_place, guessed_entries_kept, position_frozen, states_not_continued, rejected_entries_kept],
+    ids=lambda plant: plant.__name__,
+)
+def test_planted_faults_are_seen(
+    cases: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    """Each fault changes a guess, or ends guessing. None changes an answer."""
+    case = cases("deepseek_v3, three modules")
+    expected = ask(tiny(case.folder), GREEDY, PROMPTS)
+    plant(monkeypatch)
+    recorded = Recorded(monkeypatch)
+    llm = drafting(case)
+    assert tokens_of(ask(llm, GREEDY, PROMPTS)) == tokens_of(expected)
+    assert has_failed(llm) or len(recorded.drafts) < 20 or recorded.num_wrong(case) > 0
+
+
+def test_a_model_without_modules_is_refused(cases: Callable[[str], Case]) -> None:
+    with pytest.raises(ConfigError, match="multi-token prediction"):
+        tiny(cases("eagle3").folder, speculative_config={"method": "mtp"})

@@ -1,0 +1,44 @@
+"""Tiny engines that guess, and what they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from sightline import LLM, RequestOutput, SamplingParams
+from sightline.llm import EngineSettings, TokensPrompt
+from support.engines import is_at_rest
+from support.tiny_models import random_prompts
+
+PAGE = 4
+PROMPTS = random_prompts([9, 14, 3, 21, 8])
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=1.0, seed=8, max_tokens=24, ignore_eos=True)
+EVERYTHING = [
+    GREEDY,
+    SAMPLED,
+    replace(SAMPLED, n=3, top_p=0.9, logprobs=2),
+    replace(SAMPLED, temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
+    replace(GREEDY, repetition_penalty=1.3, min_tokens=5, logit_bias={3: 2.0}, logprobs=1, prompt_logprobs=1),
+]
+
+
+def tiny(folder: Path, **changes: object) -> LLM:
+    settings = {"skip_tokenizer_init": True, "cache_tokens": 1024, "page_size": PAGE, "paranoid": True, **changes}
+    return LLM(str(folder), **cast("EngineSettings", settings))
+
+
+def ask(
+    llm: LLM, params: SamplingParams | Sequence[SamplingParams], prompts: Sequence[list[int]]
+) -> list[RequestOutput]:
+    """The outputs, once nothing is held of the requests any more."""
+    given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False)
+    assert is_at_rest(llm)
+    return outputs
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    return [[each.token_ids for each in output.outputs] for output in outputs]
