@@ -89,12 +89,12 @@ class LiveSequence:
 
     def sampling_behind_drafts(self, row: ScheduledRow) -> list[RowSampling]:
         """How the token behind each guess of a row is chosen, if all guesses on the way there are right."""
-        first = RowSampling(self.params, self._place(row) - len(row.drafts), self.adjustment)
-        found: list[RowSampling] = []
+        first, found = self._place(row) - len(row.drafts), list[RowSampling]()
         for parent, token in zip(row.draft_parents, row.drafts, strict=True):
-            before = first if parent == ROOT else found[parent]
-            adjustment = None if before.adjustment is None else before.adjustment.after(token)
-            found.append(RowSampling(self.params, before.place + 1, adjustment))
+            place, adjustment = first, self.adjustment
+            if parent != ROOT:
+                place, adjustment = found[parent].place, found[parent].adjustment
+            found.append(RowSampling(self.params, place + 1, None if adjustment is None else adjustment.after(token)))
         return found
 
     def sampling(self, row: ScheduledRow, last_input: int) -> RowSampling:

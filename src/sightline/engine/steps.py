@@ -371,6 +371,9 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         with uninterrupted():
             if self._is_stepping:
                 self._scheduler.recount([row for step in self._in_flight for row in step.rows])
+                # An interrupted step comes to its end first: nobody knows yet how many tokens it settles.
+                while len(self._in_flight) > self._max_in_flight:
+                    self._commit(self._in_flight[0])
             self._is_stepping = True
             self._end_cancelled()
             self._end_late()
