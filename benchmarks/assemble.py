@@ -22,8 +22,9 @@ from typing import TypeVar
 import torch
 
 from sightline.attention.backends.triton.backend import TritonBackend
+from sightline.attention.bindings import GroupBinding
 from sightline.attention.contract import BackendContext, StepLimits
-from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.planner import Planner
 from sightline.attention.spec import SoftmaxSpec, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheLimits, CacheStore

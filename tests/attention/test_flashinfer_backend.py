@@ -100,7 +100,8 @@ def bench(subject: Subject, *, layout: Layout = Layout.SHUFFLED) -> AttentionRig
 
 def planned(step: Step) -> Any:
     """The backend's own plan."""
-    [[part]] = step.plan().plan.groups
+    [group] = step.plan().plan.groups
+    [part] = group.parts
     return part.plan
 
 
@@ -183,7 +184,7 @@ def test_a_narrow_cache_is_read_with_its_scales(
     plan = backend.plan(StepView(batch, CachePolicy.PAGED, MAIN_LANE, frozenset()), buffers)
     q, k, v = (torch.randn(batch.num_tokens, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
     out = torch.full((batch.num_tokens, 4, 64), torch.nan, dtype=torch.bfloat16)
-    plan.run(0, SoftmaxInputs(q, k, v, None), out)
+    plan.run(0, SoftmaxInputs(q=q, k=k, v=v, sinks=None), out)
     kept_k, kept_v = ((each.float() / scale).to(torch.float8_e4m3fn).float() * scale for each in (k, v))
     start = 0
     for length in lengths:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sightline.attention.backends.reference.latent_backend import ReferenceLatentBackend
 from sightline.attention.backends.torch.latent_backend import TorchLatentBackend
+from sightline.attention.bindings import GroupBinding
 from sightline.attention.contract import AttentionBackend, BackendContext, LatentInputs, StepLimits
 from sightline.attention.latent.phases import (
     Choose,
@@ -23,7 +24,7 @@ from sightline.attention.latent.phases import (
     plan_phases,
 )
 from sightline.attention.oracle.attention import attend_latent_row
-from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.planner import Planner
 from sightline.attention.shared.tiles import RowSpan
 from sightline.attention.spec import Feature, LatentSpec, group_layers
 from sightline.attention.workspace import MAIN_LANE, Workspace

@@ -12,8 +12,9 @@ import torch
 from sightline import LLM, SamplingParams
 from sightline.attention.backends.reference.backend import ReferenceBackend
 from sightline.attention.backends.torch.backend import TorchBackend
+from sightline.attention.bindings import divide
 from sightline.attention.capability import FEW_ROWS, Work
-from sightline.attention.planner import PlannedBatch, divide
+from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE
 from sightline.core.batch import FULL, Batch
@@ -139,7 +140,7 @@ def test_two_backends_over_one_pool_equal_the_oracle(
     step = Step(bench, MIXED)
     for seed in range(3):
         planned = step.plan(LSE)
-        assert len(planned.plan.groups[0]) == (2 if seed == 0 else 1)
+        assert len(planned.plan.groups[0].parts) == (2 if seed == 0 else 1)
         require_oracle(step, planned)
         step = step.next_step(1, seed=seed + 1)
 
@@ -168,7 +169,7 @@ def test_every_group_of_a_hybrid_is_taken_apart() -> None:
     for layer in range(2):
         step = Step(bench, MIXED, layer=layer)
         planned = step.plan(LSE)
-        assert [len(parts) for parts in planned.plan.groups] == [2, 2]
+        assert [len(group.parts) for group in planned.plan.groups] == [2, 2]
         require_oracle(step, planned)
 
 
@@ -199,7 +200,9 @@ def test_a_plan_that_is_made_again_asks_no_part_for_the_other_parts_masks() -> N
     bench.planner.plan(replace(step.batch))
     again = bench.planner.ensure(planned)
     assert bench.planner.num_rebuilt == 1
-    assert [part.tokens for part in again.plan.groups[0]] == [part.tokens for part in planned.plan.groups[0]]
+    assert [part.tokens for part in again.plan.groups[0].parts] == [
+        part.tokens for part in planned.plan.groups[0].parts
+    ]
     assert again.plan.asked == {Feature.LSE}
 
 
@@ -321,6 +324,6 @@ def test_each_part_is_held_to_the_row_by_which_it_was_chosen() -> None:
     serving = {**binding.serving, Work.ALONE: causal_only}
     bench.planner._bindings = (replace(binding, serving=serving),)
     mixed = Step(bench, [Row(9, 1), Row(3, 4, FULL)])
-    assert len(mixed.plan().plan.groups[0]) == 2, "the mask is the prefill part's matter"
+    assert len(mixed.plan().plan.groups[0].parts) == 2, "the mask is the prefill part's matter"
     with pytest.raises(PlanError, match="lacks lse"):
         mixed.plan(LSE)

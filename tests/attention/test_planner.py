@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sightline.attention.planner import GroupBinding
+from sightline.attention.bindings import GroupBinding
 from sightline.attention.spec import Feature, SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE, Lane
 from sightline.core.batch import MaskKind, RowMask

@@ -60,7 +60,7 @@ def chosen(names: Sequence[str]) -> tuple[Check, ...]:
 
 STEPS = ("cache-write", "causal", "transient", "context", "ragged", "padding", "idle", "empty-rows", "read-back")
 PLANS = ("layers", "lanes", "plan-buffers", "stale-plans")
-SOFTMAX_FEATURES = ("sinks", "non-causal", "cache-saturation")
+SOFTMAX_FEATURES = ("sinks", "shared-cache", "lent-in-the-step", "context-alone", "non-causal", "cache-saturation")
 LATENT_FEATURES = ("heads", "lse", "cache-saturation")
 
 

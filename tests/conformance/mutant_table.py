@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from conformance.borrowed_mutants import BORROWED_MUTANTS
 from conformance.latent_mutants import LATENT_MUTANTS, LatentMutant
 from conformance.mutants import MUTANTS, Mutant
 from sightline.attention.spec import SpecKind
@@ -15,7 +16,7 @@ from sightline.testing.conformance.trial import Check
 
 COMMAND = "PYTHONPATH=tests .venv/bin/python -m conformance.mutant_table"
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
-ALL_MUTANTS: tuple[Mutant | LatentMutant, ...] = (*MUTANTS, *LATENT_MUTANTS)
+ALL_MUTANTS: tuple[Mutant | LatentMutant, ...] = (*MUTANTS, *BORROWED_MUTANTS, *LATENT_MUTANTS)
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 

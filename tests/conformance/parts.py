@@ -121,6 +121,10 @@ def is_paged(step: StepView) -> bool:
     return step.policy is CachePolicy.PAGED
 
 
+def has_pool(step: StepView) -> bool:
+    return step.policy is not CachePolicy.TRANSIENT
+
+
 def given_slots(given: Tensor, tokens: Tokens, pool: Pool) -> Tensor:
     return given
 
@@ -154,6 +158,7 @@ def sees(tokens: Tokens, keys: Keys, tree: Tensor, page_size: int) -> Tensor:
     """[num_tokens, num_keys]: whether the mask shows the key. `tree` [num_tokens, num_tokens] holds all rows' trees."""
     mask = keys.new <= tokens.index
     mask = torch.where(tokens.is_kind(MaskKind.FULL), True, mask)
+    mask = mask & ~tokens.is_kind(MaskKind.CONTEXT)
     if tree.numel():
         mask = torch.where(
             tokens.is_kind(MaskKind.TREE), tree[tokens.tree_line, keys.new.clamp(0, tree.shape[1] - 1)], mask
@@ -228,7 +233,7 @@ class Parts:
     real: Callable[[Tensor, Tensor], Tensor] = before_the_end
     """Which tokens belong to a row."""
     writes: Callable[[StepView], bool] = is_paged
-    reads: Callable[[StepView], bool] = is_paged
+    reads: Callable[[StepView], bool] = has_pool
     write_slots: Callable[[Tensor, Tokens, Pool], Tensor] = given_slots
     write: Callable[[Planes, Tensor, Kept], None] = write_plane
     read: Callable[[Planes, Tensor, Kept], Tensor] = read_plane

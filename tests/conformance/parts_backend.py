@@ -23,6 +23,7 @@ from sightline.attention.contract import (
     BackendContext,
     Lse,
     SoftmaxInputs,
+    SoftmaxQueries,
     StepView,
 )
 from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
@@ -188,6 +189,21 @@ class _PartsPlan(AttentionPlan[SoftmaxInputs]):
         return entries.float().index_select(2, self.memory.kv_heads)
 
 
+@dataclass(frozen=True, eq=False)
+class _BorrowedPlan(AttentionPlan[SoftmaxQueries]):
+    """The same plan without keys and values of the step: NaN shows where they are read."""
+
+    inner: _PartsPlan
+
+    def prepare(self) -> None:
+        self.inner.prepare()
+
+    def run(self, layer: int, inputs: SoftmaxQueries, out: Tensor) -> Lse | None:
+        spec = self.inner.context.spec
+        nothing = inputs.q.new_full((inputs.q.shape[0], spec.num_kv_heads, spec.head_dim), torch.nan)
+        return self.inner.run(layer, SoftmaxInputs(q=inputs.q, k=nothing, v=nothing, sinks=inputs.sinks), out)
+
+
 class PartsBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
     """Made by `make_backend`, which gives it its parts."""
 
@@ -211,7 +227,7 @@ class PartsBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             lease(context.group, "parts.num_merged", lane, (tokens,), torch.int32, zeroed=self.parts.zeroed),
         )
 
-    def plan(self, step: StepView, buffers: PlanBuffers) -> _PartsPlan:
+    def plan(self, step: StepView, buffers: PlanBuffers) -> AttentionPlan[SoftmaxInputs]:
         batch = step.batch
         split_size = self.parts.split_size(batch, self._kept)
         bounds = [sum(pair) for pair in zip(batch.context_lens.bound, batch.query_lens.bound, strict=True)]
@@ -229,7 +245,7 @@ class PartsBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         )
         if self.parts.one_memory_for_lanes:
             plan.prepared = self._prepared
-        return plan
+        return _BorrowedPlan(plan) if step.is_borrowed else plan
 
     def _fill(self, step: StepView, buffers: PlanBuffers) -> _Memory:
         batch, parts, kept, device = step.batch, self.parts, self._kept, self._context.device

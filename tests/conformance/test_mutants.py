@@ -46,6 +46,8 @@ SMALLEST_EFFECTS = (
     "scales-never-applied",
 )
 """Mutants whose outputs are nearest to right ones."""
+LOANS = ["shared-cache", "lent-in-the-step", "context-alone"]
+"""Checks that latent attention excuses: its caches are not shared."""
 GRAPHS = ["captured-decode", "captured-replay"]
 """Checks that a CPU excuses."""
 
@@ -87,7 +89,17 @@ def test_the_correct_latent_parts_pass_every_check(effort: Effort) -> None:
     report = try_row(Subject("latent parts", make_latent_backend(), LATENT, CPU), effort)
     assert {result.check: result.detail for result in report.failed} == {}
     excused = [result.check for result in report.results if result.verdict is Verdict.EXCUSED]
-    assert excused == ["window", "host-bounds", "softcap", "sinks", "batch-invariance", *GRAPHS]
+    assert excused == [
+        "shared-cache",
+        "lent-in-the-step",
+        "context-alone",
+        "window",
+        "host-bounds",
+        "softcap",
+        "sinks",
+        "batch-invariance",
+        *GRAPHS,
+    ]
 
 
 NARROW_FAULTS = (

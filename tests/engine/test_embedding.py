@@ -115,10 +115,10 @@ def test_a_decoders_vectors_are_those_of_transformers_in_every_way(
         embedder = open_tiny(folder, config)
         planned = watch(embedder, monkeypatch)
         assert_same(vectors(embedder, TEXTS), wanted)
-        assert policy in {each.plan.policy for each in planned}
+        assert policy in {group.policy for each in planned for group in each.plan.groups}
         assert embedder.embedder.is_transient == (config is WHOLE) == (num_bytes(embedder) == 0)
         if config is KEPT:
-            assert {each.plan.policy for each in planned} == {CachePolicy.PAGED}
+            assert {group.policy for each in planned for group in each.plan.groups} == {CachePolicy.PAGED}
             again = embedder.embed_tokens(TEXTS)
             assert_same(torch.stack([each.vector for each in again]), wanted)
             # Its last token is always computed, and only whole pages are kept.
@@ -295,7 +295,7 @@ def test_short_texts_take_no_pages_where_long_ones_do(
     monkeypatch.setattr(PageAllocator, "allocate", None)
     short = [text for text in TEXTS if len(text) <= 8]
     assert_same(vectors(embedder, short), expected(model, short))
-    assert {each.plan.policy for each in planned} == {CachePolicy.TRANSIENT}
+    assert {group.policy for each in planned for group in each.plan.groups} == {CachePolicy.TRANSIENT}
 
 
 def test_every_page_comes_back_also_after_a_step_that_failed(

@@ -81,7 +81,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def tiny(folder: Path, **changes: object) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cache_tokens": 1024, "page_size": PAGE, "paranoid": True, **changes}
+    settings = {
+        "skip_tokenizer_init": True,
+        "cache_tokens": 1024,
+        "page_size": PAGE,
+        "paranoid": True,
+        "dtype": "float32",
+        **changes,
+    }
     return LLM(str(folder), **cast("EngineSettings", settings))
 
 
@@ -131,6 +138,10 @@ def test_answers_are_those_without_guesses(
     metrics = llm.engine.metrics()
     assert metrics.generation_tokens == sum(len(each.token_ids) for output in expected for each in output.outputs)
     assert metrics.spec_decode_num_draft_tokens > 100
+    by_position = metrics.spec_decode_num_accepted_tokens_per_pos
+    assert (len(by_position), sum(by_position)) == (7, metrics.spec_decode_num_accepted_tokens)
+    assert list(by_position) == sorted(by_position, reverse=True), "behind a wrong guess nothing is right"
+    assert by_position[0] <= metrics.spec_decode_num_drafts
     share = metrics.spec_decode_num_accepted_tokens / metrics.spec_decode_num_draft_tokens
     assert (share < 0.2) if honesty == 0.0 else (share > 0.35)
 

@@ -220,7 +220,7 @@ def test_a_backend_without_tree_masks_is_refused_at_start_up(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, treeless=Treeless)
-    with pytest.raises(NoBackendError, match="treeless.*lacks tree-mask"):
+    with pytest.raises(NoBackendError, match=r"treeless.*lacks tree-mask"):
         tiny(folders("llama"), speculative_config=TREES, attention_backend="treeless")
     chains = tiny(folders("llama"), speculative_config={"method": "ngram"}, attention_backend="treeless")
     assert len(ask(chains, GREEDY, PROMPTS)) == len(PROMPTS)
@@ -255,9 +255,7 @@ def plant_take(patch: pytest.MonkeyPatch, change: Callable[[sampled._Results, in
 
 
 def accepted_length_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    plant_take(
-        patch, lambda results, index, result: replace_result(result, seq_len=result.seq_len - bool(result.path))
-    )
+    plant_take(patch, lambda results, index, result: replace_result(result, seq_len=result.seq_len - bool(result.path)))
 
 
 def replace_result(result: RowResult, **changes: object) -> RowResult:

@@ -93,7 +93,7 @@ def test_layouts_that_it_would_read_or_write_wrongly_are_refused(apart: str) -> 
         torch.zeros(case.num_tokens, *shapes["values"][1:], device=DEVICE),
     )
     with pytest.raises(ValueError, match="expected out and sinks without gaps, and keys and values that lie alike"):
-        decode_softmax(q, new, new, given["sinks"], layer, rows, scratch, case.config, given["out"], None)
+        decode_softmax(q, (new, new), given["sinks"], layer, rows, scratch, case.config, given["out"], None)
 
 
 def test_both_ways_of_recording_cuts_are_tried() -> None:

@@ -55,6 +55,17 @@ def test_logits_are_widened_exactly(launcher: CpuLauncher, dtype: torch.dtype, r
     assert torch.equal(got, wide[:, 3:36].float())
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_rows_are_copied_exactly(launcher: CpuLauncher, dtype: torch.dtype, rows: int) -> None:
+    wide = torch.randn(rows, 40).to(dtype)
+    out = torch.zeros(rows, 50, dtype=dtype)
+    CpuOperations(launcher, dtype).copy(wide[:, 3:36], out[:, 5:38])
+    assert torch.equal(out[:, 5:38], wide[:, 3:36])
+    assert not out[:, :5].any()
+    assert not out[:, 38:].any()
+
+
 def test_fp32_is_not_copied(operations: CpuOperations) -> None:
     x = torch.randn(3, 5)
     assert operations.widened(x) is x

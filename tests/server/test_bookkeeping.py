@@ -35,7 +35,8 @@ QUESTION = [{"role": "user", "content": "count"}]
 def engine_metrics(**known: Any) -> EngineMetrics:
     others: dict[str, Any] = dict.fromkeys(EngineMetrics.__dataclass_fields__, 0)
     tokens = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
-    return EngineMetrics(**{**others, "request_success": {}, "iteration_tokens": tokens, **known})
+    counted = {"request_success": {}, "iteration_tokens": tokens, "spec_decode_num_accepted_tokens_per_pos": ()}
+    return EngineMetrics(**{**others, **counted, **known})
 
 
 def service_metrics() -> ServiceMetrics:
@@ -109,6 +110,18 @@ def test_what_engine_processes_did_adds_up_and_what_they_were_doing_does_not() -
         metrics.engine_lost()
     assert sampled(metrics, "steps_total") == 7
     assert sampled(metrics, "num_requests_running") == 0
+
+
+def test_right_guesses_add_up_by_position() -> None:
+    metrics = service_metrics()
+    name = "sightline_spec_decode_num_accepted_tokens_per_pos_total"
+    assert metrics.registry.get_sample_value(name, {"position": "0"}) == 0
+    for accepted in ((5, 2), (3, 1, 1)):
+        metrics.took_in(engine_metrics(spec_decode_num_accepted_tokens_per_pos=accepted))
+        metrics.engine_lost()
+    metrics.took_in(engine_metrics(spec_decode_num_accepted_tokens_per_pos=(1, 0, 0)))
+    found = [metrics.registry.get_sample_value(name, {"position": str(each)}) for each in range(4)]
+    assert found == [9, 3, 1, None]
 
 
 def test_no_done_follows_an_error() -> None:

@@ -45,7 +45,7 @@ class Roomy(CorpusIndex):
 def slots_of_all_runs(index: CorpusIndex, longest: int) -> list[list[int]]:
     """The slots that the runs of each length have, in an index of its own."""
     runs: list[list[int]] = [[]]
-    found = []
+    found: list[list[int]] = []
     for _ in range(longest):
         runs = [[*run, token] for run in runs for token in range(ALPHABET)]
         found.append([])
@@ -131,17 +131,18 @@ def test_a_text_that_is_longer_than_the_limit_leaves_its_end() -> None:
     corpora = Corpora(100, 3, 2)
     corpora.add("a", list(range(1000)))
     assert corpora.num_tokens == 100
-    assert corpora.propose("a", [950, 951], 2) == [952, 953]
-    assert corpora.propose("a", [800, 801], 2) == []
+    found = [place for place in range(998) if corpora.propose("a", [place, place + 1], 1) == [place + 2]]
+    assert len(found) > 99 // 2, "most runs have a slot"
+    assert min(found) > 1000 - 100
 
 
-@pytest.mark.parametrize("limit", [1 << 15, 40_000])
+@pytest.mark.parametrize("limit", [1 << 15, 33_500, 65_000])
 def test_a_token_takes_as_much_memory_as_the_setting_says(limit: int) -> None:
     corpora = Corpora(limit, 4, 2)
     for start in range(0, 4 * limit, 500):
         corpora.add("a", range(start, start + 500))
     assert 0.95 * limit < corpora.num_tokens <= limit
-    assert 30 <= corpora.num_bytes / limit <= 64
+    assert 19.5 <= corpora.num_bytes / limit <= 32.5
 
 
 def drafter(corpus_tokens: int) -> Drafter:

@@ -20,7 +20,7 @@ from support.tiny_models import make_model, random_prompts
 
 MODULE = '''
 from sightline.speculative import (
-    Draft, Drafter, DrafterContext, DrafterKind, DraftMethod
+    Draft, Drafter, DrafterKind, DraftMethod
 )
 
 class Echo(Drafter):
@@ -89,7 +89,7 @@ def test_a_drafter_of_a_package_guesses_for_an_engine(install: Install, tmp_path
 
 def test_a_package_is_only_imported_if_its_method_is_asked_for(install: Install) -> None:
     install(echo="echo", broken="nothing_of_that_name")
-    assert method_names() == ("ngram", "broken", "echo")
+    assert method_names() == (*methods.BUILT_IN, "broken", "echo")
     methods.find("ngram")
     assert Speculation(method="broken").method == "broken"
     with pytest.raises(ConfigError, match="expected drafter 'broken' of echo-drafters to be importable, got Attr"):
@@ -99,7 +99,7 @@ def test_a_package_is_only_imported_if_its_method_is_asked_for(install: Install)
 def test_an_unknown_method_lists_what_is_installed(install: Install) -> None:
     install(echo="echo")
     for ask in (lambda: Speculation(method="echos"), lambda: methods.find("echos")):
-        with pytest.raises(ConfigError, match="expected a speculative method out of ngram, echo, got 'echos'"):
+        with pytest.raises(ConfigError, match=r"expected a speculative method out of ngram, .*, echo, got 'echos'"):
             ask()
 
 

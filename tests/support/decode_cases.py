@@ -230,7 +230,7 @@ def decode(case: Case) -> Found:
     divide(rows, scratch, config, spec.num_kv_heads * config.num_subgroups(spec.group_size), case.window)
     layer = DecodeLayer(planes[0], planes[1], *_scale_tensors(case), spec.scale, case.window, case.softcap)
     sinks_there = None if sinks is None else sinks.to(DEVICE)
-    decode_softmax(q, k, v, sinks_there, layer, rows, scratch, config, out, lse if case.lse else None)
+    decode_softmax(q, (k, v), sinks_there, layer, rows, scratch, config, out, lse if case.lse else None)
     for plane, old, new, scale in zip(planes, before, (k, v), case.scales, strict=True):
         paged.require_written(plane, old, new.cpu(), scale)
     whole_k, whole_v = (

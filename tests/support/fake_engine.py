@@ -189,6 +189,7 @@ class FakeEngine:
             0,
             0,
             0,
+            (),
         )
         self._send(Progress(EngineMetrics(len(self._jobs), *counts)))
 

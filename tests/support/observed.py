@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sightline.attention.bindings import MASK_FEATURES
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Work, decode_work
 from sightline.attention.contract import BackendContext, StepView
@@ -21,7 +22,6 @@ from sightline.attention.dimensions import (
     Value,
     features_name,
 )
-from sightline.attention.planner import MASK_FEATURES
 from sightline.attention.proof import dtype_name
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import MAIN_LANE

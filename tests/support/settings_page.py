@@ -16,6 +16,7 @@ from sightline.core.command_line import flag
 from sightline.core.config import EngineKeywords
 from sightline.core.request import SamplingParams
 from sightline.core.settings import Setting, aliases_of, stated
+from sightline.core.speculation import Speculation
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
@@ -32,6 +33,13 @@ its default. Without a value, Sightline decides. The other names are those of ot
 under two names with different values is refused, with both names.
 
 {engine}
+
+## Guessed tokens
+
+Fields of `speculative_config`, a dictionary in Python and JSON on the command line. A method refuses fields that it has
+no use for. The other names of `speculative_config` above give single fields of it.
+
+{speculation}
 
 ## Sampling
 
@@ -55,6 +63,7 @@ def settings_page() -> str:
     """The page in Markdown."""
     return _PAGE.format(
         engine="\n".join(_table(EngineKeywords)),
+        speculation="\n".join(_table(Speculation)),
         sampling="\n".join(_table(SamplingParams)),
         server="\n".join(_server()),
     )

@@ -105,7 +105,8 @@ def compile_softmax_decode(cache_dtype: torch.dtype, *, with_everything: bool) -
     q, k, v = meta(TOKENS, 32, 128), meta(TOKENS, 8, 128), meta(TOKENS, 8, 128)
     sinks, lse = (meta(32), meta(TOKENS, 32, dtype=torch.float32)) if with_everything else (None, None)
     divide(rows, scratch, config, 8, window)
-    decode_softmax(q, k, v, sinks, layer, rows, scratch, config, meta(TOKENS, 32, 128), lse)
+    for new in ((k, v), None):
+        decode_softmax(q, new, sinks, layer, rows, scratch, config, meta(TOKENS, 32, 128), lse)
 
 
 def compile_latent_decode(num_heads: int, cache_dtype: torch.dtype) -> None:

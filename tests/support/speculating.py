@@ -26,7 +26,14 @@ EVERYTHING = [
 
 
 def tiny(folder: Path, **changes: object) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cache_tokens": 1024, "page_size": PAGE, "paranoid": True, **changes}
+    settings = {
+        "skip_tokenizer_init": True,
+        "cache_tokens": 1024,
+        "page_size": PAGE,
+        "paranoid": True,
+        "dtype": "float32",
+        **changes,
+    }
     return LLM(str(folder), **cast("EngineSettings", settings))
 
 

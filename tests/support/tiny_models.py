@@ -39,6 +39,7 @@ from sightline.runner.batching import assemble
 from sightline.runner.build import Runtime, build_runtime
 from sightline.testing.conformance.rig import Unused, fill_pools
 from support.tiny_deepseek import DEEPSEEK, DENSE_DEEPSEEK
+from support.tiny_gemma4 import GEMMA4
 from support.tiny_glm import GLM
 
 VOCAB = 101
@@ -190,7 +191,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen3_moe_plain": lambda: _qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2),
     "gpt_oss": _gpt_oss,
-    **{family: partial(make, _common()) for family, make in {**DEEPSEEK, **GLM}.items()},
+    **{family: partial(make, _common()) for family, make in {**DEEPSEEK, **GLM, **GEMMA4}.items()},
 }
 
 

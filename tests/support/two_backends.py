@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.capability import Work
 from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
-from sightline.attention.planner import GroupBinding, PartBackend, Planner
+from sightline.attention.planner import Planner
 from sightline.attention.spec import SoftmaxSpec
 from sightline.attention.workspace import Workspace
 from sightline.kernels.cpu.program import inline_launcher

@@ -4,7 +4,7 @@
                                                           AttentionPlan.run     (device, once a layer)
 
 A backend is built once per layer group with everything that it will ever need (`BackendContext`). A plan owns both the
-cache write and the read, under one `CachePolicy`.
+cache write and the read, under one `CachePolicy`, which the planner decides for each group.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from sightline.core.batch import Batch
 from sightline.kernels.cpu.record import Launcher
 
 InputsT = TypeVar("InputsT")
+TakenT = TypeVar("TakenT", contravariant=True)
 SpecT = TypeVar("SpecT", bound=AttentionSpec)
 
 Lse: TypeAlias = Tensor
@@ -33,13 +34,18 @@ Lse: TypeAlias = Tensor
 
 
 class CachePolicy(Enum):
-    """How a plan uses the cache. Every slot that a plan reads was committed before the step or is written by that
-    plan."""
+    """How a group's plan uses the cache.
+
+    Every slot that a plan reads was committed or launched before the step, in stream order, or is written in that step:
+    by the plan itself, or by the lender of a borrowed cache, whose layer runs earlier.
+    """
 
     PAGED = "paged"
     """Writes the new entries, and reads them and the context."""
     TRANSIENT = "transient"
     """Touches no pool: reads only the new entries and does not keep them."""
+    BORROWED = "borrowed"
+    """Writes nothing, and reads another layer's entries: the context and, as far as masks show them, the new ones."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class BackendContext(Generic[SpecT]):
     group: str
     spec: SpecT
     cache: GroupCache
+    """The group's pools; those of the lender if the group borrows."""
     workspace: Workspace
     limits: StepLimits
     dtype: torch.dtype
@@ -75,40 +82,54 @@ class StepView:
     policy: CachePolicy
     lane: Lane
     needs: frozenset[Feature]
-    """Features that this step needs beyond the spec: LSE, non-causal or tree masks."""
+    """Features that this step needs beyond the spec: LSE, non-causal or tree masks, a shared cache."""
 
     @property
     def is_transient(self) -> bool:
         return self.policy is CachePolicy.TRANSIENT
 
     @property
+    def is_borrowed(self) -> bool:
+        return self.policy is CachePolicy.BORROWED
+
+    @property
     def needs_lse(self) -> bool:
         return Feature.LSE in self.needs
 
     def write_slots(self, pool: Pool) -> Tensor | None:
-        """[num_tokens] int64: where the new entries go in the pool; None under `TRANSIENT`."""
-        return None if self.is_transient else self.batch.pools[pool.key].write_slots
+        """[num_tokens] int64: where the new entries go in the pool; None if the plan writes nothing."""
+        return self.batch.pools[pool.key].write_slots if self.policy is CachePolicy.PAGED else None
 
 
-@dataclass(frozen=True, eq=False)
-class SoftmaxInputs:
-    """One layer's inputs, read-only. Padding tokens come last, belong to no row and may hold anything.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SoftmaxQueries:
+    """The inputs of a layer that borrows its keys and values, read-only.
 
-    Each head is contiguous; the strides of tokens and heads are arbitrary, as in slices of one projection.
+    Padding tokens come last, belong to no row and may hold anything. Each head is contiguous; the strides of tokens and
+    heads are arbitrary, as in slices of one projection.
     """
 
     q: Tensor
     """[num_tokens, num_q_heads, head_dim]."""
+    sinks: Tensor | None
+    """[num_q_heads] if the spec has sinks, otherwise None."""
+
+    def part(self, tokens: slice) -> SoftmaxQueries:
+        """A view of the inputs for a slice of tokens."""
+        return SoftmaxQueries(q=self.q[tokens], sinks=self.sinks)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SoftmaxInputs(SoftmaxQueries):
+    """The inputs of a layer with keys and values of its own; they lie as the queries may lie."""
+
     k: Tensor
     """[num_tokens, num_kv_heads, head_dim]."""
     v: Tensor
     """[num_tokens, num_kv_heads, head_dim]."""
-    sinks: Tensor | None
-    """[num_q_heads] if the spec has sinks, otherwise None."""
 
     def part(self, tokens: slice) -> SoftmaxInputs:
-        """A view of the inputs for a slice of tokens."""
-        return SoftmaxInputs(self.q[tokens], self.k[tokens], self.v[tokens], self.sinks)
+        return SoftmaxInputs(q=self.q[tokens], k=self.k[tokens], v=self.v[tokens], sinks=self.sinks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,21 +176,24 @@ class LatentInputs:
         )
 
 
-AttentionInputs: TypeAlias = SoftmaxInputs | LatentInputs
-"""The inputs for one kind of spec."""
+AttentionInputs: TypeAlias = SoftmaxQueries | LatentInputs
+"""The inputs for one kind of spec. Those of a layer with its own softmax entries are `SoftmaxInputs`."""
 
 
-class AttentionPlan(ABC, Generic[InputsT]):
-    """A planned step of one group."""
+class AttentionPlan(ABC, Generic[TakenT]):
+    """A planned step of one group.
+
+    Contravariant in what it takes: a `BORROWED` plan, which takes queries alone, is also a plan that is given more.
+    """
 
     @abstractmethod
     def prepare(self) -> None:
         """Runs the device work that all layers share; called once per step, before the first layer."""
 
     @abstractmethod
-    def run(self, layer: int, inputs: InputsT, out: Tensor) -> Lse | None:
+    def run(self, layer: int, inputs: TakenT, out: Tensor) -> Lse | None:
         """Writes the cache under the policy, and `out` [num_tokens, num_q_heads, out_dim]; `layer` is the index in the
-        group.
+        pools of the group's cache.
 
         `out` is contiguous and keeps its contents for padding tokens. Returns the LSE if and only if the step needs it,
         in its own memory: one row per token, undefined for padding.

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from sightline.attention.bindings import GroupBinding, check_part, divide, mask_features, part_of, policy_of
 from sightline.attention.buffers import PlanMemory
-from sightline.attention.capability import Capability, HostLengths, Work, decode_work
 from sightline.attention.contents import check_contents
 from sightline.attention.contract import (
     AttentionBackend,
@@ -34,54 +34,15 @@ from sightline.attention.contract import (
 )
 from sightline.attention.fingerprint import Fingerprint, changed_parts, fingerprint_tensors
 from sightline.attention.lanes import Depth, LaneGuard
-from sightline.attention.spec import Feature, LayerGroup
+from sightline.attention.spec import Feature
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.lengths import RowLengths
-from sightline.cache.pools import GroupCache, Pool
-from sightline.core.batch import Batch, BatchId, MaskKind
+from sightline.cache.pools import Pool
+from sightline.core.batch import Batch, BatchId
 from sightline.core.batch_memory import BatchMemory, StaticMemory
 from sightline.core.errors import PlanError, StalePlanError, UnplannedBatchError
 
 REBUILD_BATCH = "Build a new batch from the current page tables."
-
-MASK_FEATURES = {MaskKind.FULL: Feature.NON_CAUSAL, MaskKind.TREE: Feature.TREE_MASK}
-"""What a backend must declare to serve rows of a mask; every backend serves causal rows."""
-
-
-@dataclass(frozen=True)
-class PartBackend:
-    """A backend that serves some kinds of rows of a group."""
-
-    backend: AttentionBackend[Any, Any]
-    capability: Capability
-    """The capability row by which it was chosen."""
-
-
-@dataclass(frozen=True)
-class GroupBinding:
-    """A layer group with the cache and the backends that serve it."""
-
-    group: LayerGroup
-    cache: GroupCache
-    serving: Mapping[Work, PartBackend]
-    """The backend for each kind of rows: prefill, and the others that steps may have. If all are the same, steps are
-    not split."""
-
-    @staticmethod
-    def alone(
-        group: LayerGroup, cache: GroupCache, backend: AttentionBackend[Any, Any], capability: Capability
-    ) -> GroupBinding:
-        """A binding that serves everything with one backend."""
-        return GroupBinding(group, cache, dict.fromkeys(Work, PartBackend(backend, capability)))
-
-    @property
-    def parts(self) -> tuple[PartBackend, ...]:
-        """Every distinct backend, once."""
-        return tuple({id(part.backend): part for part in self.serving.values()}.values())
-
-    def place(self, backend: AttentionBackend[Any, Any]) -> int:
-        """Index of a backend in `parts`."""
-        return next(place for place, part in enumerate(self.parts) if part.backend is backend)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +88,7 @@ class LayerPlace(NamedTuple):
 
     group: int
     layer: int
-    """Index within the group."""
+    """Index in the pools of the group's cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,15 +101,23 @@ class PartPlan:
 
 
 @dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """A planned step of one group."""
+
+    policy: CachePolicy
+    parts: tuple[PartPlan, ...]
+    """One, or two: decode rows, then the others."""
+
+
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     """A planned step of every group, with the certificate of what it was made from."""
 
     certificate: Certificate
-    policy: CachePolicy
     asked: frozenset[Feature]
     """Features requested beyond those that masks need."""
-    groups: tuple[tuple[PartPlan, ...], ...]
-    """Per group, always all of them: one part, or two (decode rows, then the others)."""
+    groups: tuple[GroupPlan, ...]
+    """Always all of them."""
     places: tuple[LayerPlace, ...]
     """Per model layer."""
 
@@ -163,13 +132,13 @@ class PlannedBatch:
     def prepare(self) -> None:
         """Runs the device work that all layers share; called once per step."""
         for group in self.plan.groups:
-            for part in group:
+            for part in group.parts:
                 part.plan.prepare()
 
     def attend(self, layer: int, inputs: AttentionInputs, out: Tensor) -> Lse | None:
         """Runs one model layer's attention, cache write included."""
         place = self.plan.places[layer]
-        parts = self.plan.groups[place.group]
+        parts = self.plan.groups[place.group].parts
         if len(parts) == 1:
             return parts[0].plan.run(place.layer, inputs, out)
         found = [part.plan.run(place.layer, inputs.part(part.tokens), out[part.tokens]) for part in parts]
@@ -217,7 +186,7 @@ class Planner:
         places = {
             layer: LayerPlace(group, index)
             for group, binding in enumerate(bindings)
-            for index, layer in enumerate(binding.group.layers)
+            for layer, index in zip(binding.group.layers, binding.group.pool_layers, strict=True)
         }
         self._places = tuple(places[layer] for layer in range(len(places)))
         self.num_plans = 0
@@ -244,13 +213,11 @@ class Planner:
         self._lengths.check(batch, lane)
         if self._paranoid:
             check_contents(batch, self._pools)
-        policy = CachePolicy.PAGED if batch.pools else CachePolicy.TRANSIENT
-        step = StepView(batch, policy, lane, needs | _mask_features(batch))
         memory = self._buffers(batch, lane)
-        plans, records = self._plan_groups(step, needs, memory)
+        plans, records = self._plan_groups(batch, needs, lane, memory)
         if memory.has_overflowed:
             # Plan again in the grown block: a graph must capture the addresses that the next plan will use.
-            plans, records = self._plan_groups(step, needs, memory)
+            plans, records = self._plan_groups(batch, needs, lane, memory)
         memory.require_pinned()
         certificate = Certificate(
             batch_id=batch.batch_id,
@@ -262,40 +229,39 @@ class Planner:
             parts=records,
             contents=self._contents(batch, lane) if self._paranoid else None,
         )
-        plan = StepPlan(certificate, policy, needs, plans, self._places)
+        plan = StepPlan(certificate, needs, plans, self._places)
         self._issued.add(plan)
         self.num_plans += 1
         self.plan_seconds += time.perf_counter() - started
         return PlannedBatch(batch, plan)
 
     def _plan_groups(
-        self, step: StepView, asked: frozenset[Feature], memory: PlanMemory
-    ) -> tuple[tuple[tuple[PartPlan, ...], ...], tuple[PartRecord, ...]]:
-        """The parts of every group, and what each was planned with."""
+        self, batch: Batch, asked: frozenset[Feature], lane: Lane, memory: PlanMemory
+    ) -> tuple[tuple[GroupPlan, ...], tuple[PartRecord, ...]]:
+        """The plan of every group, and what each part was planned with. `asked` excludes what masks need."""
         memory.begin()
         records: list[PartRecord] = []
-        plans = tuple(self._plan_group(group, step, asked, memory, records) for group in range(len(self._bindings)))
-        return plans, tuple(records)
+        needs, plans = asked | mask_features(batch), []
+        for group, binding in enumerate(self._bindings):
+            step = StepView(batch, policy_of(binding.group, batch), lane, needs | binding.group.needs)
+            plans.append(GroupPlan(step.policy, self._plan_group(group, step, asked, memory, records)))
+        return tuple(plans), tuple(records)
 
     def _plan_group(
         self, group: int, step: StepView, asked: frozenset[Feature], memory: PlanMemory, records: list[PartRecord]
     ) -> tuple[PartPlan, ...]:
-        """The group's parts; adds what each was planned with to `records`. `asked` excludes what masks need."""
+        """The group's parts; adds what each was planned with to `records`."""
         binding, plans = self._bindings[group], []
         for serving, rows, tokens in divide(step.batch, binding.serving):
             backend = serving.backend
             place = binding.place(backend)
             buffers = memory.part(f"{binding.group.name}[{place}]")
             whole = rows == slice(0, step.batch.num_rows)
-            part = step if whole else self._part(step, rows, tokens, asked)
-            _check_part(serving, part, binding.group.name)
+            part = step if whole else part_of(step, rows, tokens, asked | binding.group.needs)
+            check_part(serving, part, binding.group.name)
             plans.append(PartPlan(backend.plan(part, buffers), tokens))
             records.append(PartRecord(group, place, backend))
         return tuple(plans)
-
-    def _part(self, step: StepView, rows: slice, tokens: slice, asked: frozenset[Feature]) -> StepView:
-        batch = step.batch.part(rows, tokens)
-        return replace(step, batch=batch, needs=asked | _mask_features(batch))
 
     def buffer_addresses(self, lane: Lane) -> Mapping[str, int]:
         """Addresses of the plan buffers of every backend of every group in the lane's last plan."""
@@ -426,48 +392,6 @@ def _pages_of(batch: Batch, pool: Pool) -> Tensor:
     counts = [min(-(-sum(each) // pool.page_size), pool.table.max_pages) for each in lengths]
     pages = [pool.table.pages[row, :count] for row, count in zip(batch.rows, counts, strict=True)]
     return torch.cat(pages) if pages else pool.table.pages[0, :0]
-
-
-def _mask_features(batch: Batch) -> frozenset[Feature]:
-    """The features that the rows' masks need. Deduplicates masks first: most rows share one, and hashing an enum is
-    slow."""
-    return frozenset(MASK_FEATURES[mask.kind] for mask in set(batch.masks) if mask.kind in MASK_FEATURES)
-
-
-def _check_part(serving: PartBackend, part: StepView, group: str) -> None:
-    """Raises `PlanError` for rows that the backend does not declare to serve, before it plans them."""
-    name, capability, batch = type(serving.backend).__name__, serving.capability, part.batch
-    missing = part.needs - capability.features
-    if missing:
-        lacking = ", ".join(sorted(feature.value for feature in missing))
-        raise PlanError(f"{name} serves {group} and lacks {lacking}")
-    exact = batch.query_lens.host is not None and batch.context_lens.host is not None
-    if capability.host_lengths is HostLengths.EXACT and not exact:
-        raise PlanError(
-            f"{name} serves {group} and needs exact host lengths, got a batch whose lengths only the device knows"
-        )
-
-
-def divide(batch: Batch, serving: Mapping[Work, PartBackend]) -> tuple[tuple[PartBackend, slice, slice], ...]:
-    """Assigns rows and tokens of a step to backends: leading decode rows, then the others.
-
-    A step in another order, without a cache, or whose lengths only the device knows is served by one backend.
-    """
-    prefill = serving[Work.PREFILL]
-    rows, tokens = slice(0, batch.num_rows), slice(0, batch.num_tokens)
-    decoding = batch.num_decoding() if batch.pools else 0
-    if not decoding:
-        return ((prefill, rows, tokens),)
-    decode = serving[decode_work(decoding)]
-    if decoding == batch.num_rows:
-        return ((decode, rows, tokens),)
-    if decode.backend is prefill.backend or batch.query_lens.host is None:
-        return ((prefill, rows, tokens),)
-    border = sum(batch.query_lens.host[:decoding])
-    return (
-        (decode, slice(0, decoding), slice(0, border)),
-        (prefill, slice(decoding, batch.num_rows), slice(border, batch.num_tokens)),
-    )
 
 
 def _describe_rows(key: str, rows: Sequence[int], expected: Sequence[int], current: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ Knows the mathematics of a layer. Does not know who computes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
@@ -31,10 +31,17 @@ class Feature(Enum):
     NON_CAUSAL = "non-causal"
     TREE_MASK = "tree-mask"
     LSE = "lse"
+    SHARED_CACHE = "shared-cache"
+    """Layers read entries that another layer wrote, and write none (`CachePolicy.BORROWED`); new tokens may see the
+    context alone (`MaskKind.CONTEXT`)."""
     DETERMINISTIC = "deterministic"
     """The same step gives bitwise equal results."""
     BATCH_INVARIANT = "batch-invariant"
     """A row's result does not depend, bit for bit, on the other rows."""
+
+
+SOFTMAX_ONLY = frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.SHARED_CACHE})
+"""Features that latent attention does not have."""
 
 
 @dataclass(frozen=True)
@@ -167,26 +174,92 @@ AttentionSpec: TypeAlias = SoftmaxSpec | LatentSpec
 
 
 @dataclass(frozen=True)
+class Loan:
+    """Whose entries the layers of a group read."""
+
+    lender: str
+    """The group that owns the pools."""
+    layers: tuple[int, ...]
+    """For each layer that borrows, the index of its lender in these pools."""
+
+
+@dataclass(frozen=True)
 class LayerGroup:
     """Layers with the same spec, which share pools, a backend and a plan."""
 
     name: str
     spec: AttentionSpec
     layers: tuple[int, ...]
-    """Model layer indices, in order; a layer's position here is its index in the pools."""
+    """Model layer indices, in order."""
+    loan: Loan | None = None
+    """None if the group has pools of its own."""
+
+    @property
+    def owner(self) -> str:
+        """The group whose pools are read."""
+        return self.name if self.loan is None else self.loan.lender
+
+    @property
+    def pool_layers(self) -> tuple[int, ...]:
+        """For each layer, the index of its entries in the pools."""
+        return tuple(range(len(self.layers))) if self.loan is None else self.loan.layers
+
+    @property
+    def needs(self) -> frozenset[Feature]:
+        """Features that every step of the group needs in addition to those of the spec."""
+        return frozenset() if self.loan is None else frozenset({Feature.SHARED_CACHE})
 
     def cache_spec(self, dtype: torch.dtype, scales: ScalesByPlane | None = None) -> GroupCacheSpec:
-        """`dtype` is the cache's; `scales` cover all layers of the model."""
+        """The pools that the group owns. `dtype` is the cache's; `scales` cover all layers of the model."""
+        if self.loan is not None:
+            return GroupCacheSpec(self.name, ())
         own = None if scales is None else {name: [of[layer] for layer in self.layers] for name, of in scales.items()}
         return GroupCacheSpec(self.name, self.spec.pools(len(self.layers), dtype, own))
 
 
-def group_layers(specs: Sequence[AttentionSpec], network: str = "") -> tuple[LayerGroup, ...]:
-    """Groups layers by equal spec, in order of first appearance. The names of groups begin with that of the network."""
+Lenders: TypeAlias = Mapping[int, int]
+"""For each layer that borrows, the layer whose entries it reads. Others have entries of their own."""
+
+
+def group_layers(
+    specs: Sequence[AttentionSpec], network: str = "", lenders: Lenders | None = None
+) -> tuple[LayerGroup, ...]:
+    """Groups layers by equal spec, in order of first appearance. The names of groups begin with that of the network.
+
+    Layers that borrow are in groups of their own, one for each group that lends to them.
+    """
+    lenders = lenders or {}
+    for layer, lender in lenders.items():
+        if not 0 <= lender < layer or lender in lenders:
+            raise ValueError(f"expected layer {layer} to borrow from an earlier one with its own entries, got {lender}")
     members: dict[AttentionSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
-        members.setdefault(spec, []).append(layer)
-    return tuple(
+        if layer not in lenders:
+            members.setdefault(spec, []).append(layer)
+    owners = tuple(
         LayerGroup(f"{network}group{index}", spec, tuple(layers))
         for index, (spec, layers) in enumerate(members.items())
     )
+    return owners + borrow_layers({layer: specs[layer] for layer in sorted(lenders)}, lenders, owners)
+
+
+def borrow_layers(
+    specs: Mapping[int, AttentionSpec], lenders: Lenders, owners: Sequence[LayerGroup]
+) -> tuple[LayerGroup, ...]:
+    """Groups layers that borrow from layers of `owners`, which may be another model's."""
+    places = {layer: (group, index) for group in owners for index, layer in enumerate(group.layers)}
+    members: dict[tuple[AttentionSpec, str], list[int]] = {}
+    for layer, spec in specs.items():
+        owner, _ = places[lenders[layer]]
+        read, written = (each.pools(1, torch.float32) for each in (spec, owner.spec))
+        if read != written:
+            raise ValueError(
+                f"expected layer {layer} to read entries of the shape that layer {lenders[layer]} writes, got "
+                f"{read} and {written}"
+            )
+        members.setdefault((spec, owner.name), []).append(layer)
+    groups = []
+    for number, ((spec, lender), layers) in enumerate(members.items()):
+        loan = Loan(lender, tuple(places[lenders[layer]][1] for layer in layers))
+        groups.append(LayerGroup(f"{lender}.borrowed{number}", spec, tuple(layers), loan))
+    return tuple(groups)

@@ -16,7 +16,7 @@ from collections.abc import Sequence, Set
 from operator import add
 from typing import TypeAlias
 
-from sightline.core.batch import CAUSAL, Batch, BatchId
+from sightline.core.batch import CAUSAL, Batch, BatchId, MaskKind
 from sightline.core.errors import BatchError
 from sightline.core.lengths import picked
 
@@ -25,6 +25,8 @@ _Launch: TypeAlias = tuple[BatchId, int, int, int]
 
 A plain tuple, because one is created per row per step. Start and stop are equal if later steps may read none of them.
 """
+_KEEP_LENGTH = (MaskKind.TREE, MaskKind.CONTEXT)
+"""Masks of rows whose launched length a step leaves as it is."""
 _NOBODY = BatchId(0)
 """Stands for the batch of a step that ran without one."""
 _LAUNCHES_KEPT = 32
@@ -167,7 +169,7 @@ class RowLengths:
         """The first entry that each row writes, and the entry after its last.
 
         If only the device knows the lengths, and for trees, the new entries are candidates: nothing reads them until
-        they are settled, and the row's launched length stays.
+        they are settled, and the row's launched length stays. Tokens that see the context alone have no entries.
         """
         contexts, queries = batch.context_lens.host, batch.query_lens.host
         if contexts is None or queries is None:
@@ -176,7 +178,7 @@ class RowLengths:
         if batch.masks.count(CAUSAL) == len(batch.masks):
             return contexts, tuple(map(add, contexts, queries))
         rows = zip(contexts, queries, batch.masks, strict=True)
-        return contexts, [context + query if mask.tree is None else context for context, query, mask in rows]
+        return contexts, [context + (0 if mask.kind in _KEEP_LENGTH else query) for context, query, mask in rows]
 
     def _uncommitted(self, row: int) -> list[_Launch]:
         """The launches of a row that are not committed. A tree that follows the committed entries is not."""

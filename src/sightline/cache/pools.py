@@ -284,6 +284,10 @@ class CacheStore:
         self._sharers: Counter[tuple[object, Bundle]] = Counter()
         """How often each caller of `share` owns a bundle."""
 
+    def cache(self, group: str) -> GroupCache:
+        """The pools of the group of that name."""
+        return next(each for network in self.networks for each in network.groups if each.group == group)
+
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)

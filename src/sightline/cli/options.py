@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,8 +12,9 @@ from click.core import ParameterSource
 
 from sightline.core.command_line import flag
 from sightline.core.config import EngineConfig, EngineKeywords
+from sightline.core.errors import ConfigError
 from sightline.core.request import SamplingParams
-from sightline.core.settings import Alias, Setting, aliases_of, stated
+from sightline.core.settings import Alias, Setting, aliases_of, stated, with_fields
 
 _CommandT = TypeVar("_CommandT", bound=Callable[..., None])
 _SUFFIXES = {"k": 1024, "m": 1024**2}
@@ -113,9 +114,10 @@ def option_of(
         )
     ]
     for other, alias in aliases.items():
-        agreeing = _agreeing(name, alias)
+        agreeing = _agreeing(name, alias) if alias.fields is None else _adding(name, alias.fields)
+        form = shape if alias.fields is None else _shape(Setting("", low=0, kind=alias.kind))
         options.append(
-            click.option(flag(other), other, default=None, hidden=True, expose_value=False, callback=agreeing, **shape)
+            click.option(flag(other), other, default=None, hidden=True, expose_value=False, callback=agreeing, **form)
         )
     return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
@@ -144,6 +146,9 @@ def _agreeing(name: str, alias: Alias) -> Callable[[click.Context, click.Paramet
         said = options_given(context, name)
         if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
             said[option.opts[0]] = alias.meaning(value)
+        parts = _parts_given(context, name)
+        if parts:
+            return with_fields(flag(name), value, parts, click.UsageError)
         first, *others = said.values() or [value]
         if any(other != first for other in others):
             raise click.UsageError(
@@ -153,6 +158,33 @@ def _agreeing(name: str, alias: Alias) -> Callable[[click.Context, click.Paramet
         return first
 
     return agree
+
+
+def _parts_given(context: click.Context, name: str) -> dict[str, Mapping[str, object]]:
+    """The fields of a setting that options of their own gave, by option."""
+    given: dict[str, Mapping[str, object]] = context.meta.setdefault(f"sightline.{name}.fields", {})
+    return given
+
+
+def _adding(
+    name: str, fields: Callable[[Any], Mapping[str, object]]
+) -> Callable[[click.Context, click.Parameter, object], None]:
+    """A callback that gives a setting some of its fields. The setting's own option may have been read before."""
+
+    def add(context: click.Context, option: click.Parameter, value: object) -> None:
+        if context.get_parameter_source(str(option.name)) is not ParameterSource.COMMANDLINE:
+            return
+        try:
+            part = fields(value)
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None
+        options_given(context, name)[option.opts[0]] = part
+        _parts_given(context, name)[option.opts[0]] = part
+        if name in context.params:
+            given = _parts_given(context, name)
+            context.params[name] = with_fields(flag(name), context.params[name], given, click.UsageError)
+
+    return add
 
 
 def _without(*names: str) -> dict[str, Callable[[_CommandT], _CommandT]]:

@@ -63,6 +63,8 @@ class MaskKind(Enum):
     CAUSAL = "causal"
     FULL = "full"
     TREE = "tree"
+    CONTEXT = "context"
+    """None of them. The new tokens have no cache entries: their write slots are the padding slot."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +82,7 @@ class RowMask:
 
 CAUSAL = RowMask(MaskKind.CAUSAL)
 FULL = RowMask(MaskKind.FULL)
+CONTEXT = RowMask(MaskKind.CONTEXT)
 
 
 @dataclass(eq=False, slots=True)
@@ -218,7 +221,7 @@ class Batch:
         continued = (facts.unread_places, facts.unread)
         if facts.unread:
             check_unread(continued, self.chosen)
-        slots = [source.slots_to_write(rows, context_lens, query_lens) for source in self.sources]
+        slots = [_write_slots(work, source) for source in self.sources]
         bounds, padding = memory.query_bounds(query_lens), memory.num_padding(len(rows))
         # A single copy to the device.
         per_token = [facts.tokens, facts.positions, *continued]
@@ -479,6 +482,20 @@ def _flattened(work: StepWork) -> _TokenFacts:
         logit_rows += [index] * num_logits
     chosen = (tuple(unread_places), tuple(unread))
     return _TokenFacts(tokens, positions, *chosen, tuple(logit_places), tuple(logit_rows))
+
+
+def _write_slots(work: StepWork, source: PoolPages) -> Sequence[int]:
+    """The slot of each new token's entry, row after row."""
+    counts = work.query_lens
+    if CONTEXT not in work.masks:
+        return source.slots_to_write(work.table_rows, work.context_lens, counts)
+    kept = [0 if mask is CONTEXT else count for mask, count in zip(work.masks, counts, strict=True)]
+    slots = iter(source.slots_to_write(work.table_rows, work.context_lens, kept))
+    return [
+        PADDING_SLOT if mask is CONTEXT else next(slots)
+        for mask, count in zip(work.masks, counts, strict=True)
+        for _ in range(count)
+    ]
 
 
 def _check_rows(rows: tuple[int, ...], context_lens: tuple[int, ...], sources: Sequence[PoolPages]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
+from sightline.core import speculation_words
 from sightline.core.errors import ConfigError
 from sightline.core.request import SamplingParams
 from sightline.core.settings import alias, check_settings, keywords, setting, stated
@@ -226,3 +227,35 @@ class EngineKeywords(EngineConfig):
     disable_cuda_graph: bool | None = alias("enforce_eager")
     tp: int | None = alias("tensor_parallel_size")
     tp_size: int | None = alias("tensor_parallel_size")
+    speculative_algorithm: str | None = alias("speculative_config", fields=speculation_words.algorithm)
+    speculative_num_steps: int | None = alias(
+        "speculative_config", fields=speculation_words.the_field("num_speculative_tokens")
+    )
+    speculative_num_draft_tokens: int | None = alias("speculative_config", fields=speculation_words.draft_tokens)
+    speculative_eagle_topk: int | None = alias("speculative_config", fields=speculation_words.branches)
+    speculative_draft_model_path: str | None = alias("speculative_config", fields=speculation_words.the_field("model"))
+    speculative_draft_attention_backend: str | None = alias(
+        "speculative_config", fields=speculation_words.the_field("attention_backend")
+    )
+    speculative_ngram_max_match_window_size: int | None = alias(
+        "speculative_config", fields=speculation_words.the_field("prompt_lookup_max")
+    )
+    speculative_ngram_min_match_window_size: int | None = alias(
+        "speculative_config", fields=speculation_words.the_field("prompt_lookup_min")
+    )
+    speculative_ngram_capacity: int | None = alias(
+        "speculative_config", fields=speculation_words.the_field("corpus_tokens")
+    )
+    speculative_model: str | None = alias("speculative_config", fields=speculation_words.draft_model)
+    num_speculative_tokens: int | None = alias(
+        "speculative_config", fields=speculation_words.the_field("num_speculative_tokens")
+    )
+    ngram_prompt_lookup_max: int | None = alias(
+        "speculative_config", fields=speculation_words.the_field("prompt_lookup_max")
+    )
+    ngram_prompt_lookup_min: int | None = alias(
+        "speculative_config", fields=speculation_words.the_field("prompt_lookup_min")
+    )
+    speculative_draft_tensor_parallel_size: int | None = alias(
+        "speculative_config", fields=speculation_words.the_field("draft_tensor_parallel_size")
+    )

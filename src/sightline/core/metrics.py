@@ -120,3 +120,6 @@ class EngineMetrics:
     """Tokens that were guessed."""
     spec_decode_num_accepted_tokens: int
     """Guessed tokens that were right."""
+    spec_decode_num_accepted_tokens_per_pos: tuple[int, ...]
+    """Guessed tokens that were right by their position, one for each of `num_speculative_tokens`; empty if nothing is
+    guessed."""

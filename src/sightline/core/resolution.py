@@ -40,6 +40,8 @@ PROGRAM_SIZES = (1, 2, 4, 8)
 """Numbers of rows that auto records on a CPU: more rows are bound by arithmetic, not by what is between products."""
 KEPT_PROGRAM_SIZES = (*PROGRAM_SIZES, 16)
 """Numbers of rows that auto records with weights that stay quantised, whose products take less arithmetic."""
+MOST_VERIFIED = 128
+"""Tokens of the largest step with guesses that is captured: beyond, a GPU is limited by arithmetic."""
 OUTPUT_COPIES = 4
 """Copies of a step's logits that exist at once: the outputs, those of the step in flight, and two of the sampler."""
 BUCKETS_PER_SIZE = 2
@@ -112,9 +114,14 @@ class ResolvedConfig(KeptSettings):
     """How next tokens are guessed; None if they are not."""
     layer_kernels: LayerKernels = LayerKernels.TORCH
     graph_sizes: tuple[int, ...] = ()
-    """Numbers of rows for which steps are captured, in order; empty: every step is eager."""
+    """Numbers of tokens for which steps are captured, in order; empty: every step is eager."""
     memory: MemoryBudget = MemoryBudget()  # noqa: RUF009 - frozen
     """How the device's memory was shared out; all 0 if nobody asked the device."""
+
+    @property
+    def max_drafted(self) -> int:
+        """Tokens that are guessed at once at most; 0 if none are."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
 
     @property
     def cache_tokens(self) -> int:
@@ -165,7 +172,11 @@ def resolve(config: EngineConfig, facts: ModelFacts, device: Device, ledger: Led
         speculation=read_speculation(config.speculative_config),
         layer_kernels=layer_kernels,
         graph_sizes=_resolve_graph_sizes(
-            config, layer_kernels, device, min(sizes.max_rows, num_pages - PADDING_PAGES), ledger
+            config,
+            layer_kernels,
+            device,
+            _most_captured(config, device, min(sizes.max_rows, num_pages - PADDING_PAGES)),
+            ledger,
         ),
         **{kept.name: vars(config)[kept.name] for kept in fields(KeptSettings)},
     )
@@ -224,6 +235,14 @@ def _fitting_len(config: EngineConfig, capacity: int, model_len: int, ledger: Le
         "raise cache_tokens or memory_fraction, or ask for a smaller max_model_len",
     )
     return capacity
+
+
+def _most_captured(config: EngineConfig, device: Device, max_rows: int) -> int:
+    """Tokens of the largest step that is captured: one a row, and on a GPU the guesses of each row too."""
+    speculation = read_speculation(config.speculative_config)
+    if speculation is None or device.kind is not DeviceKind.CUDA:
+        return max_rows
+    return max(max_rows, min(MOST_VERIFIED, max_rows * (1 + speculation.num_speculative_tokens)))
 
 
 def _resolve_graph_sizes(
@@ -342,7 +361,7 @@ def _output_memory(
     if Task(config.task) is Task.EMBED:
         return OutputMemory()
     # Sizes that no step has are told when the sizes are resolved.
-    captured = _resolve_graph_sizes(config, kernels, device, max_rows, Ledger())
+    captured = _resolve_graph_sizes(config, kernels, device, _most_captured(config, device, max_rows), Ledger())
     row_bytes = facts.vocab_size * torch.float32.itemsize
     steps = OUTPUT_COPIES * max_rows * row_bytes + drawing_bytes(max_rows, facts.vocab_size)
     return OutputMemory(steps, BUCKETS_PER_SIZE * sum(captured) * row_bytes)

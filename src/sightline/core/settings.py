@@ -8,6 +8,7 @@ not know what a setting does.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, wraps
@@ -86,6 +87,10 @@ class Alias:
     of: str
     is_negated: bool = False
     """Says the opposite, as `disable_…` does."""
+    fields: Callable[[Any], Mapping[str, object]] | None = None
+    """Reads a value as some fields of the setting, which is a mapping or its JSON. None: it is the setting's value."""
+    kind: type = object
+    """As that of a `Setting`; `aliases_of` fills it in."""
 
     def meaning(self, value: object) -> object:
         """The setting's value. Only a bool has an opposite; the setting's own check refuses anything else."""
@@ -97,9 +102,38 @@ def setting(default: _T, help: str, **facts: Any) -> _T:
     return field(default=default, metadata={"stated": Setting(help, **facts)})
 
 
-def alias(of: str, *, is_negated: bool = False) -> Any:
+def alias(of: str, *, is_negated: bool = False, fields: Callable[[Any], Mapping[str, object]] | None = None) -> Any:
     """A dataclass field that is an `Alias`, with the default None."""
-    return field(default=None, metadata={"stated": Alias(of, is_negated)})
+    return field(default=None, metadata={"stated": Alias(of, is_negated, fields)})
+
+
+def with_fields(
+    of: str, value: object, given: Mapping[str, Mapping[str, object]], error: Callable[[str], Exception]
+) -> object:
+    """A setting whose value is a mapping or its JSON, with the fields that other names give it.
+
+    `of` is the setting's name. Raises `error` if two names give a field different values. A value that is no mapping is
+    left to the setting's own check.
+    """
+    known: object = value
+    if isinstance(value, str):
+        try:
+            known = json.loads(value)
+        except ValueError:
+            return value
+    sources = {**given, **({} if known is None else {of: known})}
+    found, names = dict[str, object](), dict[str, str]()
+    for name, each in sources.items():
+        if not isinstance(each, Mapping):
+            return value
+        for field_name, part in each.items():
+            first = names.setdefault(field_name, name)
+            if found.setdefault(field_name, part) != part:
+                raise error(
+                    f"expected one {field_name} of {of}, got {found[field_name]!r} by {first} and {part!r} by {name}; "
+                    "leave one out"
+                )
+    return found
 
 
 def stated(kind: type) -> Mapping[str, Setting]:
@@ -128,7 +162,7 @@ def _read(kind: Any) -> tuple[Mapping[str, Setting], Mapping[str, Alias]]:
             case Setting() as said:
                 settings[name] = replace(said, name=name, kind=known, default=each.default, is_optional=has_none)
             case Alias() as said:
-                aliases[name] = said
+                aliases[name] = replace(said, kind=known)
     return MappingProxyType(settings), MappingProxyType(aliases)
 
 
@@ -152,11 +186,15 @@ def keywords(error: type[SightlineError], what: str, elsewhere: Mapping[str, str
         def constructor(self: _T, *args: object, **given: object) -> None:
             settings, aliases = stated(kind), aliases_of(kind)
             values, said = dict[str, object](), dict[str, str]()
+            parts: dict[str, dict[str, Mapping[str, object]]] = {}
             for name, value in given.items():
                 if name not in settings and name not in aliases:
                     raise error(answer_unknown(name, settings, what, elsewhere))
                 alias = aliases.get(name, Alias(name))
                 if name in aliases and value is None:
+                    continue
+                if alias.fields is not None:
+                    parts.setdefault(alias.of, {})[name] = alias.fields(value)
                     continue
                 meant, first = alias.meaning(value), said.setdefault(alias.of, name)
                 if values.setdefault(alias.of, meant) != meant and first != name:
@@ -164,6 +202,7 @@ def keywords(error: type[SightlineError], what: str, elsewhere: Mapping[str, str
                         f"expected {first} or {name}, which are one setting, got {first} {given[first]!r} and {name} "
                         f"{value!r}; leave one out"
                     )
+            values |= {name: with_fields(name, values.get(name), each, error) for name, each in parts.items()}
             construct(self, *args, **values)
 
         type.__setattr__(kind, "__init__", constructor)

@@ -14,7 +14,7 @@ from sightline.core.words import answer_unknown
 ENTRY_POINT_GROUP = "sightline.drafters"
 MOST_DRAFTED = 64
 MOST_BRANCHES = 8
-MOST_CORPUS_TOKENS = 1 << 24
+MOST_CORPUS_TOKENS = 1 << 20
 _SHARED = frozenset({"method", "num_speculative_tokens", "draft_tensor_parallel_size"})
 """Settings that every method takes."""
 
@@ -88,7 +88,7 @@ class Speculation:
     corpus_tokens: int = setting(
         0,
         "Tokens of earlier prompts and answers of the same caller that are kept to guess from; 0 keeps none. Each "
-        "takes 32 to 64 bytes of the host's memory.",
+        "takes 20 to 32 bytes of the host's memory.",
         low=0,
         high=MOST_CORPUS_TOKENS,
     )

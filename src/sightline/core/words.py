@@ -28,6 +28,7 @@ memory_fraction: mem_fraction max_memory kv_cache_memory_bytes
 prefix_caching: cache_prompt prompt_cache disable_prefix_caching no_enable_prefix_caching
 max_queued_requests: max_queue_size max_waiting_requests
 cuda_graph_sizes: cuda_graph_max_bs cudagraph_num_of_warmups max_cudagraph_capture_size
+speculative_config: draft_model model_draft assistant_model prompt_lookup_num_tokens draft_max draft_min
 attention_backend: attn_implementation attn_backend flash_attn use_flash_attention_2
 max_tokens: max_new_tokens n_predict num_predict max_length max_output_tokens max_completion_tokens max_gen_len
 min_tokens: min_new_tokens min_length
@@ -46,7 +47,7 @@ UNSUPPORTED = _by_word("""
 beam search outside LLM.beam_search: num_beams beam_width use_beam_search length_penalty early_stopping num_beam_groups
 a model on more than one device: pipeline_parallel_size pp_size data_parallel_size dp_size ep_size tensor_split nnodes
 compiled models: compilation_config torch_compile enable_torch_compile
-speculative decoding by another model: speculative_model speculative_algorithm num_speculative_tokens draft_model
+this way to guess tokens: speculative_token_map speculative_ngram_branch_length speculative_ngram_match_type
 LoRA: enable_lora lora_path lora_paths lora_modules max_loras lora lora_request
 structured output: guided_json guided_regex guided_choice guided_decoding grammar regex json_schema response_format
 offloading to the host: cpu_offload_gb swap_space offload_folder enable_hierarchical_cache

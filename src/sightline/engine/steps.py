@@ -202,6 +202,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             spec_decode_num_drafts=scheduler.num_drafts,
             spec_decode_num_draft_tokens=scheduler.num_drafted_tokens,
             spec_decode_num_accepted_tokens=scheduler.num_accepted_tokens,
+            spec_decode_num_accepted_tokens_per_pos=scheduler.accepted_at(self.runtime.config.max_drafted),
         )
 
     def reset_counts(self) -> None:

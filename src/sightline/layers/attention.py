@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sightline.attention.contract import SoftmaxInputs
+from sightline.attention.contract import SoftmaxInputs, SoftmaxQueries
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import SoftmaxSpec
 from sightline.layers.linear import Projection
-from sightline.layers.norm import HeadNorms
+from sightline.layers.norm import HeadNorms, RmsNorm
 from sightline.layers.operations import TurnedHeads
 from sightline.layers.rotary import Halves, RotaryTable
 from sightline.layers.scratch import Scratch
@@ -59,6 +59,8 @@ class SoftmaxAttention:
     """Applied before the rotation."""
     sinks: Tensor | None = None
     """[num_q_heads] if the spec has sinks, otherwise None."""
+    value_norm: RmsNorm | None = None
+    """Over each head of the values."""
     rotates: bool = True
     """False in networks whose inputs already hold the positions. They have no norms of heads either."""
 
@@ -81,5 +83,41 @@ class SoftmaxAttention:
             buffers.rows.copy_(buffers.qkv)
         if rotary is not None:
             scratch.operations.turn_heads(buffers.turned, self.norms, rotary)
-        planned.attend(self.layer, SoftmaxInputs(*buffers.inputs, self.sinks), buffers.attended_heads)
+        q, k, v = buffers.inputs
+        if self.value_norm is not None:
+            for head in v.unbind(1):
+                scratch.operations.norm(head, self.value_norm, head)
+        planned.attend(self.layer, SoftmaxInputs(q=q, k=k, v=v, sinks=self.sinks), buffers.attended_heads)
+        sink.take_product(self.output, buffers.attended)
+
+
+@dataclass(frozen=True, eq=False)
+class BorrowedAttention:
+    """One layer that has queries alone, and reads the keys and values of another."""
+
+    layer: int
+    """The layer's number in the model."""
+    spec: SoftmaxSpec
+    queries: Projection
+    output: Projection
+    norm: RmsNorm
+    """Of queries, before the rotation."""
+
+    @property
+    def turns(self) -> bool:
+        return self.queries.turns
+
+    def buffers(self, scratch: Scratch) -> AttentionBuffers:
+        return scratch.of(AttentionBuffers, self.spec.num_q_heads, 0, self.spec.head_dim, True)
+
+    def __call__(
+        self, source: Source, sink: Sink, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch
+    ) -> None:
+        """Gives the result for the source to the sink."""
+        buffers = self.buffers(scratch)
+        source.give_product(self.queries, buffers.qkv, scratch.operations)
+        if not buffers.is_row_major:
+            buffers.rows.copy_(buffers.qkv)
+        scratch.operations.turn_heads(buffers.turned, HeadNorms(self.norm, self.norm), rotary)
+        planned.attend(self.layer, SoftmaxQueries(q=buffers.inputs[0], sinks=None), buffers.attended_heads)
         sink.take_product(self.output, buffers.attended)

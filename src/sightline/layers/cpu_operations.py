@@ -48,7 +48,8 @@ class CpuOperations(Operations):
         self._turn = compiled(norms.make_turn, element)
         self._gates = {code: compiled(pointwise.make_gate, element, code) for code in GateCode}
         self._activations = {code: compiled(pointwise.make_activate, element, code) for code in _CODES.values()}
-        self._widen = compiled(pointwise.make_widen, element)
+        self._copy = compiled(pointwise.make_widen, element, element)
+        self._widen = compiled(pointwise.make_widen, element, ELEMENTS[torch.float32])
         self._softcap = compiled(pointwise.make_softcap)
         self._best_tokens = compiled(pointwise.make_best_tokens)
 
@@ -145,6 +146,9 @@ class CpuOperations(Operations):
 
     def activate(self, kind: Activation, x: Tensor) -> None:
         self._launch(self._activations[_CODES[kind]], (*self._rows(x), *x.shape), x)
+
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        self._launch(self._copy, (*self._rows(x), *x.shape, *self._rows(out)), x, out)
 
     def widened(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:

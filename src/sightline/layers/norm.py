@@ -40,3 +40,4 @@ class HeadNorms(NamedTuple):
 
     q: RmsNorm
     k: RmsNorm
+    """The same as `q` in a layer without keys."""

@@ -109,6 +109,10 @@ class Operations(ABC):
         """Applies the activation to x [num_tokens, size] in place."""
 
     @abstractmethod
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        """Writes x [num_tokens, size] to `out`, which must not overlap x."""
+
+    @abstractmethod
     def widened(self, x: Tensor) -> Tensor:
         """x [num_rows, size] row-major in fp32: x itself if it is that already, otherwise a copy."""
 

@@ -50,7 +50,16 @@ class FrequencyFactors:
     factors: tuple[float, ...]
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors
+@dataclass(frozen=True)
+class ProportionalScaling:
+    """Divides positions by `factor`, and turns only the first pairs, by the angles that they have in a whole head."""
+
+    factor: float
+    num_turning: int
+    """The number of pairs that turn."""
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | FrequencyFactors | ProportionalScaling
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,9 @@ def _frequencies(spec: RotarySpec) -> Tensor:
         case None:
             return frequencies
         case LinearScaling(factor):
+            return frequencies / factor
+        case ProportionalScaling(factor, num_turning):
+            frequencies[num_turning:] = 0.0
             return frequencies / factor
         case FrequencyFactors(factors):
             return frequencies / torch.tensor(factors, dtype=torch.float32)

@@ -104,6 +104,9 @@ class TorchOperations(Operations):
     def activate(self, kind: Activation, x: Tensor) -> None:
         _IN_PLACE[kind](x)
 
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
     def widened(self, x: Tensor) -> Tensor:
         return x.contiguous().float()
 

@@ -106,6 +106,9 @@ class TritonOperations(Operations):
     def activate(self, kind: Activation, x: Tensor) -> None:
         pointwise.activate(_KINDS[kind], x)
 
+    def copy(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
     def widened(self, x: Tensor) -> Tensor:
         return x.contiguous().float()
 

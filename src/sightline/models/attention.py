@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sightline.attention.spec import LatentSpec, SoftmaxSpec
-from sightline.layers.attention import SoftmaxAttention
+from sightline.layers.attention import BorrowedAttention, SoftmaxAttention
 from sightline.layers.latent import LatentAttention, QueryUp
 from sightline.layers.linear import Linear, Projection
 from sightline.layers.norm import HeadNorms, RmsNorm
@@ -29,6 +29,10 @@ class AttentionTensors:
     output_bias: bool = False
     rotated_dim: int | None = None
     """The number of dimensions of a head that are rotated: the first ones as stored; None if all are."""
+    value_norm: NormDefinition | None = None
+    """The norm of each head of the values, which has no weights."""
+    values_are_keys: bool = False
+    """True if the projection of the keys is that of the values too."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,20 @@ class SoftmaxAttentionDefinition:
             output=weights.projection({f"{prefix}.o_proj": hidden_size}, output_size, bias=self.tensors.output_bias),
             norms=self._load_norms(weights, prefix),
             sinks=weights.take(f"{prefix}.sinks", (spec.num_q_heads,)) if spec.sinks else None,
+            value_norm=self._value_norm(weights),
         )
+
+    def _value_norm(self, weights: WeightReader) -> RmsNorm | None:
+        norm = self.tensors.value_norm
+        if norm is None:
+            return None
+        return RmsNorm(torch.ones(self.spec.head_dim, dtype=torch.float32, device=weights.device), norm.epsilon)
 
     def _load_qkv(self, weights: WeightReader, prefix: str, hidden_size: int) -> Projection:
         spec, bias = self.spec, self.tensors.qkv_bias
         heads = {"q_proj": spec.num_q_heads, "k_proj": spec.num_kv_heads, "v_proj": spec.num_kv_heads}
+        if self.tensors.values_are_keys:
+            return self._load_shared_keys(weights, prefix, hidden_size)
         if self.tensors.rotated_dim is None:
             sizes = {f"{prefix}.{name}": count * spec.head_dim for name, count in heads.items()}
             return weights.projection(sizes, hidden_size, bias=bias)
@@ -75,6 +88,16 @@ class SoftmaxAttentionDefinition:
             parts.append(part)
             biases.append(shift)
         return weights.make_linear(torch.cat(parts), torch.cat(biases) if bias else None)
+
+    def _load_shared_keys(self, weights: WeightReader, prefix: str, hidden_size: int) -> Projection:
+        """Queries, keys and values, of which the last two are projected alike."""
+        heads, use = {"q_proj": self.spec.num_q_heads, "k_proj": self.spec.num_kv_heads}, "rows that are used twice"
+        sizes = {f"{prefix}.{name}": count * self.spec.head_dim for name, count in heads.items()}
+        q, k = (weights.matrix(f"{name}.weight", (rows, hidden_size), use) for name, rows in sizes.items())
+        if not self.tensors.qkv_bias:
+            return weights.make_linear(torch.cat((q, k, k)), None)
+        q_bias, k_bias = (weights.take(f"{name}.bias", (rows,)) for name, rows in sizes.items())
+        return weights.make_linear(torch.cat((q, k, k)), torch.cat((q_bias, k_bias, k_bias)))
 
     def _load_norms(self, weights: WeightReader, prefix: str) -> HeadNorms | None:
         if self.tensors.qk_norm is None:
@@ -95,6 +118,39 @@ class SoftmaxAttentionDefinition:
         dims = torch.arange(self.spec.head_dim)
         turning, still = dims[: self.tensors.rotated_dim].chunk(2), dims[self.tensors.rotated_dim :].chunk(2)
         return torch.cat((turning[0], still[0], turning[1], still[1]))
+
+
+@dataclass(frozen=True)
+class BorrowedAttentionDefinition:
+    """Softmax attention over the keys and values of another layer."""
+
+    spec: SoftmaxSpec
+    norm: NormDefinition
+    """The norm of queries, per head, before the rotation."""
+    bias: bool = False
+
+    def num_weights(self, hidden_size: int) -> int:
+        return 2 * hidden_size * self.spec.num_q_heads * self.spec.head_dim
+
+    def load(
+        self, weights: WeightReader, layer: int, prefix: str, hidden_size: int, *, in_features: int | None = None
+    ) -> BorrowedAttention:
+        """Loads the layer. `in_features` is the width of its input, if that is not the hidden size."""
+        size = self.spec.num_q_heads * self.spec.head_dim
+        own = {f"{prefix}.{name}" for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")}
+        own |= {f"{prefix}.k_norm.weight", f"{prefix}.v_norm.weight"}
+        weights.leave_tensors(
+            sorted(own & set(weights.names)),
+            f"keys and values of layer {layer}",
+            "the layer reads those of another, so nothing is lost",
+        )
+        return BorrowedAttention(
+            layer=layer,
+            spec=self.spec,
+            queries=weights.projection({f"{prefix}.q_proj": size}, in_features or hidden_size, bias=self.bias),
+            output=weights.projection({f"{prefix}.o_proj": hidden_size}, size, bias=self.bias),
+            norm=self.norm.load(weights, f"{prefix}.q_norm", self.spec.head_dim),
+        )
 
 
 @dataclass(frozen=True)
@@ -193,4 +249,4 @@ class LatentAttentionDefinition:
         return torch.cat((dims[::2], dims[1::2])) if self.paired_neighbours else dims
 
 
-AttentionDefinition = SoftmaxAttentionDefinition | LatentAttentionDefinition
+AttentionDefinition = SoftmaxAttentionDefinition | BorrowedAttentionDefinition | LatentAttentionDefinition

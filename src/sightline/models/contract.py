@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec
+from sightline.attention.spec import AttentionSpec, Lenders
 from sightline.core.batch import RowMask
 from sightline.kernels.packed_weights import WeightForm
 from sightline.layers.scratch import Scratch
@@ -105,6 +105,11 @@ class Definition(ABC):
     @abstractmethod
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """The attention spec of each layer."""
+
+    @property
+    def lenders(self) -> Lenders:
+        """The layers that read another layer's cache entries and have no keys and values of their own."""
+        return {}
 
     def step_costs(self) -> tuple[float, float]:
         """Costs of a token's logits, and of attending to one other token, relative to a token in the layers.

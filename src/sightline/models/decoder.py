@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import AttentionSpec
+from sightline.attention.spec import AttentionSpec, Lenders
 from sightline.core.batch import CAUSAL, FULL, RowMask
-from sightline.layers.attention import SoftmaxAttention
+from sightline.layers.attention import BorrowedAttention, SoftmaxAttention
 from sightline.layers.embedding import Embedding
 from sightline.layers.latent import LatentAttention
 from sightline.layers.linear import Projection, Unnormed
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
 from sightline.layers.norm import RmsNorm
+from sightline.layers.per_layer import PerLayerGate, PerLayerInputs
 from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added, Written
@@ -35,6 +36,7 @@ from sightline.models.contract import (
 )
 from sightline.models.feed_forward import FeedForward
 from sightline.models.norms import NormDefinition
+from sightline.models.per_layer_inputs import PerLayerDefinition
 from sightline.models.weights import WeightReader
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -50,6 +52,8 @@ class LayerDefinition:
     attention: AttentionDefinition
     rotary: RotarySpec
     feed_forward: FeedForward
+    lender: int | None = None
+    """The layer whose keys and values it reads; None if it has its own."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,10 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     """Additional layers for multi-token prediction that a checkpoint may hold. Only a drafter uses them."""
     causal: bool = True
     """False for embedders whose tokens attend to the tokens after them too."""
+    per_layer: PerLayerDefinition | None = None
+    """A second embedding of the tokens, of which each layer takes a part."""
+    scaled_layers: bool = False
+    """True if the stream behind each layer is multiplied by a stored number."""
 
     def __post_init__(self) -> None:
         if not self.causal and any(layer.attention.spec.window is not None for layer in self.layers):
@@ -82,9 +90,16 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
         return tuple(layer.attention.spec for layer in self.layers)
 
     @property
+    def lenders(self) -> Lenders:
+        return {index: each.lender for index, each in enumerate(self.layers) if each.lender is not None}
+
+    @property
     def token_weights(self) -> int:
         size = self.hidden_size
-        return sum(each.attention.num_weights(size) + each.feed_forward.num_weights(size) for each in self.layers)
+        second = 0 if self.per_layer is None else 3 * size * self.per_layer.size * len(self.layers)
+        return second + sum(
+            each.attention.num_weights(size) + each.feed_forward.num_weights(size) for each in self.layers
+        )
 
     @property
     def mask(self) -> RowMask:
@@ -125,11 +140,16 @@ class DecoderDefinition(ModelDefinition, EmbedderDefinition):
     def _load_states(self, weights: WeightReader, embedding: Embedding, taps: Taps = NO_TAPS) -> DecoderStates:
         if not all(0 <= place <= len(self.layers) for place in taps.streams):
             raise ValueError(f"expected states between 0 and {len(self.layers)} layers, got those at {taps.streams}")
-        layers = tuple(load_layer(self, index, weights, layer_prefix(index)) for index in range(len(self.layers)))
+        per_layer = None
+        if self.per_layer is not None:
+            per_layer = self.per_layer.load(weights, len(self.layers), self.hidden_size, self.norms)
+        layers = tuple(
+            load_layer(self, index, weights, layer_prefix(index), per_layer) for index in range(len(self.layers))
+        )
         final_norm = self.norms.load(weights, "model.norm", self.hidden_size)
         self._leave_predictors(weights)
         rotaries = {spec: Rotary(spec, weights.device) for spec in {layer.rotary for layer in self.layers}}
-        return DecoderStates(self, embedding, layers, final_norm, rotaries, taps)
+        return DecoderStates(self, embedding, layers, final_norm, rotaries, taps, per_layer)
 
     def _leave_predictors(self, weights: WeightReader) -> None:
         """Skips the layers for multi-token prediction. A plain layer in their place is refused as unused."""
@@ -173,11 +193,14 @@ class DecoderLayer:
 
     rotary: RotarySpec
     attention_norm: RmsNorm
-    attention: SoftmaxAttention | LatentAttention
+    attention: SoftmaxAttention | BorrowedAttention | LatentAttention
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm
     mlp: GatedMlp | ExpertMlp
     mlp_out_norm: RmsNorm | None
+    per_layer: PerLayerGate | None = None
+    scale: Tensor | None = None
+    """[1]: multiplies the stream behind the layer."""
 
     def __call__(self, stream: StreamBuffers, planned: PlannedBatch, rotary: RotaryTable, scratch: Scratch) -> None:
         """Adds the layer's output to the stream."""
@@ -196,6 +219,10 @@ class DecoderLayer:
         else:
             self.mlp(transformed, stream.alone, scratch)
             operations.add_normed(result, self.mlp_out_norm, hidden)
+        if self.per_layer is not None:
+            self.per_layer(hidden, result, scratch)
+        if self.scale is not None:
+            hidden.mul_(self.scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +235,7 @@ class DecoderStates(Model):
     final_norm: RmsNorm
     rotaries: dict[RotarySpec, Rotary]
     taps: Taps
+    per_layer: PerLayerInputs | None = None
 
     @property
     def turns(self) -> bool:
@@ -223,6 +251,8 @@ class DecoderStates(Model):
         for layer in self.layers:
             layer.attention.buffers(scratch)
             layer.mlp.buffers(scratch)
+        if self.per_layer is not None:
+            self.per_layer.buffers(scratch)
 
     def forward(self, planned: PlannedBatch, scratch: Scratch) -> Tensor:
         return scratch.operations.widened(self.wanted(planned, scratch))
@@ -242,11 +272,15 @@ class DecoderStates(Model):
         tables = self._tables(scratch)
         for spec, table in tables.items():
             operations.rotary_table(self.rotaries[spec], batch.positions, table)
+        if self.per_layer is not None:
+            self.per_layer(batch.tokens, stream.hidden, scratch)
         taps = self._tapped(scratch)
         for index, layer in enumerate(self.layers):
-            _copy_states(stream.hidden, taps.get(index))
+            if index in taps:
+                operations.copy(stream.hidden, taps[index])
             layer(stream, planned, tables[layer.rotary], scratch)
-        _copy_states(stream.hidden, taps.get(len(self.layers)))
+        if len(self.layers) in taps:
+            operations.copy(stream.hidden, taps[len(self.layers)])
         if self.taps.final:
             operations.norm(stream.hidden, self.final_norm, self._made(scratch, self.taps.count - 1))
         wanted = stream.hidden.new_empty((len(batch.logit_indices), self.definition.hidden_size))
@@ -270,11 +304,6 @@ class DecoderStates(Model):
     def stream(self, scratch: Scratch) -> StreamBuffers:
         """The residual stream of a step."""
         return scratch.of(StreamBuffers, self.definition.hidden_size)
-
-
-def _copy_states(stream: Tensor, room: Tensor | None) -> None:
-    if room is not None:
-        room.copy_(stream)
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,7 +338,13 @@ class Decoder(Model):
         return logits
 
 
-def load_layer(definition: DecoderDefinition, index: int, weights: WeightReader, prefix: str) -> DecoderLayer:
+def load_layer(
+    definition: DecoderDefinition,
+    index: int,
+    weights: WeightReader,
+    prefix: str,
+    per_layer: PerLayerInputs | None = None,
+) -> DecoderLayer:
     """The layer `index` of the definition, which is stored under `prefix`."""
     hidden_size = definition.hidden_size
     described, sandwich = definition.layers[index], definition.sandwich_norms
@@ -318,6 +353,10 @@ def load_layer(definition: DecoderDefinition, index: int, weights: WeightReader,
         return definition.norms.load(weights, f"{prefix}.{name}", hidden_size)
 
     after_attention = norm("post_attention_layernorm")
+    gate = None
+    if definition.per_layer is not None and per_layer is not None:
+        norms = definition.norms
+        gate = definition.per_layer.load_gate(weights, per_layer, index, prefix, hidden_size, norms)
     return DecoderLayer(
         rotary=described.rotary,
         attention_norm=norm("input_layernorm"),
@@ -327,6 +366,8 @@ def load_layer(definition: DecoderDefinition, index: int, weights: WeightReader,
         mlp_norm=norm("pre_feedforward_layernorm") if sandwich else after_attention,
         mlp=described.feed_forward.load(weights, mlp_prefix(prefix), hidden_size),
         mlp_out_norm=norm("post_feedforward_layernorm") if sandwich else None,
+        per_layer=gate,
+        scale=weights.take(f"{prefix}.layer_scalar", (1,)) if definition.scaled_layers else None,
     )
 
 

@@ -217,7 +217,7 @@ class HeadLayer:
         if self.norm_before_residual:
             operations.norm(given, self.state_norm, made)
         else:
-            made.copy_(given)
+            operations.copy(given, made)
         stream = Added(made)
         self.attention(Given(buffers.joined), stream, planned, rotary, scratch)
         self.mlp(Normed(Unnormed(made, self.mlp_norm, buffers.normed)), stream, scratch)

@@ -21,6 +21,7 @@ from sightline.models.eagle3_config import LAYER_SECTION, flattened, original_he
 from sightline.models.field_effects import fields_without_effect
 from sightline.models.foreign_fields import FOREIGN_FIELDS, is_neutral
 from sightline.models.gemma import gemma2, gemma3
+from sightline.models.gemma4 import gemma4
 from sightline.models.glm import glm4_moe
 from sightline.models.gpt_oss import gpt_oss
 from sightline.models.llama import llama, mistral
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma4ForCausalLM": gemma4,
     "GptOssForCausalLM": gpt_oss,
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
@@ -58,6 +60,7 @@ MODEL_TYPES: Mapping[str, str] = {
     "qwen3_moe": "Qwen3Moe",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",
+    "gemma4_text": "Gemma4",
     "gpt_oss": "GptOss",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
@@ -81,7 +84,13 @@ def define_model(config: Mapping[str, object], ledger: Ledger) -> DecoderDefinit
 def define_embedder(config: Mapping[str, object], ledger: Ledger) -> EmbedderDefinition:
     """Like `define_model`, for embedding: also accepts encoders, and decoders without an output projection."""
     bare = {_bare(name): family for name, family in FAMILIES.items()}
-    return _define(config, ledger, {**bare, **FAMILIES, **EMBEDDERS})
+    definition = _define(config, ledger, {**bare, **FAMILIES, **EMBEDDERS})
+    if definition.lenders:
+        raise UnsupportedModelError(
+            f"layers {', '.join(map(str, definition.lenders))} read the cache of other layers, which is not supported for "
+            "task embed yet: texts are embedded without a cache"
+        )
+    return definition
 
 
 def define_eagle3(config: Mapping[str, object], target: DecoderDefinition, ledger: Ledger) -> Eagle3Definition:
@@ -104,8 +113,9 @@ def define_eagle3(config: Mapping[str, object], target: DecoderDefinition, ledge
 
 
 def _bare(architecture: str) -> str:
-    """The name of an architecture without its head. For Gemma 3 the plain name is the model with vision."""
-    return architecture.replace("ForCausalLM", "TextModel" if architecture.startswith("Gemma3") else "Model")
+    """The name of an architecture without its head. From Gemma 3 on the plain name is the model with vision."""
+    with_vision = architecture.startswith(("Gemma3", "Gemma4"))
+    return architecture.replace("ForCausalLM", "TextModel" if with_vision else "Model")
 
 
 def _define(

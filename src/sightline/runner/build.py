@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from sightline.attention.backends import registry
+from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import Requirement, Work
-from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.planner import Planner
 from sightline.attention.proof import ProofBook
 from sightline.attention.selection import Candidate, no_doubt, select_backend
 from sightline.attention.spec import LayerGroup, group_layers
@@ -205,7 +206,7 @@ def draw_up(
     draft: DraftSource | None = None,
 ) -> Blueprint:
     """Decides what will run, from the checkpoint's headers: no weight is read and nothing is built."""
-    groups = group_layers(definition.attention_specs())
+    groups = group_layers(definition.attention_specs(), lenders=definition.lenders)
     device = detect_device(config.device)
     facts = model_facts(counted_as(config, device), checkpoint, definition, groups)
     draft_groups: tuple[tuple[LayerGroup, ...], ...] = ()
@@ -372,7 +373,7 @@ def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: At
         config.dtype,
         config.cache_dtype,
         config.page_size,
-        usage.needs(config, work),
+        usage.needs(config, work) | group.needs,
         demands_of(config, group, work, usage),
     )
 

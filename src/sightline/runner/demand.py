@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from sightline.attention.bindings import MASK_FEATURES
 from sightline.attention.capability import FEW_ROWS, Work
 from sightline.attention.contract import CachePolicy
 from sightline.attention.coverage import Demand
@@ -22,7 +23,6 @@ from sightline.attention.dimensions import (
     Value,
     features_name,
 )
-from sightline.attention.planner import MASK_FEATURES
 from sightline.attention.proof import dtype_name
 from sightline.attention.spec import Feature, LayerGroup
 from sightline.core.batch import MaskKind

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import GraphLevel, Work, decode_work
-from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.planner import Planner
 from sightline.cache.pools import CacheStore, NetworkCache
 from sightline.core.batch import CAUSAL, Batch, RowWork, StepWork
 from sightline.core.batch_memory import StaticMemory, StepShape
@@ -44,13 +45,14 @@ class Graphs:
         bindings: Sequence[GroupBinding],
     ) -> None:
         """`sizes` are numbers of tokens, and so of rows; `cache` is the network's, in the store."""
-        self._sizes = tuple(sizes)
+        self._decoded = tuple(size for size in sizes if size <= store.limits.max_rows)
+        """Numbers of rows that may decode."""
         self._store = store
         self._pools = cache.pools
         self._planner = planner
         self._bindings = tuple(bindings)
         # Decode first, then by size: the first that fits is the best.
-        shapes = [*_decode_shapes(sizes, bindings), *_mixed_shapes(sizes, bindings)]
+        shapes = [*_decode_shapes(self._decoded, bindings), *_mixed_shapes(sizes, bindings)]
         self.buckets = _make_buckets(shapes, len(cache.pools), store.device) if shapes else ()
         for bucket in self.buckets:
             planner.reserve(bucket)
@@ -107,11 +109,12 @@ class Graphs:
         """Plans a step without padding once, and records it."""
         store, rows = self._store, list[int]()
         try:
-            for _ in range(bucket.shape.size):
+            size, work = bucket.shape.size, list[RowWork]()
+            for count in _shared_out(size, min(size, store.limits.max_rows)):
                 rows.append(store.open_row())
-                store.grow_row(rows[-1], 1)
-            work = StepWork.of([RowWork(row, [0], context_len=0, num_logits=1) for row in rows])
-            planned = self._planner.plan(Batch.inside(work, self._pools, bucket))
+                store.grow_row(rows[-1], count)
+                work.append(RowWork(rows[-1], [0] * count, context_len=0, num_logits=count))
+            planned = self._planner.plan(Batch.inside(StepWork.of(work), self._pools, bucket))
             runner.capture(planned, recorder)
         except RuntimeError as error:
             raise ConfigError(
@@ -127,7 +130,7 @@ class Graphs:
         decoded = {bucket.shape.size for bucket in self.buckets if bucket.shape.query_bound == 1}
         for binding in self._bindings:
             eager = dict[str, list[int]]()
-            for size in self._sizes:
+            for size in self._decoded:
                 part = binding.serving[decode_work(size)]
                 if size not in decoded and part.capability.graph is GraphLevel.NONE:
                     eager.setdefault(type(part.backend).__name__, []).append(size)
@@ -141,6 +144,11 @@ class Graphs:
                     ledger.degrade("cuda_graph_sizes", outcome, remedy)
                 else:
                     ledger.note("cuda_graph_sizes", outcome)
+
+
+def _shared_out(num_tokens: int, num_rows: int) -> list[int]:
+    """Tokens of each row, as equal as may be."""
+    return [num_tokens // num_rows + (row < num_tokens % num_rows) for row in range(num_rows)]
 
 
 def _make_buckets(shapes: Sequence[StepShape], num_pools: int, device: torch.device) -> tuple[StaticMemory, ...]:

@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
+from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.capability import Work
 from sightline.attention.contract import BackendContext, StepLimits
-from sightline.attention.planner import GroupBinding, PartBackend, Planner
+from sightline.attention.planner import Planner
 from sightline.attention.spec import LayerGroup
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheStore, NetworkCache
@@ -88,17 +89,19 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     """Builds everything from the backends to the buckets of graphs. The workspace must not be sealed yet."""
     config, workspace, operations, model = shared.config, shared.workspace, shared.operations, parts.model
     device, launcher = config.device.torch_device, shared.launcher
-    limits = StepLimits(config.max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
+    # A captured step is padded to as many rows as it has tokens.
+    max_rows = max(config.max_rows, *config.graph_sizes, 0)
+    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
     bindings = tuple(
         GroupBinding(
             group,
-            group_cache,
+            group_cache := shared.store.cache(group.owner),
             _serving(
                 selection,
                 BackendContext(group.name, group.spec, group_cache, workspace, limits, config.dtype, device, launcher),
             ),
         )
-        for group, group_cache, selection in zip(parts.groups, cache.groups, parts.selections, strict=True)
+        for group, selection in zip(parts.groups, parts.selections, strict=True)
     )
     planner = Planner(bindings, limits, cache.lengths, workspace, name=f"{parts.name}planner", paranoid=config.paranoid)
     # Feature-major products are faster on a CPU only.

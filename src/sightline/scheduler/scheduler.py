@@ -18,6 +18,7 @@ Knows requests and pages. Does not know tensors or models.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -82,11 +83,18 @@ class Scheduler:
         """Prompt tokens found in the prefix cache."""
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
         """Rows with guesses that were committed, the guessed tokens, and those of them that were right."""
+        self._accepted_at = Counter[int]()
+        """Right guesses by their position behind the last known token, from 0."""
 
     def reset_counts(self) -> None:
         """Begins all counts again."""
         self.num_queried_tokens = self.num_hit_tokens = self.num_retractions = 0
         self.num_drafts = self.num_drafted_tokens = self.num_accepted_tokens = 0
+        self._accepted_at.clear()
+
+    def accepted_at(self, count: int) -> tuple[int, ...]:
+        """Right guesses by position, for the first `count` positions behind the last known token."""
+        return tuple([self._accepted_at[position] for position in range(count)])
 
     @property
     def running(self) -> Sequence[SequenceState]:
@@ -201,6 +209,7 @@ class Scheduler:
         self.num_drafts += 1
         self.num_drafted_tokens += len(row.drafts)
         self.num_accepted_tokens += num_accepted
+        self._accepted_at.update(range(num_accepted))
 
     def landed(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that the step with these rows is over, committed or not, and releases sequences removed meanwhile."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import (
@@ -202,11 +202,13 @@ class EngineTotals:
         self._before: dict[str, float] = {}
         """Totals of the processes before this one."""
         self._iterations_before = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
+        self._accepted_before: tuple[int, ...] = ()
 
     def settle(self) -> None:
         """Adds the counts of a process that has ended to the totals, and drops its state."""
         self._before = {name: self._total(name) for name in (*dict(_ADDED_UP), *_SUMS)}
         self._iterations_before = self._iterations()
+        self._accepted_before = self._accepted()
         self.latest = None
 
     def collect(self) -> Iterator[Metric]:
@@ -231,6 +233,15 @@ class EngineTotals:
             count_value=int(self._total("plans")),
             sum_value=self._total("plan_seconds"),
         )
+        positions = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by their position behind the last known token.",
+            labels=["position"],
+        )
+        # The first is there before anything is guessed, as all other series are.
+        for position, count in enumerate(self._accepted() or (0,)):
+            positions.add_metric([str(position)], count)
+        yield positions
         bounds = [*map(str, map(float, STEP_TOKEN_BOUNDS)), "+Inf"]
         yield HistogramMetricFamily(
             PREFIX + "iteration_tokens",
@@ -244,6 +255,11 @@ class EngineTotals:
         if self.latest is None:
             return self._iterations_before
         return tuple(map(sum, zip(self._iterations_before, self.latest.iteration_tokens, strict=True)))
+
+    def _accepted(self) -> tuple[int, ...]:
+        """Right guesses of all processes by position."""
+        latest = () if self.latest is None else self.latest.spec_decode_num_accepted_tokens_per_pos
+        return tuple(map(sum, zip_longest(self._accepted_before, latest, fillvalue=0)))
 
     def _total(self, name: str) -> float:
         return self._before.get(name, 0.0) + self._now(name)

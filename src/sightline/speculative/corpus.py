@@ -26,6 +26,11 @@ _FACTOR = 0x9E3779B97F4A7C15
 """An odd number with well mixed bits, 2^64 divided by the golden ratio."""
 
 
+def counted(text: Sequence[int]) -> int:
+    """The tokens that a text counts for."""
+    return max(_SMALLEST, len(text) + 1)
+
+
 class CorpusIndex:
     """The texts of one caller, and where runs of tokens were last seen in them."""
 
@@ -56,13 +61,15 @@ class CorpusIndex:
         self._buffer[self._end - 1] = _END
         self._index(start, self._end - 1)
         self._sizes.append(size)
-        self.num_tokens += max(_SMALLEST, size)
+        self.num_tokens += counted(text)
 
-    def drop_oldest(self) -> None:
-        """Drops the oldest text. Places in it are passed over, and are overwritten in time."""
+    def drop_oldest(self) -> int:
+        """Drops the oldest text; returns what it counted for. Places in it are passed over, and overwritten in time."""
         size = self._sizes.popleft()
         self._first += size
-        self.num_tokens -= max(_SMALLEST, size)
+        dropped = max(_SMALLEST, size)
+        self.num_tokens -= dropped
+        return dropped
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """What followed the longest run that `tokens` end with, where it was seen last: at most `most` tokens, none if
@@ -82,7 +89,8 @@ class CorpusIndex:
     @property
     def _shift(self) -> int:
         """Leaves as many bits of a hash as the slots have."""
-        return 65 - self._places.shape[1].bit_length()
+        num_slots: int = self._places.shape[1]
+        return 65 - num_slots.bit_length()
 
     def _index(self, start: int, end: int) -> None:
         """Notes the runs of a text that something follows."""
@@ -103,7 +111,7 @@ class CorpusIndex:
         kept, needed = self._buffer[self._first : self._end].copy(), 2 * (self._end - self._first + size)
         is_larger = needed > len(self._buffer)
         if is_larger:
-            self._resize(1 << (needed - 1).bit_length())
+            self._resize(needed)
         else:
             np.maximum(self._places - self._first, 0, out=self._places)
         self._buffer[: len(kept)] = kept
@@ -113,9 +121,10 @@ class CorpusIndex:
                 self._index(start, end - 1)
 
     def _resize(self, count: int) -> None:
-        """Makes a buffer of `count` entries, a power of two, and an index without runs."""
+        """Makes a buffer of `count` entries, and an index without runs with slots for half as many or more."""
+        slots = 1 << (count // 2 - 1).bit_length()
         self._buffer: npt.NDArray[np.int32] = np.empty(count, np.int32)
-        self._places: npt.NDArray[np.int32] = np.zeros((self._longest - self._shortest + 1, count), np.int32)
+        self._places: npt.NDArray[np.int32] = np.zeros((self._longest - self._shortest + 1, slots), np.int32)
         """[lengths, slots]: where the token behind a run is in the buffer; 0 if there is none."""
 
 
@@ -142,17 +151,16 @@ class Corpora:
         index = self._by_caller.get(caller)
         if index is None:
             index = self._by_caller[caller] = CorpusIndex(self._longest, self._shortest)
-        before = index.num_tokens
+        while index.num_tokens + counted(text) > self._max_tokens:
+            self.num_tokens -= index.drop_oldest()
         index.add(text)
-        self.num_tokens += index.num_tokens - before
+        self.num_tokens += counted(text)
         while self.num_tokens > self._max_tokens:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         caller, index = max(self._by_caller.items(), key=lambda item: item[1].num_tokens)
-        before = index.num_tokens
-        index.drop_oldest()
-        self.num_tokens -= before - index.num_tokens
+        self.num_tokens -= index.drop_oldest()
         if not index.num_tokens:
             del self._by_caller[caller]
 

@@ -31,6 +31,8 @@ def visible_keys(
             visible[place, context_len + query + 1 :] = False
         elif mask.tree is not None:
             visible[place, context_len:] = mask.tree[query]
+        elif mask.kind is MaskKind.CONTEXT:
+            visible[place, context_len:] = False
     if spec.window is not None:
         distance = (positions.cpu()[list(asked), None] - key_positions[None, :]).abs()
         visible &= distance < spec.window

@@ -17,6 +17,7 @@ from sightline.attention.oracle.attention import loaded_entries, stored_entries,
 from sightline.attention.spec import AttentionSpec, Feature, SpecKind
 from sightline.cache.pools import Pool
 from sightline.cache.spec import SCALED_DTYPES
+from sightline.core.batch import MaskKind
 from sightline.core.device import DeviceKind
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -30,11 +31,16 @@ class ReferenceRow:
     slots: tuple[int, ...] | None
     """Slots of all its entries, context and new; None if the row reads only the step's own entries."""
     visible: Tensor
-    """[query_len, seq_len] bool."""
+    """[query_len, num_entries] bool: seq_len entries, or context_len if the row sees the context alone."""
+
+    def stored(self, plane: Tensor, scale: float) -> Tensor:
+        """The entries that the row reads from a layer's plane, [num_entries, ...]."""
+        assert self.slots is not None, "a row without slots reads the step"
+        return loaded_entries(plane[list(self.slots)], scale)
 
     def entries(self, plane: Tensor, scale: float, new: Tensor) -> Tensor:
-        """The entries that the row reads, [seq_len, ...]: from a layer's plane, or from the step."""
-        return new[self.tokens] if self.slots is None else loaded_entries(plane[list(self.slots)], scale)
+        """The entries that the row reads, [num_entries, ...]: from a layer's plane, or from the step."""
+        return new[self.tokens] if self.slots is None else self.stored(plane, scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +55,18 @@ class ReferenceStep:
     @staticmethod
     def of(step: StepView, spec: AttentionSpec, pool: Pool) -> ReferenceStep:
         batch = step.batch
-        paged = step.policy is CachePolicy.PAGED
-        write_slots = tuple(batch.pools[pool.key].write_slots.tolist()) if paged else ()
+        writes = step.policy is CachePolicy.PAGED
+        write_slots = tuple(batch.pools[pool.key].write_slots.tolist()) if writes else ()
         offsets = batch.query_offsets_host()
         rows = []
         for row, (context_len, mask) in enumerate(zip(batch.context_lens.exact(), batch.masks, strict=True)):
             tokens = slice(offsets[row], offsets[row + 1])
             if tokens.start == tokens.stop:
                 continue
-            slots = (*_walk(pool, batch.rows[row], context_len), *write_slots[tokens]) if paged else None
             visible = visible_keys(spec, mask, context_len, batch.positions[tokens])
+            if mask.kind is MaskKind.CONTEXT:
+                visible = visible[:, :context_len]
+            slots = None if step.is_transient else tuple(_walk(pool, batch.rows[row], visible.shape[1]))
             rows.append(ReferenceRow(tokens, slots, visible))
         return ReferenceStep(tuple(rows), write_slots, Feature.LSE in step.needs)
 

@@ -115,9 +115,8 @@ class TilePlanner(Generic[SourceT]):
         """The slots of a row that is read in place, otherwise None."""
         if is_scaled(self.pool) or self._comes_from_step(span, step):
             return None
-        stop = span.context_len + span.query_len
-        return self.pool.table.run(step.batch.rows[span.row], span.first_key, stop, self.pool.page_size)
+        return self.pool.table.run(step.batch.rows[span.row], span.first_key, span.stop_key, self.pool.page_size)
 
     def _comes_from_step(self, span: RowSpan, step: StepView) -> bool:
         """True if the row reads only the step's own entries, and any cache stores them unchanged."""
-        return step.is_transient or (span.is_fresh and not is_scaled(self.pool))
+        return step.is_transient or (span.is_fresh and not is_scaled(self.pool) and not step.is_borrowed)

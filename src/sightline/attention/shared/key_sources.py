@@ -75,7 +75,8 @@ class LayerEntries(NamedTuple):
     keys: EntryPlane
     """[num_slots, num_kv_heads, head_dim]."""
     values: EntryPlane
-    inputs: SoftmaxInputs
+    new: SoftmaxInputs | None
+    """The step's own entries; None if the layer borrows."""
 
 
 class KeySource(ABC):
@@ -93,7 +94,8 @@ class FromStep(KeySource):
     tokens: TileTokens
 
     def read(self, entries: LayerEntries) -> tuple[Tensor, Tensor]:
-        k, v = self.tokens.of(entries.inputs.k), self.tokens.of(entries.inputs.v)
+        assert entries.new is not None, "a layer that borrows reads nothing from the step"
+        k, v = self.tokens.of(entries.new.k), self.tokens.of(entries.new.v)
         return k.transpose(1, 2), v.transpose(1, 2)
 
 

@@ -40,13 +40,23 @@ class RowSpan:
     kind: MaskKind
 
     @property
+    def stop_key(self) -> int:
+        """The end of the keys that any query sees."""
+        return self.context_len + (0 if self.kind is MaskKind.CONTEXT else self.query_len)
+
+    @property
     def num_keys(self) -> int:
+        return self.stop_key - self.first_key
+
+    @property
+    def reach(self) -> int:
+        """The distance from the last query to the first key, both counted."""
         return self.context_len + self.query_len - self.first_key
 
     @property
     def is_fresh(self) -> bool:
         """True for a prompt's first chunk, whose keys are all the step's own."""
-        return self.context_len == 0 and self.query_len > 1
+        return self.context_len == 0 and self.query_len > 1 and self.kind is not MaskKind.CONTEXT
 
 
 def row_spans(batch: Batch, window: int | None) -> tuple[RowSpan, ...]:
@@ -79,7 +89,7 @@ def split_long(
     cut: list[RowSpan] = []
     for span in spans:
         unmasked = knows_causal and is_plain_causal([span], spec)
-        count = max(1, most // span.num_keys)
+        count = max(1, most // max(1, span.num_keys))
         if span.kind is not MaskKind.CAUSAL or unmasked or span.query_len <= count:
             cut.append(span)
             continue
@@ -128,7 +138,7 @@ def pack_tiles(spans: Sequence[RowSpan], max_keys: int, *, transient: bool) -> t
 
 
 def fill_slots(tile: Sequence[RowSpan], table: PageTable, rows: Sequence[int], page_size: int, out: Tensor) -> None:
-    """Fills `out` [tile rows, longest] with the slots of each row's keys.
+    """Fills `out` [tile rows, longest] with the slots of each row's keys, of which there is at least one.
 
     Beyond a row's end its last key is repeated: only the row's own written entries are gathered, so the contents of
     unused slots cannot reach a product.
@@ -136,7 +146,7 @@ def fill_slots(tile: Sequence[RowSpan], table: PageTable, rows: Sequence[int], p
     longest = out.shape[1]
     device = out.device
     first = torch.tensor([span.first_key for span in tile], device=device).unsqueeze(1)
-    last = torch.tensor([span.context_len + span.query_len - 1 for span in tile], device=device).unsqueeze(1)
+    last = torch.tensor([span.stop_key - 1 for span in tile], device=device).unsqueeze(1)
     entries = torch.minimum(first + torch.arange(longest, device=device), last)
     table_rows = torch.tensor([rows[span.row] for span in tile], device=device).unsqueeze(1).expand_as(entries)
     out.copy_(table.slots(table_rows, entries, page_size))
@@ -145,8 +155,8 @@ def fill_slots(tile: Sequence[RowSpan], table: PageTable, rows: Sequence[int], p
 def needs_bias(tile: Sequence[RowSpan], spec: AttentionSpec) -> bool:
     """False if every query of the tile sees every gathered key."""
     ragged = any(span.num_keys != tile[0].num_keys for span in tile)
-    within_window = spec.window is None or tile[0].num_keys <= spec.window
-    sees_all = tile[0].query_len == 1 or tile[0].kind is MaskKind.FULL
+    within_window = spec.window is None or tile[0].reach <= spec.window
+    sees_all = tile[0].query_len == 1 or tile[0].kind in (MaskKind.FULL, MaskKind.CONTEXT)
     return ragged or not within_window or not sees_all
 
 
@@ -164,9 +174,10 @@ def fill_bias(tile: Sequence[RowSpan], spec: AttentionSpec, batch: Batch, out: T
     _, _, query_len, longest = out.shape
     context = torch.tensor([span.context_len for span in tile], device=device).view(-1, 1, 1)
     first = torch.tensor([span.first_key for span in tile], device=device).view(-1, 1, 1)
+    stop = torch.tensor([span.stop_key for span in tile], device=device).view(-1, 1, 1)
     new = torch.arange(query_len, device=device).view(1, -1, 1)
     key = first + torch.arange(longest, device=device).view(1, 1, -1)
-    visible = (key < context + query_len).expand(-1, query_len, -1)
+    visible = (key < stop).expand(-1, query_len, -1)
     query_position, key_position = context + new, key
     if tile[0].kind is MaskKind.CAUSAL:
         visible = visible & (key <= query_position)

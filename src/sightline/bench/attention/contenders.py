@@ -8,9 +8,10 @@ from enum import Enum
 
 from torch import Tensor
 
+from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import Capability, GraphLevel, Requirement, Work, decode_work
 from sightline.attention.contract import BackendContext, StepLimits
-from sightline.attention.planner import GroupBinding, Planner
+from sightline.attention.planner import Planner
 from sightline.attention.selection import Candidate, Offer, select_backend
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.bench.attention.data import ShapeData

@@ -144,7 +144,7 @@ def _softmax_inputs(shape: Shape, spec: SoftmaxSpec, normal: _Normal) -> Softmax
     factor = _NEW_VALUE_FACTOR if shape.row_kind is RowKind.DECODE else 1.0
     entry = (shape.num_tokens, spec.num_kv_heads, spec.head_dim)
     q = normal(shape.num_tokens, spec.num_q_heads, spec.head_dim)
-    return SoftmaxInputs(q, normal(*entry), normal(*entry) * factor, None)
+    return SoftmaxInputs(q=q, k=normal(*entry), v=normal(*entry) * factor, sinks=None)
 
 
 def _latent_inputs(shape: Shape, spec: LatentSpec, num_layers: int, normal: _Normal) -> tuple[LatentInputs, ...]:

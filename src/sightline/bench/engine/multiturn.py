@@ -17,11 +17,9 @@ from typing import cast
 
 from sightline.bench.engine.measure import Agreement, Conditions, Prompts, num_leading, random_prompts
 from sightline.bench.engine.stepping import TimedAnswer, TimeSpread, answer, check_room
-from sightline.bench.engine.work import MeasuredEngine, load_subject
+from sightline.bench.engine.work import MeasuredEngine, load_subject, sharing_memory
 from sightline.bench.floor import Machine
 from sightline.bench.tables import NONE, markdown_table
-from sightline.core.config import MEMORY_FRACTIONS, EngineConfig
-from sightline.core.device import detect_device
 from sightline.engine.engine import Engine
 from sightline.llm import LLM, EngineSettings
 
@@ -196,11 +194,7 @@ def _hold(chat: Chat, cached: Engine, plain: Engine) -> Iterator[list[ComparedTu
 
 def _load_both(settings: dict[str, object], chat: Chat) -> tuple[MeasuredEngine, Engine]:
     """Loads the model twice: without the prefix cache, and with it and an equally large cache."""
-    # The two engines share the memory that one would take. EngineConfig refuses an invalid fraction as it was given.
-    asked = EngineConfig(memory_fraction=cast("float | None", settings.get("memory_fraction"))).memory_fraction
-    kind = detect_device(cast("str", settings.get("device", EngineConfig.device))).kind
-    fraction = MEMORY_FRACTIONS[kind.value] if asked is None else asked
-    plain = load_subject(settings | {"memory_fraction": fraction / 2})
+    plain = load_subject(sharing_memory(settings))
     check_room(plain.llm.engine, [chat.longest] * chat.users, "--users or --turns")
     wanted = settings | {
         "skip_tokenizer_init": True,

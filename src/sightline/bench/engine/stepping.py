@@ -60,9 +60,10 @@ class Watched:
 
 
 @contextmanager
-def submitted(engine: Engine, prompts: Prompts, max_tokens: int) -> Iterator[list[Watched]]:
-    """Submits prompts that each generate `max_tokens` tokens greedily. Forgets them at the end."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+def submitted(engine: Engine, prompts: Prompts, max_tokens: int, temperature: float = 0.0) -> Iterator[list[Watched]]:
+    """Submits prompts that each generate `max_tokens` tokens, greedily without a temperature and always the same with
+    one. Forgets them at the end."""
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=max_tokens, ignore_eos=True)
     watched: list[Watched] = []
     try:
         watched.extend(Watched(engine.submit(prompt, params)) for prompt in prompts)

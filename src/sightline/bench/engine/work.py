@@ -25,7 +25,7 @@ from sightline.bench.engine.measure import (
 )
 from sightline.bench.engine.peers import PeerModel, load_peers
 from sightline.bench.floor import Floor, cache_reads, measure_machine, model_size
-from sightline.core.config import EngineKeywords, Quantization
+from sightline.core.config import MEMORY_FRACTIONS, EngineConfig, EngineKeywords, Quantization
 from sightline.core.device import detect_device
 from sightline.core.errors import ConfigError, SightlineError
 from sightline.core.ledger import Ledger
@@ -96,6 +96,14 @@ def load_subject(settings: dict[str, object], model_config: str | None = None) -
             degradations=tuple(map(str, llm.engine.ledger.degradations)),
         ),
     )
+
+
+def sharing_memory(settings: dict[str, object]) -> dict[str, object]:
+    """The settings of each of two engines that share the memory which one would take."""
+    # EngineConfig refuses an invalid fraction as it was given.
+    asked = EngineConfig(memory_fraction=cast("float | None", settings.get("memory_fraction"))).memory_fraction
+    kind = detect_device(cast("str", settings.get("device", EngineConfig.device))).kind
+    return settings | {"memory_fraction": (MEMORY_FRACTIONS[kind.value] if asked is None else asked) / 2}
 
 
 def find_config(name: str) -> Path:

@@ -195,6 +195,26 @@ def interference(num_iters: int, how: dict[str, Any], settings: dict[str, Any], 
 
 
 @bench.command()
+@measure_option("--output-len", default=96, help="Tokens of each answer.")
+@measure_option("--num-iters", default=3, help="Rounds that count; the best is reported.")
+@report_file_options
+@measured_engine_options
+def speculation(output_len: int, num_iters: int, how: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Answer prompts with the guesses of --speculative-config and without: speed-up, and how many guesses are right."""
+    from sightline.bench.engine.speculation import measure_speculation
+
+    if output_len < 2:
+        raise click.BadParameter(f"expected at least 2 tokens, got {output_len}", param_hint="--output-len")
+    report = measure_speculation(
+        settings,
+        output_len,
+        num_iters,
+        lambda work: notes.print(f"[dim]{work.name} at {work.temperature:g}: {work.speedup:.2f}×[/]"),
+    )
+    print_report(report, how)
+
+
+@bench.command()
 @counts_option(
     "--rows", default="16,64,256,1024", help="Running rows, at 10,000 prefixes or at the first number given."
 )

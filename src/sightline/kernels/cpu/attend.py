@@ -18,8 +18,8 @@ def make_locate():
     """Finds which keys each token sees. Runs in one thread.
 
     Arguments: query_lens, context_lens or 0, table_rows or 0, num_rows, num_tokens, window or 0, out [num_tokens,
-    FIELDS] int64; kinds of the rows' masks (int64: 0 causal, 1 full, 2 tree) or 0; for trees, the place of each row's
-    first byte (int64), the bytes (1 if a query sees a new token), and the positions of all tokens.
+    FIELDS] int64; kinds of the rows' masks (int64: 0 causal, 1 full, 2 tree, 3 context) or 0; for trees, the place
+    of each row's first byte (int64), the bytes (1 if a query sees a new token), and the positions of all tokens.
     """
 
     def locate(arguments, thread, num_threads):
@@ -41,6 +41,8 @@ def make_locate():
                 if kind == 2:
                     position = load64(positions, token)
                     tree = trees + load64(tree_places, row) + query * query_len
+                elif kind == 3:
+                    stop = context_len
                 elif window > 0:
                     stop = min(stop, position + window)
                 store64(field, 0, place)

@@ -122,8 +122,11 @@ def make_activate(X, KIND):
     return activate
 
 
-def make_widen(X):
-    """out = x, in fp32. Columns are shared. Arguments: x, its row stride, num_rows, size, out, its row stride."""
+def make_widen(X, OUT):
+    """out = x, in a dtype that holds it. Columns are shared.
+
+    Arguments: x, its row stride, num_rows, size, out, its row stride.
+    """
 
     def widen(arguments, thread, num_threads):
         x, x_stride = load64(arguments, 0), load64(arguments, 1)
@@ -132,7 +135,7 @@ def make_widen(X):
         first, stop = size * thread // num_threads, size * (thread + 1) // num_threads
         for row in range(num_rows):
             for i in range(first, stop):
-                store(out, row * out_stride + i, load(x, row * x_stride + i, X), 0)
+                store(out, row * out_stride + i, load(x, row * x_stride + i, X), OUT)
 
     return widen
 

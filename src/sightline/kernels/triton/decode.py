@@ -81,8 +81,7 @@ def choose_decode(
 
 def decode_softmax(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    new: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None,
     layer: DecodeLayer,
     rows: DecodeRows,
@@ -91,7 +90,8 @@ def decode_softmax(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Writes k, v [num_tokens, num_kv_heads, head_dim] at the rows' slots, and `out` [num_tokens, num_q_heads, ...].
+    """Writes the `new` keys and values [num_tokens, num_kv_heads, head_dim] at the rows' slots, and `out` [num_tokens,
+    num_q_heads, ...]. Without `new`, the slots hold them already, and nothing is written there.
 
     Also writes `lse` [num_tokens, num_q_heads] fp32 if it is given. `divide` must have filled `scratch`.
     """
@@ -104,6 +104,8 @@ def decode_softmax(
     _, num_kv_heads, head_dim = layer.keys.shape
     num_q_heads = q.shape[1]
     group = num_q_heads // num_kv_heads
+    k, v = new or (None, None)
+    strides = [stride for each in (k, v) for stride in ((0, 0) if each is None else each.stride()[:2])]
     _decode_kernel[(config.num_programs,)](
         q, k, v,
         layer.keys, layer.values, stored_view(layer.keys), stored_view(layer.values),
@@ -112,12 +114,13 @@ def decode_softmax(
         scratch.starts, scratch.row_tokens, scratch.out, scratch.stats,
         layer.scale, layer.softcap or 1.0, layer.window or 0,
         num_kv_heads, group, config.num_subgroups(group), num_q_heads, rows.pages.stride(0), layer.keys.stride(0),
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        q.stride(0), q.stride(1), *strides,
         HEAD_DIM=head_dim, DIMS=max(16, triton.next_power_of_2(head_dim)),
         HEADS=config.heads,
         PAGE_SIZE=rows.page_size, BLOCK=config.block, STAGES=config.num_stages,
         HAS_WINDOW=layer.window is not None, HAS_SOFTCAP=layer.softcap is not None,
         SINKS=sinks is not None, LSE=lse is not None, FP8=layer.keys.dtype is torch.float8_e4m3fn,
+        WRITES=new is not None,
         INTERPRETED=q.device.type == "cpu", num_warps=config.num_warps, **config.launch(),
     )  # fmt: skip
     merge_parts(out, lse, sinks, layer.v_scale, scratch, config, rows.num_rows, num_kv_heads)
@@ -147,7 +150,7 @@ def _decode_kernel(
     HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, FP8: tl.constexpr,
-    INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
+    WRITES: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes its share of the step's units, tile by tile."""
     program = tl.program_id(0)
@@ -180,9 +183,13 @@ def _decode_kernel(
         # The new token's key and value: loaded before the cached keys, used after them.
         sees_new = block + count == blocks
         new_slot = tl.load(write_slots + token, mask=sees_new, other=0)
-        new_k_place = k_new + token.to(tl.int64) * k_token + kv_head * k_head + dim
+        slot = new_slot * slot_stride + kv_head * HEAD_DIM + dim
+        if WRITES:
+            new_k_place = k_new + token.to(tl.int64) * k_token + kv_head * k_head + dim
+            new_v_place = v_new + token.to(tl.int64) * v_token + kv_head * v_head + dim
+        else:
+            new_k_place, new_v_place = keys + slot, values + slot
         new_k = tl.load(new_k_place, mask=dim < tl.where(sees_new, HEAD_DIM, 0), other=0.0)
-        new_v_place = v_new + token.to(tl.int64) * v_token + kv_head * v_head + dim
         new_v = tl.load(new_v_place, mask=dim < tl.where(sees_new, HEAD_DIM, 0), other=0.0)
         begin = (first_block + block) * BLOCK
         lowest = 0
@@ -204,13 +211,15 @@ def _decode_kernel(
             gathered = product(weights.to(compute_dtype), v, gathered * shrink[:, None], INTERPRETED)
         total = tl.sum(totals, 1)
         if sees_new:
-            # Written to the cache, and used without being read back.
-            seen_k, kept_key = as_stored(new_k, k_scale, keys.dtype.element_ty, FP8)
-            seen_v, kept_value = as_stored(new_v, v_scale, values.dtype.element_ty, FP8)
-            slot = new_slot * slot_stride + kv_head * HEAD_DIM + dim
-            if subgroup == 0:
-                tl.store(written_keys + slot, kept_key, mask=in_dim)
-                tl.store(written_values + slot, kept_value, mask=in_dim)
+            if WRITES:
+                # Written to the cache, and used without being read back.
+                seen_k, kept_key = as_stored(new_k, k_scale, keys.dtype.element_ty, FP8)
+                seen_v, kept_value = as_stored(new_v, v_scale, values.dtype.element_ty, FP8)
+                if subgroup == 0:
+                    tl.store(written_keys + slot, kept_key, mask=in_dim)
+                    tl.store(written_values + slot, kept_value, mask=in_dim)
+            else:
+                seen_k, seen_v = new_k.to(tl.float32), new_v.to(tl.float32)
             score = tl.sum(queries.to(tl.float32) * seen_k[None, :], 1)
             score = _capped(score * (scale * k_scale), softcap, HAS_SOFTCAP)
             weight, shrink, total, largest = weigh_new(score, largest, total)

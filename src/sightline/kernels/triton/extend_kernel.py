@@ -18,6 +18,7 @@ _CAUSAL = tl.constexpr(0)
 _FULL = tl.constexpr(1)
 _TREE = tl.constexpr(2)
 _BY_ROW = tl.constexpr(3)
+_CONTEXT = tl.constexpr(4)
 
 
 @triton.jit
@@ -236,6 +237,9 @@ def _bounds(
         stop_shared = tl.minimum(stop_shared, first_position + 1)
     elif kind == _TREE:
         stop_shared = context_len
+    elif kind == _CONTEXT:
+        stop_seen = tl.minimum(stop_seen, context_len)
+        stop_shared = tl.minimum(stop_shared, context_len)
     return first_seen, first_shared, tl.maximum(stop_shared, 0), stop_seen
 
 
@@ -343,7 +347,7 @@ def extend_kernel(
     if MASK_KIND == _BY_ROW:
         kind = tl.load(row_kinds + row).to(tl.int32)
     position = context_len + query
-    last_seen = tl.where(kind == _CAUSAL, position, num_keys - 1)
+    last_seen = tl.where(kind == _CAUSAL, position, tl.where(kind == _CONTEXT, context_len, num_keys) - 1)
     first_position = context_len + first_query
     last_position = tl.minimum(first_position + tile_tokens, num_keys) - 1
     tree = trees

@@ -17,6 +17,8 @@ class LaunchMask(IntEnum):
     """A query sees the context, and the new tokens that the row's tree allows. Not for a whole launch."""
     BY_ROW = 3
     """Each row has its own mask. Not for a row."""
+    CONTEXT = 4
+    """A query sees the context and no new token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +37,7 @@ class ExtendMasks:
 
     def __post_init__(self) -> None:
         if self.kind is LaunchMask.TREE:
-            raise ValueError("expected CAUSAL, FULL or BY_ROW for a launch, got TREE; give row_kinds and trees")
+            raise ValueError("expected another mask for a launch, got TREE; give row_kinds and trees")
         if (self.kind is LaunchMask.BY_ROW) != (self.row_kinds is not None):
             raise ValueError(f"expected row_kinds exactly for BY_ROW, got {self.kind.name}")
         with_trees = {each is not None for each in (self.trees, self.tree_offsets, self.positions)}
@@ -45,6 +47,7 @@ class ExtendMasks:
 
 CAUSAL_ROWS = ExtendMasks(LaunchMask.CAUSAL)
 FULL_ROWS = ExtendMasks(LaunchMask.FULL)
+CONTEXT_ROWS = ExtendMasks(LaunchMask.CONTEXT)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def domains_of(subject: Subject, samples: Samples) -> Domains:
         Dimension.CACHE_DTYPE: tuple(map(dtype_name, cache_dtypes(row))),
         Dimension.FEATURES: tuple(_feature_sets(features)),
         Dimension.MASK: tuple(mask.value for mask in masks),
-        Dimension.POLICY: tuple(policy.value for policy in CachePolicy),
+        Dimension.POLICY: (CachePolicy.PAGED.value, CachePolicy.TRANSIENT.value),
         Dimension.SHARING: tuple(each.value for each in Sharing),
         Dimension.PAGE_ORDER: tuple(layout.value for layout in Layout),
         Dimension.PADDING: tuple(each.value for each in Padding),

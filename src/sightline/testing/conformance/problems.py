@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sightline.attention.contract import LatentInputs, SoftmaxInputs
 from sightline.attention.oracle.attention import attend_latent_row, attend_row
-from sightline.attention.spec import Feature, LatentSpec, SoftmaxSpec, SpecKind
+from sightline.attention.spec import SOFTMAX_ONLY, Feature, LatentSpec, SoftmaxSpec, SpecKind
 from sightline.testing.conformance.problem import Entries, Normal, Problem, needle_score
 
 _LARGE = 256
@@ -118,7 +118,7 @@ class LatentProblem(Problem[LatentSpec, LatentInputs]):
     """
 
     kind: ClassVar[SpecKind] = SpecKind.LATENT
-    features: ClassVar[frozenset[Feature]] = frozenset(Feature) - {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS}
+    features: ClassVar[frozenset[Feature]] = frozenset(Feature) - SOFTMAX_ONLY
     per_token: ClassVar[tuple[str, ...]] = ("q_nope", "q_rope", "latent", "k_rope")
     more_head_dims: ClassVar[tuple[int, ...]] = (576,)
     query_names: ClassVar[tuple[str, ...]] = ("q_nope", "q_rope")

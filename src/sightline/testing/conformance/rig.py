@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend, BackendContext, StepLimits
 from sightline.attention.oracle.attention import stored_entries
-from sightline.attention.planner import GroupBinding, Planner
-from sightline.attention.spec import AttentionSpec, Feature, SpecKind, group_layers
+from sightline.attention.planner import Planner
+from sightline.attention.spec import AttentionSpec, Feature, Lenders, SpecKind, group_layers
 from sightline.attention.workspace import MAIN_LANE, Lane, Workspace
 from sightline.cache.layout import Layout, arrange_free_pages
 from sightline.cache.pools import CacheLimits, CacheStore, Pool
 from sightline.cache.spec import SCALED_DTYPES, ScalesByPlane
-from sightline.core.batch import CAUSAL, Batch, MaskKind, RowMask, RowWork
+from sightline.core.batch import CAUSAL, CONTEXT, Batch, MaskKind, RowMask, RowWork
 from sightline.core.device import Device
 from sightline.core.errors import ConfigError
 from sightline.kernels.cpu.program import inline_launcher
@@ -74,6 +75,11 @@ class Row:
     @property
     def seq_len(self) -> int:
         return self.context_len + self.query_len
+
+    @property
+    def num_entries(self) -> int:
+        """The cache entries of the row after the step. Tokens that see the context alone have none."""
+        return self.context_len if self.mask is CONTEXT else self.seq_len
 
 
 def tree_row(context_len: int, parents: Sequence[int]) -> Row:
@@ -159,13 +165,20 @@ class RigSetting:
 class AttentionRig:
     """Pools, backends and a planner for one or more layers."""
 
-    def __init__(self, subject: Subject, specs: Sequence[AttentionSpec], setting: RigSetting) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        specs: Sequence[AttentionSpec],
+        setting: RigSetting,
+        lenders: Lenders | None = None,
+    ) -> None:
         self.subject = subject
         self.problem = subject.problem
         self.specs = tuple(specs)
         self.setting = setting
         self.device = subject.device.torch_device
-        self.groups = group_layers(specs)
+        self.lenders = lenders or {}
+        self.groups = group_layers(specs, lenders=lenders)
         pages = setting.num_pages or setting.max_rows * -(-setting.max_seq_len // setting.page_size) + 1
         cache_dtype = setting.cache_dtype or setting.dtype
         scales = self._scales() if cache_dtype in SCALED_DTYPES else None
@@ -209,7 +222,7 @@ class AttentionRig:
         bindings = [
             GroupBinding.alone(
                 group,
-                cache,
+                cache := self.store.cache(group.owner),
                 self.subject.backend(
                     BackendContext(
                         group.name, group.spec, cache, workspace, limits, setting.dtype, self.device, inline_launcher()
@@ -217,7 +230,7 @@ class AttentionRig:
                 ),
                 self.subject.capability,
             )
-            for group, cache in zip(self.groups, self.store.groups, strict=True)
+            for group in self.groups
         ]
         planner = self.subject.planner(bindings, limits, self.store.lengths, workspace, paranoid=setting.paranoid)
         workspace.seal()
@@ -252,23 +265,23 @@ class AttentionRig:
                     layer[slots.to(entries.device)] = nan
 
     def _grow(self, rows: Sequence[Row], table_rows: Sequence[int]) -> None:
-        longest = max((row.seq_len for row in rows), default=0)
+        longest = max((row.num_entries for row in rows), default=0)
         step = self.setting.page_size if self.setting.layout is Layout.SHUFFLED else max(longest, 1)
         growing = list(zip(table_rows, rows, strict=True))
         for length in range(step, longest + step, step):
             for table_row, row in growing:
-                self.store.grow_row(table_row, min(length, row.seq_len))
-            growing = [(table_row, row) for table_row, row in growing if row.seq_len > length]
+                self.store.grow_row(table_row, min(length, row.num_entries))
+            growing = [(table_row, row) for table_row, row in growing if row.num_entries > length]
 
     def batch(self, rows: Sequence[Row], table_rows: Sequence[int]) -> Batch:
         return assemble(row_work(rows, table_rows), self.store)
 
     def place_of(self, layer: int) -> tuple[Pool, int]:
-        """Returns the pool of a layer and the layer's index in it."""
-        for group, cache in zip(self.groups, self.store.groups, strict=True):
+        """Returns the pool that a layer reads, and the index of its entries there."""
+        for group in self.groups:
             if layer in group.layers:
-                [pool] = cache.pools.values()
-                return pool, group.layers.index(layer)
+                [pool] = self.store.cache(group.owner).pools.values()
+                return pool, group.pool_layers[group.layers.index(layer)]
         raise ValueError(f"expected a layer below {len(self.specs)}, got {layer}")
 
 

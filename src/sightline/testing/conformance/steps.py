@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from sightline.attention.contract import LatentInputs, SoftmaxInputs
+from sightline.attention.contract import AttentionInputs, LatentInputs, SoftmaxInputs, SoftmaxQueries
 from sightline.attention.oracle.attention import loaded_entries, stored_entries, visible_keys
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import Feature
@@ -60,7 +60,7 @@ def map_inputs(inputs: _Inputs, change: Callable[[Tensor], Tensor], names: Seque
     return replace(inputs, **{name: change(vars(inputs)[name]) for name in names})
 
 
-def tensors_of(inputs: SoftmaxInputs | LatentInputs) -> dict[str, Tensor]:
+def tensors_of(inputs: AttentionInputs) -> dict[str, Tensor]:
     """Returns all tensors of the inputs, by name."""
     return {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
 
@@ -118,6 +118,13 @@ class Step:
         self.batch = bench.batch(rows, self.table_rows)
         if contexts is None and writes:
             self.write_contexts()
+        if self.is_borrowed:
+            self.write_new()
+
+    @property
+    def is_borrowed(self) -> bool:
+        """True if the layer reads what another layer wrote."""
+        return self.layer in self.bench.lenders
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
@@ -194,22 +201,36 @@ class Step:
                 stored = as_bytes(self.stored(plane, values[:length])).to(target.device)
                 target.index_copy_(0, slots.to(target.device), stored)
 
+    def write_new(self) -> None:
+        """Writes the new entries to their slots, as the lender of a layer that borrows does earlier in the step."""
+        for tokens, slots in self._new_slots():
+            for plane, values in zip(self.planes, self.problem.entries(self.inputs), strict=True):
+                target = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])
+                places = torch.tensor(slots, dtype=torch.int64, device=target.device)
+                target.index_copy_(0, places, as_bytes(self.stored(plane, values[tokens])).to(target.device))
+
+    def _new_slots(self) -> Iterator[tuple[slice, list[int]]]:
+        """Yields, for each row, its new tokens that have entries, and the slots of these."""
+        start = 0
+        for row, table_row in zip(self.rows, self.table_rows, strict=True):
+            slots = walk_slots(self.pool, table_row, row.num_entries)[row.context_len :]
+            yield slice(start, start + len(slots)), slots
+            start += row.query_len
+
     def unwritten(self) -> str | None:
         """Describes a new entry that is not in its slot, or returns None if all are."""
-        new, start = self.problem.entries(self.inputs), 0
-        for row, table_row in zip(self.rows, self.table_rows, strict=True):
-            slots = walk_slots(self.pool, table_row, row.seq_len)[row.context_len :]
+        new = self.problem.entries(self.inputs)
+        for row, (tokens, slots) in zip(self.rows, self._new_slots(), strict=True):
             for plane, values in zip(self.planes, new, strict=True):
                 held = as_bytes(self.pool.plane(plane.name)[self.layer_in_group])
                 places = torch.tensor(slots, dtype=torch.int64, device=held.device)
                 got = held.index_select(0, places).cpu().view(plane.dtype)
-                wanted = self.stored(plane, values[start : start + row.query_len])
+                wanted = self.stored(plane, values[tokens])
                 if not torch.equal(got.float(), wanted.float()):
                     return (
                         f"expected the {plane.name} of the {row.query_len} new tokens after a context of "
                         f"{row.context_len} in slots {slots[:4]}{'…' if len(slots) > 4 else ''}, got others there"
                     )
-            start += row.query_len
         return None
 
     def snap(self) -> None:
@@ -268,8 +289,9 @@ class Step:
         """Runs the step's layer on a plan that `ensure` accepted. Output that attention does not write stays NaN."""
         inputs = to_device(self.inputs, self.bench.device)
         out = self.empty_out()
+        given = SoftmaxQueries(q=inputs.q, sinks=inputs.sinks) if self.is_borrowed else inputs
         with torch.inference_mode():
-            lse = planned.attend(self.layer, inputs, out)
+            lse = planned.attend(self.layer, given, out)
         return HostOutput(out.to(_HOST), None if lse is None else lse.to(_HOST))
 
     def empty_out(self) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sightline.attention.dimensions import Point
 from sightline.attention.oracle.dtypes import _DTYPES, cache_dtypes, compute_dtypes
-from sightline.attention.spec import AttentionSpec, Feature, SpecKind
+from sightline.attention.spec import AttentionSpec, Feature, Lenders, SpecKind
 from sightline.cache.layout import Layout
 from sightline.cache.spec import SCALED_DTYPES
 from sightline.core.batch import MaskKind
@@ -147,10 +147,12 @@ class Trial:
             max_step_tokens=max(512, 5 * self.page_size),
         )
 
-    def bench(self, *specs: AttentionSpec, setting: RigSetting | None = None) -> AttentionRig:
+    def bench(
+        self, *specs: AttentionSpec, setting: RigSetting | None = None, lenders: Lenders | None = None
+    ) -> AttentionRig:
         specs, setting = specs or (self.plain,), setting or self.setting
         self.progress.case = "building for " + describe(self.problem, setting, *specs)
-        return AttentionRig(self.subject, specs, setting)
+        return AttentionRig(self.subject, specs, setting, lenders)
 
     def run(self, step: Step, needs: frozenset[Feature] = frozenset()) -> HostOutput:
         """Runs a step and notes it in the progress."""
@@ -277,7 +279,7 @@ def describe_step(step: Step) -> str:
     """Describes a step in one line."""
     rows = ", ".join(f"{row.context_len}+{row.query_len}" for row in step.rows)
     masks = {row.mask.kind.value for row in step.rows} - {MaskKind.CAUSAL.value}
-    policy = "" if step.batch.pools else "TRANSIENT; "
+    policy = "BORROWED; " if step.is_borrowed else "" if step.batch.pools else "TRANSIENT; "
     return f"{policy}rows (context+new) {rows or 'none'}{''.join(f', {mask}' for mask in sorted(masks))}; " + describe(
         step.problem, step.bench.setting, step.spec
     )

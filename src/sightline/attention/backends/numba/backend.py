@@ -32,6 +32,7 @@ from sightline.attention.contract import (
     BackendContext,
     Lse,
     SoftmaxInputs,
+    SoftmaxQueries,
     StepView,
 )
 from sightline.attention.spec import SoftmaxSpec
@@ -39,14 +40,14 @@ from sightline.attention.workspace import Lane
 
 
 @dataclass(frozen=True, eq=False)
-class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
+class _Reads:
+    """How a planned step reads the cache, or its own entries."""
+
     spec: SoftmaxSpec
     calls: AttentionCalls
     step: StepView
     keys: Sequence[Entries]
     values: Sequence[Entries]
-    write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, which reads no pool."""
     pages: Pages
     masks: RowMasks | None
     scratch: AttentionScratch
@@ -57,13 +58,10 @@ class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
     def prepare(self) -> None:
         self.calls.locate(self.step, self.masks, self.spec.window, self.scratch)
 
-    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
+    def attend(
+        self, inputs: SoftmaxQueries, keys: Entries, values: Entries, pages: Pages | None, out: Tensor
+    ) -> Lse | None:
         lse = torch.empty(out.shape[:2], dtype=torch.float32) if self.step.needs_lse else None
-        keys, values, pages = Entries(inputs.k, 1.0), Entries(inputs.v, 1.0), None
-        if self.write_slots is not None:
-            keys, values, pages = self.keys[layer], self.values[layer], self.pages
-            self.calls.write(inputs.k, keys, self.write_slots)
-            self.calls.write(inputs.v, values, self.write_slots)
         self.calls.attend(
             inputs.q,
             keys,
@@ -78,6 +76,36 @@ class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
             query_lens=self.query_lens,
         )
         return lse
+
+
+@dataclass(frozen=True, eq=False)
+class _NumbaPlan(AttentionPlan[SoftmaxInputs]):
+    reads: _Reads
+    write_slots: Tensor | None
+    """[num_tokens] int64; None under `TRANSIENT`, which reads no pool."""
+
+    def prepare(self) -> None:
+        self.reads.prepare()
+
+    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
+        if self.write_slots is None:
+            return self.reads.attend(inputs, Entries(inputs.k, 1.0), Entries(inputs.v, 1.0), None, out)
+        keys, values, calls = self.reads.keys[layer], self.reads.values[layer], self.reads.calls
+        calls.write(inputs.k, keys, self.write_slots)
+        calls.write(inputs.v, values, self.write_slots)
+        return self.reads.attend(inputs, keys, values, self.reads.pages, out)
+
+
+@dataclass(frozen=True, eq=False)
+class _BorrowedPlan(AttentionPlan[SoftmaxQueries]):
+    reads: _Reads
+
+    def prepare(self) -> None:
+        self.reads.prepare()
+
+    def run(self, layer: int, inputs: SoftmaxQueries, out: Tensor) -> Lse | None:
+        reads = self.reads
+        return reads.attend(inputs, reads.keys[layer], reads.values[layer], reads.pages, out)
 
 
 class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
@@ -103,18 +131,18 @@ class NumbaBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
 
         self._scratch = {lane: scratch(lane) for lane in context.limits.lanes}
 
-    def plan(self, step: StepView, buffers: PlanBuffers) -> _NumbaPlan:
+    def plan(self, step: StepView, buffers: PlanBuffers) -> AttentionPlan[SoftmaxInputs]:
         has_trees = any(mask.tree is not None for mask in step.batch.masks)
         is_prompt = step.batch.num_tokens > step.batch.num_rows and not has_trees
-        return _NumbaPlan(
+        reads = _Reads(
             spec=self._spec,
             calls=self._calls,
             step=step,
             keys=self._keys,
             values=self._values,
-            write_slots=step.write_slots(self._pool),
             pages=self._pages,
             masks=plan_masks(step, buffers),
             scratch=self._scratch[step.lane],
             query_lens=step.batch.query_lens.device if is_prompt else None,
         )
+        return _BorrowedPlan(reads) if step.is_borrowed else _NumbaPlan(reads, step.write_slots(self._pool))

@@ -113,7 +113,7 @@ class Pages:
     page_size: int
 
 
-_KINDS = {MaskKind.CAUSAL: 0, MaskKind.FULL: 1, MaskKind.TREE: 2}
+_KINDS = {MaskKind.CAUSAL: 0, MaskKind.FULL: 1, MaskKind.TREE: 2, MaskKind.CONTEXT: 3}
 
 
 @dataclass(frozen=True, eq=False)

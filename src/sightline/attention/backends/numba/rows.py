@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.spec import SOFTMAX_ONLY, Feature, SpecKind
 from sightline.core.device import DeviceKind
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,6 +19,7 @@ _FEATURES = frozenset(
         Feature.NON_CAUSAL,
         Feature.TREE_MASK,
         Feature.LSE,
+        Feature.SHARED_CACHE,
         Feature.DETERMINISTIC,
     }
 )
@@ -46,5 +47,5 @@ def _row(dtype: torch.dtype, kind: SpecKind, features: frozenset[Feature], prefi
 ROWS: tuple[Capability, ...] = tuple(_row(dtype, SpecKind.SOFTMAX, _FEATURES, 10) for dtype in _DTYPES)
 # Every new token reads all its latents again: for prompts torch's products are faster.
 LATENT_ROWS: tuple[Capability, ...] = tuple(
-    _row(dtype, SpecKind.LATENT, _FEATURES - {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS}, -10) for dtype in _DTYPES
+    _row(dtype, SpecKind.LATENT, _FEATURES - SOFTMAX_ONLY, -10) for dtype in _DTYPES
 )

@@ -16,7 +16,7 @@ from sightline.attention.capability import Capability
 from sightline.attention.contract import AttentionBackend, AttentionPlan, BackendContext, LatentInputs, Lse, StepView
 from sightline.attention.oracle.attention import attend_latent_row
 from sightline.attention.oracle.rows import ReferenceStep, reference_capability
-from sightline.attention.spec import Feature, LatentSpec, SpecKind
+from sightline.attention.spec import SOFTMAX_ONLY, Feature, LatentSpec, SpecKind
 from sightline.cache.pools import Pool
 
 
@@ -53,7 +53,7 @@ class ReferenceLatentBackend(AttentionBackend[LatentSpec, LatentInputs]):
     """Serves every latent spec, slowly."""
 
     capabilities: ClassVar[tuple[Capability, ...]] = (
-        reference_capability(SpecKind.LATENT, frozenset(Feature) - {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS}),
+        reference_capability(SpecKind.LATENT, frozenset(Feature) - SOFTMAX_ONLY),
     )
 
     def __init__(self, context: BackendContext[LatentSpec]) -> None:

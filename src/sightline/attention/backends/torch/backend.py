@@ -23,6 +23,7 @@ from sightline.attention.contract import (
     BackendContext,
     Lse,
     SoftmaxInputs,
+    SoftmaxQueries,
     StepView,
 )
 from sightline.attention.shared.dense_tiles import DenseTile, Sources, TilePlanner
@@ -51,35 +52,28 @@ returns zeros: a row whose queries or keys are NaN would go on as if nothing had
 
 
 @dataclass(frozen=True, eq=False)
-class _TorchPlan(AttentionPlan[SoftmaxInputs]):
+class _Reads:
+    """How a planned step reads the cache."""
+
     spec: SoftmaxSpec
     keys: tuple[EntryPlane, ...]
     """Per layer: [num_slots, num_kv_heads, head_dim]."""
     values: tuple[EntryPlane, ...]
     """Per layer: [num_slots, num_kv_heads, head_dim]."""
-    write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, when no tile reads a pool."""
     tiles: tuple[DenseTile[KeySource], ...]
     fused: bool
-    """True if the fused kernel serves every tile but trees."""
+    """True if the fused kernel serves every tile in which each query sees a key."""
     needs_lse: bool
 
-    def prepare(self) -> None:
-        """Nothing to do: everything was built on the host."""
-
-    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
-        entries = LayerEntries(layer, self.keys[layer], self.values[layer], inputs)
-        if self.write_slots is not None:
-            entries.keys.write(self.write_slots, inputs.k)
-            entries.values.write(self.write_slots, inputs.v)
+    def attend(self, inputs: SoftmaxQueries, entries: LayerEntries, out: Tensor) -> Lse | None:
         lse = None
         if self.needs_lse:
             lse = inputs.q.new_full(inputs.q.shape[:2], -torch.inf, dtype=torch.float32)
         for tile in self.tiles:
             q = tile.tokens.of(inputs.q)
             k, v = tile.source.read(entries)
-            # In the fused kernel, a tree query that sees no key would give NaN.
-            if self.fused and tile.kind is not MaskKind.TREE:
+            # In the fused kernel, a query that sees no key would give NaN.
+            if self.fused and tile.kind in (MaskKind.CAUSAL, MaskKind.FULL):
                 tile.tokens.put(out, fused_attention(q, k, v, tile.bias, scale=self.spec.scale, causal=tile.causal))
                 continue
             result, tile_lse = composed_attention(
@@ -89,6 +83,35 @@ class _TorchPlan(AttentionPlan[SoftmaxInputs]):
             if lse is not None:
                 tile.tokens.put(lse, tile_lse)
         return lse
+
+
+@dataclass(frozen=True, eq=False)
+class _TorchPlan(AttentionPlan[SoftmaxInputs]):
+    reads: _Reads
+    write_slots: Tensor | None
+    """[num_tokens] int64; None under `TRANSIENT`, when no tile reads a pool."""
+
+    def prepare(self) -> None:
+        """Nothing to do: everything was built on the host."""
+
+    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
+        entries = LayerEntries(layer, self.reads.keys[layer], self.reads.values[layer], inputs)
+        if self.write_slots is not None:
+            entries.keys.write(self.write_slots, inputs.k)
+            entries.values.write(self.write_slots, inputs.v)
+        return self.reads.attend(inputs, entries, out)
+
+
+@dataclass(frozen=True, eq=False)
+class _BorrowedPlan(AttentionPlan[SoftmaxQueries]):
+    reads: _Reads
+
+    def prepare(self) -> None:
+        """Nothing to do: everything was built on the host."""
+
+    def run(self, layer: int, inputs: SoftmaxQueries, out: Tensor) -> Lse | None:
+        entries = LayerEntries(layer, self.reads.keys[layer], self.reads.values[layer], None)
+        return self.reads.attend(inputs, entries, out)
 
 
 class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
@@ -121,20 +144,12 @@ class TorchBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             pool, context.spec, context.dtype, max_keys, MIN_KEYS_IN_PLACE, MAX_BIAS_ELEMENTS, sources
         )
 
-    def plan(self, step: StepView, buffers: PlanBuffers) -> _TorchPlan:
+    def plan(self, step: StepView, buffers: PlanBuffers) -> AttentionPlan[SoftmaxInputs]:
         # Whether the step needs a softcap, sinks or LSE, which the fused kernel lacks.
         fused = self._spec.softcap is None and not self._spec.sinks and not step.needs_lse
         spans = row_spans(step.batch, self._spec.window)
-        return _TorchPlan(
-            spec=self._spec,
-            keys=self._keys,
-            values=self._values,
-            write_slots=step.write_slots(self._pool),
-            tiles=tuple(
-                self._tiles.plan(
-                    spans, step, buffers, knows_causal=fused, min_unmasked_keys=MIN_UNMASKED_KEYS if fused else 0
-                )
-            ),
-            fused=fused,
-            needs_lse=step.needs_lse,
+        tiles = self._tiles.plan(
+            spans, step, buffers, knows_causal=fused, min_unmasked_keys=MIN_UNMASKED_KEYS if fused else 0
         )
+        reads = _Reads(self._spec, self._keys, self._values, tuple(tiles), fused, step.needs_lse)
+        return _BorrowedPlan(reads) if step.is_borrowed else _TorchPlan(reads, step.write_slots(self._pool))

@@ -31,6 +31,7 @@ from sightline.attention.contract import (
     BackendContext,
     Lse,
     SoftmaxInputs,
+    SoftmaxQueries,
     StepView,
 )
 from sightline.attention.spec import SoftmaxSpec
@@ -44,11 +45,11 @@ from sightline.kernels.triton.write import write_keys_values
 
 
 @dataclass(frozen=True, eq=False)
-class _TritonPlan(AttentionPlan[SoftmaxInputs]):
+class _Reads:
+    """How a planned step reads the cache, or its own entries."""
+
     spec: SoftmaxSpec
     layers: Sequence[DecodeLayer]
-    write_slots: Tensor | None
-    """[num_tokens] int64; None under `TRANSIENT`, which reads no pool."""
     pages: Tensor
     page_size: int
     decode: PlannedDecode | None
@@ -64,53 +65,96 @@ class _TritonPlan(AttentionPlan[SoftmaxInputs]):
         if self.extend is not None:
             self.extend.prepare()
 
-    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
-        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
-        if self.extend is not None:
-            self._run_extend(self.extend, self.layers[layer], inputs, out, lse)
+    def make_lse(self, out: Tensor) -> Tensor | None:
+        return torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if self.needs_lse else None
+
+    def run_decode(
+        self, layer: int, inputs: SoftmaxQueries, new: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Attends with decoded rows, and writes their new entries; without `new` they are in the cache."""
         if self.decode is not None:
             rows, scratch, config = self.decode.rows, self.decode.scratch, self.decode.config
-            decode_softmax(
-                inputs.q, inputs.k, inputs.v, inputs.sinks, self.layers[layer], rows, scratch, config, out, lse
-            )
+            decode_softmax(inputs.q, new, inputs.sinks, self.layers[layer], rows, scratch, config, out, lse)
+
+    def run_extend(self, layer: int, inputs: SoftmaxQueries, out: Tensor, lse: Tensor | None) -> None:
+        """Attends with the other rows to what the cache holds."""
+        rows, entries = self.extend, self.layers[layer]
+        if rows is None:
+            return
+        extend_paged(
+            inputs.q,
+            entries.keys,
+            entries.values,
+            self.pages,
+            self.page_size,
+            rows.tiles,
+            out,
+            rule=self.rule(layer),
+            masks=rows.masks,
+            config=rows.config,
+            sinks=inputs.sinks,
+            lse=lse,
+            k_scale=entries.k_scale,
+            v_scale=entries.v_scale,
+        )
+
+    def rule(self, layer: int) -> ScoreRule:
+        entries = self.layers[layer]
+        return ScoreRule(entries.scale, entries.softcap, entries.window)
+
+
+@dataclass(frozen=True, eq=False)
+class _TritonPlan(AttentionPlan[SoftmaxInputs]):
+    reads: _Reads
+    write_slots: Tensor | None
+    """[num_tokens] int64; None under `TRANSIENT`, which reads no pool."""
+
+    def prepare(self) -> None:
+        self.reads.prepare()
+
+    def run(self, layer: int, inputs: SoftmaxInputs, out: Tensor) -> Lse | None:
+        reads, lse = self.reads, self.reads.make_lse(out)
+        if self.write_slots is None:
+            self._run_contiguous(layer, inputs, out, lse)
+            return lse
+        if reads.extend is not None:
+            entries = reads.layers[layer]
+            scales = (entries.k_scale, entries.v_scale)
+            # Writes all tokens; decoded ones are written twice, with the same values.
+            write_keys_values(inputs.k, inputs.v, entries.keys, entries.values, self.write_slots, *scales)
+        reads.run_extend(layer, inputs, out, lse)
+        reads.run_decode(layer, inputs, (inputs.k, inputs.v), out, lse)
         return lse
 
-    def _run_extend(
-        self, rows: PlannedExtend, layer: DecodeLayer, inputs: SoftmaxInputs, out: Tensor, lse: Tensor | None
-    ) -> None:
-        rule = ScoreRule(layer.scale, layer.softcap, layer.window)
-        if self.write_slots is None:
+    def _run_contiguous(self, layer: int, inputs: SoftmaxInputs, out: Tensor, lse: Tensor | None) -> None:
+        rows = self.reads.extend
+        if rows is not None:
             extend_contiguous(
                 inputs.q,
                 inputs.k,
                 inputs.v,
                 rows.tiles,
                 out,
-                rule=rule,
+                rule=self.reads.rule(layer),
                 masks=rows.masks,
                 config=rows.config,
                 sinks=inputs.sinks,
                 lse=lse,
             )
-            return
-        # Writes all tokens; decoded ones are written twice, with the same values.
-        write_keys_values(inputs.k, inputs.v, layer.keys, layer.values, self.write_slots, layer.k_scale, layer.v_scale)
-        extend_paged(
-            inputs.q,
-            layer.keys,
-            layer.values,
-            self.pages,
-            self.page_size,
-            rows.tiles,
-            out,
-            rule=rule,
-            masks=rows.masks,
-            config=rows.config,
-            sinks=inputs.sinks,
-            lse=lse,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
-        )
+
+
+@dataclass(frozen=True, eq=False)
+class _BorrowedPlan(AttentionPlan[SoftmaxQueries]):
+    reads: _Reads
+
+    def prepare(self) -> None:
+        self.reads.prepare()
+
+    def run(self, layer: int, inputs: SoftmaxQueries, out: Tensor) -> Lse | None:
+        lse = self.reads.make_lse(out)
+        self.reads.run_extend(layer, inputs, out, lse)
+        self.reads.run_decode(layer, inputs, None, out, lse)
+        return lse
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +225,7 @@ class TritonBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
         )
         return config, config.tile_tokens(spec.group_size)
 
-    def plan(self, step: StepView, buffers: PlanBuffers) -> _TritonPlan:
+    def plan(self, step: StepView, buffers: PlanBuffers) -> AttentionPlan[SoftmaxInputs]:
         batch, pool, lane = step.batch, self._pool, self._lanes[step.lane]
         decoding = 0 if step.is_transient else batch.num_decoding()
         decode = None
@@ -194,13 +238,13 @@ class TritonBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             tiles = Tiles(lane.records[:count], tile_tokens)
             served = self._served[self._max_rows - decoding :][: batch.num_rows] if decoding else None
             extend = PlannedExtend.of(step, config, tiles, lane.query_offsets, served, buffers)
-        return _TritonPlan(
+        reads = _Reads(
             spec=self._spec,
             layers=self._layers,
-            write_slots=step.write_slots(pool),
             pages=pool.table.pages,
             page_size=pool.page_size,
             decode=decode,
             extend=extend,
             needs_lse=step.needs_lse,
         )
+        return _BorrowedPlan(reads) if step.is_borrowed else _TritonPlan(reads, step.write_slots(pool))

@@ -17,14 +17,21 @@ from sightline.attention.contract import StepView
 from sightline.cache.pools import Pool
 from sightline.core.batch import Batch, MaskKind, RowMask
 from sightline.kernels.triton.decode_shares import DecodeConfig, DecodeRows, DecodeScratch
-from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, FULL_ROWS, ExtendMasks, LaunchMask
+from sightline.kernels.triton.extend_rules import CAUSAL_ROWS, CONTEXT_ROWS, FULL_ROWS, ExtendMasks, LaunchMask
 from sightline.kernels.triton.extend_tiles import ExtendConfig, Tiles, prepare_tiles
 from sightline.kernels.triton.overlap import overlaps_on
 
 Lease = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 """Takes a lease, given a name, a shape and a dtype."""
 
-_KINDS = {MaskKind.CAUSAL: LaunchMask.CAUSAL, MaskKind.FULL: LaunchMask.FULL, MaskKind.TREE: LaunchMask.TREE}
+_KINDS = {
+    MaskKind.CAUSAL: LaunchMask.CAUSAL,
+    MaskKind.FULL: LaunchMask.FULL,
+    MaskKind.TREE: LaunchMask.TREE,
+    MaskKind.CONTEXT: LaunchMask.CONTEXT,
+}
+_ALIKE = {MaskKind.CAUSAL: CAUSAL_ROWS, MaskKind.FULL: FULL_ROWS, MaskKind.CONTEXT: CONTEXT_ROWS}
+"""The masks of steps whose rows all have the same."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +150,10 @@ def layer_scales(pool: Pool, plane: str) -> tuple[Tensor | None, ...]:
 def plan_masks(batch: Batch, buffers: PlanBuffers) -> ExtendMasks:
     """The masks of all rows. If all are of one kind, nothing is needed on the device."""
     kinds = {mask.kind for mask in batch.masks}
-    if kinds <= {MaskKind.CAUSAL}:
+    if not kinds:
         return CAUSAL_ROWS
-    if kinds == {MaskKind.FULL}:
-        return FULL_ROWS
+    if len(kinds) == 1 and MaskKind.TREE not in kinds:
+        return _ALIKE[kinds.pop()]
     row_kinds = buffers.take("row kinds", (batch.num_rows,), torch.int8)
     row_kinds.copy_(torch.tensor([_KINDS[mask.kind] for mask in batch.masks], dtype=torch.int8), non_blocking=True)
     if MaskKind.TREE not in kinds:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from sightline.attention.capability import ANY, Capability, GraphLevel, HostLengths, Ranks, Wildcard
-from sightline.attention.spec import Feature, SpecKind
+from sightline.attention.spec import SOFTMAX_ONLY, Feature, SpecKind
 from sightline.core.device import DeviceKind
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -19,6 +19,7 @@ _FEATURES = frozenset(
         Feature.NON_CAUSAL,
         Feature.TREE_MASK,
         Feature.LSE,
+        Feature.SHARED_CACHE,
         # Not batch-invariant: context splits depend on all rows of a step, which changes the order of a row's sums.
         Feature.DETERMINISTIC,
     }
@@ -48,7 +49,7 @@ def _latent_row(dtype: torch.dtype, ranks: Ranks, group_sizes: frozenset[int] | 
     return replace(
         _row(dtype),
         spec_kinds=frozenset({SpecKind.LATENT}),
-        features=_FEATURES - {Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS},
+        features=_FEATURES - SOFTMAX_ONLY,
         # Rows of many new tokens choose how they are computed by their lengths.
         host_lengths=HostLengths.EXACT,
         graph=GraphLevel.DECODE,

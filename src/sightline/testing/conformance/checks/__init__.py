@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sightline.testing.conformance.checks import (
+    borrowed,
     cache,
     covering,
     features,
@@ -18,7 +19,21 @@ from sightline.testing.conformance.checks import (
 )
 from sightline.testing.conformance.trial import Check
 
-_MODULES = (first, cache, latent, lengths, pages, features, numerics, scaled_cache, plans, memory, graphs, covering)
+_MODULES = (
+    first,
+    cache,
+    borrowed,
+    latent,
+    lengths,
+    pages,
+    features,
+    numerics,
+    scaled_cache,
+    plans,
+    memory,
+    graphs,
+    covering,
+)
 
 
 def _ordered(checks: list[Check]) -> tuple[Check, ...]:

@@ -13,7 +13,7 @@ from sightline.testing.conformance.steps import Step, bits
 from sightline.testing.conformance.trial import Trial, check, fail, ragged_rows
 
 
-def _snapshot(bench: AttentionRig) -> dict[str, Tensor]:
+def snapshot(bench: AttentionRig) -> dict[str, Tensor]:
     """Copies every plane of every pool to the host."""
     return {
         f"{pool.key}.{plane.name}": pool.plane(plane.name).detach().cpu().clone()
@@ -40,7 +40,7 @@ def write_slots(trial: Trial) -> None:
         bench = trial.bench(trial.plain, trial.plain)
         step = Step(bench, rows, layer=1)
         step.pad(1, padding, 7.0)
-        before = _snapshot(bench)
+        before = snapshot(bench)
         trial.run(step)
         trial.require_written(step)
         written = {
@@ -50,7 +50,7 @@ def write_slots(trial: Trial) -> None:
         }
         # Padding tokens write to the padding page, which no row reads.
         allowed = [*written, *range(step.pool.page_size)]
-        for name, after in _snapshot(bench).items():
+        for name, after in snapshot(bench).items():
             same = (bits(after) == bits(before[name])).view(*after.shape[:2], -1).all(-1)
             same[step.layer_in_group, allowed] = True
             if not same.all():
@@ -66,9 +66,9 @@ def transient(trial: Trial) -> None:
     """A TRANSIENT plan neither writes nor reads a pool."""
     for lengths in ((5,), (5, 1, 2 * trial.page_size + 3, 5)):
         bench = trial.bench(setting=replace(trial.setting, unused=Unused.NAN))
-        before = _snapshot(bench)
+        before = snapshot(bench)
         trial.try_step(Step(bench, [Row(0, length) for length in lengths], transient=True))
-        for name, after in _snapshot(bench).items():
+        for name, after in snapshot(bench).items():
             trial.require(
                 torch.equal(bits(after), bits(before[name])),
                 f"expected a TRANSIENT plan to touch no pool, got a change of {name}",
