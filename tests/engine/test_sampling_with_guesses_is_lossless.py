@@ -83,7 +83,9 @@ def lives(kind: Kind) -> list[LiveSequence]:
         seed=0,
     )
     found = []
-    for seed in range(NUM_ROWS):
+    # Of its own for each kind: with equal seeds all kinds would sample the same tokens.
+    first = KINDS.index(kind) * NUM_ROWS
+    for seed in range(first, first + NUM_ROWS):
         params = SamplingParams(temperature=kind.temperature, top_p=kind.top_p, seed=seed, max_tokens=1 << 16)
         found += start(*intake.request([seed % VOCAB], params, None, Terms(), 0.0), None)
     return found
