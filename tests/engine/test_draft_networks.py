@@ -13,7 +13,6 @@ import torch
 from sightline import LLM
 from sightline.core.errors import ConfigError
 from sightline.engine.engine import Engine
-from sightline.runner.networks import DraftRuntime
 from support.engines import is_at_rest
 from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, ask, tiny, tokens_of
 from support.tiny_models import make_model
@@ -50,12 +49,6 @@ def nearly(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drafted(folder: Path, drafter: Path, **changes: object) -> LLM:
     return tiny(folder, speculative_config={"method": "draft_model", "model": str(drafter)}, **changes)
-
-
-def the_draft(llm: LLM) -> DraftRuntime:
-    draft = llm.engine.runtime.draft
-    assert draft is not None
-    return draft
 
 
 def share(engine: Engine) -> float:
@@ -147,7 +140,7 @@ def test_a_drafter_that_fails_costs_nobody_an_answer(
 ) -> None:
     expected = ask(tiny(folders("llama")), GREEDY, PROMPTS)
     llm = drafted(folders("llama"), nearly)
-    runner, calls = the_draft(llm).networks[0].runner, 0
+    runner, calls = llm.engine.runtime.draft.networks[0].runner, 0
     forward = runner.forward
 
     def failing(*args: object) -> torch.Tensor:

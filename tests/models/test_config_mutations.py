@@ -26,7 +26,7 @@ from sightline.models.contract import Definition
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.loading.opening import open_checkpoint
 from sightline.models.registry import EMBEDDERS, FAMILIES, define_embedder, define_model
-from sightline.runner.batching import assemble_transient
+from sightline.runner.batching import assemble, assemble_transient
 from sightline.runner.build import build_embedding_runtime, build_runtime
 from support.config_mutations import (
     BASES,
@@ -126,6 +126,11 @@ def compute(checkpoint: Checkpoint, *, embeds: bool) -> Tensor:
         runtime = build_runtime(settings, checkpoint, ledger)
     row = RowWork(0, TOKENS, 0, len(TOKENS), FULL if embeds else CAUSAL)
     batch = assemble_transient([row], torch.device("cpu"))
+    if runtime.definition.lenders:
+        # A step without a cache has nothing to lend.
+        row.table_row = runtime.store.open_row()
+        runtime.store.grow_row(row.table_row, len(TOKENS))
+        batch = assemble([row], runtime.store)
     with torch.inference_mode():
         return runtime.runner.forward(runtime.planner.plan(batch)).clone()
 

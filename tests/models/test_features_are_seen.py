@@ -32,19 +32,24 @@ from support.features import (
     in_latent,
     in_latent_definition,
     in_layer,
+    in_per_layer,
+    in_proportional,
     in_rotary,
     in_routing,
     in_spec,
     in_tensors,
     in_yarn,
+    other_lender,
     other_share,
     without_correction,
     without_latent_norm,
     without_mlp_bias,
+    without_norms_of_queries,
     without_query_norm,
     without_router_bias,
     without_shared,
     without_sinks,
+    without_value_norm,
 )
 from support.layers import without_bias
 from support.tiny_models import (
@@ -141,6 +146,22 @@ GLM = [
     in_rotary("dimensions that are rotated", lambda rotary: replace(rotary, rotated_dim=None)),
     in_tensors("which dimensions are rotated", rotated_dim=None),
 ]
+GEMMA4 = [
+    in_rotary("rotary base", lambda rotary: replace(rotary, theta=rotary.theta * 10)),
+    in_spec("score scale", lambda spec: replace(spec, scale=0.5)),
+    in_definition("norm epsilon", norm_epsilon=0.5),
+    *WINDOW,
+    in_definition("embedding scale", embedding_scale=1.0),
+    in_definition("logit softcap", logit_softcap=None),
+    in_layer("norm after attention", lambda layer: replace(layer, attention_out_norm=None)),
+    in_layer("norm after feed-forward", lambda layer: replace(layer, mlp_out_norm=None)),
+    ROPE_SCALING,
+    in_proportional("rope factor", lambda scaling: replace(scaling, factor=1.0)),
+    in_proportional("pairs that turn", lambda scaling: replace(scaling, num_turning=scaling.num_turning - 1)),
+    in_layer("scale of each layer", lambda layer: replace(layer, scale=None)),
+    in_layer("norms of queries", without_norms_of_queries),
+    in_layer("norm of values", without_value_norm),
+]
 FEATURES: dict[str, list[Change]] = {
     "llama": [*COMMON, QKV_BIAS, OUTPUT_BIAS],
     "llama3": [*COMMON, ROPE_SCALING, in_layer("mlp bias", without_mlp_bias)],
@@ -176,6 +197,14 @@ FEATURES: dict[str, list[Change]] = {
     "deepseek_v2_groups": [*LATENT, *LATENT_BIAS, *GROUPS, QUERY_NORM],
     "deepseek_v3": [*LATENT, *LATENT_YARN, *GROUPS, QUERY_NORM, CORRECTION],
     "deepseek_v3_halves": [*LATENT, *LATENT_YARN, *LATENT_BIAS, *GROUPS, QUERY_NORM, CORRECTION],
+    "gemma4": [
+        *GEMMA4,
+        in_layer("inputs of each layer", lambda layer: replace(layer, per_layer=None)),
+        in_per_layer("looked-up part of the inputs", lambda x: replace(x, embedding_scale=0.0)),
+        in_per_layer("projected part of the inputs", lambda x: replace(x, projection_scale=0.0)),
+        Change("whose cache is shared", define=other_lender),
+    ],
+    "gemma4_large": [*GEMMA4, QKV_BIAS, OUTPUT_BIAS],
     "glm4_moe": [*GLM, QK_NORM, QKV_BIAS],
     "glm4_moe_plain": [*GLM, *GROUPS],
 }
@@ -198,7 +227,7 @@ def changed_runtime(folder: Path, change: Change) -> Runtime:
     decoder = change.build(
         definition.load(WeightReader(checkpoint, torch.float32, CPU, ledger, lambda done, total: None))
     )
-    groups = group_layers(definition.attention_specs())
+    groups = group_layers(definition.attention_specs(), lenders=definition.lenders)
     selections = select_backends(base.config, groups, [base.selections[0][Work.PREFILL].candidate])
     return assemble_runtime(
         base.config, definition, decoder, groups, selections, make_store(base.config, groups), inline_launcher()

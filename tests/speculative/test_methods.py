@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -18,32 +19,14 @@ from sightline.speculative import methods
 from sightline.speculative.drafter import DrafterContext
 from support.tiny_models import make_model, random_prompts
 
-MODULE = '''
-from sightline.speculative import (
-    Draft, Drafter, DrafterKind, DraftMethod
-)
-
-class Echo(Drafter):
-    """Guesses that the last token comes again."""
-
-    def __init__(self, context):
-        self.asked = 0
-
-    def propose(self, rooms):
-        return [Draft((each.sequence.tokens[-1],) * each.most) for each in rooms]
-
-    def observe(self, step):
-        pass
-
-    def forget(self, sequence):
-        pass
-
-echo = DrafterKind(DraftMethod("echo", "the last token"), Echo)
+PAGE = Path(__file__).parents[2] / "docs" / "writing_a_drafter.md"
+[EXAMPLE] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+MODULE = f"""{EXAMPLE}
 network = DrafterKind(
-    DraftMethod("network", "a network", takes=frozenset({"attention_backend"}), needs=frozenset({"model"})), Echo
+    DraftMethod("network", "a network", takes=frozenset({{"attention_backend"}}), needs=frozenset({{"model"}})), Echo
 )
-growing = DrafterKind(DraftMethod("growing", "a tree", takes=frozenset({"num_branches"})), Echo)
-'''
+growing = DrafterKind(DraftMethod("growing", "a tree", takes=frozenset({{"num_branches"}})), Echo)
+"""
 Install = Callable[..., None]
 
 

@@ -15,7 +15,8 @@ from sightline.layers.latent import LatentAttention
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import Expert, ExpertMlp, SeparateExperts
 from sightline.layers.norm import RmsNorm
-from sightline.layers.rotary import RotarySpec, YarnScaling
+from sightline.layers.per_layer import PerLayerInputs
+from sightline.layers.rotary import ProportionalScaling, RotarySpec, YarnScaling
 from sightline.layers.routing import Routing, Share
 from sightline.models.attention import LatentAttentionDefinition
 from sightline.models.decoder import Decoder, DecoderDefinition, DecoderLayer
@@ -87,6 +88,51 @@ def in_yarn(name: str, change: Callable[[YarnScaling], YarnScaling]) -> Change:
         return replace(rotary, scaling=change(rotary.scaling))
 
     return in_rotary(name, changed)
+
+
+def in_proportional(name: str, change: Callable[[ProportionalScaling], ProportionalScaling]) -> Change:
+    """In those layers whose rotary embedding is of that kind."""
+
+    def changed(rotary: RotarySpec) -> RotarySpec:
+        scaling = rotary.scaling
+        return replace(rotary, scaling=change(scaling)) if isinstance(scaling, ProportionalScaling) else rotary
+
+    return in_rotary(name, changed)
+
+
+def in_per_layer(name: str, change: Callable[[PerLayerInputs], PerLayerInputs]) -> Change:
+    def changed(decoder: Decoder) -> Decoder:
+        assert decoder.states.per_layer is not None
+        return replace(decoder, states=replace(decoder.states, per_layer=change(decoder.states.per_layer)))
+
+    return Change(name, build=changed)
+
+
+def other_lender(definition: DecoderDefinition) -> DecoderDefinition:
+    """The layers that borrow read the first layer of their kind, not the last."""
+    specs = [layer.attention.spec for layer in definition.layers]
+    return replace(
+        definition,
+        layers=tuple(
+            layer if layer.lender is None else replace(layer, lender=specs.index(specs[layer.lender]))
+            for layer in definition.layers
+        ),
+    )
+
+
+def without_value_norm(layer: DecoderLayer) -> DecoderLayer:
+    attention = layer.attention
+    return replace(layer, attention=replace(attention, value_norm=None)) if has_own_entries(layer) else layer  # type: ignore[arg-type]
+
+
+def without_norms_of_queries(layer: DecoderLayer) -> DecoderLayer:
+    """Queries of layers with keys of their own keep their length."""
+    attention = layer.attention
+    return replace(layer, attention=replace(attention, norms=None)) if has_own_entries(layer) else layer  # type: ignore[arg-type]
+
+
+def has_own_entries(layer: DecoderLayer) -> bool:
+    return isinstance(layer.attention, SoftmaxAttention)
 
 
 def in_routing(name: str, change: Callable[[Routing], Routing]) -> Change:

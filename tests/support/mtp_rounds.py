@@ -130,7 +130,7 @@ class Rounds:
         logits = network.runner.forward(planned, torch.stack(given) if depth else None)
         states = network.runner.states(planned)
         sizes = [stop - start for start, stop in spans.values()]
-        parts = zip(spans, states.split(sizes), logits.split(sizes), strict=True)
+        parts = zip(spans, torch.split(states, sizes), torch.split(logits, sizes), strict=True)
         return {i: Made(own, logits_of) for i, own, logits_of in parts}
 
     def _expected(self, each: DraftedText, num_places: int) -> list[Made]:

@@ -29,7 +29,10 @@ def _gemma4(common: dict[str, Any], **options: Any) -> PreTrainedModel:
         "hidden_size_per_layer_input": 0,
         "final_logit_softcapping": 30.0,
     }
-    return Gemma4ForCausalLM(Gemma4TextConfig(**common | settings | options))
+    model = Gemma4ForCausalLM(Gemma4TextConfig(**common | settings | options))
+    for index, layer in enumerate(model.model.layers):
+        layer.layer_scalar.fill_(0.6 + 0.2 * index)
+    return model
 
 
 def _small(common: dict[str, Any]) -> PreTrainedModel:
@@ -50,4 +53,6 @@ def _large(common: dict[str, Any]) -> PreTrainedModel:
     return _gemma4(common, attention_k_eq_v=True, num_global_key_value_heads=1, attention_bias=True)
 
 
+SHARING = ("gemma4",)
+"""Families with layers that read the cache of others."""
 GEMMA4: dict[str, Callable[[dict[str, Any]], PreTrainedModel]] = {"gemma4": _small, "gemma4_large": _large}

@@ -244,9 +244,9 @@ def group_layers(
 
 
 def borrow_layers(
-    specs: Mapping[int, AttentionSpec], lenders: Lenders, owners: Sequence[LayerGroup]
+    specs: Mapping[int, AttentionSpec], lenders: Lenders, owners: Sequence[LayerGroup], network: str = ""
 ) -> tuple[LayerGroup, ...]:
-    """Groups layers that borrow from layers of `owners`, which may be another model's."""
+    """Groups layers that borrow from layers of `owners`, which may be another network's."""
     places = {layer: (group, index) for group in owners for index, layer in enumerate(group.layers)}
     members: dict[tuple[AttentionSpec, str], list[int]] = {}
     for layer, spec in specs.items():
@@ -261,5 +261,5 @@ def borrow_layers(
     groups = []
     for number, ((spec, lender), layers) in enumerate(members.items()):
         loan = Loan(lender, tuple(places[lenders[layer]][1] for layer in layers))
-        groups.append(LayerGroup(f"{lender}.borrowed{number}", spec, tuple(layers), loan))
+        groups.append(LayerGroup(f"{network}{lender}.borrowed{number}", spec, tuple(layers), loan))
     return tuple(groups)

@@ -7,7 +7,7 @@ does with an entry.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -219,10 +219,10 @@ class GroupCache:
 class NetworkCache:
     """The groups of one network. A step of the network writes all of them, so its rows have one length for all."""
 
-    def __init__(self, groups: Sequence[GroupCache], max_rows: int) -> None:
+    def __init__(self, groups: Sequence[GroupCache], lengths: RowLengths) -> None:
         self.groups = tuple(groups)
         self.pools = tuple(pool for group in groups for pool in group.pools.values())
-        self.lengths = RowLengths(max_rows)
+        self.lengths = lengths
         """How much of each row may be read."""
 
     def keep(self, row: int, context_len: int, places: Sequence[int]) -> None:
@@ -241,6 +241,10 @@ class NetworkCache:
                 moves = [(slots[place], slots[index]) for index, place in enumerate(places) if place != index]
                 pool.move_entries([source for source, _ in moves], [target for _, target in moves])
             self.lengths.advance(row, stop)
+
+    def lent(self, groups: Collection[str]) -> NetworkCache:
+        """Some of its groups, for a network that reads their entries and writes none."""
+        return NetworkCache([each for each in self.groups if each.group in groups], self.lengths)
 
 
 class CacheStore:
@@ -272,7 +276,8 @@ class CacheStore:
             return GroupCache(spec.group, {pool.name: make_pool(spec.group, pool) for pool in spec.pools})
 
         self.networks = tuple(
-            NetworkCache([make_group(spec) for spec in each], limits.max_rows) for each in (specs, *drafting)
+            NetworkCache([make_group(spec) for spec in each], RowLengths(limits.max_rows))
+            for each in (specs, *drafting)
         )
         self.main = self.networks[0]
         """The model's own cache."""

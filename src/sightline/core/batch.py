@@ -42,7 +42,7 @@ from sightline.core.lengths import (
     slice_lengths,
     take_lengths,
 )
-from sightline.core.pool_rows import PoolPages, PoolRows
+from sightline.core.pool_rows import PoolPages, PoolRows, check_rows, slots_of_kept
 
 BatchId = NewType("BatchId", int)
 PADDING_ROW = 0
@@ -217,7 +217,7 @@ class Batch:
         """Sets everything that follows from the facts, with the tensors in `memory`."""
         work, facts = self.work, _token_facts(self.work)
         rows, query_lens, context_lens = tuple(work.table_rows), work.query_lens, tuple(work.context_lens)
-        _check_rows(rows, context_lens, self.sources)
+        check_rows(rows, context_lens, self.sources, PADDING_ROW)
         continued = (facts.unread_places, facts.unread)
         if facts.unread:
             check_unread(continued, self.chosen)
@@ -489,28 +489,5 @@ def _write_slots(work: StepWork, source: PoolPages) -> Sequence[int]:
     counts = work.query_lens
     if CONTEXT not in work.masks:
         return source.slots_to_write(work.table_rows, work.context_lens, counts)
-    kept = [0 if mask is CONTEXT else count for mask, count in zip(work.masks, counts, strict=True)]
-    slots = iter(source.slots_to_write(work.table_rows, work.context_lens, kept))
-    return [
-        PADDING_SLOT if mask is CONTEXT else next(slots)
-        for mask, count in zip(work.masks, counts, strict=True)
-        for _ in range(count)
-    ]
-
-
-def _check_rows(rows: tuple[int, ...], context_lens: tuple[int, ...], sources: Sequence[PoolPages]) -> None:
-    """With a cache, each page-table row must exist and occur once; without one, no row may have a context."""
-    if not sources:
-        if any(context_lens):
-            row = next(index for index, length in enumerate(context_lens) if length)
-            raise BatchError("context_lens", row, "0 in a batch without pools", context_lens[row])
-        return
-    if len(set(rows)) != len(rows):
-        row = next(index for index, table_row in enumerate(rows) if table_row in rows[:index])
-        raise BatchError(
-            "rows", row, "each page-table row once: two rows would write the same slots", f"{rows[row]} twice"
-        )
-    most = min([source.num_table_rows for source in sources])
-    if rows and not (min(rows) > PADDING_ROW and max(rows) <= most):
-        row = next(index for index, table_row in enumerate(rows) if not PADDING_ROW < table_row <= most)
-        raise BatchError("rows", row, f"a page-table row from 1 to {most}", rows[row])
+    kept = [mask is not CONTEXT for mask in work.masks]
+    return slots_of_kept(source, work.table_rows, work.context_lens, counts, kept, PADDING_SLOT)

@@ -249,4 +249,5 @@ class LatentAttentionDefinition:
         return torch.cat((dims[::2], dims[1::2])) if self.paired_neighbours else dims
 
 
+AttentionLayer = SoftmaxAttention | BorrowedAttention | LatentAttention
 AttentionDefinition = SoftmaxAttentionDefinition | BorrowedAttentionDefinition | LatentAttentionDefinition

@@ -12,9 +12,7 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec, Lenders
 from sightline.core.batch import CAUSAL, FULL, RowMask
-from sightline.layers.attention import BorrowedAttention, SoftmaxAttention
 from sightline.layers.embedding import Embedding
-from sightline.layers.latent import LatentAttention
 from sightline.layers.linear import Projection, Unnormed
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
@@ -24,7 +22,7 @@ from sightline.layers.rotary import Rotary, RotarySpec, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added, Written
 from sightline.layers.source import Given, Normed, Source
-from sightline.models.attention import AttentionDefinition
+from sightline.models.attention import AttentionDefinition, AttentionLayer
 from sightline.models.contract import (
     NO_TAPS,
     EmbedderDefinition,
@@ -193,7 +191,7 @@ class DecoderLayer:
 
     rotary: RotarySpec
     attention_norm: RmsNorm
-    attention: SoftmaxAttention | BorrowedAttention | LatentAttention
+    attention: AttentionLayer
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm
     mlp: GatedMlp | ExpertMlp

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sightline.attention.spec import Lenders
 from sightline.layers.operations import Operations
 from sightline.models.contract import NO_TAPS, Definition, Model, ModelDefinition, Taps
 from sightline.models.decoder import Decoder
@@ -41,8 +42,14 @@ class LoadedDraft:
     """The model's token that each row of a network's logits prefers, [num_rows] int64."""
 
 
+NO_DRAFT = LoadedDraft(())
+
+
 class DraftDefinition(ABC):
-    """The networks of one drafter. Each has a cache of its own, in the pages of the sequence that it drafts for."""
+    """The networks of one drafter.
+
+    Each has a cache of its own, in the pages of the sequence that it drafts for, or reads that of the model.
+    """
 
     @property
     @abstractmethod
@@ -52,6 +59,12 @@ class DraftDefinition(ABC):
     @property
     @abstractmethod
     def networks(self) -> tuple[Definition, ...]: ...
+
+    @property
+    def lenders(self) -> Lenders | None:
+        """For each layer of the networks, the layer of the model whose entries it reads, if they have no entries of
+        their own."""
+        return None
 
     @property
     def target_tensors(self) -> tuple[str, ...]:

@@ -21,9 +21,7 @@ from torch import Tensor
 from sightline.attention.planner import PlannedBatch
 from sightline.attention.spec import AttentionSpec
 from sightline.core.errors import CheckpointError
-from sightline.layers.attention import SoftmaxAttention
 from sightline.layers.embedding import Embedding
-from sightline.layers.latent import LatentAttention
 from sightline.layers.linear import Projection, Unnormed
 from sightline.layers.mlp import GatedMlp
 from sightline.layers.moe import ExpertMlp
@@ -33,6 +31,7 @@ from sightline.layers.rotary import Rotary, RotaryTable
 from sightline.layers.scratch import Scratch
 from sightline.layers.sink import Added
 from sightline.layers.source import Given, Normed
+from sightline.models.attention import AttentionLayer
 from sightline.models.contract import Definition, GivenStates, MadeStates, Model, Taps
 from sightline.models.decoder import Decoder, LayerDefinition, TableBuffers
 from sightline.models.drafting import DraftDefinition, LoadedDraft, likeliest
@@ -203,7 +202,7 @@ class HeadLayer:
     norm_before_residual: bool
     token_norm: RmsNorm
     state_norm: RmsNorm
-    attention: SoftmaxAttention | LatentAttention
+    attention: AttentionLayer
     mlp_norm: RmsNorm
     mlp: GatedMlp | ExpertMlp
 
@@ -276,6 +275,7 @@ class Eagle3Head(Model):
         """Logits [num_logits, num_drafted]. `chosen` turns them into tokens of the target."""
         batch, operations, size = planned.batch, scratch.operations, self.definition.hidden_size
         given, made = scratch.of(GivenStates, size).states, scratch.of(MadeStates, size).states
+        # Not scaled, also if the embedding is that of a target that scales it: heads are trained so.
         self.embedding(batch.tokens, 1.0, scratch.of(HeadBuffers, size).token, operations)
         table = self._table(scratch)
         operations.rotary_table(self.rotary, batch.positions, table)

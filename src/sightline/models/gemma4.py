@@ -18,16 +18,15 @@ from sightline.models.decoder import DecoderDefinition, LayerDefinition
 from sightline.models.feed_forward import DenseFeedForward
 from sightline.models.norms import NormDefinition
 from sightline.models.per_layer_inputs import PerLayerDefinition
-from sightline.models.rope_config import rotary_spec
+from sightline.models.rope_config import DEFAULT_THETA, rotary_spec
 from sightline.models.shared_config import FULL, ROPE_IDLE, SLIDING, layer_kinds, layer_windows
 
 _PERIOD = 6
 """By default every sixth layer has full attention."""
-_THETAS = {SLIDING: 10_000.0, FULL: 1_000_000.0}
 _PROPORTIONAL = "proportional"
 _DEFAULT_ROPE: Mapping[str, Mapping[str, object]] = {
-    SLIDING: {"rope_type": "default"},
-    FULL: {"rope_type": _PROPORTIONAL, "partial_rotary_factor": 0.25},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": _PROPORTIONAL, "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
 }
 
 
@@ -70,8 +69,8 @@ def lenders_of(config: ConfigReader, kinds: Sequence[str]) -> tuple[int | None, 
     missing = set(kinds[first:]) - set(own)
     if missing:
         raise UnsupportedModelError(
-            f"gemma4: expected a {' and a '.join(sorted(missing))} layer with its own keys among the first {first}, whose "
-            "cache the last layers share, got none; correct layer_types or num_kv_shared_layers"
+            f"gemma4: expected {' and '.join(sorted(missing))} among the first {first} layers, whose cache the others "
+            "share, got none; correct layer_types or num_kv_shared_layers"
         )
     lenders = {kind: max(index for index, each in enumerate(own) if each == kind) for kind in set(own)}
     return (*(None for _ in own), *(lenders[kind] for kind in kinds[first:]))
@@ -174,13 +173,15 @@ def _rotaries(config: ConfigReader, head_dims: Mapping[str, int]) -> dict[str, R
         section = (sections or _DEFAULT_ROPE)[kind]
         if not isinstance(section, Mapping):
             raise UnsupportedModelError(f"gemma4: expected rope_parameters.{kind} to be an object, got {section!r}")
-        specs[kind] = _rotary(section, head_dim, kind, config)
+        if "rope_theta" not in section:
+            raise UnsupportedModelError(f"gemma4: expected rope_theta in rope_parameters.{kind}, got none; set it")
+        specs[kind] = _rotary(section, head_dim, config)
     return specs
 
 
-def _rotary(section: Mapping[str, object], head_dim: int, kind: str, config: ConfigReader) -> RotarySpec:
+def _rotary(section: Mapping[str, object], head_dim: int, config: ConfigReader) -> RotarySpec:
     if section.get("rope_type") != _PROPORTIONAL:
-        return rotary_spec(section, head_dim, _THETAS[kind], config.count("max_position_embeddings", 131_072))
+        return rotary_spec(section, head_dim, DEFAULT_THETA, config.count("max_position_embeddings", 131_072))
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
     if set(section) - known:
         names = ", ".join(sorted(set(section) - known))
@@ -192,5 +193,5 @@ def _rotary(section: Mapping[str, object], head_dim: int, kind: str, config: Con
             f"rope: expected a partial_rotary_factor up to 1 of heads of an even size, got {share} of {head_dim}"
         )
     turning = math.floor(share * head_dim / 2)
-    theta, factor = reader.positive("rope_theta", _THETAS[kind]), reader.positive("factor", 1.0)
-    return RotarySpec(head_dim, theta, ProportionalScaling(factor, turning))
+    scaling = ProportionalScaling(reader.positive("factor", 1.0), turning)
+    return RotarySpec(head_dim, reader.positive("rope_theta"), scaling)

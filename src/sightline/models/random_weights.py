@@ -53,7 +53,7 @@ class RandomCheckpoint(ConfigCheckpoint):
 
     def _read(self, name: str) -> Tensor:
         made = torch.empty(self.tensors[name].shape, dtype=_DTYPE, device=self._device)
-        if "norm" in name:
+        if "norm" in name or name.endswith("layer_scalar"):
             return made.fill_(1.0)
         if name.endswith(("bias", "sinks")):
             return made.zero_()

@@ -87,8 +87,8 @@ def define_embedder(config: Mapping[str, object], ledger: Ledger) -> EmbedderDef
     definition = _define(config, ledger, {**bare, **FAMILIES, **EMBEDDERS})
     if definition.lenders:
         raise UnsupportedModelError(
-            f"layers {', '.join(map(str, definition.lenders))} read the cache of other layers, which is not supported for "
-            "task embed yet: texts are embedded without a cache"
+            f"layers {', '.join(map(str, definition.lenders))} read the cache of other layers, which is not supported "
+            "for task embed yet: texts are embedded without a cache"
         )
     return definition
 

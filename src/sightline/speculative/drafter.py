@@ -73,12 +73,12 @@ class DrafterContext:
     device: DeviceKind
     ledger: Ledger
     draft: DraftRuntime | None = None
-    """The drafter's own networks; None if its kind has none."""
+    """The drafter's own networks; None, or without any, if its kind has none."""
 
     @property
     def networks(self) -> DraftRuntime:
         """The drafter's own networks. Raises `ValueError` if its kind has none."""
-        if self.draft is None:
+        if self.draft is None or not self.draft.networks:
             raise ValueError(f"expected the networks of {self.speculation.method}, got none; name them in its kind")
         return self.draft
 

@@ -11,6 +11,7 @@ from sightline.bench.engine import speculation
 from sightline.bench.engine.speculation import GuessedWork, measure_speculation
 from sightline.cli.application import app
 from sightline.core.errors import ConfigError, SightlineError
+from sightline.engine.engine import Engine
 from support.tiny_models import make_model
 
 PROMPTS = {"repeating": [5, 6, 7, 8] * 4, "short": [9, 3]}
@@ -58,7 +59,7 @@ def test_a_corpus_knows_a_text_that_was_served(folder: Path) -> None:
 def test_answers_that_differ_are_not_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = speculation._answer
 
-    def wrong(engine: speculation.Engine, *work: object) -> speculation._Answer:
+    def wrong(engine: Engine, *work: object) -> speculation._Answer:
         found = right(engine, *work)  # type: ignore[arg-type]
         if engine.runtime.config.speculation is not None:
             found.tokens[-1] += 1

@@ -1,0 +1,73 @@
+"""Guessing on a GPU: drafts and verification are captured, and answers are those without guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sightline import LLM
+from support.eagle3_heads import CASES, make_weights, save_head
+from support.eagle3_runs import make_target
+from support.speculating import EVERYTHING, PROMPTS, ask, tiny, tokens_of
+from support.tiny_models import make_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+SMALL = {"device": "cuda", "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128}
+
+
+def saved(family: str, folder: Path) -> Path:
+    make_model(family).save_pretrained(folder)
+    return folder
+
+
+def drafted_by_itself(folder: Path) -> tuple[Path, dict[str, object]]:
+    saved("llama", folder)
+    return folder, {"method": "draft_model", "model": str(folder)}
+
+
+def drafted_by_a_head(folder: Path) -> tuple[Path, dict[str, object]]:
+    target, head = folder / "target", folder / "head"
+    for each in (target, head):
+        each.mkdir()
+    model, case = make_target(), CASES["plain"]
+    model.save_pretrained(target)
+    save_head(case, head, make_weights(case))
+    return target, {"method": "eagle3", "model": str(head)}
+
+
+def drafted_by_modules(folder: Path) -> tuple[Path, dict[str, object]]:
+    pytest.importorskip("transformers", minversion="5.20", reason="modules need MtpModel")
+    from support.tiny_mtp import save_with_modules
+
+    save_with_modules("deepseek_v3", 2, folder)
+    return folder, {"method": "mtp"}
+
+
+def drafted_by_its_text(folder: Path) -> tuple[Path, dict[str, object]]:
+    saved("gemma3", folder)
+    return folder, {"method": "ngram", "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [drafted_by_itself, drafted_by_a_head, drafted_by_modules, drafted_by_its_text],
+    ids=lambda make: make.__name__,
+)
+def test_answers_are_those_without_guesses_and_steps_are_replayed(
+    tmp_path: Path, make: Callable[[Path], tuple[Path, dict[str, object]]]
+) -> None:
+    folder, config = make(tmp_path)
+    expected = ask(tiny(folder, **SMALL), EVERYTHING, PROMPTS)
+    llm: LLM = tiny(folder, speculative_config=config, **SMALL)
+    assert tokens_of(ask(llm, EVERYTHING, PROMPTS)) == tokens_of(expected)
+    runtime, metrics = llm.engine.runtime, llm.engine.metrics()
+    assert metrics.spec_decode_num_draft_tokens > 50
+    assert not [each for each in llm.engine.ledger.degradations if each.subject == "speculative_config"]
+    assert runtime.runner.num_replayed > metrics.steps // 2
+    for network in runtime.draft.networks:
+        assert network.runner.num_replayed > 0
+    if config["method"] == "draft_model":
+        assert metrics.spec_decode_num_accepted_tokens > 0.9 * metrics.spec_decode_num_draft_tokens / 2
