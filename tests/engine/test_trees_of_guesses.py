@@ -416,3 +416,11 @@ def test_planted_faults_are_seen(
         given = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
         found = tokens_of(llm.generate(given, EVERYTHING, use_tqdm=False))
     assert found != tokens_of(truth)
+
+
+def test_the_ledger_says_that_steps_with_trees_are_not_recorded(folders: Callable[[str], Path]) -> None:
+    for config, is_told in ((TREES, True), ({"method": "ngram"}, False)):
+        llm = tiny(folders("llama"), speculative_config=config, layer_kernels="numba", cuda_graph_sizes="1,2")
+        told = [each for each in llm.engine.ledger.notes if each.subject == "num_branches"]
+        assert bool(told) == is_told
+        assert len(ask(llm, GREEDY, PROMPTS)) == len(PROMPTS)

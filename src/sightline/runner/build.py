@@ -343,6 +343,11 @@ def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> N
         with runtime.times.measured(BuildPhase.GRAPHS):
             for network in runtime.networks:
                 network.graphs.capture(network.runner, recorder, ledger, on_step)
+        if runtime.config.has_trees:
+            ledger.note(
+                "num_branches",
+                "steps with trees of guesses run eagerly: no attention backend has tree masks in a captured step",
+            )
 
 
 def select_backends(

@@ -46,8 +46,7 @@ class AttentionUsage(Enum):
         """The masks of rows of this kind. Rows with trees of guesses are never decode."""
         if self is AttentionUsage.EMBED_WHOLE:
             return frozenset({MaskKind.FULL})
-        has_trees = config.speculation is not None and config.speculation.num_branches > 1
-        if self is AttentionUsage.GENERATE and work is Work.PREFILL and has_trees:
+        if self is AttentionUsage.GENERATE and work is Work.PREFILL and config.has_trees:
             return frozenset({MaskKind.CAUSAL, MaskKind.TREE})
         return frozenset({MaskKind.CAUSAL})
 

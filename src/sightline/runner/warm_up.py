@@ -81,7 +81,7 @@ def paged_kinds(config: ResolvedConfig) -> list[StepKind]:
         for context_len in (1, behind):
             kinds += [StepKind((1,) * (rows - 1) + (tokens,), min(context_len, longest - tokens)) for tokens in tiled]
     kinds.append(StepKind((min(SOME_ROWS, longest),), scores=True))
-    if config.speculation is not None and config.speculation.num_branches > 1:
+    if config.has_trees:
         tiled = powers(min(MOST_TILED, longest - behind))
         kinds += [StepKind((tokens,), behind, is_tree=True) for tokens in tiled]
         kinds += [StepKind((2,) * rows, min(behind, longest - 2), is_tree=True) for rows in _several_rows(config)]
