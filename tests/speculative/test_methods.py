@@ -25,7 +25,7 @@ MODULE = f"""{EXAMPLE}
 network = DrafterKind(
     DraftMethod("network", "a network", takes=frozenset({{"attention_backend"}}), needs=frozenset({{"model"}})), Echo
 )
-growing = DrafterKind(DraftMethod("growing", "a tree"), Echo, makes_trees=True)
+growing = DrafterKind(DraftMethod("growing", "a tree", takes=frozenset({{"num_branches"}})), Echo)
 """
 Install = Callable[..., None]
 
@@ -110,7 +110,8 @@ def test_a_method_says_as_data_which_settings_it_takes_and_needs(install: Instal
         methods.make_drafts(context(method="network", model="small", prompt_lookup_max=5))
 
 
-def test_trees_are_refused(install: Install) -> None:
-    install(growing="growing")
-    with pytest.raises(ConfigError, match="the drafter growing asks for trees of guesses, which are not supported yet"):
-        methods.make_drafts(context(method="growing"))
+def test_a_drafter_makes_trees_if_it_takes_branches_and_some_are_asked_for(install: Install) -> None:
+    install(growing="growing", echo="echo")
+    assert methods.make_drafts(context(method="growing", num_branches=2)).num_branches == 2
+    with pytest.raises(ConfigError, match=r"expected no num_branches in .* echo, which has no use for it, got 2"):
+        methods.make_drafts(context(method="echo", num_branches=2))

@@ -20,6 +20,7 @@ from sightline.cache.pages import PageAllocator
 from sightline.cache.spec import GroupCacheSpec, PoolSpec
 from sightline.cache.table import PageTable
 from sightline.core.errors import BatchError, OutOfPages
+from sightline.core.lengths import moved
 
 _MANY_ROWS = 32
 """The number of rows from which numpy finds their slots faster than a loop."""
@@ -190,6 +191,16 @@ class Pool:
         for plane in self._planes.values():
             plane[:, to : to + num_entries] = plane[:, first : first + num_entries]
 
+    def move_entries(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies entries from slots to other slots, in stream order. A slot may be both: sources are read first."""
+        if not sources:
+            return
+        there, here = moved([sources, targets], self.table.pages.device)
+        for plane in self._planes.values():
+            # As bytes, because not every device supports indexed writes of 8-bit floats.
+            entries = plane.view(torch.uint8)
+            entries.index_copy_(1, here, entries.index_select(1, there))
+
     def _poison_pages(self, pages: tuple[int, ...]) -> None:
         """Fills pages with NaN if poisoning is on, to expose reads before a write or after a free."""
         if not self._poison or not pages:
@@ -217,6 +228,23 @@ class NetworkCache:
         self.pools = tuple(pool for group in groups for pool in group.pools.values())
         self.lengths = lengths
         """How much of each row may be read."""
+
+    def keep(self, row: int, context_len: int, places: Sequence[int]) -> None:
+        """Keeps some of the candidates that a step wrote behind a row's context, and launches them as its next entries.
+
+        `places` counts the kept ones from `context_len` on, in increasing order. Others are never read. Idempotent.
+        """
+        stop = context_len + len(places)
+        if self.lengths.committed(row) >= stop:
+            return
+        if self.lengths.launched(row) < stop:
+            if self.lengths.launched(row) != context_len:
+                raise BatchError("launched length", None, f"{context_len}, in front of candidates", stop)
+            for pool in self.pools:
+                slots = pool.slots_to_write((row,), (context_len,), (max(places) + 1,))
+                moves = [(slots[place], slots[index]) for index, place in enumerate(places) if place != index]
+                pool.move_entries([source for source, _ in moves], [target for _, target in moves])
+            self.lengths.advance(row, stop)
 
     def lent(self, groups: Collection[str]) -> NetworkCache:
         """Some of its groups, for a network that reads their entries and writes none."""

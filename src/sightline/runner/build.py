@@ -139,7 +139,8 @@ class Blueprint:
     def select_for_drafts(self, candidates: Sequence[Candidate]) -> tuple[tuple[GroupSelection, ...], ...]:
         """Does the same for the groups of each network that drafts, which may have a setting of its own."""
         own = None if self.config.speculation is None else self.config.speculation.attention_backend
-        config = self.config
+        # It does not see the trees of guesses.
+        config = replace(self.config, speculation=None)
         if own is not None:
             config = replace(
                 config, attention_backend=own, prefill_attention_backend=None, decode_attention_backend=None
@@ -328,8 +329,10 @@ def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step
             return
         kinds = few_kinds(kinds)
     with runtime.times.measured(BuildPhase.KERNELS):
-        for network in runtime.networks:
-            WarmUp(runtime.config, runtime.store, network, mask).run(kinds, on_step)
+        for number, network in enumerate(runtime.networks):
+            # Only the model itself sees trees of guesses.
+            own = [kind for kind in kinds if not (number and kind.is_tree)]
+            WarmUp(runtime.config, runtime.store, network, mask).run(own, on_step)
 
 
 def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
@@ -341,6 +344,11 @@ def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> N
         with runtime.times.measured(BuildPhase.GRAPHS):
             for network in runtime.networks:
                 network.graphs.capture(network.runner, recorder, ledger, on_step)
+        if runtime.config.has_trees:
+            ledger.note(
+                "num_branches",
+                "steps with trees of guesses run eagerly: no attention backend has tree masks in a captured step",
+            )
 
 
 def select_backends(
@@ -373,7 +381,7 @@ def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: At
         config.dtype,
         config.cache_dtype,
         config.page_size,
-        usage.needs | group.needs,
+        usage.needs(config, work) | group.needs,
         demands_of(config, group, work, usage),
     )
 
