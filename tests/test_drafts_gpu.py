@@ -67,7 +67,7 @@ def test_answers_are_those_without_guesses_and_steps_are_replayed(
     assert metrics.spec_decode_num_draft_tokens > 50
     assert not [each for each in llm.engine.ledger.degradations if each.subject == "speculative_config"]
     assert runtime.runner.num_replayed > metrics.steps // 2
-    for network in () if runtime.draft is None else runtime.draft.networks:
+    for network in runtime.draft.networks:
         assert network.runner.num_replayed > 0
     if config["method"] == "draft_model":
         assert metrics.spec_decode_num_accepted_tokens > 0.9 * metrics.spec_decode_num_draft_tokens / 2

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
-from sightline.core.errors import OutOfPages
+from sightline.core.errors import BatchError, OutOfPages
 
 CPU = torch.device("cpu")
 LIMITS = CacheLimits(num_pages=9, page_size=4, max_rows=3, max_seq_len=24)
@@ -341,3 +341,55 @@ def test_whatever_rows_do_no_page_has_two_owners_and_none_is_lost(changes: list[
             assert len(owned) == len(set(owned))
             assert len(owned) + pool.allocator.num_free == pool.allocator.num_usable
             assert 0 not in owned
+
+
+def filled_row(store: CacheStore, num_tokens: int, num_candidates: int) -> int:
+    """A row whose entries are their index plus 1, candidates behind its tokens included."""
+    row = store.open_row()
+    store.grow_row(row, num_tokens + num_candidates)
+    store.fill_row(row, num_tokens)
+    for pool in store.pools:
+        slots = pool.slots_to_write((row,), (0,), (num_tokens + num_candidates,))
+        for plane in pool.spec.planes:
+            entries = torch.arange(1.0, len(slots) + 1).to(plane.dtype)
+            pool.plane(plane.name)[:, slots] = entries.view(1, -1, *(1,) * len(plane.shape))
+    return row
+
+
+def entries_of(store: CacheStore, row: int, count: int) -> list[list[float]]:
+    """The entries of a row in every plane and layer, each of which is one number."""
+    found = []
+    for pool in store.pools:
+        slots = pool.slots_to_write((row,), (0,), (count,))
+        for plane in pool.spec.planes:
+            entries = pool.plane(plane.name).float()[:, slots].flatten(2)
+            assert (entries == entries[:1, :, :1]).all()
+            found.append(entries[0, :, 0].tolist())
+    return found
+
+
+@pytest.mark.parametrize("specs", [SPECS, (GroupCacheSpec("group0", (NARROW,)),)], ids=["floats", "fp8"])
+@pytest.mark.parametrize("places", [(0,), (0, 1, 2), (0, 2, 4, 7), (0, 3), (0, 7)])
+def test_candidates_that_are_kept_move_behind_the_context_once(
+    specs: tuple[GroupCacheSpec, ...], places: tuple[int, ...]
+) -> None:
+    store = CacheStore(specs, LIMITS, CPU)
+    row = filled_row(store, 6, 8)
+    expected = [*range(1, 7), *(7 + place for place in places)]
+    for _ in range(2):
+        store.main.keep(row, 6, places)
+        assert store.lengths.launched(row) == 6 + len(places)
+        assert entries_of(store, row, len(expected)) == [expected] * len(entries_of(store, row, 1))
+    store.lengths.commit(row, 6 + len(places))
+    store.main.keep(row, 6, places)
+    assert entries_of(store, row, len(expected)) == [expected] * len(entries_of(store, row, 1))
+
+
+def test_candidates_are_kept_only_behind_what_was_launched_and_in_pages_of_the_row() -> None:
+    store = make_store()
+    row = filled_row(store, 6, 2)
+    with pytest.raises(BatchError, match="launched length to be 5, in front of candidates"):
+        store.main.keep(row, 5, (0, 2))
+    with pytest.raises(BatchError, match="enough for 12 tokens"):
+        store.main.keep(row, 6, (0, 5))
+    assert store.lengths.launched(row) == 6

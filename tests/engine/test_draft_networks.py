@@ -13,7 +13,6 @@ import torch
 from sightline import LLM
 from sightline.core.errors import ConfigError
 from sightline.engine.engine import Engine
-from sightline.runner.networks import DraftRuntime
 from support.engines import is_at_rest
 from support.speculating import EVERYTHING, GREEDY, PAGE, PROMPTS, ask, tiny, tokens_of
 from support.tiny_models import make_model
@@ -50,12 +49,6 @@ def nearly(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def drafted(folder: Path, drafter: Path, **changes: object) -> LLM:
     return tiny(folder, speculative_config={"method": "draft_model", "model": str(drafter)}, **changes)
-
-
-def the_draft(llm: LLM) -> DraftRuntime:
-    draft = llm.engine.runtime.draft
-    assert draft is not None
-    return draft
 
 
 def share(engine: Engine) -> float:
@@ -147,7 +140,7 @@ def test_a_drafter_that_fails_costs_nobody_an_answer(
 ) -> None:
     expected = ask(tiny(folders("llama")), GREEDY, PROMPTS)
     llm = drafted(folders("llama"), nearly)
-    runner, calls = the_draft(llm).networks[0].runner, 0
+    runner, calls = llm.engine.runtime.draft.networks[0].runner, 0
     forward = runner.forward
 
     def failing(*args: object) -> torch.Tensor:
@@ -169,3 +162,17 @@ def test_a_drafter_with_other_tokens_is_refused(folders: Folders, tmp_path: Path
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="tokens of the model"):
         drafted(folders("llama"), tmp_path)
+
+
+def test_a_drafter_honours_the_backend_flag_and_has_its_own(folders: Folders) -> None:
+    config = {"method": "draft_model", "model": str(folders("llama"))}
+
+    def chosen(**changes: object) -> list[set[str]]:
+        own = {"speculative_config": config | changes.pop("draft", {})}  # type: ignore[operator]
+        networks = tiny(folders("llama"), **own, **changes).engine.runtime.networks
+        return [{each.candidate.name for part in network.selections for each in part.values()} for network in networks]
+
+    assert chosen(attention_backend="torch") == [{"torch"}, {"torch"}]
+    assert chosen(attention_backend="torch", draft={"attention_backend": "reference"}) == [{"torch"}, {"reference"}]
+    with pytest.raises(ConfigError, match="nonsense"):
+        chosen(draft={"attention_backend": "nonsense"})

@@ -9,6 +9,7 @@ import torch
 
 from sightline.core.metrics import STEP_TOKEN_BOUNDS, PhaseSeconds, StepSizes
 from sightline.core.request import SamplingParams
+from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.faults import TICK
 from sightline.testing.simulator.scenario import Scene
 from sightline.testing.simulator.stage import Stage, set_stage
@@ -33,7 +34,7 @@ def make_stage() -> Stage:
         paranoid=False,
         max_step_ticks=None,
     )
-    return set_stage(scene, lambda batch: None)
+    return set_stage(scene, lambda batch: None, EventCounts())
 
 
 def sampled(max_tokens: int) -> SamplingParams:

@@ -60,7 +60,7 @@ class Tireless(AdaptiveDrafts):
 
     def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
         drafts = []
-        for sequence, room in rooms:
+        for sequence, room, _ in rooms:
             [draft] = self._drafter.propose([DraftRoom(sequence, min(room, most, self._most))])
             drafts.append(draft)
             most -= len(draft.tokens)

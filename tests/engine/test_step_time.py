@@ -14,6 +14,7 @@ from sightline.engine import measuring
 from sightline.engine.measuring import LEAST_SECONDS, STEPS_PER_LIMIT, choose_limit
 from sightline.scheduler.costs import LEAST_TOKENS
 from sightline.scheduler.sequence import ScheduledRow
+from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.faults import STEP_TICKS, TICK
 from sightline.testing.simulator.scenario import Scene
 from sightline.testing.simulator.stage import Stage, set_stage
@@ -44,7 +45,7 @@ def make_stage(ticks: int | None, *, in_flight: bool = False, max_len: int = 96)
         paranoid=False,
         max_step_ticks=ticks,
     )
-    return set_stage(scene, lambda batch: None)
+    return set_stage(scene, lambda batch: None, EventCounts())
 
 
 def run_steps(stage: Stage, request_id: str) -> list[tuple[int, int]]:

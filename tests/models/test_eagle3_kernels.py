@@ -13,15 +13,18 @@ from sightline.core.config import EngineConfig
 from sightline.core.ledger import Ledger
 from sightline.layers.operations import Operations
 from sightline.layers.torch_operations import TorchOperations
+from sightline.models.decoder import DecoderDefinition
 from sightline.models.drafting import DraftSource
 from sightline.models.eagle3 import Eagle3Draft
 from sightline.models.loading.opening import open_checkpoint
+from sightline.models.registry import define_eagle3, define_model
 from sightline.runner import build
 from sightline.runner.build import build_runtime
 from sightline.speculative.network_steps import NetworkSteps
-from support.eagle3_heads import CASES, HIDDEN, make_weights, reference, save_head
+from support.eagle3_heads import CASES, HIDDEN, TARGET_LAYERS, make_weights, reference, save_head
 from support.eagle3_runs import GivenRow, HeadRun, define_head, load_head, make_target
-from support.tiny_models import random_prompts, relative_error
+from support.gguf_files import tiny_llama, write_llama
+from support.tiny_models import VOCAB, random_prompts, relative_error
 
 # While an engine warms up, attention reads a cache that nobody has written: Triton's interpreter warns of overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -80,7 +83,6 @@ def test_a_cpu_records_the_steps_of_a_draft(name: str, folders: tuple[Path, Path
     source = DraftSource(draft, open_checkpoint(head_folder, ledger))
     config = EngineConfig(cache_tokens=256, max_num_seqs=4, page_size=4, cuda_graph_sizes="1,2")
     runtime = build_runtime(config, open_checkpoint(target, ledger), ledger, taps=draft.taps, draft=source)
-    assert runtime.draft is not None
     [network] = runtime.draft.networks
     assert all(each.graphs.buckets for each in runtime.networks)
     assert "cuda_graph_sizes" not in {note.subject for note in ledger.notes}
@@ -95,3 +97,18 @@ def test_a_cpu_records_the_steps_of_a_draft(name: str, folders: tuple[Path, Path
         assert relative_error(outputs.given_states, step.states) <= TOLERANCE
         context, new, given = context + len(new), [later], outputs.given_states[-1:]
     assert network.runner.num_replayed == len(LATER)
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_a_head_that_is_not_quantised_drafts_for_a_target_that_stays_so(folders: tuple[Path, Path]) -> None:
+    head_folder, folder = folders
+    case, ledger, path = CASES["wide_target"], Ledger(strict=True), folder / "target.gguf"
+    save_head(case, head_folder, make_weights(case))
+    write_llama(path, tiny_llama(vocab_size=VOCAB, num_hidden_layers=TARGET_LAYERS), quantised="Q8_0")
+    target, stored = open_checkpoint(path, ledger), open_checkpoint(head_folder, ledger)
+    definition = define_model(target.config, ledger)
+    assert isinstance(definition, DecoderDefinition)
+    draft = Eagle3Draft(define_eagle3(stored.config, definition, ledger))
+    config = EngineConfig(cache_tokens=256, page_size=4, quantization="keep")
+    build_runtime(config, target, ledger, taps=draft.taps, draft=DraftSource(draft, stored))
+    assert not ledger.degradations

@@ -23,7 +23,7 @@ from sightline.layers.moe import SeparateExperts
 from sightline.layers.operations import Operations
 from sightline.layers.torch_operations import TorchOperations
 from sightline.layers.triton_operations import TritonOperations
-from sightline.runner import build
+from sightline.runner import build, compute
 from sightline.runner.build import Runtime
 from support.tiny_bert import CLS, SEP, make_bert, open_tiny, save_embedder, vectors
 from support.tiny_models import FAMILIES, Models, load_runtime, random_prompts, relative_error, stepped_logits
@@ -103,14 +103,14 @@ def test_a_dense_layer_takes_few_kernels_beside_attention(
 
 def test_the_setting_chooses_the_kernels() -> None:
     where = (torch.device("cpu"), torch.float32, inline_launcher())
-    assert isinstance(build.make_operations(LayerKernels.TORCH, *where), TorchOperations)
-    assert isinstance(build.make_operations(LayerKernels.TRITON, *where), TritonOperations)
-    assert isinstance(build.make_operations(LayerKernels.NUMBA, *where), CpuOperations)
+    assert isinstance(compute.make_operations(LayerKernels.TORCH, *where), TorchOperations)
+    assert isinstance(compute.make_operations(LayerKernels.TRITON, *where), TritonOperations)
+    assert isinstance(compute.make_operations(LayerKernels.NUMBA, *where), CpuOperations)
 
 
 def test_kernels_of_a_cpu_never_get_addresses_of_a_gpu() -> None:
     with pytest.raises(ValueError, match="expected the device cpu for kernels of a CPU, got cuda:0"):
-        build.make_operations(LayerKernels.NUMBA, torch.device("cuda", 0), torch.float32, inline_launcher())
+        compute.make_operations(LayerKernels.NUMBA, torch.device("cuda", 0), torch.float32, inline_launcher())
 
 
 def test_fused_kernels_are_refused_on_a_cpu(models: Models) -> None:
@@ -141,7 +141,7 @@ def projections_in(part: object) -> Iterator[Projection]:
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])
 def test_every_dense_product_is_the_devices(models: Models, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder = models[family]
-    monkeypatch.setattr(build, "_linear_maker", lambda *_: OfTheDevice)
+    monkeypatch.setattr(build, "linear_maker", lambda *_: OfTheDevice)
     found = list(projections_in(load_runtime(folder, EngineConfig(cache_tokens=256, max_num_seqs=4)).runner._model))
     assert len(found) > 8
     assert {type(each) for each in found} == {OfTheDevice}

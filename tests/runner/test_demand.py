@@ -20,6 +20,7 @@ from sightline.cache.layout import Layout
 from sightline.core.config import Quantization
 from sightline.core.device import detect_device
 from sightline.core.resolution import ResolvedConfig
+from sightline.core.speculation import Speculation
 from sightline.llm import EngineSettings, TokensPrompt
 from sightline.runner.backend_choice import works_of
 from sightline.runner.build import Runtime
@@ -137,7 +138,8 @@ def test_a_group_that_borrows_is_asked_for_that_and_for_what_it_needs() -> None:
     group = replace(GROUP, loan=Loan("group1", (1, 0, 2)))
     assert only(CONFIG, Work.PREFILL, group=group).values[Dimension.POLICY] == {CachePolicy.BORROWED.value}
     assert only(CONFIG, Work.PREFILL).values[Dimension.POLICY] == {CachePolicy.PAGED.value}
-    assert (GROUP.needs, group.needs) == (frozenset(), {Feature.SHARED_CACHE})
+    assert not GROUP.needs
+    assert group.needs == {Feature.SHARED_CACHE}
 
 
 def test_latent_attention_has_one_key_head_and_no_window() -> None:
@@ -154,8 +156,22 @@ def test_an_embedder_that_sees_all_asks_for_full_masks_without_a_cache() -> None
     assert demand.values[Dimension.MASK] == {"full"}
     assert demand.values[Dimension.POLICY] == {CachePolicy.TRANSIENT.value}
     assert demand.scales[Dimension.CONTEXT] == Span(0, 0)
-    assert AttentionUsage.EMBED_WHOLE.needs == {Feature.NON_CAUSAL}
+    assert AttentionUsage.EMBED_WHOLE.needs(config, Work.PREFILL) == {Feature.NON_CAUSAL}
     assert not {Dimension.POOL_SLOTS, Dimension.PAGE_ORDER, Dimension.SHARING} & {*demand.scales, *demand.values}
+
+
+def test_trees_of_guesses_are_asked_of_the_backend_that_serves_rows_of_several_tokens() -> None:
+    config = replace(CONFIG, speculation=Speculation(num_branches=2))
+    for work in Work:
+        masks = {
+            mask
+            for demand in demands_of(config, GROUP, work, AttentionUsage.GENERATE)
+            for mask in demand.values[Dimension.MASK]
+        }
+        is_asked = work is Work.PREFILL
+        assert masks == ({"causal", "tree"} if is_asked else {"causal"})
+        assert AttentionUsage.GENERATE.needs(config, work) == ({Feature.TREE_MASK} if is_asked else set())
+    assert AttentionUsage.GENERATE.needs(replace(CONFIG, speculation=Speculation()), Work.PREFILL) == set()
 
 
 def test_an_embedder_of_long_texts_asks_for_pages_too_and_with_prefix_caching_for_nothing_else() -> None:

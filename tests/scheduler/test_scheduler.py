@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sightline.core.errors import SightlineError
-from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
 from support.scheduling import PAGE_SIZE, Loop, make_sequence, make_store
 
 
@@ -414,3 +414,64 @@ def test_a_prompt_is_scored_once_although_its_row_gives_way() -> None:
     assert loop.finished == ["cached", "scored"]
     assert sequence.num_retractions == 1
     loop.assert_baseline()
+
+
+class Counting:
+    """Guesses what it was told to, and counts what it hears of it."""
+
+    max_step_tokens = 64
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+        self.heard: list[tuple[int, int]] = []
+
+    def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
+        return [self.draft] * len(rooms)
+
+    def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
+        self.heard.append((num_drafted, num_accepted))
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Keeps nothing."""
+
+
+@pytest.mark.parametrize(
+    ("draft", "path", "longest"),
+    [(Draft((4, 5)), None, 2), (Draft((8, 4, 6, 5), (-1, -1, 0, 1)), (1, 3), 2), (Draft((4, 9), (-1, 0)), (0,), 2)],
+    ids=["chain", "tree", "half a path"],
+)
+def test_a_commit_that_is_repeated_counts_a_draft_once(
+    draft: Draft, path: tuple[int, ...] | None, longest: int
+) -> None:
+    store, drafts = make_store(), Counting(draft)
+    loop = Loop(store, drafts=drafts)
+    sequence = loop.submit("a", 6, 9)
+    loop.step()
+    (row,) = loop.scheduler.schedule().rows
+    assert (row.num_tokens, row.drafts, row.parents) == (1 + len(draft.tokens), draft.tokens, draft.parents)
+    # Candidates of a tree are not launched: which of them follow the context is not known.
+    store.lengths.advance(row.table_row, row.context_len if row.parents else row.seq_len)
+    loop.scheduler.launched([row])
+    right = (4, 5) if path is None else tuple(draft.tokens[guess] for guess in path)
+    result = RowResult(row.context_len + 1 + len(right), (*right, 3), path)
+    for _ in range(3):
+        loop.scheduler.commit(row, result)
+    scheduler = loop.scheduler
+    assert drafts.heard == [(longest, len(right))]
+    assert (scheduler.num_drafts, scheduler.num_drafted_tokens) == (1, len(draft.tokens))
+    assert scheduler.num_accepted_tokens == len(right)
+    assert sequence.tokens[-len(right) - 1 :] == [*right, 3]
+    scheduler.landed([row])
+    assert store.lengths.launched(row.table_row) == store.lengths.committed(row.table_row) == result.seq_len
+
+
+def test_a_tree_is_committed_with_its_path_alone() -> None:
+    store = make_store()
+    loop = Loop(store, drafts=Counting(Draft((8, 4), (-1, -1))))
+    loop.submit("a", 6, 9)
+    loop.step()
+    (row,) = loop.scheduler.schedule().rows
+    loop.scheduler.launched([row])
+    for path, tokens in ((None, (4, 3)), ((0,), (4, 3)), ((0, 1), (8, 4, 3))):
+        with pytest.raises(ValueError, match=r"expected (a|the accepted) path"):
+            loop.scheduler.commit(row, RowResult(row.context_len + len(tokens), tokens, path))

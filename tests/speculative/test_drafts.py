@@ -8,7 +8,8 @@ from sightline.core.device import DeviceKind
 from sightline.core.ledger import Ledger
 from sightline.core.speculation import Speculation
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
-from sightline.speculative.drafter import DrafterContext, DrafterOfTexts, TextDrafter
+from sightline.scheduler.trees import depths, merged
+from sightline.speculative.drafter import Drafter, DrafterContext, DrafterOfTexts, ObservedStep, TextDrafter
 from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.methods import make_drafts
 from support.scheduling import make_sequence
@@ -101,3 +102,43 @@ def test_more_guesses_than_a_step_takes_are_told() -> None:
         ledger = Ledger()
         make_drafts(DrafterContext(Speculation(num_speculative_tokens=asked), DeviceKind.CPU, ledger))
         assert [each.subject for each in ledger.degradations] == subjects
+
+
+class Branching(Drafter):
+    """Guesses two continuations, as long as it may."""
+
+    def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        return [merged([[1] * (each.longest or 0), [2] * (each.longest or 0)], each.most) for each in rooms]
+
+    def observe(self, step: ObservedStep) -> None:
+        """Learns nothing."""
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Keeps nothing."""
+
+
+def test_a_tree_grows_with_its_longest_path_and_takes_the_room_of_all_its_branches() -> None:
+    drafts, sequence = AdaptiveDrafts(Branching(), 7, 16, Ledger(), num_branches=2), make_sequence("a", 8, 200)
+    for depth in (1, 3, 7, 7):
+        [draft] = drafts.propose([DraftRoom(sequence, 99)], 99)
+        assert len(draft.tokens) == 2 * depth
+        assert max(depths(draft.parents or ())) == depth
+        drafts.observe(sequence, depth, depth)
+    [draft] = drafts.propose([DraftRoom(sequence, 99)], 9)
+    assert len(draft.tokens) == 9
+    [draft] = drafts.propose([DraftRoom(sequence, 5)], 99)
+    assert draft == Draft((1,) * 5), "a tree of one branch is a chain"
+
+
+class Lone(Branching):
+    """Always guesses a tree."""
+
+    def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        return [Draft((1, 2), (-1, -1))] * len(rooms)
+
+
+def test_a_tree_that_nobody_asked_for_ends_the_guessing_and_is_told() -> None:
+    ledger = Ledger()
+    drafts, sequence = AdaptiveDrafts(Lone(), 7, 16, ledger, patience=1), make_sequence("a", 8, 200)
+    assert list(drafts.propose([DraftRoom(sequence, 99)], 99)) == [Draft()]
+    assert "expected one continuation, got a tree" in ledger.degradations[0].outcome

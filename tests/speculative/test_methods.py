@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -18,32 +19,14 @@ from sightline.speculative import methods
 from sightline.speculative.drafter import DrafterContext
 from support.tiny_models import make_model, random_prompts
 
-MODULE = '''
-from sightline.speculative import (
-    Draft, Drafter, DrafterKind, DraftMethod
-)
-
-class Echo(Drafter):
-    """Guesses that the last token comes again."""
-
-    def __init__(self, context):
-        self.asked = 0
-
-    def propose(self, rooms):
-        return [Draft((each.sequence.tokens[-1],) * each.most) for each in rooms]
-
-    def observe(self, step):
-        pass
-
-    def forget(self, sequence):
-        pass
-
-echo = DrafterKind(DraftMethod("echo", "the last token"), Echo)
+PAGE = Path(__file__).parents[2] / "docs" / "writing_a_drafter.md"
+[EXAMPLE] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+MODULE = f"""{EXAMPLE}
 network = DrafterKind(
-    DraftMethod("network", "a network", takes=frozenset({"attention_backend"}), needs=frozenset({"model"})), Echo
+    DraftMethod("network", "a network", takes=frozenset({{"attention_backend"}}), needs=frozenset({{"model"}})), Echo
 )
-growing = DrafterKind(DraftMethod("growing", "a tree"), Echo, makes_trees=True)
-'''
+growing = DrafterKind(DraftMethod("growing", "a tree", takes=frozenset({{"num_branches"}})), Echo)
+"""
 Install = Callable[..., None]
 
 
@@ -127,7 +110,8 @@ def test_a_method_says_as_data_which_settings_it_takes_and_needs(install: Instal
         methods.make_drafts(context(method="network", model="small", prompt_lookup_max=5))
 
 
-def test_trees_are_refused(install: Install) -> None:
-    install(growing="growing")
-    with pytest.raises(ConfigError, match="the drafter growing asks for trees of guesses, which are not supported yet"):
-        methods.make_drafts(context(method="growing"))
+def test_a_drafter_makes_trees_if_it_takes_branches_and_some_are_asked_for(install: Install) -> None:
+    install(growing="growing", echo="echo")
+    assert methods.make_drafts(context(method="growing", num_branches=2)).num_branches == 2
+    with pytest.raises(ConfigError, match=r"expected no num_branches in .* echo, which has no use for it, got 2"):
+        methods.make_drafts(context(method="echo", num_branches=2))

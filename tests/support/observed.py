@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sightline.attention.bindings import _MASK_FEATURES
+from sightline.attention.bindings import MASK_FEATURES
 from sightline.attention.buffers import PlanBuffers
 from sightline.attention.capability import Work, decode_work
 from sightline.attention.contract import BackendContext, StepView
@@ -79,7 +79,7 @@ class ObservingBackend(RecordingBackend):
             Dimension.HEAD_DIM: spec.head_dim,
             Dimension.DTYPE: dtype_name(self.context.dtype),
             Dimension.FEATURES: features_name(
-                feature.value for feature in spec.features | (step.needs - set(_MASK_FEATURES.values()))
+                feature.value for feature in spec.features | (step.needs - set(MASK_FEATURES.values()))
             ),
             Dimension.MASK: batch.masks[row].kind.value,
             Dimension.POLICY: step.policy.value,

@@ -12,7 +12,7 @@ from sightline.cache.prefix import PrefixCache
 from sightline.cache.spec import GroupCacheSpec, PlaneSpec, PoolSpec
 from sightline.core.request import EffectiveParams, Request, Terms
 from sightline.scheduler.scheduler import Scheduler
-from sightline.scheduler.sequence import RowResult, Schedule, ScheduledRow, SequenceState
+from sightline.scheduler.sequence import Drafts, RowResult, Schedule, ScheduledRow, SequenceState
 
 CPU = torch.device("cpu")
 POOL = PoolSpec("kv", (PlaneSpec("k", (1,), torch.float32),), num_layers=1)
@@ -61,6 +61,7 @@ class Loop:
     caches: bool = False
     depth: int = 0
     """Steps in flight between two steps."""
+    drafts: Drafts | None = None
     scheduler: Scheduler = field(init=False)
     prefixes: PrefixCache | None = field(init=False)
     running: list[SequenceState] = field(default_factory=list)
@@ -71,7 +72,11 @@ class Loop:
     def __post_init__(self) -> None:
         self.prefixes = PrefixCache(self.store) if self.caches else None
         self.scheduler = Scheduler(
-            self.store, self.prefixes, max_step_tokens=self.budget, max_scored_tokens=self.scored
+            self.store,
+            self.prefixes,
+            max_step_tokens=self.budget,
+            max_scored_tokens=self.scored,
+            drafts=self.drafts,
         )
 
     def submit(

@@ -16,7 +16,7 @@ from sightline.cache.pools import GroupCache
 from sightline.core.batch import Batch, MaskKind
 from sightline.core.errors import PlanError
 
-_MASK_FEATURES = {
+MASK_FEATURES = {
     MaskKind.FULL: Feature.NON_CAUSAL,
     MaskKind.TREE: Feature.TREE_MASK,
     MaskKind.CONTEXT: Feature.SHARED_CACHE,
@@ -63,7 +63,7 @@ class GroupBinding:
 def mask_features(batch: Batch) -> frozenset[Feature]:
     """The features that the rows' masks need. Deduplicates masks first: most rows share one, and hashing an enum is
     slow."""
-    return frozenset(_MASK_FEATURES[mask.kind] for mask in set(batch.masks) if mask.kind in _MASK_FEATURES)
+    return frozenset(MASK_FEATURES[mask.kind] for mask in set(batch.masks) if mask.kind in MASK_FEATURES)
 
 
 def policy_of(group: LayerGroup, batch: Batch) -> CachePolicy:

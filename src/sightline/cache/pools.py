@@ -7,7 +7,7 @@ does with an entry.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -20,6 +20,7 @@ from sightline.cache.pages import PageAllocator
 from sightline.cache.spec import GroupCacheSpec, PoolSpec
 from sightline.cache.table import PageTable
 from sightline.core.errors import BatchError, OutOfPages
+from sightline.core.lengths import moved
 
 _MANY_ROWS = 32
 """The number of rows from which numpy finds their slots faster than a loop."""
@@ -138,6 +139,10 @@ class Pool:
         slots = self._slots_at_once(rows, firsts) if is_decode else None
         return self._slots_by_row(rows, firsts, counts) if slots is None else slots
 
+    def slots_of(self, rows: Tensor, entries: Tensor) -> Tensor:
+        """The slot of an entry of each row, on the device."""
+        return self.table.slots(rows, entries, self.page_size)
+
     def _slots_at_once(self, rows: Sequence[int], firsts: Sequence[int]) -> list[int] | None:
         """The slot of one entry of each row; None if some entry has no page that is its row's alone.
 
@@ -186,6 +191,16 @@ class Pool:
         for plane in self._planes.values():
             plane[:, to : to + num_entries] = plane[:, first : first + num_entries]
 
+    def move_entries(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies entries from slots to other slots, in stream order. A slot may be both: sources are read first."""
+        if not sources:
+            return
+        there, here = moved([sources, targets], self.table.pages.device)
+        for plane in self._planes.values():
+            # As bytes, because not every device supports indexed writes of 8-bit floats.
+            entries = plane.view(torch.uint8)
+            entries.index_copy_(1, here, entries.index_select(1, there))
+
     def _poison_pages(self, pages: tuple[int, ...]) -> None:
         """Fills pages with NaN if poisoning is on, to expose reads before a write or after a free."""
         if not self._poison or not pages:
@@ -208,11 +223,32 @@ class GroupCache:
 class NetworkCache:
     """The groups of one network. A step of the network writes all of them, so its rows have one length for all."""
 
-    def __init__(self, groups: Sequence[GroupCache], max_rows: int) -> None:
+    def __init__(self, groups: Sequence[GroupCache], lengths: RowLengths) -> None:
         self.groups = tuple(groups)
         self.pools = tuple(pool for group in groups for pool in group.pools.values())
-        self.lengths = RowLengths(max_rows)
+        self.lengths = lengths
         """How much of each row may be read."""
+
+    def keep(self, row: int, context_len: int, places: Sequence[int]) -> None:
+        """Keeps some of the candidates that a step wrote behind a row's context, and launches them as its next entries.
+
+        `places` counts the kept ones from `context_len` on, in increasing order. Others are never read. Idempotent.
+        """
+        stop = context_len + len(places)
+        if self.lengths.committed(row) >= stop:
+            return
+        if self.lengths.launched(row) < stop:
+            if self.lengths.launched(row) != context_len:
+                raise BatchError("launched length", None, f"{context_len}, in front of candidates", stop)
+            for pool in self.pools:
+                slots = pool.slots_to_write((row,), (context_len,), (max(places) + 1,))
+                moves = [(slots[place], slots[index]) for index, place in enumerate(places) if place != index]
+                pool.move_entries([source for source, _ in moves], [target for _, target in moves])
+            self.lengths.advance(row, stop)
+
+    def lent(self, groups: Collection[str]) -> NetworkCache:
+        """Some of its groups, for a network that reads their entries and writes none."""
+        return NetworkCache([each for each in self.groups if each.group in groups], self.lengths)
 
 
 class CacheStore:
@@ -244,7 +280,8 @@ class CacheStore:
             return GroupCache(spec.group, {pool.name: make_pool(spec.group, pool) for pool in spec.pools})
 
         self.networks = tuple(
-            NetworkCache([make_group(spec) for spec in each], limits.max_rows) for each in (specs, *drafting)
+            NetworkCache([make_group(spec) for spec in each], RowLengths(limits.max_rows))
+            for each in (specs, *drafting)
         )
         self.main = self.networks[0]
         """The model's own cache."""

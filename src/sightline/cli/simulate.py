@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 @measure_option("--seeds", default=1, help="How many seeds, one after the other.")
 @measure_option("--steps", default=200, help="Steps of traffic for each; then the open requests run to their end.")
 @measure_option("--jobs", default=1, help="Processes that play seeds.")
+@click.option("--guesses", is_flag=True, help="Guess tokens with a drafter that lies at random, in chains and trees.")
 @click.option("--script", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Play this file instead.")
 @click.option("--output", type=parse_target, metavar="FILE", help="Write the script of a failing seed here.")
-def simulate(seed: int, seeds: int, steps: int, jobs: int, script: Path | None, output: Path | None) -> None:
+def simulate(
+    seed: int, seeds: int, steps: int, jobs: int, guesses: bool, script: Path | None, output: Path | None
+) -> None:
     """Play random traffic on an engine whose model reveals what it read, and check every page after every step.
 
     A seed repeats a run exactly. Fails at the first seed in which something goes wrong, and prints a short script of
@@ -37,11 +40,12 @@ def simulate(seed: int, seeds: int, steps: int, jobs: int, script: Path | None, 
         _play_script(script, output)
         return
     started, total = time.perf_counter(), EventCounts()
-    for result in play_seeds(range(seed, seed + seeds), steps, jobs):
+    for result in play_seeds(range(seed, seed + seeds), steps, jobs, guesses=guesses):
         if isinstance(result, SeedFailure):
             _print_violation(result.what)
-            click.echo(f"run it again: sightline simulate --seed {result.seed} --steps {steps}")
-            _shorten(draw_scenario(result.seed, steps), output)
+            again = " --guesses" if guesses else ""
+            click.echo(f"run it again: sightline simulate --seed {result.seed} --steps {steps}{again}")
+            _shorten(draw_scenario(result.seed, steps, guesses=guesses), output)
             sys.exit(1)
         total += result
     click.echo(f"{total.told()}: nothing wrong ({time.perf_counter() - started:.1f} s)")

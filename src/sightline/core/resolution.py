@@ -119,6 +119,11 @@ class ResolvedConfig(KeptSettings):
     """How the device's memory was shared out; all 0 if nobody asked the device."""
 
     @property
+    def has_trees(self) -> bool:
+        """True if several continuations of a text may be guessed at once."""
+        return self.speculation is not None and self.speculation.num_branches > 1
+
+    @property
     def max_drafted(self) -> int:
         """Tokens that are guessed at once at most; 0 if none are."""
         return 0 if self.speculation is None else self.speculation.num_speculative_tokens

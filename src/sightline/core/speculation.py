@@ -13,6 +13,7 @@ from sightline.core.words import answer_unknown
 
 ENTRY_POINT_GROUP = "sightline.drafters"
 MOST_DRAFTED = 64
+MOST_BRANCHES = 8
 MOST_CORPUS_TOKENS = 1 << 20
 _SHARED = frozenset({"method", "num_speculative_tokens", "draft_tensor_parallel_size"})
 """Settings that every method takes."""
@@ -48,7 +49,7 @@ class DraftMethod:
 NGRAM = DraftMethod(
     "ngram",
     "earlier text of the same sequence, and with corpus_tokens of earlier requests",
-    takes=frozenset({"prompt_lookup_max", "prompt_lookup_min", "corpus_tokens"}),
+    takes=frozenset({"prompt_lookup_max", "prompt_lookup_min", "corpus_tokens", "num_branches"}),
 )
 DRAFT_MODEL = DraftMethod(
     "draft_model",
@@ -79,6 +80,9 @@ class Speculation:
         "package.",
     )
     num_speculative_tokens: int = setting(7, "Most tokens that are guessed at once.", low=1, high=MOST_DRAFTED)
+    num_branches: int = setting(
+        1, "Continuations that are guessed at once, as a tree; 1 guesses one.", low=1, high=MOST_BRANCHES
+    )
     prompt_lookup_max: int = setting(4, "Tokens at the end that earlier text should repeat.", low=1, high=32)
     prompt_lookup_min: int = setting(2, "Tokens at the end that earlier text must repeat.", low=1, high=32)
     corpus_tokens: int = setting(
@@ -116,7 +120,8 @@ class Speculation:
             )
 
     def __str__(self) -> str:
-        return f"{self.method}, at most {self.num_speculative_tokens} tokens"
+        branches = f" in each of {self.num_branches} branches" if self.num_branches > 1 else ""
+        return f"{self.method}, at most {self.num_speculative_tokens} tokens{branches}"
 
 
 def method_names() -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from sightline.runner.build import Runtime
 from sightline.runner.sampling.logprobs import TokenLogprobs
 from sightline.scheduler.costs import StepCosts
 from sightline.speculative.drafter import DrafterContext
+from sightline.speculative.drafts import AdaptiveDrafts
 from sightline.speculative.methods import make_drafts
 from sightline.text.detokenizer import check_streamable
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -54,16 +55,16 @@ class Engine(StepLoop[LiveSequence, SamplingParams, RequestOutput]):
         generation: GenerationDefaults,
         ledger: Ledger,
         clock: Callable[[], float] = time.monotonic,
+        drafts: AdaptiveDrafts | None = None,
     ) -> None:
-        """`clock` tells seconds: deadlines go by it."""
+        """`clock` tells seconds: deadlines go by it. `drafts` guesses in place of what the settings name."""
         if tokenizer is not None:
             check_streamable(tokenizer)
         scored = max(1, _MAX_SCORED_LOGITS // runtime.definition.vocab_size)
         costs = StepCosts(*runtime.definition.step_costs())
         consume = partial(sample, runtime.operations.best_tokens)
         speculation, device = runtime.config.speculation, runtime.config.device.kind
-        drafts = None
-        if speculation is not None:
+        if drafts is None and speculation is not None:
             drafts = make_drafts(DrafterContext(speculation, device, ledger, runtime.draft))
         super().__init__(
             runtime, consume, ledger, clock, mask=CAUSAL, costs=costs, max_scored_tokens=scored, drafts=drafts

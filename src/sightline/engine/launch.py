@@ -24,6 +24,7 @@ from sightline.core.metrics import PhaseTimes, StepPhase
 from sightline.core.request import FinishReason
 from sightline.runner.build import Runtime
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
+from sightline.speculative.verification import tree_mask, tree_positions
 
 logger = logging.getLogger("sightline")
 
@@ -255,7 +256,8 @@ def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[Seque
     """What scheduled rows compute. The last token of a row may be one that a step in flight chooses."""
     table_rows, context_lens, num_logits = list[int](), list[int](), list[int]()
     tokens, places = list[Sequence[int]](), list[int | None]()
-    for row in rows:
+    masks, positions = [mask] * len(rows), list[Sequence[int] | None]([None]) * len(rows)
+    for index, row in enumerate(rows):
         sequence, table_row, context_len, num_tokens = row.sequence, row.table_row, row.context_len, row.num_tokens
         held = PADDING_ROW if sequence.is_whole else sequence.table_row
         if held != table_row:
@@ -266,6 +268,8 @@ def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[Seque
         num_logits.append(num_tokens if row.scores_prompt else 1 + len(row.drafts) if row.completes else 0)
         known = sequence.tokens
         num_missing = context_len + num_tokens - len(known)
+        if row.parents is not None:
+            masks[index], positions[index] = tree_mask(row), tree_positions(row)
         if row.drafts and num_missing == len(row.drafts):
             tokens.append([*known[context_len:], *row.drafts])
             places.append(None)
@@ -282,5 +286,4 @@ def rows_work(rows: Sequence[ScheduledRow], mask: RowMask, unread: Mapping[Seque
             raise BatchError("tokens", None, wanted, num_known)
         tokens.append(known[context_len:] if num_known else _NO_TOKENS)
         places.append(place)
-    count = len(table_rows)
-    return StepWork(table_rows, tokens, context_lens, num_logits, (mask,) * count, (None,) * count, places)
+    return StepWork(table_rows, tokens, context_lens, num_logits, masks, positions, places)

@@ -25,6 +25,7 @@ from sightline.runner.sampling.logprobs import TokenLogprobs, are_finite, read_s
 from sightline.runner.sampling.noise import derived_seed
 from sightline.runner.sampling.sampler import RowSampling
 from sightline.scheduler.sequence import ScheduledRow, SequenceState
+from sightline.scheduler.trees import ROOT
 from sightline.text.detokenizer import IncrementalDetokenizer
 from sightline.text.stop import StopMatcher
 from sightline.text.tokenizers.tokenizer import Tokenizer
@@ -87,11 +88,13 @@ class LiveSequence:
         return RowSampling(self.params, 0) if is_greedy else None
 
     def sampling_behind_drafts(self, row: ScheduledRow) -> list[RowSampling]:
-        """How the token behind each guess of a row is chosen, if all guesses up to there are right."""
-        place, adjustment, found = self._place(row) - len(row.drafts), self.adjustment, []
-        for number, token in enumerate(row.drafts, start=1):
-            adjustment = None if adjustment is None else adjustment.after(token)
-            found.append(RowSampling(self.params, place + number, adjustment))
+        """How the token behind each guess of a row is chosen, if all guesses on the way there are right."""
+        first, found = self._place(row) - len(row.drafts), list[RowSampling]()
+        for parent, token in zip(row.draft_parents, row.drafts, strict=True):
+            place, adjustment = first, self.adjustment
+            if parent != ROOT:
+                place, adjustment = found[parent].place, found[parent].adjustment
+            found.append(RowSampling(self.params, place + 1, None if adjustment is None else adjustment.after(token)))
         return found
 
     def sampling(self, row: ScheduledRow, last_input: int) -> RowSampling:

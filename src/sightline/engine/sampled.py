@@ -7,6 +7,8 @@ kept up to the first that is not what was chosen:
     chosen        brown             fox jumps  away
                   └────── kept ─────────┘
 
+Of a tree of guesses, one path is kept, from the last known token down.
+
 A choice depends on its place, its seed and the tokens before it alone, so what is kept is what would have been chosen
 one by one, also at temperatures above 0.
 
@@ -29,6 +31,7 @@ from sightline.engine.live import LiveSequence
 from sightline.runner.sampling.logprobs import read_scores, score_tokens
 from sightline.runner.sampling.sampler import BestTokens, RowSampling, choose
 from sightline.scheduler.sequence import RowResult, ScheduledRow, SequenceState
+from sightline.speculative.verification import right_guesses
 
 
 class SampledTokens(NamedTuple):
@@ -93,18 +96,19 @@ class _Results(NamedTuple):
         place = step.places.get(row.sequence)
         if place is None:
             return RowResult(row.seq_len)
-        num_right = 0
-        while num_right < len(row.drafts) and row.drafts[num_right] == self.read.tokens[place + num_right]:
-            num_right += 1
-        seq_len, end = row.seq_len - len(row.drafts) + num_right, place + num_right + 1
-        if not all(self.read.finite[place:end]):
-            live.fail_at(row.seq_len - len(row.drafts) + self.read.finite[place:end].index(False))
+        known_len = row.seq_len - len(row.drafts)
+        path = right_guesses(row, self.read.tokens[place : place + 1 + len(row.drafts)]) if row.drafts else ()
+        # The choice behind the last known token, and those behind the guesses that are right.
+        kept = (0, *(1 + guess for guess in path))
+        finite = [self.read.finite[place + each] for each in kept]
+        if not all(finite):
+            live.fail_at(known_len + finite.index(False))
         elif live.error is None and (num_best := live.params.logprobs) is not None:
             span = step.spans[index]
             first = span.start + span.num_prompt
-            scores = self.read.scores[first : first + num_right + 1]
-            live.keep_logprobs(row, [read_scores(each, num_best) for each in scores])
-        return RowResult(seq_len, tuple(self.read.tokens[place:end]))
+            live.keep_logprobs(row, [read_scores(self.read.scores[first + each], num_best) for each in kept])
+        tokens = tuple(self.read.tokens[place + each] for each in kept)
+        return RowResult(known_len + len(path), tokens, None if row.parents is None else tuple(path))
 
 
 def sample(

@@ -105,7 +105,6 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self._closed = False
         self._fault: DeviceFaultError | None = None
         self._counts: Counter[str] = Counter()
-        self._num_generated = 0
         self._ends: Counter[str] = Counter()
         self._step_sizes = StepSizes()
 
@@ -184,7 +183,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             prefix_cache_queries=scheduler.num_queried_tokens,
             prefix_cache_hits=scheduler.num_hit_tokens,
             prompt_tokens=self._counts["prompt_tokens"],
-            generation_tokens=self._num_generated,
+            generation_tokens=self._counts["generation_tokens"],
             num_preemptions=scheduler.num_retractions,
             request_success=dict(self._ends),
             requests_refused=self._counts["refused"],
@@ -208,7 +207,6 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
     def reset_counts(self) -> None:
         """Begins all counts of `metrics` again."""
         self._counts.clear()
-        self._num_generated = 0
         self._ends.clear()
         self._step_sizes = StepSizes()
         self._scheduler.reset_counts()
@@ -368,10 +366,12 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
             self._end_all(fault)
 
     def _schedule(self) -> Sequence[ScheduledRow]:
-        """Ends what was cancelled or is late, and returns the rows of the next step."""
+        """Ends an interrupted step, and what was cancelled or is late, and returns the rows of the next step."""
         with uninterrupted():
             if self._is_stepping:
                 self._scheduler.recount([row for step in self._in_flight for row in step.rows])
+                while len(self._in_flight) > self._max_in_flight:
+                    self._commit(self._in_flight[0])
             self._is_stepping = True
             self._end_cancelled()
             self._end_late()
@@ -405,9 +405,8 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         self.phases.end(StepPhase.READ)
         if self._drafts is not None and not self._num_taken:
             show(self._drafts, step, results)
-        rows, lives = step.rows, step.lives
-        for index in range(self._num_taken, len(rows)):
-            row, live = rows[index], lives[index]
+        for index in range(self._num_taken, len(step.rows)):
+            row, live = step.rows[index], step.lives[index]
             if not row.sequence.is_out:
                 try:
                     self._take(row, live, results.take(index))
@@ -419,8 +418,8 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         # In this order: to take a row once more changes nothing, to pass one over would.
         self._num_taken = 0
         self._in_flight.popleft()
-        self._scheduler.landed(rows)
-        self.pace.observe(rows, step.started_at, self._clock())
+        self._scheduler.landed(step.rows)
+        self.pace.observe(step.rows, step.started_at, self._clock())
         self._end_late()
         self.phases.end(StepPhase.COMMIT)
 
@@ -429,8 +428,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         if live.error is not None:
             self._finish(live, FinishReason.ERROR)
             return
-        tokens, asked = live.sequence.tokens, live.sequence.request
-        before = len(tokens)
+        tokens, asked, before = live.sequence.tokens, live.sequence.request, len(live.sequence.tokens)
         self._scheduler.commit(row, result)
         if len(tokens) > before == len(asked.prompt_token_ids):
             request = self._live[asked.request_id]
@@ -439,7 +437,7 @@ class StepLoop(ABC, Generic[LifeT, ParamsT, OutputT]):
         if row.completes:
             self._take_in(live)
         # Guesses behind the end are dropped when they are taken in.
-        self._num_generated += len(tokens) - before
+        self._counts["generation_tokens"] += len(tokens) - before
 
     def _take_in(self, live: LifeT) -> None:
         reason = live.take_in()

@@ -77,6 +77,16 @@ def load_cache_scales(
     return _by_plane(weights, groups, stored)
 
 
+def leave_cache_scales(weights: WeightReader, within: Sequence[str]) -> None:
+    """Skips the scales of a network that drafts, whose names begin so: its cache has the scale 1."""
+    own = tuple(within)
+    weights.leave_tensors(
+        [scale.name for scale in _find(weights.names) if scale.name.startswith(own)],
+        "cache scales of a drafter",
+        "its cache has the scale 1; guesses may be right less often, and the answers are the same",
+    )
+
+
 def _find(names: Iterable[str]) -> Iterable[_StoredScale]:
     for name in names:
         match = _NAME.fullmatch(name)

@@ -41,8 +41,14 @@ class LoadedDraft:
     """The model's token that each row of a network's logits prefers, [num_rows] int64."""
 
 
+NO_DRAFT = LoadedDraft(())
+
+
 class DraftDefinition(ABC):
-    """The networks of one drafter. Each has a cache of its own, in the pages of the sequence that it drafts for."""
+    """The networks of one drafter.
+
+    Each has a cache of its own, in the pages of the sequence that it drafts for, or reads that of the model.
+    """
 
     @property
     @abstractmethod

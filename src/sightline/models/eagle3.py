@@ -275,6 +275,7 @@ class Eagle3Head(Model):
         """Logits [num_logits, num_drafted]. `chosen` turns them into tokens of the target."""
         batch, operations, size = planned.batch, scratch.operations, self.definition.hidden_size
         given, made = scratch.of(GivenStates, size).states, scratch.of(MadeStates, size).states
+        # Not scaled, also if the embedding is that of a target that scales it: heads are trained so.
         self.embedding(batch.tokens, 1.0, scratch.of(HeadBuffers, size).token, operations)
         table = self._table(scratch)
         operations.rotary_table(self.rotary, batch.positions, table)

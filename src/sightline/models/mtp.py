@@ -33,6 +33,7 @@ from sightline.core.errors import ConfigError
 from sightline.layers.linear import Projection
 from sightline.layers.norm import RmsNorm
 from sightline.layers.scratch import Scratch
+from sightline.models.cache_scales import leave_cache_scales
 from sightline.models.contract import Definition, ExpertStack, GivenStates, Model, Taps
 from sightline.models.decoder import (
     EMBEDDING,
@@ -153,6 +154,7 @@ class MtpDefinition(DraftDefinition):
     def load(self, target: Decoder, weights: WeightReader) -> LoadedDraft:
         """Builds the modules. Every tensor that the checkpoint has for them must be used."""
         loaded = tuple(module.load(target, weights) for module in self.modules)
+        leave_cache_scales(weights, self.target_tensors)
         weights.finish(within=self.target_tensors)
         return LoadedDraft(loaded)
 

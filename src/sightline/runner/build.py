@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-import torch
-from torch import Tensor
-
 from sightline.attention.backends import registry
 from sightline.attention.bindings import GroupBinding
 from sightline.attention.capability import Requirement, Work
@@ -28,25 +25,24 @@ from sightline.cache.pools import CacheLimits, CacheStore
 from sightline.cache.spec import ScalesByPlane
 from sightline.core.batch import CAUSAL, CONTEXT, MaskKind, RowMask
 from sightline.core.command_line import prove_words
-from sightline.core.config import EngineConfig, LayerKernels, Quantization
+from sightline.core.config import EngineConfig, LayerKernels
 from sightline.core.device import DeviceKind, allocated_bytes, detect_device, single_threaded
 from sightline.core.environment import proof_folder
 from sightline.core.errors import ConfigError
 from sightline.core.ledger import Ledger
 from sightline.core.memory import MemoryTaken
 from sightline.core.resolution import ResolvedConfig, resolve
-from sightline.kernels.cpu.program import CpuLauncher, inline_launcher
-from sightline.layers.linear import Linear
+from sightline.kernels.cpu.program import CpuLauncher
 from sightline.layers.operations import Operations
-from sightline.layers.torch_operations import TorchOperations
 from sightline.models.cache_scales import load_cache_scales
 from sightline.models.contract import NO_TAPS, Definition, EmbedderDefinition, Model, Taps
 from sightline.models.decoder import Decoder
-from sightline.models.drafting import DraftSource, LoadedDraft
+from sightline.models.drafting import NO_DRAFT, DraftSource, LoadedDraft
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.models.registry import define_embedder, define_model
 from sightline.models.weights import WeightReader
 from sightline.runner.backend_choice import GroupSelection, import_chosen, make_offers, tell_choices
+from sightline.runner.compute import linear_maker, make_launcher, make_operations
 from sightline.runner.demand import AttentionUsage, demands_of
 from sightline.runner.graphs import Graphs
 from sightline.runner.memory import tell_excess
@@ -62,7 +58,6 @@ from sightline.runner.progress import BuildPhase, BuildStep, BuildTimes, OnBuild
 from sightline.runner.quantised import (
     counted_as,
     expert_compute,
-    has_cpu_kernels,
     kept_weights,
     model_facts,
     note_keep,
@@ -86,8 +81,8 @@ class Runtime:
     workspace: Workspace
     network: NetworkRuntime
     """The model itself."""
-    draft: DraftRuntime | None
-    """What drafts for it, if a network does."""
+    draft: DraftRuntime
+    """The networks that draft for it."""
     operations: Operations
     """Operations with the kernels of the device."""
     launcher: CpuLauncher
@@ -120,7 +115,7 @@ class Runtime:
     @property
     def networks(self) -> tuple[NetworkRuntime, ...]:
         """The model, then those that draft for it."""
-        return (self.network, *(() if self.draft is None else self.draft.networks))
+        return (self.network, *self.draft.networks)
 
     @property
     def memory_taken(self) -> MemoryTaken:
@@ -151,7 +146,8 @@ class Blueprint:
     def select_for_drafts(self, candidates: Sequence[Candidate]) -> tuple[tuple[GroupSelection, ...], ...]:
         """Does the same for the groups of each network that drafts, which may have a setting of its own."""
         own = None if self.config.speculation is None else self.config.speculation.attention_backend
-        config = self.config
+        # It does not see the trees of guesses.
+        config = replace(self.config, speculation=None)
         if own is not None:
             config = replace(
                 config, attention_backend=own, prefill_attention_backend=None, decode_attention_backend=None
@@ -192,7 +188,7 @@ def build_embedding_runtime(
     """Like `build_runtime`, for a network without its output projection."""
     definition = define_embedder(checkpoint.config, ledger)
     blueprint = draw_up(config, checkpoint, definition, usage_of(definition), ledger)
-    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states, lambda *_: None)
+    runtime = _build(blueprint, checkpoint, ledger, on_step, definition, definition.load_states, lambda *_: NO_DRAFT)
     _warm_up(runtime, embedding_kinds(runtime.config), definition.mask, on_step)
     tell_excess(runtime.config, runtime.memory_taken, ledger)
     return runtime, definition
@@ -246,7 +242,7 @@ def _build(
     on_step: OnBuildStep,
     definition: Definition,
     load: Callable[[WeightReader], ModelT],
-    load_draft: Callable[[ModelT, ReaderOf], LoadedDraft | None],
+    load_draft: Callable[[ModelT, ReaderOf], LoadedDraft],
 ) -> Runtime:
     resolved, groups, device = blueprint.config, blueprint.groups, blueprint.config.device
     selections = blueprint.select(registry.installed())
@@ -264,21 +260,21 @@ def _build(
         scales = load_cache_scales(reader, groups, resolved.cache_dtype)
         with single_threaded():
             model = load(reader)
-            draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step))
+            draft = load_draft(model, lambda its: _reader(resolved, its, launcher, ledger, on_step, drafts=True))
     weight_bytes = allocated_bytes(device) - before
     store = make_store(resolved, groups, scales=scales, drafting=blueprint.draft_groups)
-    models = () if draft is None else draft.models
+    most = 0 if resolved.speculation is None else resolved.speculation.num_speculative_tokens
     drafting = [
-        NetworkParts(draft_name(number), *each)
-        for number, each in enumerate(zip(models, blueprint.draft_groups, draft_selections, strict=True))
+        NetworkParts(draft_name(number), *each, max_rollout=most)
+        for number, each in enumerate(zip(draft.models, blueprint.draft_groups, draft_selections, strict=True))
     ]
     with _compiling(resolved, times, on_step):
         runtime = assemble_runtime(resolved, definition, model, groups, selections, store, launcher, draft, drafting)
     return replace(runtime, times=times, weight_bytes=weight_bytes)
 
 
-def _load_draft(source: DraftSource | None, target: Decoder, reader_of: ReaderOf) -> LoadedDraft | None:
-    return None if source is None else source.definition.load(target, reader_of(source.checkpoint))
+def _load_draft(source: DraftSource | None, target: Decoder, reader_of: ReaderOf) -> LoadedDraft:
+    return NO_DRAFT if source is None else source.definition.load(target, reader_of(source.checkpoint))
 
 
 def _reader(
@@ -288,11 +284,15 @@ def _reader(
     ledger: Ledger,
     on_step: OnBuildStep,
     loaded_elsewhere: Sequence[str] = (),
+    *,
+    drafts: bool = False,
 ) -> WeightReader:
     """Reads the weights of a checkpoint in the form that the chosen kernels take.
 
-    `loaded_elsewhere` are beginnings of names. Their tensors belong to networks that draft.
+    `loaded_elsewhere` are beginnings of names. Their tensors belong to networks that draft. If the checkpoint is that
+    of a network that `drafts`, none of its weights has to be quantised to keep those of the model so.
     """
+    keeps = not drafts or any(info.is_quantised for info in checkpoint.tensors.values())
 
     def on_progress(done: int, total: int) -> None:
         on_step(BuildStep(BuildPhase.WEIGHTS, checkpoint.location.name, done, total))
@@ -304,10 +304,10 @@ def _reader(
         config.device.torch_device,
         ledger,
         on_progress,
-        kept=kept_weights(config, launcher, ledger),
+        kept=kept_weights(config, launcher, ledger) if keeps else None,
         skip_check=config.skip_weight_check,
         expert_compute=expert_compute(config),
-        make_linear=_linear_maker(config, launcher),
+        make_linear=linear_maker(config, launcher),
         loaded_elsewhere=loaded_elsewhere,
     )
 
@@ -330,10 +330,11 @@ def _warm_up(runtime: Runtime, kinds: Sequence[StepKind], mask: RowMask, on_step
             return
         kinds = few_kinds(kinds)
     with runtime.times.measured(BuildPhase.KERNELS):
-        for network in runtime.networks:
-            WarmUp(runtime.config, runtime.store, network, CONTEXT if network.only_borrows else mask).run(
-                kinds, on_step
-            )
+        for number, network in enumerate(runtime.networks):
+            # Only the model itself sees trees of guesses.
+            own = [kind for kind in kinds if not (number and kind.is_tree)]
+            its_mask = CONTEXT if network.only_borrows else mask
+            WarmUp(runtime.config, runtime.store, network, its_mask).run(own, on_step)
 
 
 def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> None:
@@ -345,6 +346,11 @@ def _capture_graphs(runtime: Runtime, ledger: Ledger, on_step: OnBuildStep) -> N
         with runtime.times.measured(BuildPhase.GRAPHS):
             for network in runtime.networks:
                 network.capture(recorder, ledger, on_step)
+        if runtime.config.has_trees:
+            ledger.note(
+                "num_branches",
+                "steps with trees of guesses run eagerly: no attention backend has tree masks in a captured step",
+            )
 
 
 def select_backends(
@@ -377,7 +383,7 @@ def requirement(config: ResolvedConfig, group: LayerGroup, work: Work, usage: At
         config.dtype,
         config.cache_dtype,
         config.page_size,
-        usage.needs | group.needs,
+        usage.needs(config, work) | group.needs,
         demands_of(config, group, work, usage),
     )
 
@@ -413,7 +419,7 @@ def assemble_runtime(
     selections: Sequence[GroupSelection],
     store: CacheStore,
     launcher: CpuLauncher,
-    loaded: LoadedDraft | None = None,
+    loaded: LoadedDraft = NO_DRAFT,
     drafting: Sequence[NetworkParts] = (),
 ) -> Runtime:
     """Builds everything from the workspace to the runner, for the model and the networks `loaded` that draft for it.
@@ -427,7 +433,12 @@ def assemble_runtime(
     parts = (NetworkParts("", model, tuple(groups), tuple(selections)), *drafting)
     owned = iter(store.networks)
     networks = [
-        assemble_network(shared, each, next(owned) if owns_entries(each.groups) else store.main) for each in parts
+        assemble_network(
+            shared,
+            each,
+            next(owned) if owns_entries(each.groups) else store.main.lent({group.owner for group in each.groups}),
+        )
+        for each in parts
     ]
     workspace.seal()
     return Runtime(
@@ -436,59 +447,9 @@ def assemble_runtime(
         store=store,
         workspace=workspace,
         network=networks[0],
-        draft=None if loaded is None else DraftRuntime(loaded, tuple(networks[1:]), operations),
+        draft=DraftRuntime(loaded, tuple(networks[1:]), operations),
         operations=operations,
         launcher=launcher,
         times=BuildTimes(),
         weight_bytes=0,
     )
-
-
-def make_launcher(config: ResolvedConfig, selections: Sequence[GroupSelection], ledger: Ledger) -> CpuLauncher:
-    """The threads that run compiled CPU kernels: as many as torch's, if anything is computed with such kernels."""
-    chosen = [each.capability.package for selection in selections for each in selection.values()]
-    keeps_codes = config.quantization is Quantization.KEEP and has_cpu_kernels()
-    computes = config.layer_kernels is LayerKernels.NUMBA or LayerKernels.NUMBA.value in chosen or keeps_codes
-    if config.device.kind is not DeviceKind.CPU or not computes:
-        return inline_launcher()
-    # Imported here: numba is an extra.
-    from sightline.kernels.cpu.compiler import note_folder
-    from sightline.kernels.cpu.team import Team
-
-    note_folder(ledger)
-    return CpuLauncher(Team(torch.get_num_threads()))
-
-
-def make_operations(
-    kernels: LayerKernels, device: torch.device, dtype: torch.dtype, launcher: CpuLauncher
-) -> Operations:
-    """The operations with the chosen kernels."""
-    if kernels is LayerKernels.TORCH:
-        return TorchOperations()
-    # Imported here: a CPU install has no triton, and numba is an extra.
-    if kernels is LayerKernels.NUMBA:
-        # They get addresses, and would read those of a GPU's memory as their own.
-        if device.type != "cpu":
-            raise ValueError(f"expected the device cpu for kernels of a CPU, got {device}")
-        from sightline.layers.cpu_operations import CpuOperations
-
-        return CpuOperations(launcher, dtype)
-    from sightline.kernels.triton.overlap import overlaps_on
-    from sightline.layers.triton_operations import TritonOperations
-
-    return TritonOperations(overlaps=overlaps_on(device))
-
-
-def _linear_maker(config: ResolvedConfig, launcher: CpuLauncher) -> Callable[[Tensor, Tensor | None], Linear]:
-    """What makes projections with dense weights for the chosen kernels."""
-    if config.layer_kernels is LayerKernels.TORCH:
-        return Linear
-    if config.layer_kernels is LayerKernels.NUMBA:
-        from sightline.layers.cpu_compute import CpuCompute
-        from sightline.layers.cpu_linear import CpuLinear
-
-        return partial(CpuLinear, compute=CpuCompute.on(launcher))
-    from sightline.kernels.triton.overlap import overlaps_on
-    from sightline.layers.thin_linear import ThinLinear
-
-    return partial(ThinLinear, overlaps=overlaps_on(config.device.torch_device))

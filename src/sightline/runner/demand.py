@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from sightline.attention.bindings import MASK_FEATURES
 from sightline.attention.capability import FEW_ROWS, Work
 from sightline.attention.contract import CachePolicy
 from sightline.attention.coverage import Demand
@@ -35,20 +36,23 @@ class AttentionUsage(Enum):
     """How an engine calls attention."""
 
     GENERATE = "generate"
-    """Every row uses the paged cache and a causal mask."""
+    """Every row uses the paged cache and a causal mask or, if several continuations are guessed, a tree."""
     EMBED = "embed"
     """Every row has a causal mask. Without prefix caching, a text that fits a step uses no cache."""
     EMBED_WHOLE = "embed texts whole"
     """Every token of a text sees every other, and nothing is cached."""
 
-    @property
-    def mask(self) -> MaskKind:
-        return MaskKind.FULL if self is AttentionUsage.EMBED_WHOLE else MaskKind.CAUSAL
+    def masks(self, config: ResolvedConfig, work: Work) -> frozenset[MaskKind]:
+        """The masks of rows of this kind. Rows with trees of guesses are never decode."""
+        if self is AttentionUsage.EMBED_WHOLE:
+            return frozenset({MaskKind.FULL})
+        if self is AttentionUsage.GENERATE and work is Work.PREFILL and config.has_trees:
+            return frozenset({MaskKind.CAUSAL, MaskKind.TREE})
+        return frozenset({MaskKind.CAUSAL})
 
-    @property
-    def needs(self) -> frozenset[Feature]:
+    def needs(self, config: ResolvedConfig, work: Work) -> frozenset[Feature]:
         """Features that steps need in addition to those of the spec."""
-        return frozenset({Feature.NON_CAUSAL}) if self is AttentionUsage.EMBED_WHOLE else frozenset()
+        return frozenset(MASK_FEATURES[mask] for mask in self.masks(config, work) if mask in MASK_FEATURES)
 
 
 def demands_of(config: ResolvedConfig, group: LayerGroup, work: Work, usage: AttentionUsage) -> tuple[Demand, ...]:
@@ -94,6 +98,7 @@ def _paged(config: ResolvedConfig, group: LayerGroup, work: Work, usage: Attenti
         config,
         group,
         usage,
+        work,
         CachePolicy.PAGED if group.loan is None else CachePolicy.BORROWED,
         {
             Dimension.ROWS: rows,
@@ -119,6 +124,7 @@ def _transient(config: ResolvedConfig, group: LayerGroup, usage: AttentionUsage)
         config,
         group,
         usage,
+        Work.PREFILL,
         CachePolicy.TRANSIENT,
         {
             Dimension.ROWS: Span(1, config.max_rows),
@@ -134,6 +140,7 @@ def _demand(
     config: ResolvedConfig,
     group: LayerGroup,
     usage: AttentionUsage,
+    work: Work,
     policy: CachePolicy,
     scales: dict[Dimension, Span],
     values: dict[Dimension, frozenset[Value]],
@@ -154,7 +161,7 @@ def _demand(
         Dimension.HEAD_DIM: frozenset({spec.head_dim}),
         Dimension.DTYPE: frozenset({dtype_name(config.dtype)}),
         Dimension.FEATURES: frozenset({features_name(feature.value for feature in spec.features)}),
-        Dimension.MASK: frozenset({usage.mask.value}),
+        Dimension.MASK: frozenset(mask.value for mask in usage.masks(config, work)),
         Dimension.POLICY: frozenset({policy.value}),
         Dimension.PADDING: frozenset({Padding.NONE.value}),
         Dimension.COMPANY: frozenset(each.value for each in companies),

@@ -16,7 +16,7 @@ from sightline.attention.bindings import GroupBinding, PartBackend
 from sightline.attention.capability import Work
 from sightline.attention.contract import BackendContext, StepLimits
 from sightline.attention.planner import Planner
-from sightline.attention.spec import LayerGroup
+from sightline.attention.spec import Feature, LayerGroup
 from sightline.attention.workspace import MAIN_LANE, Workspace
 from sightline.cache.pools import CacheStore, NetworkCache
 from sightline.core.device import DeviceKind
@@ -44,6 +44,8 @@ class NetworkParts:
     groups: tuple[LayerGroup, ...]
     selections: tuple[GroupSelection, ...]
     """For each group, the chosen backends and why the others were refused."""
+    max_rollout: int = 0
+    """Steps that may be planned at once, one behind the other."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class NetworkRuntime:
     runner: Runner
     graphs: Graphs
     max_step_tokens: int
+    max_rollout: int
+    """Steps that are planned at once, one behind the other; 0 if each is planned when its turn comes."""
 
     @property
     def only_borrows(self) -> bool:
@@ -115,7 +119,10 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
     device, launcher = config.device.torch_device, shared.launcher
     # A captured step is padded to as many rows as it has tokens.
     max_rows = max(config.max_rows, *config.graph_sizes, 0)
-    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,))
+    # Tokens that see the context alone are not captured.
+    sizes = config.graph_sizes if owns_entries(parts.groups) else ()
+    max_rollout = parts.max_rollout if _can_roll_out(sizes, parts.selections) else 0
+    limits = StepLimits(max_rows, config.max_step_tokens, config.max_model_len, (MAIN_LANE,), max_rollout)
     bindings = tuple(
         GroupBinding(
             group,
@@ -137,10 +144,17 @@ def assemble_network(shared: Shared, parts: NetworkParts, cache: NetworkCache) -
         for lane in limits.lanes
     }
     runner = Runner(model, planner, activations)
-    # Tokens that see the context alone are not captured.
-    sizes = config.graph_sizes if owns_entries(parts.groups) else ()
     graphs = Graphs(sizes, shared.store, cache, planner, bindings)
-    return NetworkRuntime(cache, bindings, parts.selections, planner, runner, graphs, config.max_step_tokens)
+    return NetworkRuntime(
+        cache, bindings, parts.selections, planner, runner, graphs, config.max_step_tokens, max_rollout
+    )
+
+
+def _can_roll_out(sizes: Sequence[int], selections: Sequence[GroupSelection]) -> bool:
+    """True if several plans may exist at once: every backend keeps what it derives in the plan, and no step is in a
+    bucket, which holds one batch at a time. `sizes` are those of the buckets."""
+    chosen = [each.capability.features for selection in selections for each in selection.values()]
+    return not sizes and all(Feature.SEVERAL_PLANS in features for features in chosen)
 
 
 def _serving(selection: GroupSelection, context: BackendContext[Any]) -> Mapping[Work, PartBackend]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from sightline.cache.pools import CacheStore
-from sightline.core.batch import PADDING_ROW, Batch, RowMask, RowWork, StepWork
+from sightline.core.batch import PADDING_ROW, Batch, MaskKind, RowMask, RowWork, StepWork
 from sightline.core.errors import ConfigError
 from sightline.core.resolution import ResolvedConfig
 from sightline.runner.networks import NetworkRuntime
@@ -38,11 +40,14 @@ class StepKind:
     """True if every token needs logits, as for the log probabilities of a prompt."""
     is_whole: bool = False
     """True if the rows are whole texts, which use no cache."""
+    is_tree: bool = False
+    """True if the new tokens of each row are a tree of guesses."""
 
     def __str__(self) -> str:
         rows, tokens = len(self.queries), sum(self.queries)
         cached = f" behind {self.context_len}" if self.context_len else ""
-        return f"{rows} row{'s' if rows > 1 else ''}, {tokens} new token{'s' if tokens > 1 else ''}{cached}"
+        shape = " in trees" if self.is_tree else ""
+        return f"{rows} row{'s' if rows > 1 else ''}, {tokens} new token{'s' if tokens > 1 else ''}{shape}{cached}"
 
 
 def octaves(most: int) -> list[int]:
@@ -76,6 +81,10 @@ def paged_kinds(config: ResolvedConfig) -> list[StepKind]:
         for context_len in (1, behind):
             kinds += [StepKind((1,) * (rows - 1) + (tokens,), min(context_len, longest - tokens)) for tokens in tiled]
     kinds.append(StepKind((min(SOME_ROWS, longest),), scores=True))
+    if config.has_trees:
+        tiled = powers(min(MOST_TILED, longest - behind))
+        kinds += [StepKind((tokens,), behind, is_tree=True) for tokens in tiled]
+        kinds += [StepKind((2,) * rows, min(behind, longest - 2), is_tree=True) for rows in _several_rows(config)]
     return [kind for kind in dict.fromkeys(kinds) if _fits(kind, config)]
 
 
@@ -99,9 +108,10 @@ def embedding_kinds(config: ResolvedConfig) -> list[StepKind]:
 
 def few_kinds(kinds: Sequence[StepKind]) -> list[StepKind]:
     """Steps that need every kernel of a CPU, which are the same for all lengths: the smallest, and one of more tokens
-    than products of few rows take."""
+    than products of few rows take, and a tree if there are some."""
     several = [kind for kind in kinds if 8 < sum(kind.queries) <= 16]
-    return list(kinds[:1]) + several[:1]
+    trees = [kind for kind in kinds if kind.is_tree]
+    return list(kinds[:1]) + several[:1] + trees[:1]
 
 
 def _most_rows(config: ResolvedConfig) -> int:
@@ -158,6 +168,12 @@ class WarmUp:
                 ) from error
         on_step(BuildStep(BuildPhase.KERNELS, "", len(kinds), len(kinds)))
 
+    def _mask_of(self, kind: StepKind, num_tokens: int) -> RowMask:
+        """The mask of a row. Kernels take any tree alike, so one of a single path will do."""
+        if not kind.is_tree:
+            return self._mask
+        return RowMask(MaskKind.TREE, torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril())
+
     def _run(self, kind: StepKind) -> None:
         store, rows = self._store, list[int]()
         try:
@@ -167,7 +183,7 @@ class WarmUp:
                     store.grow_row(rows[-1], kind.context_len + tokens)
                     store.fill_row(rows[-1], kind.context_len)
             work = [
-                RowWork(row, [0] * tokens, kind.context_len, tokens if kind.scores else 1, self._mask)
+                RowWork(row, [0] * tokens, kind.context_len, tokens if kind.scores else 1, self._mask_of(kind, tokens))
                 for row, tokens in zip(rows or [PADDING_ROW] * len(kind.queries), kind.queries, strict=True)
             ]
             batch = Batch(StepWork.of(work), () if kind.is_whole else self._pools, store.device)

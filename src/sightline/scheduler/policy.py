@@ -16,7 +16,7 @@ gives way itself only if it holds pages twice, its own and the cache's, and shar
 time a row is taken, the two callers hold numbers of rows that are closer to each other, so rows are not taken back and
 forth.
 
-Knows values only, and changes none: each step returns a new `Draft`. The scheduler carries the decision out.
+Knows values only, and changes none: each step returns a new `PartialDecision`. The scheduler carries the decision out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Entry: TypeAlias = tuple[QueuePosition, RunningSequence | WaitingSequence]
 """A prompt, running or new, and when it is its turn."""
 
 
-class Draft(NamedTuple):
+class PartialDecision(NamedTuple):
     """A decision in progress."""
 
     going: tuple[RunningSequence, ...]
@@ -95,9 +95,9 @@ def decide(state: SchedulerState) -> Decision | Inquiry:
     )
 
 
-def give_pages(state: SchedulerState) -> Draft:
+def give_pages(state: SchedulerState) -> PartialDecision:
     """Decides which running sequences grow and which give way."""
-    draft = Draft(
+    draft = PartialDecision(
         state.running,
         state.held,
         state.tally,
@@ -135,7 +135,7 @@ def give_pages(state: SchedulerState) -> Draft:
     return draft._replace(growth=growth, sits_out=draft.sits_out.union(lacking.keys() - growth.keys()))
 
 
-def decode(draft: Draft) -> Draft:
+def decode(draft: PartialDecision) -> PartialDecision:
     """Adds rows of one token each. None of them scores a prompt: its last token predicts nothing within it."""
     arrivals = [each.arrival for each in draft.going if each.num_pending == 1]
     if draft.sits_out:
@@ -147,7 +147,7 @@ def decode(draft: Draft) -> Draft:
     return draft._replace(rows=rows, num_tokens=draft.num_tokens - len(rows), limit=limit)
 
 
-def take_turns(state: SchedulerState, draft: Draft) -> Draft:
+def take_turns(state: SchedulerState, draft: PartialDecision) -> PartialDecision:
     """Gives the rest of the budget to prompts, and admits waiting sequences."""
     prompts: dict[int, list[Entry]] = {}
     for each in [each for each in draft.going if each.num_pending > 1]:
@@ -204,7 +204,7 @@ def _usage(state: SchedulerState, waiting: WaitingLines) -> Mapping[str, int]:
     return usage
 
 
-def _can_admit(state: SchedulerState, draft: Draft) -> bool:
+def _can_admit(state: SchedulerState, draft: PartialDecision) -> bool:
     """True if there is a row for a waiting sequence, or one may give way, so that the queue is worth listing."""
     if not state.urgencies:
         return False
@@ -219,13 +219,13 @@ def _can_admit(state: SchedulerState, draft: Draft) -> bool:
     )
 
 
-def _is_behind(draft: Draft, caller: str) -> bool:
+def _is_behind(draft: PartialDecision, caller: str) -> bool:
     """True if the caller may take a row of the one with the most, and none of its own is on its way out."""
     lead = max(draft.held.values(), default=0) - draft.held.get(caller, 0)
     return lead >= LEAST_LEAD and caller not in draft.leaving
 
 
-def _admit(state: SchedulerState, draft: Draft, newcomer: WaitingSequence) -> Draft:
+def _admit(state: SchedulerState, draft: PartialDecision, newcomer: WaitingSequence) -> PartialDecision:
     """Admits a waiting sequence if a row and pages are available or can be freed; otherwise the draft is full."""
     full = draft._replace(is_full=True)
     if newcomer.scores_prompt and draft.num_scored <= 0:
@@ -255,7 +255,7 @@ def _admit(state: SchedulerState, draft: Draft, newcomer: WaitingSequence) -> Dr
     return _compute(draft, newcomer, newcomer.num_tokens - finding.num_tokens, finding.num_tokens)
 
 
-def _ask_ahead(draft: Draft, newcomers: Iterator[tuple[QueuePosition, WaitingSequence]]) -> Draft:
+def _ask_ahead(draft: PartialDecision, newcomers: Iterator[tuple[QueuePosition, WaitingSequence]]) -> PartialDecision:
     """Asks about more newcomers, as many as were admitted, so that the number of inquiries stays small."""
     if draft.inquiry is None or not draft.inquiry.findings:
         return draft
@@ -263,7 +263,7 @@ def _ask_ahead(draft: Draft, newcomers: Iterator[tuple[QueuePosition, WaitingSeq
     return draft._replace(inquiry=Inquiry(findings=(*draft.inquiry.findings, *ahead)))
 
 
-def _continue(draft: Draft, prompt: RunningSequence) -> Draft:
+def _continue(draft: PartialDecision, prompt: RunningSequence) -> PartialDecision:
     """Adds a row for a running prompt, unless it gives way or the budget is used up."""
     is_allowed = draft.num_tokens > 0 and (draft.num_scored > 0 or not prompt.scores_prompt)
     if prompt.arrival in draft.sits_out or not is_allowed:
@@ -271,7 +271,9 @@ def _continue(draft: Draft, prompt: RunningSequence) -> Draft:
     return _compute(draft, prompt, prompt.num_pending, prompt.context_len)
 
 
-def _compute(draft: Draft, sequence: RunningSequence | WaitingSequence, num_pending: int, context_len: int) -> Draft:
+def _compute(
+    draft: PartialDecision, sequence: RunningSequence | WaitingSequence, num_pending: int, context_len: int
+) -> PartialDecision:
     """Adds a row with as many of the pending tokens as the budget and the time allow."""
     count = wanted = min(num_pending, draft.num_tokens, draft.num_scored if sequence.scores_prompt else num_pending)
     limit, is_over = draft.limit, False
@@ -286,7 +288,7 @@ def _compute(draft: Draft, sequence: RunningSequence | WaitingSequence, num_pend
     )
 
 
-def _fits(draft: Draft, needed: int, finding: Finding) -> bool:
+def _fits(draft: PartialDecision, needed: int, finding: Finding) -> bool:
     """True if there is a row, a token, and pages, with one page to spare for each running sequence.
 
     The spare pages avoid admitting a sequence only to retract it at the next step.
@@ -295,14 +297,16 @@ def _fits(draft: Draft, needed: int, finding: Finding) -> bool:
     return draft.num_free_rows > 0 and draft.num_tokens > 0 and _has_pages(draft, needed + beside)
 
 
-def _victims(draft: Draft, newcomer: WaitingSequence) -> Iterator[RunningSequence]:
+def _victims(draft: PartialDecision, newcomer: WaitingSequence) -> Iterator[RunningSequence]:
     """Sequences that may give way to a waiting one, in order."""
     # A caller whose row is on its way out does not take another's for it.
     num_held = None if newcomer.caller in draft.leaving else draft.held.get(newcomer.caller, 0)
     return victims(draft.going, draft.held, newcomer.priority, num_held, draft.forked)
 
 
-def _make_way(state: SchedulerState, draft: Draft, newcomer: WaitingSequence, needed: int, finding: Finding) -> Draft:
+def _make_way(
+    state: SchedulerState, draft: PartialDecision, newcomer: WaitingSequence, needed: int, finding: Finding
+) -> PartialDecision:
     """Makes as many others give way as a waiting sequence needs.
 
     The draft is full if all of them would not be enough, or if some are in a running step: then all are held back, and
@@ -334,19 +338,19 @@ def _make_way(state: SchedulerState, draft: Draft, newcomer: WaitingSequence, ne
     return draft
 
 
-def _hold_back_for(draft: Draft, newcomer: WaitingSequence) -> Draft:
+def _hold_back_for(draft: PartialDecision, newcomer: WaitingSequence) -> PartialDecision:
     """Frees a row for the next decision, although nothing overtakes the awaited sequence."""
     for victim in islice(_victims(draft, newcomer), 1):
         draft = _hold_back(draft, victim)
     return draft._replace(held=_held(draft, newcomer.caller, 1))
 
 
-def _hold_back(draft: Draft, victim: RunningSequence) -> Draft:
+def _hold_back(draft: PartialDecision, victim: RunningSequence) -> PartialDecision:
     """Leaves a running sequence out, so that it can be retracted when the step that it is in is over."""
     return _set_aside(draft, victim)._replace(leaving=draft.leaving | {victim.caller})
 
 
-def _retract(draft: Draft, victim: RunningSequence, holding: Holding) -> Draft:
+def _retract(draft: PartialDecision, victim: RunningSequence, holding: Holding) -> PartialDecision:
     return _set_aside(draft, victim)._replace(
         retracted=(*draft.retracted, victim.arrival),
         tally=draft.tally.retracted(holding),
@@ -354,7 +358,7 @@ def _retract(draft: Draft, victim: RunningSequence, holding: Holding) -> Draft:
     )
 
 
-def _set_aside(draft: Draft, victim: RunningSequence) -> Draft:
+def _set_aside(draft: PartialDecision, victim: RunningSequence) -> PartialDecision:
     """Cancels what this step was to give a running sequence."""
     arrival = victim.arrival
     return draft._replace(
@@ -367,24 +371,24 @@ def _set_aside(draft: Draft, victim: RunningSequence) -> Draft:
     )
 
 
-def _held(draft: Draft, caller: str, change: int) -> Mapping[str, int]:
+def _held(draft: PartialDecision, caller: str, change: int) -> Mapping[str, int]:
     """Rows per caller, with `change` added to one."""
     held = dict(draft.held)
     count = held.pop(caller, 0) + change
     return {**held, caller: count} if count > 0 else held
 
 
-def _holds_copies(draft: Draft, sequence: RunningSequence, holding: Holding) -> bool:
+def _holds_copies(draft: PartialDecision, sequence: RunningSequence, holding: Holding) -> bool:
     """True if it holds its own copies of pages that are also cached: admitted again, it would share them."""
     return draft.tally.retracted(holding).num_pages - draft.tally.num_pages > sequence.num_pages
 
 
-def _has_pages(draft: Draft, count: int) -> bool:
+def _has_pages(draft: PartialDecision, count: int) -> bool:
     """True if `count` pages are left, including those reserved and unused."""
     left = draft.tally.num_pages - draft.num_new - sum(draft.growth.values())
     return count <= left or count <= left + _num_unused(draft)
 
 
-def _num_unused(draft: Draft) -> int:
+def _num_unused(draft: PartialDecision) -> int:
     """Pages that running sequences have reserved and do not need yet."""
     return sum([each.num_unused for each in draft.going if each.num_lacking < 0])

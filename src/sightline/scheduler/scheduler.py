@@ -34,6 +34,7 @@ from sightline.scheduler.running import RunningRows
 from sightline.scheduler.sequence import DraftRoom, Drafts, RowResult, Schedule, ScheduledRow, SequenceState
 from sightline.scheduler.shares import Shares
 from sightline.scheduler.supply import PrefixReuse, Supply
+from sightline.scheduler.trees import check_path, depths
 from sightline.scheduler.whole import WholeQueue
 
 
@@ -164,7 +165,8 @@ class Scheduler:
     def commit(self, row: ScheduledRow, result: RowResult) -> None:
         """Records that the row's accepted entries are in the cache, and appends the tokens that the step settled.
 
-        Idempotent but for the counts of drafts, so that it can be repeated after an interruption.
+        Entries of a tree are moved to where they belong first. Idempotent, so that it can be repeated after an
+        interruption.
         """
         sequence, seq_len, tokens = row.sequence, result.seq_len, result.tokens
         row_len = row.context_len + row.num_tokens
@@ -182,18 +184,32 @@ class Scheduler:
             )
         if tokens:
             sequence.tokens[seq_len + 1 - len(tokens) :] = tokens
+        if row.parents is not None:
+            self._keep_path(row, result)
         if not sequence.is_whole:
             self._store.lengths.commit(row.table_row, seq_len)
+        if row.drafts and sequence.num_computed < seq_len:
+            self._count_drafts(row, len(tokens) - 1)
         sequence.num_computed = seq_len
         if row.completes:
             self._supply.publish(sequence)
-        if self._drafts is not None and row.drafts:
-            num_accepted = len(tokens) - 1
-            self._drafts.observe(sequence, len(row.drafts), num_accepted)
-            self.num_drafts += 1
-            self.num_drafted_tokens += len(row.drafts)
-            self.num_accepted_tokens += num_accepted
-            self._accepted_at.update(range(num_accepted))
+
+    def _keep_path(self, row: ScheduledRow, result: RowResult) -> None:
+        """Moves the entries of a tree's accepted guesses behind its known token, so that they can be committed."""
+        path = result.path
+        if path is None or row.parents is None:
+            raise ValueError(f"expected the accepted path of a row with a tree, got {path}")
+        check_path(path, row.parents, row.drafts, result.tokens[:-1])
+        self._store.main.keep(row.table_row, row.context_len, (0, *(1 + guess for guess in path)))
+
+    def _count_drafts(self, row: ScheduledRow, num_accepted: int) -> None:
+        """Counts a row with guesses, and tells who made them how many were right."""
+        if self._drafts is not None:
+            self._drafts.observe(row.sequence, max(depths(row.draft_parents)), num_accepted)
+        self.num_drafts += 1
+        self.num_drafted_tokens += len(row.drafts)
+        self.num_accepted_tokens += num_accepted
+        self._accepted_at.update(range(num_accepted))
 
     def landed(self, rows: Iterable[ScheduledRow]) -> None:
         """Records that the step with these rows is over, committed or not, and releases sequences removed meanwhile."""
@@ -396,8 +412,8 @@ class Scheduler:
         if num_spare <= 0 or not rooms:
             return
         for index, draft in zip(rooms, drafts.propose(tuple(rooms.values()), num_spare), strict=True):
-            row = rows[index]
-            rows[index] = replace(row, num_tokens=1 + len(draft.tokens), drafts=draft.tokens)
+            tokens, parents = draft
+            rows[index] = replace(rows[index], num_tokens=1 + len(tokens), drafts=tokens, parents=parents)
 
     def _grow(self, sequence: SequenceState) -> bool:
         """Gives a sequence the pages that it needs. If they are not available after all, it waits."""

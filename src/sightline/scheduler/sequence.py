@@ -153,6 +153,13 @@ class ScheduledRow:
     """True if all its tokens need logits."""
     drafts: tuple[int, ...] = ()
     """The last of its tokens, if they are guesses. Each is kept if the model chooses it behind the one before."""
+    parents: tuple[int, ...] | None = None
+    """The parent of each guess in a tree, see `Draft`; None for a chain."""
+
+    @property
+    def draft_parents(self) -> Sequence[int]:
+        """The parent of each guess, in a chain too."""
+        return range(-1, len(self.drafts) - 1) if self.parents is None else self.parents
 
     @property
     def num_logits(self) -> int:
@@ -175,6 +182,9 @@ class RowResult:
     """Accepted length: entries of the row up to here are kept, entries behind it are discarded."""
     tokens: tuple[int, ...] = ()
     """Tokens that the step settled, the last of which follows the accepted entries."""
+    path: tuple[int, ...] | None = None
+    """For a tree, the guesses that were right, by index: their entries follow the row's known tokens from here on. None
+    for other rows, whose accepted entries are where they belong."""
 
 
 class DraftRoom(NamedTuple):
@@ -183,12 +193,21 @@ class DraftRoom(NamedTuple):
     sequence: SequenceState
     most: int
     """Tokens that its row has room for."""
+    longest: int | None = None
+    """Tokens that a path of a tree may have; None: as many as `most`."""
 
 
 class Draft(NamedTuple):
-    """Guesses of what a sequence generates next."""
+    """Guesses of what a sequence generates next: one continuation, or a tree of several.
+
+    known   the quick ─┬─ brown ── fox          tokens   brown fox red
+                       └─ red                   parents  -1    0   -1
+    """
 
     tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    """For each token, the index of the guess that it follows, -1 for the sequence's last token. Parents come before
+    their children, and children of one parent are different tokens. None: each token follows the one before."""
 
 
 class Drafts(Protocol):
@@ -201,7 +220,7 @@ class Drafts(Protocol):
         """A draft for each room, of at most `most` tokens together; an empty one where nothing is guessed."""
 
     def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
-        """Takes in how many tokens of a draft were right."""
+        """Takes in how many tokens of a draft were right; of a tree, how many of its longest path's number."""
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence ends. Idempotent."""

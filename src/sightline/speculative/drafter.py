@@ -18,6 +18,7 @@ from sightline.models.drafting import DraftSource
 from sightline.models.loading.checkpoint import Checkpoint
 from sightline.runner.networks import DraftRuntime
 from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
+from sightline.scheduler.trees import merged
 
 
 class ObservedRow(NamedTuple):
@@ -50,7 +51,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        """A draft for each room, of at most `most` tokens; an empty one if it has no guess."""
+        """A draft for each room, of at most `most` tokens; an empty one if it has no guess.
+
+        A tree, which is only asked for with several `num_branches`, has at most `longest` on each path.
+        """
 
     @abstractmethod
     def observe(self, step: ObservedStep) -> None:
@@ -69,12 +73,12 @@ class DrafterContext:
     device: DeviceKind
     ledger: Ledger
     draft: DraftRuntime | None = None
-    """The drafter's own networks; None if its kind has none."""
+    """The drafter's own networks; None, or without any, if its kind has none."""
 
     @property
     def networks(self) -> DraftRuntime:
         """The drafter's own networks. Raises `ValueError` if its kind has none."""
-        if self.draft is None:
+        if self.draft is None or not self.draft.networks:
             raise ValueError(f"expected the networks of {self.speculation.method}, got none; name them in its kind")
         return self.draft
 
@@ -102,8 +106,6 @@ class DrafterKind:
     networks: Callable[[Speculation, DraftTarget], DraftSource] | None = None
     """Finds its networks and describes them; None if it guesses without any. Raises `ConfigError` if they do not fit
     the target."""
-    makes_trees: bool = False
-    """True if it may guess several tokens for one place."""
 
 
 class TextDrafter(ABC):
@@ -116,6 +118,11 @@ class TextDrafter(ABC):
         Tokens of earlier calls come again, with further ones behind them.
         """
 
+    def propose_several(self, tokens: Sequence[int], most: int, count: int) -> Sequence[Sequence[int]]:
+        """Guesses up to `count` continuations, each as `propose` does, the likeliest first."""
+        del count
+        return [self.propose(tokens, most)]
+
 
 MakeTextDrafter: TypeAlias = Callable[[], TextDrafter]
 """Makes the drafter of a sequence."""
@@ -124,12 +131,21 @@ MakeTextDrafter: TypeAlias = Callable[[], TextDrafter]
 class DrafterOfTexts(Drafter):
     """Guesses for each sequence with a `TextDrafter` of its own."""
 
-    def __init__(self, make: MakeTextDrafter) -> None:
+    def __init__(self, make: MakeTextDrafter, num_branches: int = 1) -> None:
+        """With several branches it guesses so many continuations of a sequence at once, as a tree."""
         self._make = make
+        self._num_branches = num_branches
         self._by_sequence: dict[SequenceState, TextDrafter] = {}
 
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
-        return [Draft(tuple(self._drafter(each.sequence).propose(each.sequence.tokens, each.most))) for each in rooms]
+        return [self._draft(each) for each in rooms]
+
+    def _draft(self, room: DraftRoom) -> Draft:
+        drafter, tokens = self._drafter(room.sequence), room.sequence.tokens
+        if self._num_branches == 1:
+            return Draft(tuple(drafter.propose(tokens, room.most)))
+        longest = room.most if room.longest is None else room.longest
+        return merged(drafter.propose_several(tokens, longest, self._num_branches), room.most)
 
     def _drafter(self, sequence: SequenceState) -> TextDrafter:
         found = self._by_sequence.get(sequence)

@@ -1,4 +1,5 @@
 """How many tokens are guessed for each sequence: 1, 3, 7 and so on while they are right, and none where guesses fail.
+A tree has so many on each of its paths.
 
 A guess that is right costs little, because a step reads the weights once for all its tokens. One that is wrong costs
 the time of its tokens, so a sequence whose guesses fail rests: for 2 tokens, then 4, 8 and so on. With the token before
@@ -19,6 +20,7 @@ import torch
 from sightline.core.errors import DeviceFaultError
 from sightline.core.ledger import Ledger
 from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
+from sightline.scheduler.trees import checked_draft
 from sightline.speculative.drafter import Drafter, ObservedStep
 
 logger = logging.getLogger("sightline")
@@ -38,21 +40,27 @@ class _Drafting:
     """The sequence's length from which on it guesses again."""
 
 
-def _check(draft: Draft, most: int) -> None:
-    if len(draft.tokens) > most:
-        raise ValueError(f"expected a draft of at most {most} tokens, got {len(draft.tokens)}")
-
-
 class AdaptiveDrafts:
     """The drafts of all sequences of an engine."""
 
-    def __init__(self, drafter: Drafter, most: int, max_step_tokens: int, ledger: Ledger, *, patience: int = 0) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        most: int,
+        max_step_tokens: int,
+        ledger: Ledger,
+        *,
+        patience: int = 0,
+        num_branches: int = 1,
+    ) -> None:
         """Guesses at most `most` tokens of a sequence at once, in steps of at most `max_step_tokens`.
 
         The ledger is told if the drafter fails, after which nothing is guessed any more. With `patience`, drafts do not
-        shrink, and a sequence rests only after more drafts in a row than that had no right token.
+        shrink, and a sequence rests only after more drafts in a row than that had no right token. With several branches
+        drafts may be trees, of so many times the tokens.
         """
         self.max_step_tokens = max_step_tokens
+        self.num_branches = num_branches
         self._drafter = drafter
         self._most = most
         self._ledger = ledger
@@ -63,24 +71,24 @@ class AdaptiveDrafts:
     def propose(self, rooms: Sequence[DraftRoom], most: int) -> Sequence[Draft]:
         """A draft for each room. Sequences that rest, and those for which nothing is left, get none."""
         drafts, asked = [Draft()] * len(rooms), dict[int, DraftRoom]()
-        for index, (sequence, room) in enumerate(rooms):
-            limit = min(room, most, self._limit(sequence))
-            if limit > 0:
-                asked[index] = DraftRoom(sequence, limit)
-                most -= limit
+        for index, (sequence, room, _) in enumerate(rooms):
+            limit = self.limit(sequence)
+            count = min(room, most, limit * self.num_branches)
+            if count > 0:
+                asked[index] = DraftRoom(sequence, count, min(limit, count))
+                most -= count
         if not asked or self._has_failed:
             return drafts
         try:
             for index, draft in zip(asked, self._drafter.propose(tuple(asked.values())), strict=True):
-                _check(draft, asked[index].most)
-                drafts[index] = draft
+                drafts[index] = checked_draft(draft, asked[index].most, may_branch=self.num_branches > 1)
         except Exception as error:
             self._give_up(error)
             return [Draft()] * len(rooms)
         return drafts
 
-    def _limit(self, sequence: SequenceState) -> int:
-        """Tokens that may be guessed for a sequence now."""
+    def limit(self, sequence: SequenceState) -> int:
+        """Tokens that may be guessed for a sequence now; of a tree, on each path."""
         state = self._drafting.get(sequence)
         if state is None:
             state = self._drafting[sequence] = _Drafting(self._most if self._patience else 1)
@@ -107,7 +115,7 @@ class AdaptiveDrafts:
         )
 
     def observe(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
-        """Takes in how many tokens of a draft were right."""
+        """Takes in how many tokens of a draft were right. `num_drafted` are those of its longest path."""
         state = self._drafting.get(sequence)
         if state is None or not num_drafted:
             return

@@ -81,8 +81,6 @@ def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
     config = context.speculation
     kind = find(config.method)
     kind.method.check(config)
-    if kind.makes_trees:
-        raise ConfigError(f"the drafter {config.method} asks for trees of guesses, which are not supported yet")
     most, max_step_tokens = config.num_speculative_tokens, MAX_STEP_TOKENS[context.device]
     if most >= max_step_tokens:
         context.ledger.degrade(
@@ -91,5 +89,11 @@ def make_drafts(context: DrafterContext) -> AdaptiveDrafts:
             "more than its guesses save",
             f"ask for {max_step_tokens - 1} or fewer",
         )
-    patience = PATIENCE[context.device]
-    return AdaptiveDrafts(kind.make(context), most, max_step_tokens, context.ledger, patience=patience)
+    return AdaptiveDrafts(
+        kind.make(context),
+        most,
+        max_step_tokens,
+        context.ledger,
+        patience=PATIENCE[context.device],
+        num_branches=config.num_branches,
+    )

@@ -32,29 +32,48 @@ class NgramDrafter(TextDrafter):
     A token costs one entry for each length of runs, and a look-up does not depend on the sequence's length.
     """
 
-    def __init__(self, longest: int, shortest: int) -> None:
-        """Compares runs of `longest` tokens, and shorter ones down to `shortest` if there is none."""
+    def __init__(self, longest: int, shortest: int, num_branches: int = 1) -> None:
+        """Compares runs of `longest` tokens, and shorter ones down to `shortest` if there is none.
+
+        Remembers as many places of a run as there are branches.
+        """
         self._lengths = tuple(range(longest, shortest - 1, -1))
-        self._after: dict[tuple[int, ...], int] = {}
-        """Where the token behind the latest run of these tokens is. Of a run at the very end nothing follows yet."""
+        self._num_branches = num_branches
+        self._after: dict[tuple[int, ...], tuple[int, ...]] = {}
+        """Where the tokens behind the latest runs of these tokens are, the latest first; they are different tokens. Of
+        a run at the very end nothing follows yet."""
         self._num_indexed = 0
         """Tokens whose runs are in the index: all but the last ones."""
 
     def propose(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        found = self.propose_several(tokens, most, 1)
+        return found[0] if found else ()
+
+    def propose_several(self, tokens: Sequence[int], most: int, count: int) -> Sequence[Sequence[int]]:
+        """Continuations that begin with different tokens. Those of longer runs come first, then later ones."""
         self._index(tokens)
+        places: dict[int, int] = {}
         for length in self._lengths:
-            place = self._after.get(tuple(tokens[-length:])) if length < len(tokens) else None
-            if place is not None:
-                return _continued(tokens, place, most)
-        return ()
+            for place in self._after.get(tuple(tokens[-length:]), ()) if length < len(tokens) else ():
+                places.setdefault(tokens[place], place)
+            if len(places) >= count:
+                break
+        return [_continued(tokens, place, most) for place in list(places.values())[:count]]
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Adds the runs that end before the last token."""
         for end in range(self._num_indexed, len(tokens) - 1):
             for length in self._lengths:
                 if length <= end + 1:
-                    self._after[tuple(tokens[end + 1 - length : end + 1])] = end + 1
+                    self._add(tuple(tokens[end + 1 - length : end + 1]), end + 1, tokens)
         self._num_indexed = max(self._num_indexed, len(tokens) - 1)
+
+    def _add(self, run: tuple[int, ...], place: int, tokens: Sequence[int]) -> None:
+        if self._num_branches > 1:
+            others = [each for each in self._after.get(run, ()) if tokens[each] != tokens[place]]
+            self._after[run] = (place, *others[: self._num_branches - 1])
+        else:
+            self._after[run] = (place,)
 
 
 def _continued(tokens: Sequence[int], place: int, most: int) -> Sequence[int]:
@@ -78,9 +97,11 @@ class NgramOfCorpus(Drafter):
     def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
         self._served.update([each.sequence for each in rooms])
         drafts = self._own.propose(rooms)
-        return [draft if draft.tokens else self._guess(*room) for draft, room in zip(drafts, rooms, strict=True)]
+        return [draft if draft.tokens else self._guess(room) for draft, room in zip(drafts, rooms, strict=True)]
 
-    def _guess(self, sequence: SequenceState, most: int) -> Draft:
+    def _guess(self, room: DraftRoom) -> Draft:
+        """One continuation: a caller's texts have one place for each run."""
+        sequence, most = room.sequence, room.most if room.longest is None else room.longest
         return Draft(tuple(self._corpora.propose(sequence.caller, sequence.tokens, most)))
 
     def observe(self, step: ObservedStep) -> None:
@@ -99,7 +120,7 @@ class NgramOfCorpus(Drafter):
 def _make(context: DrafterContext) -> Drafter:
     config = context.speculation
     longest, shortest = config.prompt_lookup_max, config.prompt_lookup_min
-    own = DrafterOfTexts(partial(NgramDrafter, longest, shortest))
+    own = DrafterOfTexts(partial(NgramDrafter, longest, shortest, config.num_branches), config.num_branches)
     if not config.corpus_tokens:
         return own
     return NgramOfCorpus(own, Corpora(config.corpus_tokens, longest, shortest), longest)

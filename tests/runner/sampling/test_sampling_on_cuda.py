@@ -23,7 +23,7 @@ from sightline.core.transfer import Arrival
 from sightline.engine import engine, sampled
 from sightline.kernels.cpu.program import inline_launcher
 from sightline.llm import TokensPrompt
-from sightline.runner.build import make_operations
+from sightline.runner.compute import make_operations
 from sightline.runner.graphs import Graphs
 from sightline.runner.sampling.adjust import TokenAdjustment
 from sightline.runner.sampling.logprobs import score_tokens

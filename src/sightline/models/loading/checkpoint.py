@@ -19,8 +19,8 @@ from sightline.kernels.packed_weights import WeightForm
 from sightline.models.loading.generation import GenerationDefaults
 from sightline.text.tokenizers.tokenizer import Tokenizer
 
-PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
-"""Stored types that are not quantised."""
+PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"})
+"""Stored types that are not quantised: numbers, and tables of tokens."""
 
 
 @dataclass(frozen=True)

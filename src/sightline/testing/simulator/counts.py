@@ -39,6 +39,18 @@ class EventCounts:
     """Steps after which an ended request was still in flight."""
     device_faults: int = 0
     closes: int = 0
+    drafts: int = 0
+    """Rows with guesses that were committed."""
+    trees: int = 0
+    """Rows whose guesses were a tree."""
+    accepted_tokens: int = 0
+    """Guesses that were right."""
+    wrong_drafts: int = 0
+    """Drafts of which no guess was right."""
+    whole_drafts: int = 0
+    """Drafts of which a whole path was right, and no longer one was there."""
+    border_drafts: int = 0
+    """Drafts whose last right guess filled a page."""
 
     def __add__(self, other: EventCounts) -> EventCounts:
         return EventCounts(*(mine + theirs for mine, theirs in zip(self.values(), other.values(), strict=True)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from sightline.attention.contract import (
     StepView,
 )
 from sightline.attention.planner import PlannedBatch
-from sightline.attention.spec import SoftmaxSpec, SpecKind
+from sightline.attention.spec import Feature, SoftmaxSpec, SpecKind
 from sightline.core.batch import Batch
 from sightline.core.device import DeviceKind
 from sightline.layers.scratch import Scratch
@@ -54,6 +54,19 @@ _MASK = np.uint64(MASK)
 _IntArray = NDArray[np.int64]
 
 
+class _Tree(NamedTuple):
+    """The new tokens of a row that form a tree."""
+
+    token: int
+    """Which new token of the batch is its first."""
+    start: int
+    """The first entry of its row."""
+    stop: int
+    """The end of its row's entries."""
+    seen: NDArray[np.uint64]
+    """[query_len, query_len]: 1 where a token sees another."""
+
+
 @dataclass(frozen=True, eq=False)
 class Reading:
     """The entries that the rows of a batch read, row after row."""
@@ -61,13 +74,15 @@ class Reading:
     rows: _IntArray
     """[num_entries]: the page-table row of each entry."""
     entries: _IntArray
-    """[num_entries]: its position in its row."""
+    """[num_entries]: its index in its row."""
     weights: NDArray[np.uint64]
-    """[num_entries]: its factor in the hash."""
+    """[num_entries]: its factor in the hash, by its position."""
     starts: _IntArray
     """[num_tokens]: the first entry that each new token sees."""
     stops: _IntArray
     """[num_tokens]: the end of the entries that it sees."""
+    trees: tuple[_Tree, ...]
+    """Rows in which tokens do not see all tokens before them."""
 
     @staticmethod
     def of(batch: Batch) -> Reading:
@@ -79,7 +94,15 @@ class Reading:
         skipped = (ends - query_lens.cumsum()).repeat(query_lens)
         rows = np.array(batch.rows, dtype=np.int64).repeat(seq_lens)
         stops = np.arange(1, len(skipped) + 1) + skipped
-        return Reading(rows, entries, WEIGHTS[entries], starts.repeat(query_lens), stops)
+        places, trees = entries, list[_Tree]()
+        if any(mask.tree is not None for mask in batch.masks):
+            places, first_tokens = entries.copy(), query_lens.cumsum() - query_lens
+            for row, mask in enumerate(batch.masks):
+                if mask.tree is not None:
+                    token, stop, count = int(first_tokens[row]), int(ends[row]), int(query_lens[row])
+                    trees.append(_Tree(token, int(starts[row]), stop, mask.tree.numpy().astype(np.uint64)))
+                    places[stop - count : stop] = batch.positions[token : token + count].numpy()
+        return Reading(rows, entries, WEIGHTS[places], starts.repeat(query_lens), stops, tuple(trees))
 
     def slots(self, pages: _IntArray, page_size: int) -> _IntArray:
         """[num_entries]: the slots of the entries according to a page table."""
@@ -92,6 +115,10 @@ class Reading:
         sums = np.zeros(len(values) + 1, dtype=np.uint64)
         values.cumsum(out=sums[1:])
         difference: NDArray[np.uint64] = sums[self.stops] - sums[self.starts]
+        for token, start, stop, seen in self.trees:
+            first = stop - len(seen)
+            context = sums[first : first + 1] - sums[start : start + 1]
+            difference[token : token + len(seen)] = context + seen @ values[first:stop]
         return difference
 
 
@@ -142,7 +169,7 @@ class ReadingBackend(AttentionBackend[SoftmaxSpec, SoftmaxInputs]):
             head_dims=frozenset({1}),
             group_sizes=frozenset({1}),
             page_sizes=ANY,
-            features=frozenset(),
+            features=frozenset({Feature.TREE_MASK}),
             host_lengths=HostLengths.EXACT,
         ),
     )

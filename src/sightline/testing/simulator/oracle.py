@@ -36,8 +36,21 @@ def prefix_hashes(tokens: Sequence[int]) -> Iterator[int]:
     """Yields the hash of every prefix of a history, the shortest first."""
     total = 0
     for position, token in enumerate(tokens):
-        total += (token * 64 + position * 8192 + 1) * _WEIGHTS[position]
+        total += _mixed(token, position)
         yield total & MASK
+
+
+def likeliest(tokens: Sequence[int], count: int) -> list[int]:
+    """Returns the tokens that follow a history if each is the likeliest."""
+    known, total = [], sum(_mixed(token, position) for position, token in enumerate(tokens))
+    for position in range(len(tokens), min(len(tokens) + count, MAX_LEN)):
+        known.append((total & MASK) % NUM_ORDINARY)
+        total += _mixed(known[-1], position)
+    return known
+
+
+def _mixed(token: int, position: int) -> int:
+    return (token * 64 + position * 8192 + 1) * _WEIGHTS[position]
 
 
 def candidates(value: int) -> tuple[int, int]:

@@ -17,6 +17,24 @@ from sightline.core.errors import ConfigError
 from sightline.testing.simulator.oracle import MAX_LEN
 
 
+class Drafting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are guessed."""
+
+    honesty: float
+    """How often a guess is the truth, from 0 to 1."""
+    most: int
+    """Tokens that are guessed at once, in each branch."""
+    num_branches: int
+    """Above 1, guesses are trees."""
+    adapts: bool
+    """True if guesses follow how many were right before."""
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.honesty <= 1.0 or min(self.most, self.num_branches) < 1:
+            raise ConfigError(f"expected an honesty from 0 to 1 and sizes of at least 1, got {self}")
+
+
 class Scene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The sizes and settings of the engine."""
 
@@ -33,11 +51,15 @@ class Scene(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Also compares the contents of plans, and fills pages with NaN when they are allocated and freed."""
     max_step_ticks: int | None = None
     """Limit of the time of steps while rows generate. With it, logits take time too."""
+    drafting: Drafting | None = None
+    """How tokens are guessed; None if they are not."""
 
     def __post_init__(self) -> None:
         sizes = (self.page_size, self.num_pages, self.max_rows, self.max_step_tokens, self.max_len, self.max_queued)
         if min(sizes) < 1 or self.max_len > MAX_LEN:
             raise ConfigError(f"expected sizes of at least 1 and max_len of at most {MAX_LEN}, got {self}")
+        if self.drafting is not None and (self.async_scheduling or self.max_step_ticks is not None):
+            raise ConfigError("expected drafting without async_scheduling and max_step_ticks, got both")
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:
         """True if a request can run to its end. Its last token needs no room in the cache."""
@@ -158,7 +180,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def to_json(self) -> str:
         """One line for the scene and one for each event, without fields that have their default value."""
         events = ",\n  ".join(json.dumps(_told(event)) for event in self.events)
-        return f'{{"scene": {json.dumps(asdict(self.scene))},\n "events": [\n  {events}\n]}}\n'
+        return f'{{"scene": {json.dumps(msgspec.to_builtins(self.scene))},\n "events": [\n  {events}\n]}}\n'
 
     @staticmethod
     def from_json(text: str) -> Scenario:

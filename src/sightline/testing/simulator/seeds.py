@@ -23,9 +23,11 @@ class SeedFailure:
     what: str
 
 
-def play_seeds(seeds: Sequence[int], num_steps: int, num_jobs: int) -> Iterator[EventCounts | SeedFailure]:
+def play_seeds(
+    seeds: Sequence[int], num_steps: int, num_jobs: int, *, guesses: bool = False
+) -> Iterator[EventCounts | SeedFailure]:
     """Yields one result for each seed, in order."""
-    play_one = partial(_play_one, num_steps=num_steps)
+    play_one = partial(_play_one, num_steps=num_steps, guesses=guesses)
     if num_jobs == 1:
         yield from map(play_one, seeds)
         return
@@ -47,9 +49,9 @@ def shortened(scenario: Scenario) -> tuple[Scenario, Violation | None]:
         return short, play(short)
 
 
-def _play_one(seed: int, num_steps: int) -> EventCounts | SeedFailure:
+def _play_one(seed: int, num_steps: int, *, guesses: bool) -> EventCounts | SeedFailure:
     with single_threaded():
         try:
-            return simulate(seed, num_steps)
+            return simulate(seed, num_steps, guesses=guesses)
         except Violation as violation:
             return SeedFailure(seed, str(violation))

@@ -124,6 +124,10 @@ def _simpler_scenes(scenario: Scenario) -> Iterator[Scene]:
     for name in ("paranoid", "async_scheduling", "prefix_caching"):
         if asdict(scene)[name]:
             yield replace(scene, **{name: False})
+    if scene.drafting is not None:
+        yield replace(scene, drafting=None)
+        if scene.drafting.num_branches > 1:
+            yield replace(scene, drafting=replace(scene.drafting, num_branches=1))
     if scene.max_rows > 1:
         yield replace(scene, max_rows=scene.max_rows - 1)
     smaller = replace(scene, max_len=max(1, scene.max_len * 3 // 4))

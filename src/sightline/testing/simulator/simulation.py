@@ -57,7 +57,7 @@ class Simulation:
         self._events = list(reversed(scenario.events))
         """In reverse: the next event is the last item."""
         self.counts = EventCounts(seeds=1)
-        self._stage = set_stage(scenario.scene, self._watch)
+        self._stage = set_stage(scenario.scene, self._watch, self.counts)
         self._clients = Clients(self._stage, self.counts)
         self._invariants = Invariants(self._stage)
         self._row_shares = RowShares(self._stage, self.counts)
@@ -182,6 +182,7 @@ class Simulation:
 
     def _watch(self, batch: Batch) -> None:
         """Checks a batch just before its forward pass."""
+        self.counts.trees += sum(mask.tree is not None for mask in batch.masks)
         self._findings.extend(self._clients.see_running(self._step, batch.rows))
         self._findings.extend(self._invariants.before_forward(batch))
         self._findings.extend(self._row_shares.after_decision(self._step, sum(batch.query_lens.exact())))
@@ -213,6 +214,6 @@ def play(scenario: Scenario) -> Violation | None:
     return None
 
 
-def simulate(seed: int, num_steps: int) -> EventCounts:
-    """Plays one seed. Raises `Violation`."""
-    return Simulation(draw_scenario(seed, num_steps)).run()
+def simulate(seed: int, num_steps: int, *, guesses: bool = False) -> EventCounts:
+    """Plays one seed, with guessed tokens if asked for. Raises `Violation`."""
+    return Simulation(draw_scenario(seed, num_steps, guesses=guesses)).run()

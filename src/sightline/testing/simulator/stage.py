@@ -24,8 +24,11 @@ from sightline.models.loading.generation import GenerationDefaults
 from sightline.runner.build import assemble_runtime, make_store
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import SequenceState
+from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.faults import LOGIT_TICKS, TICK, Faults, FaultyAllocator
+from sightline.testing.simulator.liars import LyingDrafter, LyingDrafts
 from sightline.testing.simulator.model import DTYPE, ReadingBackend, ReadingDefinition, ReadingModel
+from sightline.testing.simulator.oracle import NUM_ORDINARY, likeliest
 from sightline.testing.simulator.scenario import Scene
 
 
@@ -59,8 +62,8 @@ class Stage:
         ]
 
 
-def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
-    """Builds the engine. Calls `watch` with every batch before its forward pass."""
+def set_stage(scene: Scene, watch: Callable[[Batch], None], counts: EventCounts) -> Stage:
+    """Builds the engine. Calls `watch` with every batch before its forward pass, and counts what becomes of guesses."""
     config = ResolvedConfig(
         device=detect_device("cpu"),
         dtype=DTYPE,
@@ -101,5 +104,14 @@ def set_stage(scene: Scene, watch: Callable[[Batch], None]) -> Stage:
     candidate = Candidate.of("reading", ReadingBackend, "sightline", by_default=False)
     selection = dict.fromkeys(Work, Selection(candidate, ReadingBackend.capabilities[0], refused=(), forgone=()))
     runtime = assemble_runtime(config, definition, model, groups, [selection] * len(groups), store, inline_launcher())
-    engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock)
+    drafts = None
+    if scene.drafting is not None:
+        drafter = LyingDrafter(_truth, scene.drafting, NUM_ORDINARY)
+        drafts = LyingDrafts(drafter, scene.drafting, scene.max_step_tokens, scene.page_size, counts)
+    engine = Engine(runtime, None, GenerationDefaults(frozenset()), Ledger(), faults.clock, drafts)
     return Stage(scene, engine, faults, tuple(allocators))
+
+
+def _truth(sequence: SequenceState, count: int) -> list[int]:
+    """What a sequence generates if it takes the likeliest tokens. None of a prompt that ends the request."""
+    return likeliest(sequence.tokens, count)

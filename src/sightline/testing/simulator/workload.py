@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import msgspec
+
 from sightline.testing.simulator.faults import TICK
 from sightline.testing.simulator.oracle import NUM_ORDINARY, RAISING, SPOILING
 from sightline.testing.simulator.scenario import (
@@ -19,6 +21,7 @@ from sightline.testing.simulator.scenario import (
     ClientSubmits,
     Close,
     DeviceFault,
+    Drafting,
     Event,
     FailForward,
     RefuseAllocations,
@@ -28,11 +31,17 @@ from sightline.testing.simulator.scenario import (
 )
 
 
-def draw_scenario(seed: int, num_steps: int) -> Scenario:
-    """Draws `num_steps` steps of traffic; then the open requests run to their end, unless the engine ends first."""
+def draw_scenario(seed: int, num_steps: int, *, guesses: bool = False) -> Scenario:
+    """Draws `num_steps` steps of traffic; then the open requests run to their end, unless the engine ends first.
+
+    With `guesses`, the same traffic comes to an engine whose tokens are guessed by a drafter that lies at random.
+    """
     draw = random.Random(seed)
     reading = random.Random(f"reading {seed}")
-    workload = _Workload(draw, draw_scene(draw), draw.choice([0.07, 0.15, 0.3]), draw.random() < 0.15, reading)
+    scene = draw_scene(draw)
+    if guesses:
+        scene = _with_guesses(scene, seed)
+    workload = _Workload(draw, scene, draw.choice([0.07, 0.15, 0.3]), draw.random() < 0.15, reading)
     for step in range(num_steps):
         workload.step(step)
     end = draw.random()
@@ -59,6 +68,33 @@ def draw_scene(draw: random.Random) -> Scene:
         prefix_caching=draw.random() < 0.8,
         async_scheduling=draw.random() < 0.6,
         paranoid=draw.random() < 0.15,
+    )
+
+
+def _with_guesses(scene: Scene, seed: int) -> Scene:
+    """Draws how tokens are guessed: chains or trees, by anything from a liar to one that knows the truth.
+
+    Pages are larger and steps longer: guesses use what the rows have left of them.
+    """
+    draw = random.Random(f"guesses {seed}")
+    page_size = draw.choice([4, 5, 8, 16])
+    least = -(-scene.max_len // page_size)
+    drafting = Drafting(
+        honesty=draw.choice([0.0, 0.3, 0.6, 0.85, 0.95, 1.0]),
+        most=draw.choice([1, 2, 4, 8]),
+        num_branches=draw.choice([1, 2, 3]),
+        adapts=draw.random() < 0.25,
+        seed=seed,
+    )
+    return msgspec.structs.replace(
+        scene,
+        page_size=page_size,
+        num_pages=least + draw.choice([0, 1, 2, least, 4 * least]),
+        max_rows=draw.randint(1, 3),
+        max_step_tokens=draw.choice([16, 32, 64]),
+        paranoid=draw.random() < 0.05,
+        async_scheduling=False,
+        drafting=drafting,
     )
 
 

@@ -1,0 +1,81 @@
+"""Guesses with a network that has no cache: every step of a draft reads the model's entries, from the same position.
+
+    the model has computed t0 to t3, and chosen t4; its entries are 0 to 3
+    step 1   (t4, the model's state of t3) at position 4, sees entries 0 to 3 ──▶ d1, a state
+    step 2   (d1, that state)              at position 4, sees entries 0 to 3 ──▶ d2, a state
+
+Nothing is written, so there is nothing to compute along with a prompt, to share, or to take back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sightline.core.batch import CONTEXT
+from sightline.runner.networks import DraftRuntime
+from sightline.scheduler.sequence import Draft, DraftRoom, SequenceState
+from sightline.speculative.drafter import Drafter, DrafterContext, ObservedStep
+from sightline.speculative.network_steps import DraftedRow, NetworkSteps, read_columns
+
+
+class _Seen(NamedTuple):
+    """The last token that the model has computed for a sequence."""
+
+    state: Tensor
+    """[1, width]."""
+    num_computed: int
+
+
+class FrozenDrafter(Drafter):
+    """Guesses the likeliest tokens of a network that reads the model's cache."""
+
+    def __init__(self, draft: DraftRuntime) -> None:
+        self._draft = draft
+        [network] = draft.networks
+        self._steps = NetworkSteps(network)
+        self._seen: dict[SequenceState, _Seen] = {}
+
+    @staticmethod
+    def make(context: DrafterContext) -> FrozenDrafter:
+        return FrozenDrafter(context.networks)
+
+    def propose(self, rooms: Sequence[DraftRoom]) -> Sequence[Draft]:
+        # The longest drafts first, so that the rows of every step are the first ones of the step before.
+        seen = [index for index, each in enumerate(rooms) if self._is_seen(each.sequence)]
+        order = sorted(seen, key=lambda index: -rooms[index].most)
+        drafts = [Draft()] * len(rooms)
+        if not order:
+            return drafts
+        sequences = [rooms[index].sequence for index in order]
+        states = torch.cat([self._seen[each].state for each in sequences])
+        known = states.new_tensor([each.tokens[-1] for each in sequences], dtype=torch.int64)
+        drafted = [
+            DraftedRow(each.held_row, len(each.tokens) - 1, rooms[index].most, CONTEXT)
+            for each, index in zip(sequences, order, strict=True)
+        ]
+        columns = self._steps.roll_out(drafted, known, states, self._draft.choose)
+        for index, tokens in zip(order, read_columns(columns), strict=True):
+            drafts[index] = Draft(tuple(tokens))
+        return drafts
+
+    def _is_seen(self, sequence: SequenceState) -> bool:
+        """True if the state of the last computed token is there. It is not after a row was given back."""
+        seen = self._seen.get(sequence)
+        return seen is not None and seen.num_computed == len(sequence.tokens) - 1
+
+    def observe(self, step: ObservedStep) -> None:
+        if step.states is None:
+            raise ValueError("expected the states of the model, got none; its taps must be those of the drafter")
+        for each in step.rows:
+            row, result = each.row, each.result
+            if result.tokens:
+                last = each.start + result.seq_len - row.context_len - 1
+                state = self._draft.fuse(step.states[last : last + 1])
+                self._seen[row.sequence] = _Seen(state, result.seq_len)
+
+    def forget(self, sequence: SequenceState) -> None:
+        self._seen.pop(sequence, None)

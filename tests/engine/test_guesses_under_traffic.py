@@ -1,0 +1,17 @@
+"""Drafters that lie at random change no answer under random traffic. `make prove` plays a hundred times as much."""
+
+from __future__ import annotations
+
+from sightline.testing.simulator.counts import EventCounts
+from sightline.testing.simulator.simulation import simulate
+
+
+def test_a_thousand_steps_break_nothing() -> None:
+    total = EventCounts()
+    for seed in range(500_000, 500_012):
+        total += simulate(seed, 80, guesses=True)
+    assert total.steps > 1_000
+    assert total.trees > 50
+    assert total.accepted_tokens > 300
+    counts = [total.retractions, total.cancels, total.pauses, total.forks, total.cached_tokens, total.failed_forwards]
+    assert min(*counts, total.wrong_drafts, total.whole_drafts, total.border_drafts) > 0
