@@ -20,6 +20,7 @@ from sightline.core.errors import ConfigError
 from sightline.engine import launch, sampled
 from sightline.scheduler.scheduler import Scheduler
 from sightline.scheduler.sequence import Draft, DraftRoom, RowResult, ScheduledRow, SequenceState
+from sightline.speculative import verification
 from sightline.testing.simulator.counts import EventCounts
 from sightline.testing.simulator.liars import LyingDrafter
 from sightline.testing.simulator.oracle import NUM_ORDINARY, likeliest, prefix_hashes
@@ -126,7 +127,7 @@ def positions_of_a_chain(patch: pytest.MonkeyPatch) -> None:
 
 
 def mask_of_other_parents(patch: pytest.MonkeyPatch) -> None:
-    mask = launch.tree_mask
+    mask = verification.tree_mask
 
     def shifted(row: ScheduledRow) -> object:
         return mask(replace(row, parents=tuple(max(-1, parent - 1) for parent in row.draft_parents)))
@@ -135,7 +136,7 @@ def mask_of_other_parents(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_guess_kept(patch: pytest.MonkeyPatch) -> None:
-    right = sampled.right_guesses
+    right = verification.right_guesses
 
     def generous(row: ScheduledRow, chosen: Sequence[int]) -> Sequence[int]:
         found = right(row, chosen)
